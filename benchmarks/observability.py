@@ -2,11 +2,12 @@
 
     python -m benchmarks.observability
 
-Two servers run side by side, and one at a time has work: a plain one, and one that is scraped every second, writes a
-line in JSON for each request and traces 1 % of them. Turns alternate in pairs (plain, observed; observed, plain), so
-that whatever else the machine does meets both. Each round starts both servers anew: where a process has its code and
-data makes two plain servers differ by up to 3 %. Prints the ratio of the medians of each round, the median of these
-ratios and their quartiles.
+One server under a steady load alternates between two states: plain, and observed, in which it is scraped every second,
+writes a line in JSON for each request and traces 1 % of them. Turns of a tenth of a second alternate (plain, observed,
+observed, plain), so that whatever else the machine does meets both. Both states share one process, because two
+processes of the same server differ: where a process has its code and data changes its speed by 3 to 10 %. Twenty turns
+of each state are a pair. Each round starts the server anew. Prints the ratios of each round, and the median of all
+pairs with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -14,43 +15,79 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import statistics
+import math
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
+from unittest import mock
 
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.relay import Load, Rates, Server, measure
+from frontend import server as frontend_server
+from frontend.inference import Relay
+from frontend.management_access import Access
+from frontend.metrics import Metrics
+from frontend.request_reports import RequestReports
+from lmi_server.configuration.server_settings import ServerSettings, resolve_server
+from lmi_server.serving.model_store import ModelSource
+from lmi_server.serving.registry import ModelRegistry
 
 CONNECTIONS, TOKENS = 64, 4
 SCRAPE = b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: application/openmetrics-text;version=1.0.0\r\n\r\n"
 OBSERVED = {"SERVING_ACCESS_LOG": "json", "SERVING_LOG_FORMAT": "json", "SERVING_TRACE_SAMPLE": "0.01"}
 ENDPOINT = "SERVING_OTLP_TRACES_ENDPOINT"
+SWITCH = signal.SIGUSR1
+TURN_S = 0.095  # two observed ones follow each other; the log is written behind them: five times a second, as always
+TURNS = 40  # of a pair, half of them in each state
+SCRAPED = (1, 21)  # turns, in the observed state
+SETTLE_S = 0.005  # before a turn: the answers that are on their way belong to the last one
 
 
-def serve(directory: Path, port: int, endpoint: str | None) -> None:
-    from frontend.server import run
-    from lmi_server.configuration.server_settings import resolve_server
-    from lmi_server.serving.model_store import ModelSource
+class SwitchedRelay(Relay):
+    """Counts requests only, as a server without these settings does; a signal has it log and trace them, or stop it."""
 
-    variables = {} if endpoint is None else {**OBSERVED, ENDPOINT: endpoint}
-    settings, _ = resolve_server(variables, {"port": port, "log_level": "warning"})
-    sys.exit(run([ModelSource(str(directory), "echo")], settings, {}))
+    def __init__(self, models: ModelRegistry, metrics: Metrics, settings: ServerSettings, access: Access) -> None:
+        super().__init__(models, metrics, settings, access)
+        observed = self.reports, metrics.before_reading
+        without = {"access_log": "off", "otlp_traces_endpoint": None}
+        plain = RequestReports(settings.model_copy(update=without), metrics, self.error_rates), metrics.before_reading
+        self._states = [plain, observed]
+        self._set()
+        asyncio.get_running_loop().add_signal_handler(SWITCH, self._switch)
+
+    def _switch(self) -> None:
+        self.reports.flush()  # what it has left to do belongs to this turn
+        self._states.reverse()
+        self._set()
+
+    def _set(self) -> None:
+        self.reports, self._metrics.before_reading = self._states[0]
+        self._begin_trace = self.reports.begin_trace
+
+
+def serve(directory: Path, port: int, endpoint: str) -> None:
+    settings, _ = resolve_server({**OBSERVED, ENDPOINT: endpoint}, {"port": port, "log_level": "warning"})
+    with mock.patch.object(frontend_server, "Relay", SwitchedRelay):
+        sys.exit(frontend_server.run([ModelSource(str(directory), "echo")], settings, {}))
 
 
 @contextlib.contextmanager
-def running(parent: Path, name: str, *arguments: str) -> Iterator[Server]:
-    directory = parent / name
+def running(parent: Path, endpoint: str) -> Iterator[Server]:
+    directory = parent / "echo"
     directory.mkdir()
     (directory / "serving.properties").write_text(
         "option.entryPoint=djl_python.echo\noption.max_rolling_batch_size=256\n"
     )
-    command = (sys.executable, "-m", "benchmarks.observability", "--serve", str(directory), "--port", "{port}")
-    server = Server(*command, *arguments, log=parent / f"{name}.log")
+    arguments = ("--serve", str(directory), "--port", "{port}", "--endpoint", endpoint)
+    server = Server(sys.executable, "-m", "benchmarks.observability", *arguments, log=parent / "log")
     try:
         yield server
     finally:
@@ -84,112 +121,120 @@ class Collector:
 
 
 class Scraper:
-    """Reads the metrics of a server every second, as Prometheus does."""
+    """Reads the metrics of a server, as Prometheus does."""
 
     def __init__(self, server: Server) -> None:
         self.scrapes = 0
         self._server = server
 
-    async def run(self) -> None:
+    async def scrape(self) -> None:
+        await asyncio.sleep(SETTLE_S + TURN_S / 4)
         reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
-        try:
-            while True:
-                writer.write(SCRAPE)
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
-                assert (await reader.readexactly(length)).endswith(b"# EOF\n"), "it is not OpenMetrics"
-                self.scrapes += 1
-                await asyncio.sleep(1)
-        finally:
-            writer.close()
+        writer.write(SCRAPE)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        assert (await reader.readexactly(length)).endswith(b"# EOF\n"), "it is not OpenMetrics"
+        self.scrapes += 1
+        writer.close()
 
 
-async def turn(server: Server, seconds: float) -> Rates:
+class Pair(NamedTuple):
+    """The turns of both states, which took place in turns."""
+
+    plain: Rates
+    observed: Rates
+
+    @property
+    def ratio(self) -> float:
+        """Requests per second, observed to plain."""
+        return self.observed.requests / self.plain.requests
+
+    @property
+    def cost(self) -> float:
+        """Processor time of a request, observed to plain."""
+        return self.observed.cpu_s / self.observed.requests / (self.plain.cpu_s / self.plain.requests)
+
+
+async def compared(server: Server, load: Load, scraper: Scraper) -> Pair:
+    """Alternate between both states until each has had two seconds, with two scrapes in the observed one."""
+    turns: tuple[list[Rates], list[Rates]] = [], []
+    is_observed = False
+    for number in range(TURNS):
+        if number % 2:  # plain, observed, observed, plain: neither state comes first more often
+            is_observed = not is_observed
+            os.kill(server.pids()[0], SWITCH)
+        scrape = scraper.scrape() if number in SCRAPED else asyncio.sleep(0)
+        rates, _ = await asyncio.gather(measure(server, load, TURN_S, SETTLE_S), scrape)
+        turns[is_observed].append(rates)
+    return Pair(*map(mean_rates, turns))
+
+
+def mean_rates(turns: Sequence[Rates]) -> Rates:
+    return Rates(
+        *(mean([getattr(rates, name) for rates in turns]) for name in ("requests", "tokens", "chunks", "cpu_s"))
+    )
+
+
+async def alternate(server: Server, scraper: Scraper, pairs: int) -> list[Pair]:
+    await server.ready()
     load = await Load.open(server, CONNECTIONS, TOKENS, stream=False)
-    try:
-        return await measure(server, load, seconds)
-    finally:
-        await load.close()
+    await asyncio.sleep(1)  # the server's first requests take longer
+    measured = [await compared(server, load, scraper) for _ in range(pairs)]
+    await load.close()
+    return measured
 
 
-async def observed_turn(server: Server, scraper: Scraper, seconds: float) -> Rates:
-    scraping = asyncio.create_task(scraper.run())
-    try:
-        return await turn(server, seconds)
-    finally:
-        scraping.cancel()
-
-
-async def compare(rounds: int, pairs: int, seconds: float) -> None:
+async def compare(rounds: int, pairs: int) -> None:
     collector = Collector()
-    measured: list[tuple[Rates, Rates]] = []
+    measured: list[list[Pair]] = []
     scrapes = lines = 0
     async with collector.listening():
         for _ in range(rounds):
             with tempfile.TemporaryDirectory() as parent:
-                with (
-                    running(Path(parent), "plain") as plain,
-                    running(Path(parent), "observed", "--endpoint", collector.endpoint) as observed,
-                ):
-                    scraper = Scraper(observed)
-                    turns = await alternate(plain, observed, scraper, pairs, seconds)
-                first, last = zip(*turns, strict=True)
-                measured.append((median_rates(first), median_rates(last)))
-                lines += (Path(parent) / "observed.log").read_bytes().count(b'"log":"access"')
+                with running(Path(parent), collector.endpoint) as server:
+                    scraper = Scraper(server)
+                    measured.append(await alternate(server, scraper, pairs))
+                lines += (Path(parent) / "log").read_bytes().count(b'"log":"access"')
                 scrapes += scraper.scrapes
     report(measured, f"{scrapes} scrapes, {lines:,} lines, {collector.received:,} bytes of traces")
 
 
-async def alternate(
-    plain: Server, observed: Server, scraper: Scraper, pairs: int, seconds: float
-) -> list[tuple[Rates, Rates]]:
-    await plain.ready()
-    await observed.ready()
-    turns = []
-    for number in range(pairs):
-        if number % 2:
-            last = await observed_turn(observed, scraper, seconds)
-            turns.append((await turn(plain, seconds), last))
-        else:
-            first = await turn(plain, seconds)
-            turns.append((first, await observed_turn(observed, scraper, seconds)))
-    return turns
-
-
-def median_rates(turns: Sequence[Rates]) -> Rates:
-    names = ("requests", "tokens", "chunks", "cpu_s")
-    return Rates(*(statistics.median([getattr(rates, name) for rates in turns]) for name in names))
-
-
-def report(measured: list[tuple[Rates, Rates]], what: str) -> None:
+def report(measured: list[list[Pair]], what: str) -> None:
     table = Table("round", "plain, requests/s", "observed, requests/s", "ratio", "CPU per request, ratio", title=what)
-    ratios = [observed.requests / plain.requests for plain, observed in measured]
-    costs = [cpu_per_request(observed) / cpu_per_request(plain) for plain, observed in measured]
-    for number, ((plain, observed), ratio, cost) in enumerate(zip(measured, ratios, costs, strict=True), 1):
-        table.add_row(str(number), f"{plain.requests:,.0f}", f"{observed.requests:,.0f}", f"{ratio:.3f}", f"{cost:.3f}")
+    for number, pairs in enumerate(measured, 1):
+        plain, observed = (median([rates.requests for rates in turns]) for turns in zip(*pairs, strict=True))
+        ratios = median([pair.ratio for pair in pairs]), median([pair.cost for pair in pairs])
+        table.add_row(str(number), f"{plain:,.0f}", f"{observed:,.0f}", *(f"{ratio:.3f}" for ratio in ratios))
     console = Console(width=120)
     console.print(table)
-    for name, values, aim in (("requests/s", ratios, "at least 0.980"), ("CPU per request", costs, "")):
-        low, median, high = statistics.quantiles(values, n=4)
-        console.print(f"{name}, ratio: median {median:.3f}, quartiles {low:.3f} to {high:.3f}  {aim}")
+    everything = [pair for pairs in measured for pair in pairs]
+    for name, ratios, aim in (
+        ("requests/s", [pair.ratio for pair in everything], "at least 0.980"),
+        ("CPU per request", [pair.cost for pair in everything], ""),
+    ):
+        low, high = interval(ratios)
+        console.print(f"{name}, ratio: median {median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}  {aim}")
 
 
-def cpu_per_request(rates: Rates) -> float:
-    return rates.cpu_s / rates.requests
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median: the values so far from the middle that chance does not reach them."""
+    ordered = sorted(values)
+    reach = 0.98 * math.sqrt(len(values))  # half of 1.96 standard deviations of a fair coin's heads
+    middle = (len(values) - 1) / 2
+    return ordered[max(0, math.floor(middle - reach))], ordered[min(len(values) - 1, math.ceil(middle + reach))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.observability", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8, help="how often both servers are started, at least 2")
-    parser.add_argument("--pairs", type=int, default=4, help="pairs of turns in a round")
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long each turn is measured")
+    parser.add_argument("--rounds", type=int, default=6, help="how often the server is started")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of turns in a round")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--endpoint", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
         serve(arguments.serve, arguments.port, arguments.endpoint)
-    uvloop.run(compare(arguments.rounds, arguments.pairs, arguments.seconds))
+    uvloop.run(compare(arguments.rounds, arguments.pairs))
 
 
 if __name__ == "__main__":

@@ -271,8 +271,8 @@ class Rates:
         self.cpu_s = cpu_s  # seconds of CPU per second
 
 
-async def measure(server: Server, load: Load, seconds: float) -> Rates:
-    await asyncio.sleep(0.5)  # warm
+async def measure(server: Server, load: Load, seconds: float, warm_s: float = 0.5) -> Rates:
+    await asyncio.sleep(warm_s)
     before, cpu, start = load.counts(), server.cpu_s(), time.perf_counter()
     await asyncio.sleep(seconds)
     after, cpu_after, end = load.counts(), server.cpu_s(), time.perf_counter()

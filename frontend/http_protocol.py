@@ -299,6 +299,9 @@ class RelayProtocol(HttpToolsProtocol):
         on_gone, self._on_gone = self._on_gone, None
         if on_gone is not None:
             on_gone()
+        # Otherwise the last request and its connection would refer to each other, and wait for a garbage collection.
+        self.cycle = self._answering = self.scope = None  # type: ignore[assignment]
+        self.pipeline.clear()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection of a client that has sent its request, and ends its side while it waits for the answer.
@@ -336,8 +339,7 @@ class RelayProtocol(HttpToolsProtocol):
     def linger(self) -> None:
         """Have the next answer, which ends the connection, reach the client although it still sends its request."""
         cycle = self._answering
-        assert cycle is not None
-        if cycle.more_body:
+        if cycle is not None and cycle.more_body:  # else the client is gone
             cycle.transport = cast("asyncio.Transport", _Lingering(cycle.transport, self._close_after_reading))
 
     def _close_after_reading(self) -> None:
@@ -374,8 +376,8 @@ class RelayProtocol(HttpToolsProtocol):
 
     def set_reason(self, phrase: str) -> None:
         """Set the reason phrase of the answer that comes next, for which ASGI has no field."""
-        assert self._answering is not None
-        self._answering.transport = cast("asyncio.Transport", _Phrased(self._answering, phrase))
+        if self._answering is not None:  # else the client is gone
+            self._answering.transport = cast("asyncio.Transport", _Phrased(self._answering, phrase))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle

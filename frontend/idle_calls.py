@@ -16,18 +16,27 @@ def call_when_idle(callback: Callable[[], None]) -> None:
     Neither asyncio nor uvloop has such calls. A loop that comes back to its next call at once has had nothing to read,
     and no other call to make.
     """
-    loop = asyncio.get_running_loop()
-    clock = time.monotonic
-    limit = clock() + _LIMIT_S
-    left = 0.0  # the first look comes before the loop has looked for what there is to read
+    _IdleCall(callback).begin()
 
-    def look() -> None:
-        nonlocal left
-        now = clock()
-        if now - left < _PASS_S or now > limit:
-            callback()
+
+class _IdleCall:
+    """One such call. A function within a function, which refers to itself, would be left to the garbage collector."""
+
+    __slots__ = ("_callback", "_left", "_limit", "_loop")
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+        self._loop = asyncio.get_running_loop()
+        self._limit = time.monotonic() + _LIMIT_S
+        self._left = 0.0  # the first look comes before the loop has looked for what there is to read
+
+    def begin(self) -> None:
+        self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._left < _PASS_S or now > self._limit:
+            self._callback()
         else:
-            left = clock()
-            loop.call_soon(look)
-
-    loop.call_soon(look)
+            self._left = time.monotonic()
+            self._loop.call_soon(self._look)

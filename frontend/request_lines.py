@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import random
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from http import HTTPStatus
 
 import msgspec
 
-from frontend.request_record import EndedRequest
+from frontend.request_record import RequestRecord
 from frontend.server_log import visible
 from lmi_server.contract.secrets import SECRETS
 
@@ -44,66 +46,82 @@ class RequestLine(msgspec.Struct, gc=False, omit_defaults=True, tag="access", ta
 class RequestLines:
     """Lines of requests, put one behind the other until the log is written.
 
-    `format_name` is a value of `access_log`. `count` lines take `size` bytes.
+    `format_name` is a value of `access_log`; of successes only the share `sample` has lines. `count` lines take `size`
+    bytes; both are right after `encode`.
     """
 
-    def __init__(self, format_name: str) -> None:
-        self.count = 0
-        self._encoded = bytearray()
+    def __init__(self, format_name: str, sample: float) -> None:
+        self.count = self.size = 0
+        self._parts: list[bytes] = []
+        self._lines: list[RequestLine] = []  # that are not encoded yet
         self._encode = _FORMATS[format_name]
+        self._samples = sample < 1
+        self._sample = sample
         self._offset = time.time() - time.monotonic()
         self._at, self._stamp = -1, ""
 
-    @property
-    def size(self) -> int:
-        return len(self._encoded)
+    def add(
+        self,
+        record: RequestRecord,
+        request_id: str,
+        model: str,
+        route: str,
+        client: str,
+        error: str,
+        prompt: bytes | None = None,
+    ) -> None:
+        """Add the line of a request that has just ended; `encode` must follow the last one.
 
-    def add(self, requests: Sequence[EndedRequest]) -> None:
-        """Add the lines of requests that have just ended.
+        `model` is the label of the model, "" for none; `client` is an address, "" on a Unix socket; `error` is the kind
+        of an error. `prompt` is how the body begins, if prompts are logged.
 
-        This is all in one loop, because each call of a function for each value would cost as much as the value.
         Milliseconds are cut behind three digits: round() takes several times as long.
         """
-        lines = []
-        offset, at, stamp = self._offset, self._at, self._stamp
-        for request in requests:
-            sent, ended, arrived, summary = request.sent, request.ended, request.arrived, request.summary
-            moment = int((ended + offset) * 1000)
-            if moment != at:  # several requests end in one millisecond
-                at, stamp = moment, _stamp(moment)
-            prompt_tokens = output_tokens = ttft_ms = None
-            finish_reason = adapter = ""
-            if summary is not None:
-                prompt_tokens, output_tokens = summary.prompt_tokens, summary.output_tokens
-                finish_reason, adapter, prefill_s = summary.finish_reason, summary.adapter, summary.prefill_s
-                if prefill_s is not None:
-                    ttft_ms = (sent - arrived + prefill_s) * _SECOND // 1 / 1000
-            line = RequestLine(
-                stamp,
-                request.id,
-                request.model,
-                request.route,
-                request.code,
-                request.client,
-                (ended - arrived) * _SECOND // 1 / 1000,
-                (sent - request.queued) * _SECOND // 1 / 1000 if sent else None,
-                ttft_ms,
-                prompt_tokens,
-                output_tokens,
-                finish_reason,
-                adapter,
-                request.error,
-                request.trace_id,
-                request.prompt.decode(errors="replace") if request.prompt else "",
-            )
-            lines.append(line)
-        self._at, self._stamp = at, stamp
-        self._encoded += self._encode(lines)
+        code = record.code
+        if self._samples and code < HTTPStatus.BAD_REQUEST and random.random() >= self._sample:
+            return
+        sent, ended, arrived, summary = record.sent, record.ended, record.arrived, record.summary
+        moment = int((ended + self._offset) * 1000)
+        if moment != self._at:  # several requests end in one millisecond
+            self._at, self._stamp = moment, _stamp(moment)
+        prompt_tokens = output_tokens = ttft_ms = None
+        finish_reason = adapter = ""
+        if summary is not None:
+            prompt_tokens, output_tokens = summary.prompt_tokens, summary.output_tokens
+            finish_reason, adapter, prefill_s = summary.finish_reason, summary.adapter, summary.prefill_s
+            if prefill_s is not None:
+                ttft_ms = (sent - arrived + prefill_s) * _SECOND // 1 / 1000
+        line = RequestLine(
+            self._stamp,
+            request_id,
+            model,
+            route,
+            code,
+            client,
+            (ended - arrived) * _SECOND // 1 / 1000,
+            (sent - record.queued) * _SECOND // 1 / 1000 if sent else None,
+            ttft_ms,
+            prompt_tokens,
+            output_tokens,
+            finish_reason,
+            adapter,
+            error,
+            record.trace_id,
+            prompt.decode(errors="replace") if prompt else "",
+        )
+        self._lines.append(line)
+
+    def encode(self) -> None:
+        """Encode the lines that were added: many together take a fraction of the time."""
+        lines, self._lines = self._lines, []
+        encoded = self._encode(lines)
+        self._parts.append(encoded)
+        self.size += len(encoded)
         self.count += len(lines)
 
     def __bytes__(self) -> bytes:
         """Return the lines, without secrets and control characters, each with its line end."""
-        encoded = bytes(self._encoded)
+        encoded = b"".join(self._parts)
         if encoded.isascii() and _DELETE not in encoded and not SECRETS.may_be_in(encoded):
             return encoded
         return SECRETS.masked(encoded.decode()).translate(_ODD).encode()

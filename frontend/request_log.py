@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import Sequence
 
 from frontend.idle_calls import call_when_idle
 from frontend.request_lines import RequestLines
-from frontend.request_record import EndedRequest
 from frontend.server_log import WrittenLines
 from lmi_server.configuration.server_settings import ServerSettings
 
@@ -38,17 +35,17 @@ class RequestLog:
         """Return the log that the settings ask for, None for none."""
         return None if settings.access_log == "off" else cls(settings.access_log, settings.access_log_sample)
 
-    def add(self, requests: Sequence[EndedRequest]) -> None:
-        """Write a line for each of the requests, soon."""
-        if self._sample < 1:
-            requests = [each for each in requests if each.code >= 400 or random.random() < self._sample]
-            if not requests:
-                return
+    def lines(self) -> RequestLines:
+        """Return the lines that wait to be written, for more of them; call `added` behind them."""
         lines = self._lines
         if lines is None:
-            lines = self._lines = RequestLines(self._format)
+            lines = self._lines = RequestLines(self._format, self._sample)
             self._timer = asyncio.get_running_loop().call_later(_DELAY_S, call_when_idle, self.flush)
-        lines.add(requests)
+        return lines
+
+    def added(self, lines: RequestLines) -> None:
+        """Write what was added to `lines`, soon."""
+        lines.encode()
         if lines.size >= _MOST:
             self.flush()
 
@@ -58,5 +55,5 @@ class RequestLog:
             self._timer.cancel()
             self._timer = None
         lines, self._lines = self._lines, None
-        if lines is not None:
+        if lines is not None and lines.count:
             self._logger.handle(WrittenLines(_LOGGER, lines))

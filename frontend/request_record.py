@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from frontend.trace_context import RequestTrace
 from lmi_server.contract.protocol import Summary
 
 FAILED = 424
@@ -50,11 +49,10 @@ class RequestRecord(msgspec.Struct, gc=False):
 
 
 class EndedRequest(RequestRecord, gc=False):
-    """A record with what the access log and traces show beside. A second object for that would take longer to make.
+    """A record with what traces show beside.
 
     `model` is the label of the model, "" for none; `client` is an address, "" on a Unix socket; `error` is the kind of
-    an error. `attempts` are the times at which workers got it and lost it again. `prompt` is how the body begins, if
-    prompts are logged; `trace` is its own span, if it is traced.
+    an error. `attempts` are the times at which workers got it and lost it again.
     """
 
     id: str
@@ -63,5 +61,3 @@ class EndedRequest(RequestRecord, gc=False):
     client: str
     error: str = ""
     attempts: Sequence[tuple[float, float]] = ()
-    prompt: bytes | None = None
-    trace: RequestTrace | None = None

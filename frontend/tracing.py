@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol
 
@@ -67,12 +66,9 @@ class Tracing:
         properties["traceparent"] = trace.header
         return trace
 
-    def add(self, requests: Sequence[EndedRequest]) -> None:
-        """Send the spans of those of the requests that are traced, soon."""
-        for request in requests:
-            trace = request.trace
-            if trace is not None:
-                self._spans.write(request, trace)
+    def add(self, request: EndedRequest, trace: RequestTrace) -> None:
+        """Send the spans of a request that has ended, soon."""
+        self._spans.write(request, trace)
 
     async def close(self) -> None:
         """Send what waits, for at most a few seconds: the collector may be gone."""

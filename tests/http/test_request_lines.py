@@ -15,7 +15,7 @@ import uvloop
 
 from frontend.idle_calls import call_when_idle
 from frontend.request_log import RequestLog
-from frontend.request_record import EndedRequest
+from frontend.request_record import RequestRecord
 from frontend.server_log import BackgroundLog
 from lmi_server.contract.protocol import Summary
 from lmi_server.contract.secrets import SECRETS
@@ -23,25 +23,25 @@ from lmi_server.contract.secrets import SECRETS
 SECRET = "a-secret-of-this-test"
 
 
-def ended(number: int, model: str = "model") -> EndedRequest:
-    summary = Summary("length", 5, 4, 0, 1, 0.25, 0.5, 0.25)
-    times = 1.0, 1.125, 1.25, 1.5, 2.0
-    return EndedRequest(200, *times, summary, "", f"id-{number}", model, "invocations", "127.0.0.1")
-
-
 @pytest.fixture
 def written(tmp_path: Path) -> Iterator[Any]:
-    """Return a function that adds requests to a log in JSON and returns the lines that are written of them."""
+    """Return a function that adds requests, by number, to a log in JSON and returns the lines that are written."""
     path = tmp_path / "log"
 
-    def write(requests: list[EndedRequest]) -> list[dict[str, Any]]:
+    def write(numbers: range, model: str = "model", sample: float = 1.0, code: int = 200) -> list[dict[str, Any]]:
+        summary = Summary("length", 5, 4, 0, 1, 0.25, 0.5, 0.25)
+        record = RequestRecord(code, 1.0, 1.125, 1.25, 1.5, 2.0, summary, "")
+
         async def add() -> None:
-            for number in range(0, len(requests), 7):
-                log.add(requests[number : number + 7])
+            for first in range(0, len(numbers), 7):
+                lines = log.lines()
+                for number in numbers[first : first + 7]:
+                    lines.add(record, f"id-{number}", model, "invocations", "127.0.0.1", "")
+                log.added(lines)
             log.flush()
 
         fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-        log = RequestLog("json", 1.0)
+        log = RequestLog("json", sample)
         background = BackgroundLog(logging.getLogger("access"), fd)
         background.start()
         asyncio.run(add())
@@ -57,7 +57,7 @@ def test_every_request_has_a_line_in_order_and_without_secrets(
     written: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SECRETS, "_values", (SECRET,))
-    lines = written([ended(number, f"model\x9b{SECRET}") for number in range(count)])
+    lines = written(range(count), f"model\x9b{SECRET}")
     assert [line["id"] for line in lines] == [f"id-{number}" for number in range(count)]
     last = {name: lines[-1][name] for name in ("model", "duration_ms", "queue_ms", "ttft_ms", "output_tokens")}
     assert last == {
@@ -70,11 +70,20 @@ def test_every_request_has_a_line_in_order_and_without_secrets(
 
 
 def test_a_log_that_is_flushed_at_once_loses_nothing(written: Any) -> None:
-    assert len(written([ended(number) for number in range(5000)])) == 5000
+    assert len(written(range(5000))) == 5000
+
+
+def test_a_share_of_the_successes_has_lines(written: Any) -> None:
+    assert 150 < len(written(range(1000), sample=0.25)) < 350
+
+
+def test_every_failure_has_a_line_however_few_successes_have(written: Any) -> None:
+    assert written(range(100), sample=0.0) == []
+    assert len(written(range(100), sample=0.0, code=424)) == 100
 
 
 def test_a_url_in_a_line_loses_its_password(written: Any) -> None:
-    [line] = written([ended(1, "https://me:hidden@host/model")])
+    [line] = written(range(1), "https://me:hidden@host/model")
     assert line["model"] == "https://***@host/model"
 
 
