@@ -20,17 +20,20 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import uvloop
+from opentelemetry.sdk.trace.export import SpanExportResult
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.relay import Load, Rates, Server, measure
+from frontend import request_log, spans
 from frontend import server as frontend_server
 from frontend.inference import Relay
 from frontend.management_access import Access
@@ -45,9 +48,10 @@ SCRAPE = b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: application/openm
 OBSERVED = {"SERVING_ACCESS_LOG": "json", "SERVING_LOG_FORMAT": "json", "SERVING_TRACE_SAMPLE": "0.01"}
 ENDPOINT = "SERVING_OTLP_TRACES_ENDPOINT"
 SWITCH = signal.SIGUSR1
-TURN_S = 0.095  # two observed ones follow each other; the log is written behind them: five times a second, as always
+TURN_S = 0.095  # two observed ones follow each other, and the log is written once: five times a second, as always
 TURNS = 40  # of a pair, half of them in each state
 SCRAPED = (1, 21)  # turns, in the observed state
+OBSERVING = threading.Event()  # in the process of the server
 SETTLE_S = 0.005  # before a turn: the answers that are on their way belong to the last one
 
 
@@ -64,18 +68,36 @@ class SwitchedRelay(Relay):
         asyncio.get_running_loop().add_signal_handler(SWITCH, self._switch)
 
     def _switch(self) -> None:
-        self.reports.flush()  # what it has left to do belongs to this turn
         self._states.reverse()
         self._set()
+        if OBSERVING.is_set():
+            OBSERVING.clear()
+        else:
+            OBSERVING.set()
+            asyncio.get_running_loop().call_later(TURN_S, self.reports.flush)
 
     def _set(self) -> None:
         self.reports, self._metrics.before_reading = self._states[0]
         self._begin_trace = self.reports.begin_trace
 
 
+class WaitingExporter(spans._Exporter):
+    """Makes and sends spans while the server is observed: its thread must not take time from the plain state."""
+
+    def export(self, waiting: Sequence[Any]) -> SpanExportResult:
+        OBSERVING.wait()
+        return super().export(waiting)
+
+
 def serve(directory: Path, port: int, endpoint: str) -> None:
+    """Serve, and have log and spans written while the server is observed, and as often as they would be then."""
     settings, _ = resolve_server({**OBSERVED, ENDPOINT: endpoint}, {"port": port, "log_level": "warning"})
-    with mock.patch.object(frontend_server, "Relay", SwitchedRelay):
+    os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "10000"  # half of it observed
+    with (
+        mock.patch.object(frontend_server, "Relay", SwitchedRelay),
+        mock.patch.object(request_log, "_DELAY_S", 3600.0),
+        mock.patch.object(spans, "_Exporter", WaitingExporter),
+    ):
         sys.exit(frontend_server.run([ModelSource(str(directory), "echo")], settings, {}))
 
 
@@ -208,12 +230,12 @@ def report(measured: list[list[Pair]], what: str) -> None:
     console = Console(width=120)
     console.print(table)
     everything = [pair for pairs in measured for pair in pairs]
-    for name, ratios, aim in (
+    for name, values, aim in (
         ("requests/s", [pair.ratio for pair in everything], "at least 0.980"),
         ("CPU per request", [pair.cost for pair in everything], ""),
     ):
-        low, high = interval(ratios)
-        console.print(f"{name}, ratio: median {median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}  {aim}")
+        low, high = interval(values)
+        console.print(f"{name}, ratio: median {median(values):.4f}, 95 % interval {low:.4f} to {high:.4f}  {aim}")
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from lmi_server.contract.secrets import SECRETS
 
 _DELETE = b"\x7f"
 _SECOND = 1e6  # in microseconds
+_WHOLE = 2.0**52  # a double of this size has no bits for a fraction
 # What JSON leaves as it is, and may still move a cursor or end a line.
 _ODD = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029)}
 _HEAD = ("time", "client", "route", "code", "duration_ms")  # what begins a line of text, without names
@@ -58,7 +59,8 @@ class RequestLines:
         self._samples = sample < 1
         self._sample = sample
         self._offset = time.time() - time.monotonic()
-        self._at, self._stamp = -1, ""
+        self._since = self._until = 0.0  # the millisecond that `_stamp` names, in time.monotonic()
+        self._stamp = ""
 
     def add(
         self,
@@ -75,22 +77,23 @@ class RequestLines:
         `model` is the label of the model, "" for none; `client` is an address, "" on a Unix socket; `error` is the kind
         of an error. `prompt` is how the body begins, if prompts are logged.
 
-        Milliseconds are cut behind three digits: round() takes several times as long.
+        Times are whole microseconds: adding 2**52 and taking it away again rounds as round() does, and is faster.
         """
         code = record.code
         if self._samples and code < HTTPStatus.BAD_REQUEST and random.random() >= self._sample:
             return
         sent, ended, arrived, summary = record.sent, record.ended, record.arrived, record.summary
-        moment = int((ended + self._offset) * 1000)
-        if moment != self._at:  # several requests end in one millisecond
-            self._at, self._stamp = moment, _stamp(moment)
+        if not self._since <= ended < self._until:  # several requests end in one millisecond
+            moment = int((ended + self._offset) * 1000)
+            self._since, self._until = moment / 1000 - self._offset, (moment + 1) / 1000 - self._offset
+            self._stamp = _stamp(moment)
         prompt_tokens = output_tokens = ttft_ms = None
         finish_reason = adapter = ""
         if summary is not None:
             prompt_tokens, output_tokens = summary.prompt_tokens, summary.output_tokens
             finish_reason, adapter, prefill_s = summary.finish_reason, summary.adapter, summary.prefill_s
             if prefill_s is not None:
-                ttft_ms = (sent - arrived + prefill_s) * _SECOND // 1 / 1000
+                ttft_ms = ((sent - arrived + prefill_s) * _SECOND + _WHOLE - _WHOLE) / 1000
         line = RequestLine(
             self._stamp,
             request_id,
@@ -98,8 +101,8 @@ class RequestLines:
             route,
             code,
             client,
-            (ended - arrived) * _SECOND // 1 / 1000,
-            (sent - record.queued) * _SECOND // 1 / 1000 if sent else None,
+            ((ended - arrived) * _SECOND + _WHOLE - _WHOLE) / 1000,
+            ((sent - record.queued) * _SECOND + _WHOLE - _WHOLE) / 1000 if sent else None,
             ttft_ms,
             prompt_tokens,
             output_tokens,
