@@ -85,7 +85,7 @@ class WaitingExporter(spans._Exporter):
     """Makes and sends spans while the server is observed: its thread must not take time from the plain state."""
 
     def export(self, waiting: Sequence[Any]) -> SpanExportResult:
-        OBSERVING.wait()
+        OBSERVING.wait(1)  # longer than a plain state lasts, but at the end
         return super().export(waiting)
 
 

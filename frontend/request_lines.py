@@ -72,7 +72,7 @@ class RequestLines:
         error: str,
         prompt: bytes | None = None,
     ) -> None:
-        """Add the line of a request that has just ended; `encode` must follow the last one.
+        """Add the line of a request that has just ended; call `encode` behind the last one of a group.
 
         `model` is the label of the model, "" for none; `client` is an address, "" on a Unix socket; `error` is the kind
         of an error. `prompt` is how the body begins, if prompts are logged.

@@ -1,6 +1,6 @@
 """The access log: a line for each inference request, once its answer has ended.
 
-The event loop makes the lines, which takes about a microsecond for each. The thread that writes the log gets them a
+The event loop makes the lines, which takes about two microseconds for each. The thread that writes the log gets them a
 fifth of a second after the first of them, since each record wakes that thread, which takes the interpreter from the
 loop. Headers, queries and bodies are not in a line; the body is, if `log_prompts` asks for it.
 """
@@ -43,11 +43,12 @@ class RequestLog:
             self._timer = asyncio.get_running_loop().call_later(_DELAY_S, call_when_idle, self.flush)
         return lines
 
-    def added(self, lines: RequestLines) -> None:
+    def added(self) -> None:
         """Write what was added to `lines`, soon."""
-        lines.encode()
-        if lines.size >= _MOST:
-            self.flush()
+        if self._lines is not None:
+            self._lines.encode()
+            if self._lines.size >= _MOST:
+                self.flush()
 
     def flush(self) -> None:
         """Write what waits."""
@@ -55,5 +56,7 @@ class RequestLog:
             self._timer.cancel()
             self._timer = None
         lines, self._lines = self._lines, None
-        if lines is not None and lines.count:
-            self._logger.handle(WrittenLines(_LOGGER, lines))
+        if lines is not None:
+            lines.encode()
+            if lines.count:
+                self._logger.handle(WrittenLines(_LOGGER, lines))

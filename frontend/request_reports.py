@@ -90,9 +90,8 @@ class RequestReports:
         record = RequestRecord(code, arrived, 0.0, 0.0, 0.0, time.monotonic(), None, trace_id)
         shown = request_id, "" if model is None else model.label, route, _address(scope), kind
         if log is not None:
-            lines = log.lines()
-            lines.add(record, *shown)
-            log.added(lines)
+            log.lines().add(record, *shown)
+            log.added()
         if trace is not None:
             self._trace(trace, record, *shown)
 
@@ -101,7 +100,7 @@ class RequestReports:
         self._report_answered()
 
     def _report_answered(self) -> None:
-        """Report all in one loop: what is looked at once is in the processor's cache, and is looked at again there."""
+        """Report all in one loop: what a record is made of is then in the processor's cache when its line is made."""
         answered, self._answered = self._answered, []
         log = self._log
         lines = log.lines() if log is not None and answered else None
@@ -116,7 +115,7 @@ class RequestReports:
             trace = request.trace
             if lines is not None or trace is not None:
                 received, client = request.job.request, request.scope["client"]
-                address = client[0] if client else ""
+                address = client[0] if client else ""  # as `_address` has it, without a call for each request
                 error = "" if record.summary is not None else _error(request.job)
                 if lines is not None:
                     prompt = request.body[:_PROMPT_BYTES] if logs_prompts else None
@@ -127,7 +126,7 @@ class RequestReports:
             if request.status >= FAILED:
                 self._count_failure(counts, request)
         if log is not None and lines is not None:
-            log.added(lines)
+            log.added()
 
     def _count_failure(self, counts: ModelMetrics, request: AnsweredRequest) -> None:
         error = None

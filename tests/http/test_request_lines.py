@@ -28,7 +28,9 @@ def written(tmp_path: Path) -> Iterator[Any]:
     """Return a function that adds requests, by number, to a log in JSON and returns the lines that are written."""
     path = tmp_path / "log"
 
-    def write(numbers: range, model: str = "model", sample: float = 1.0, code: int = 200) -> list[dict[str, Any]]:
+    def write(
+        numbers: range, model: str = "model", sample: float = 1.0, code: int = 200, ends_groups: bool = True
+    ) -> list[dict[str, Any]]:
         summary = Summary("length", 5, 4, 0, 1, 0.25, 0.5, 0.25)
         record = RequestRecord(code, 1.0, 1.125, 1.25, 1.5, 2.0, summary, "")
 
@@ -37,7 +39,8 @@ def written(tmp_path: Path) -> Iterator[Any]:
                 lines = log.lines()
                 for number in numbers[first : first + 7]:
                     lines.add(record, f"id-{number}", model, "invocations", "127.0.0.1", "")
-                log.added(lines)
+                if ends_groups:
+                    log.added()
             log.flush()
 
         fd = os.open(path, os.O_WRONLY | os.O_CREAT)
@@ -71,6 +74,10 @@ def test_every_request_has_a_line_in_order_and_without_secrets(
 
 def test_a_log_that_is_flushed_at_once_loses_nothing(written: Any) -> None:
     assert len(written(range(5000))) == 5000
+
+
+def test_lines_of_a_group_that_is_broken_off_are_written(written: Any) -> None:
+    assert len(written(range(5), ends_groups=False)) == 5
 
 
 def test_a_share_of_the_successes_has_lines(written: Any) -> None:
