@@ -78,7 +78,7 @@ class SwitchedRelay(Relay):
 
     def _set(self) -> None:
         self.reports, self._metrics.before_reading = self._states[0]
-        self._begin_trace = self.reports.begin_trace
+        self._tracing = self.reports.tracing
 
 
 class WaitingExporter(spans._Exporter):

@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from random import random
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -94,7 +95,7 @@ class Relay:
         self._models = models
         self._metrics = metrics
         self.reports = RequestReports(settings, metrics, self.error_rates)
-        self._begin_trace = self.reports.begin_trace
+        self._tracing = self.reports.tracing
         self._max_request_size = settings.max_request_size
         self._request_id_header = settings.request_id_header.lower()
         self._statuses = error_statuses(settings)
@@ -108,7 +109,9 @@ class Relay:
         arrived = time.monotonic()
         properties, names = _properties(scope)
         request_id = properties.get(self._request_id_header) or properties.get(_INFERENCE_ID) or new_request_id()
-        trace = None if self._begin_trace is None else self._begin_trace(properties)
+        trace, tracing = None, self._tracing
+        if tracing is not None and ("traceparent" in properties or random() < tracing.ratio):
+            trace = tracing.begin(properties)
         connection = connection_of(scope)
         response = self._response(route, request_id, scope, send, trace)
         model: Model | None = None

@@ -47,19 +47,20 @@ class AnsweredRequest(msgspec.Struct, gc=False):
 
 
 class RequestReports:
-    """Counts requests, and logs and traces them as far as the settings ask for it. Raises ConfigurationError."""
+    """Counts requests, and logs and traces them as far as the settings ask for it. Raises ConfigurationError.
+
+    `tracing` begins the traces of requests, None if there are none.
+    """
 
     def __init__(self, settings: ServerSettings, metrics: Metrics, error_rates: ErrorRates) -> None:
         self._metrics = metrics
         self._error_rates = error_rates
         self._log = RequestLog.of(settings)
-        self._tracing = Tracing.of(settings)
+        self.tracing = Tracing.of(settings)
         self._logs_prompts = settings.log_prompts
         self._answered: list[AnsweredRequest] = []  # and not reported yet
         self._waits = False  # for an idle loop
         metrics.before_reading = self._report_answered
-        # Returns the span of a request with these headers, None if it is not traced. None if there are no traces.
-        self.begin_trace = None if self._tracing is None else self._tracing.begin
 
     def answered(self, request: AnsweredRequest) -> None:
         """Report a request that a worker answered, soon; at once if it failed, because /ping may depend on that."""
@@ -110,9 +111,9 @@ class RequestReports:
             model = request.model
             if model is not last:
                 counts, label, last = self._metrics.of(model), model.label, model
-            record = _record(request)
-            counts.answered(record)
             trace = request.trace
+            record = _record(request, trace)
+            counts.answered(record)
             if lines is not None or trace is not None:
                 received, client = request.job.request, request.scope["client"]
                 address = client[0] if client else ""  # as `_address` has it, without a call for each request
@@ -140,8 +141,8 @@ class RequestReports:
 
     def _trace(self, trace: RequestTrace, record: RequestRecord, *shown: Any) -> None:
         """Send the spans of a request, soon; `shown` are the fields that EndedRequest adds to those of a record."""
-        assert self._tracing is not None, "a request has a span only if there are traces"
-        self._tracing.add(EndedRequest(*msgspec.structs.astuple(record), *shown), trace)
+        assert self.tracing is not None, "a request has a span only if there are traces"
+        self.tracing.add(EndedRequest(*msgspec.structs.astuple(record), *shown), trace)
 
     def flush(self) -> None:
         """Report what has ended, and write what waits for the log."""
@@ -152,15 +153,19 @@ class RequestReports:
     async def close(self) -> None:
         """Write and send what waits."""
         self.flush()
-        if self._tracing is not None:
-            await self._tracing.close()
+        if self.tracing is not None:
+            await self.tracing.close()
 
 
-def _record(request: AnsweredRequest) -> RequestRecord:
+def _record(request: AnsweredRequest, trace: RequestTrace | None) -> RequestRecord:
     job, ended = request.job, request.ended
     reply = job.reply
     terminal = reply.terminal
-    traceparent = job.request.properties.get("traceparent")
+    if trace is not None:
+        trace_id = trace.trace_id
+    else:
+        traceparent = job.request.properties.get("traceparent")
+        trace_id = "" if traceparent is None else trace_id_of(traceparent)
     return RequestRecord(
         request.status,
         request.arrived,
@@ -169,7 +174,7 @@ def _record(request: AnsweredRequest) -> RequestRecord:
         reply.first_byte_at or ended,
         ended,
         None if terminal is None or isinstance(terminal, Error) else terminal.summary,
-        "" if traceparent is None else trace_id_of(traceparent),
+        trace_id,
     )
 
 

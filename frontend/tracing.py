@@ -14,7 +14,6 @@ from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 
 _FLUSH_S = 5.0
-_random = random.random
 
 
 class SpanWriter(Protocol):
@@ -28,10 +27,13 @@ class SpanWriter(Protocol):
 
 
 class Tracing:
-    """Decides which requests are traced: as the client's trace says, otherwise the share `ratio` of them."""
+    """Begins the traces of requests: as the client's trace says, otherwise for the share `ratio` of them.
+
+    The relay draws that share itself, so that the other requests cost no call.
+    """
 
     def __init__(self, ratio: float, spans: SpanWriter) -> None:
-        self._ratio = ratio
+        self.ratio = ratio
         self._spans = spans
 
     @classmethod
@@ -49,14 +51,14 @@ class Tracing:
         return cls(settings.trace_sample, spans)
 
     def begin(self, properties: dict[str, str]) -> RequestTrace | None:
-        """Return the span of a request with these headers, None if it is not traced.
+        """Return the span of a request that was drawn, or whose headers name a trace; None if that is not to be traced.
 
         The header traceparent is that of the new span from now on, so that code behind it adds to the same trace.
         """
         header = properties.get("traceparent")
         parent = None if header is None else parse_traceparent(header)
         if parent is None:
-            if _random() >= self._ratio:
+            if header is not None and random.random() >= self.ratio:  # not drawn yet: it could have been valid
                 return None
             trace = RequestTrace(_random_id(128), _random_id(64))
         elif parent.is_sampled:

@@ -12,9 +12,7 @@ import pytest
 from server_helpers import Server, make_model, running
 from waiting import wait_until
 
-from frontend.request_record import EndedRequest
 from frontend.trace_context import parse_traceparent
-from frontend.tracing import RequestTrace, Tracing
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install lmi-server[otel]")
 Receiver = import_module("otlp_receiver").Receiver
@@ -39,6 +37,14 @@ def server(tmp_path_factory: pytest.TempPathFactory, receiver: Receiver) -> Iter
         "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
     }
     with running(make_model(tmp_path_factory.mktemp("traced") / "model"), variables=variables) as server:
+        server.log_line(r"\] ready: process")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sampling(tmp_path_factory: pytest.TempPathFactory, receiver: Receiver) -> Iterator[Server]:
+    variables = {"SERVING_OTLP_TRACES_ENDPOINT": receiver.endpoint, "SERVING_TRACE_SAMPLE": "0.25"}
+    with running(make_model(tmp_path_factory.mktemp("sampling") / "model"), variables=variables) as server:
         server.log_line(r"\] ready: process")
         yield server
 
@@ -131,26 +137,14 @@ def test_spans_that_wait_are_sent_at_the_end(server: Server, receiver: Receiver)
     assert "format" in receiver.of_trace(trace_id)
 
 
-class Kept:
-    def __init__(self) -> None:
-        self.traces: list[RequestTrace] = []
-
-    def write(self, request: EndedRequest, trace: RequestTrace) -> None:
-        self.traces.append(trace)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def test_a_share_of_the_requests_without_a_trace_is_traced() -> None:
-    tracing = Tracing(0.25, Kept())
-    begun = [trace for _ in range(4000) if (trace := tracing.begin({})) is not None]
-    assert 800 < len(begun) < 1200
-    assert len({trace.trace_id for trace in begun}) == len({trace.span_id for trace in begun}) == len(begun)
-    properties = {"traceparent": "nonsense"}
-    traced = Tracing(1, Kept()).begin(properties)
-    assert traced is not None
-    assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", properties["traceparent"])
+@pytest.mark.parametrize("headers", [{}, {"traceparent": "nonsense"}], ids=["no trace", "no valid trace"])
+def test_a_share_of_the_requests_without_a_trace_is_traced(sampling: Server, headers: dict[str, str]) -> None:
+    answers = [sampling.invoke("a", headers=headers) for _ in range(400)]
+    begun = [answer.headers["traceparent"] for answer in answers if "traceparent" in answer.headers]
+    assert 50 < len(begun) < 150  # 100 are expected; chance leaves these limits less than once in a million runs
+    assert all(re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", header) for header in begun)
+    trace_ids, span_ids = (len({header.split("-")[part] for header in begun}) for part in (1, 2))
+    assert trace_ids == span_ids == len(begun)
 
 
 @pytest.mark.parametrize(
