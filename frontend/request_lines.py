@@ -115,8 +115,8 @@ class RequestLines:
             finish_reason,
         )
         if adapter or error or trace_id or prompt:
-            more = adapter, error, trace_id, prompt.decode(errors="replace") if prompt else ""
-            line = FullRequestLine(*msgspec.structs.astuple(line), *more)
+            text = prompt.decode(errors="replace") if prompt else ""
+            line = FullRequestLine(*(*msgspec.structs.astuple(line), adapter, error, trace_id, text))
         self._lines.append(line)
 
     def encode(self) -> None:
