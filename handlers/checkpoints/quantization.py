@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -117,6 +118,27 @@ def keep_activations(model: Any) -> int:
                 setattr(module, name, Int8Linear(child, model.dtype))
                 count += 1
     return count
+
+
+class _EachOnce(logging.Filter):
+    """Passes each message once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self._passed
+        self._passed.add(message)
+        return is_new
+
+
+def warn_once_of_casts() -> None:
+    """Let bitsandbytes log once that 8-bit layers cast their inputs, and not for each layer in each step."""
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    if not any(isinstance(entry, _EachOnce) for entry in logger.filters):
+        logger.addFilter(_EachOnce())
 
 
 def refuse_odd_widths(model: nn.Module) -> None:

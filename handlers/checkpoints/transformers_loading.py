@@ -20,6 +20,7 @@ from handlers.checkpoints.quantization import (
     quantization_arguments,
     quantization_details,
     refuse_odd_widths,
+    warn_once_of_casts,
 )
 from handlers.checkpoints.saving import saving
 from lmi_server.configuration.options import LONG_DTYPES
@@ -55,6 +56,7 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions, **more:
     refuse_odd_widths(model)
     save_weights(model, options)
     keep_activations(model)
+    warn_once_of_casts()
     details = quantization_details(model)
     if details:
         _log.info(

@@ -119,6 +119,11 @@ class DeepSpeedOptions(RollingBatchOptions):
         description="Manifest, in the model directory, of weights that `lmi-server partition` has split or quantised;"
         " for the rolling batch. Without option.dtype their data type counts.",
     )
+    enable_cuda_graph: bool | None = Field(
+        False,
+        description="Record decoding as CUDA graphs when the model loads: on one GPU, for requests without adapters."
+        " Everything else, and a model that cannot be recorded, runs eagerly, and the log says why.",
+    )
     save_mp_checkpoint_path: str | None = Field(
         None, description="Directory to which each rank writes its weights while the model loads."
     )

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 GRAPH_KEY = "option.enable_cuda_graph"
 COMPILE_KEY = "option.enable_torch_compile"
-_LEAST_COLUMNS, _COLUMN_FACTOR = 256, 4
+_LEAST_COLUMNS, _COLUMN_FACTOR = 256, 2
 _LIMITS = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the spread of the logits, as for the check at load
 _LIMIT = 0.25
 

@@ -103,19 +103,29 @@ def kv_tokens(
     layers = {
         layer.device: [other for other in runner.layers if other.device == layer.device] for layer in runner.layers
     }
-    room = {device: _room(device, len(own), weights.get(device, 0), options, step) for device, own in layers.items()}
+    # Attention gathers the keys and values of one layer at a time, and CUDA graphs do so in memory of their own.
+    gathered = 2 if records_graphs(runner, options) else 1
+    shares = {device: len(own) / (len(own) + gathered) for device, own in layers.items()}
+    room = {device: _room(device, share, weights.get(device, 0), options, step) for device, share in shares.items()}
     return fitting_tokens(runner.layers, runner.dtype, room)
 
 
-def _room(device: torch.device, layers: int, weights: int, options: RollingBatchOptions, step: StepSize) -> float:
+def records_graphs(runner: ModelRunner, options: RollingBatchOptions) -> bool:
+    """Return whether decoding is to be recorded as CUDA graphs: where they are known to work, if no key says it."""
+    if options.enable_cuda_graph is not None:
+        return options.enable_cuda_graph
+    return runner.device.type == "cuda" and torch.version.hip is None and runner.uncapturable() is None
+
+
+def _room(device: torch.device, share: float, weights: int, options: RollingBatchOptions, step: StepSize) -> float:
+    """Return the bytes for the KV cache; it gets `share` of what is left where no key says how much it may take."""
     free, total = memory_of(device)
     if options.mem_fraction_static is not None:
         return total * options.mem_fraction_static - weights
     if device.type == "cpu":
         return free * _CPU_SHARE
     left = free - step.activations.get(device, 0) - MOST_SCORES * _BYTES_PER_SCORE
-    # Attention gathers the keys and values of one layer at a time.
-    return min(free * _GPU_SHARE, left) * layers / (layers + 1)
+    return min(free * _GPU_SHARE, left) * share
 
 
 def refuse_more_than_free(runner: ModelRunner, tokens: int, options: RollingBatchOptions) -> None:

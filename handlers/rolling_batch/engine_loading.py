@@ -22,6 +22,7 @@ from handlers.rolling_batch.device_memory import (
     StepSize,
     enough_for_steps,
     kv_tokens,
+    records_graphs,
     refuse_more_than_free,
     step_size,
 )
@@ -168,7 +169,7 @@ def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOpti
     done: dict[str, Any] = {}
     if options.enable_torch_compile:
         done["compiled"] = runner.compile(rows)
-    if options.enable_cuda_graph:
+    if records_graphs(runner, options):
         done["cuda_graphs"] = runner.capture(rows, CudaCapture)
     return done
 

@@ -159,7 +159,7 @@ class ModelRunner:
 
     def capture(self, rows: int, capture: Callable[[], Capture]) -> int:
         """Record decoding of up to `rows` rows; return the number of recorded shapes, 0 if there are none."""
-        if (reason := self._uncapturable()) is not None:
+        if (reason := self.uncapturable()) is not None:
             log_no_effect(GRAPH_KEY, reason)
             return 0
         passes = checked(GRAPH_KEY, lambda: self._passes_of(self._step, rows, capture()), self._decoded_eagerly)
@@ -190,7 +190,8 @@ class ModelRunner:
             return "on the CPU a model in bf16 or fp32 runs on kernels of this project, which torch cannot compile"
         return self._divided()
 
-    def _uncapturable(self) -> str | None:
+    def uncapturable(self) -> str | None:
+        """Return why decoding cannot be recorded as CUDA graphs, as far as that is known before."""
         return "the model is on the CPU" if self._device.type == "cpu" else self._divided()
 
     def _divided(self) -> str | None:

@@ -60,10 +60,11 @@ class RollingBatchOptions(ParserOptions):
         " id, on the CPU only. No text changes but for rounding: each token is the model's own.",
     )
     speculative_length: PositiveInt = Field(5, description="Tokens that are drafted at most per sequence and step.")
-    enable_cuda_graph: bool = Field(
-        False,
+    enable_cuda_graph: bool | None = Field(
+        None,
         description="Record decoding as CUDA graphs when the model loads: on one GPU, for requests without adapters."
-        " Everything else, and a model that cannot be recorded, runs eagerly, and the log says why.",
+        " Everything else, and a model that cannot be recorded, runs eagerly, and the log says why. If not set, it is"
+        " recorded where one GPU by NVIDIA has the whole model.",
     )
     enable_torch_compile: bool = Field(
         False,

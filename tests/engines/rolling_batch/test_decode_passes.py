@@ -68,7 +68,7 @@ def test_the_recorded_shapes() -> None:
     assert row_counts(32) == [1, 2, 4, 8, 16, 32]
     assert row_counts(40) == [1, 2, 4, 8, 16, 32, 40]
     assert column_counts(100) == [100]
-    assert column_counts(5000) == [256, 1024, 4096, 5000]
+    assert column_counts(5000) == [256, 512, 1024, 2048, 4096, 5000]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2_with_soft_caps", "gpt2"])

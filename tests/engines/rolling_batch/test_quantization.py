@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tiny_models import byte_tokenizer, llama_of_whole_blocks, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from handlers.checkpoints.quantization import Int8Linear, quantization_details
+from handlers.checkpoints.quantization import Int8Linear, quantization_details, warn_once_of_casts
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
@@ -85,6 +86,22 @@ def test_a_compressed_checkpoint_is_served(compressed: Path) -> None:
     answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in PROMPTS]
     engine.run()
     assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
+
+
+def test_bitsandbytes_says_once_that_it_casts_inputs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bitsandbytes.autograd._functions import MatMul8bitLt  # the product of its layers on a GPU
+    from bitsandbytes.nn import Linear8bitLt
+
+    monkeypatch.setattr(logging.getLogger("bitsandbytes.autograd._functions"), "filters", [])  # of other tests
+    layer = Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")
+    hidden = torch.ones(2, 64, dtype=torch.bfloat16)
+    layer(hidden)
+    warn_once_of_casts()
+    for _ in range(3):
+        MatMul8bitLt.apply(hidden, layer.weight.data, None, None, layer.state)
+    assert sum("inputs will be cast" in record.message for record in caplog.records) == 1
 
 
 def test_a_checkpoint_that_rounds_activations_is_judged_by_its_error(
