@@ -27,7 +27,7 @@ CYCLONEDX := 7.5.0
 unexport PYTHONDONTWRITEBYTECODE
 # The recipes share one virtual environment.
 .NOTPARALLEL:
-.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test fuzz chaos coverage bench lock sbom audit
+.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test test-gpu fuzz chaos coverage bench lock sbom audit
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (fift
 	$(MAKE) --no-print-directory lint; linted=$$?; wait $$compilation && exit $$linted
 	$(PYTEST) || { test $$? -eq 1 && echo "What failed is tried again, alone:" && \
 	  $(BIN)/python -m pytest -v --maxfail 1 --last-failed --last-failed-no-failures none; }
+
+test-gpu: ## Run the tests that need a GPU by NVIDIA, with the packages of PYTHON (two minutes)
+	$(or $(PYTHON),$(BIN)/python) -m pytest -n 3 --dist loadfile tests/gpu
 
 fuzz: $(SETUP) ## Run the fuzzing tests with many random examples, and schemathesis (needs the network)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile=long tests/fuzz
