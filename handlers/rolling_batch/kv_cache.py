@@ -59,19 +59,23 @@ def fitting_tokens(layers: Sequence[LayerShape], dtype: torch.dtype, room: Mappi
 
 
 class KVCache:
-    """`keys[layer]` and `values[layer]` are (slots, kv_heads, max_len, head_dim) tensors on the layer's device."""
+    """`keys[layer]` and `values[layer]` are (slots, kv_heads, columns, head_dim) tensors on the layer's device.
+
+    There are more columns than `max_len`: torch.compile would compile anew for a pass that reads all of them.
+    """
 
     def __init__(self, layers: list[LayerShape], slots: int, max_len: int, dtype: torch.dtype) -> None:
         self.slots = slots
-        self.max_len = _aligned_length(layers, max_len, dtype) if _has_pages(layers) else max_len
+        self.max_len = max_len
+        self._columns = _aligned_length(layers, max_len + 1, dtype) if _has_pages(layers) else max_len + 1
         self.bytes_per_token = bytes_per_token(layers, dtype)
         self._maps: list[mmap.mmap] = []
         self.keys = [
-            self._allocate((slots, layer.kv_heads, self.max_len, layer.head_dim), dtype, layer.device)
+            self._allocate((slots, layer.kv_heads, self._columns, layer.head_dim), dtype, layer.device)
             for layer in layers
         ]
         self.values = [
-            self._allocate((slots, layer.kv_heads, self.max_len, layer.value_dim), dtype, layer.device)
+            self._allocate((slots, layer.kv_heads, self._columns, layer.value_dim), dtype, layer.device)
             for layer in layers
         ]
 
@@ -89,7 +93,7 @@ class KVCache:
             self._maps, (*self.keys, *self.values), strict=False
         ):  # on other devices there are no maps
             token = tensor.stride(2) * tensor.itemsize
-            stretch = self.max_len * token
+            stretch = self._columns * token
             for head in range(slot * tensor.shape[1], (slot + 1) * tensor.shape[1]):
                 begin = math.ceil((head * stretch + keep * token) / _PAGE) * _PAGE
                 end = (head + 1) * stretch // _PAGE * _PAGE
@@ -111,10 +115,10 @@ def _has_pages(layers: list[LayerShape]) -> bool:
     return any(layer.device.type == "cpu" for layer in layers)
 
 
-def _aligned_length(layers: list[LayerShape], max_len: int, dtype: torch.dtype) -> int:
-    """Round `max_len` up so that no page belongs to two slots, and all memory of a slot can be given back."""
+def _aligned_length(layers: list[LayerShape], length: int, dtype: torch.dtype) -> int:
+    """Round `length` up so that no page belongs to two slots, and all memory of a slot can be given back."""
     step = 1
     for layer in layers:
         for dim in (layer.head_dim, layer.value_dim):
             step = math.lcm(step, _PAGE // math.gcd(_PAGE, layer.kv_heads * dim * dtype.itemsize))
-    return math.ceil(max_len / step) * step
+    return math.ceil(length / step) * step

@@ -83,16 +83,17 @@ class Engine:
         kv_tokens: int = 8 * CONTEXT,
         chunk: int = 16,
         reference: Any = None,
+        context: int = CONTEXT,
         **limits: Any,
     ) -> None:
         self.model = model
         self.reference = reference or copy.deepcopy(model)
         self.tokenizer = byte_tokenizer()
-        self.runner = runner = ModelRunner(model, CONTEXT)
-        runner.prepare(2 * slots, CONTEXT)
+        self.runner = runner = ModelRunner(model, context)
+        runner.prepare(2 * slots, context)
         self.fused = runner.fused
         self.scheduler = Scheduler(SchedulerLimits(slots, kv_tokens, chunk, chunk, 2 * slots, **limits))
-        self.engine = RollingBatchEngine(runner, self.scheduler, self.tokenizer, frozenset({EOS}), CONTEXT)
+        self.engine = RollingBatchEngine(runner, self.scheduler, self.tokenizer, frozenset({EOS}), context)
         self._count = 0
 
     def add(self, prompt: list[int], adapter: LoraWeights | None = None, **parameters: Any) -> tuple[str, Received]:

@@ -180,13 +180,14 @@ def one_layer() -> Any:
     """Return a model that compiles in a few seconds."""
     config = FAMILIES["llama"]()
     config.num_hidden_layers = 1
+    config.max_position_embeddings = 600
     return random_model(config)
 
 
 @pytest.mark.slow
 def test_compiled_decoding_gives_the_tokens_of_the_model(no_kernels: None, tmp_path: Path) -> None:
     torch._dynamo.reset()
-    engine = Engine(one_layer(), slots=6)
+    engine = Engine(one_layer(), slots=6, context=600)  # passes of 256, 512 and 600 columns
     assert engine.runner.compile(6)
     compilations = counters["stats"]["unique_graphs"]
     directory = save_adapter(engine.reference, tmp_path / "adapter", 1)

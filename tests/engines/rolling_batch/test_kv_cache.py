@@ -57,12 +57,12 @@ def test_a_trimmed_slot_gives_its_memory_back_and_keeps_its_first_tokens() -> No
     kv.trim(0, 1000)
     assert (before - resident_kib()) / (3096 * KIB_PER_TOKEN) == pytest.approx(1, abs=0.05)
     assert kv.keys[2][0, :, :1000].unique().tolist() == [1.0]
-    assert kv.keys[2][1].unique().tolist() == [1.0]
+    assert kv.keys[2][1, :, :4096].unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize("dims", [(1, 80), (3, 64), (5, 24)])
 def test_every_slot_starts_on_a_page_of_its_own(dims: tuple[int, int]) -> None:
     heads, dim = dims
     kv = KVCache([LayerShape(heads, dim, dim)], 3, 100, torch.bfloat16)
-    assert kv.max_len >= 100
+    assert kv.keys[0].shape[2] > 100
     assert kv.keys[0].stride(0) * 2 % 4096 == 0
