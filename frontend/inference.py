@@ -109,8 +109,9 @@ class Relay:
         arrived = time.monotonic()
         properties, names = _properties(scope)
         request_id = properties.get(self._request_id_header) or properties.get(_INFERENCE_ID) or new_request_id()
+        traceparent = properties.get("traceparent")
         trace, tracing = None, self._tracing
-        if tracing is not None and ("traceparent" in properties or random() < tracing.ratio):
+        if tracing is not None and (traceparent is not None or random() < tracing.ratio):
             trace = tracing.begin(properties)
         connection = connection_of(scope)
         response = self._response(route, request_id, scope, send, trace)
@@ -169,7 +170,8 @@ class Relay:
             connection.unwatch()
             if pool.on_demand is not None:
                 pool.on_demand.release(received)
-        self.reports.answered(AnsweredRequest(status, arrived, time.monotonic(), model, job, body, scope, trace))
+        client, ended = scope["client"], time.monotonic()
+        self.reports.answered(AnsweredRequest(status, arrived, ended, model, job, body, client, trace, traceparent))
 
     async def refuse(self, route: str, error: LmiServerError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer an inference request that is refused before it is read."""

@@ -19,7 +19,7 @@ from frontend.idle_calls import call_when_idle
 from frontend.metrics import Metrics
 from frontend.model_metrics import ModelMetrics
 from frontend.request_log import RequestLog
-from frontend.request_record import FAILED, EndedRequest, RequestRecord
+from frontend.request_record import FAILED, RequestRecord
 from frontend.trace_context import RequestTrace, trace_id_of
 from frontend.tracing import Tracing
 from lmi_server.configuration.server_settings import ServerSettings
@@ -33,7 +33,8 @@ _PROMPT_BYTES = 8192  # of a body, in the access log
 class AnsweredRequest(msgspec.Struct, gc=False):
     """A request that a worker answered, as the relay leaves it.
 
-    `status` is that under which it counts. `arrived` and `ended` are those of time.monotonic().
+    `status` is that under which it counts. `arrived` and `ended` are those of time.monotonic(). `client` is the address
+    and port, None on a Unix socket; `traceparent` is the client's header.
     """
 
     status: int
@@ -42,8 +43,9 @@ class AnsweredRequest(msgspec.Struct, gc=False):
     model: Model
     job: Job
     body: bytes
-    scope: Scope
+    client: tuple[str, int] | None
     trace: RequestTrace | None
+    traceparent: str | None = None
 
 
 class RequestReports:
@@ -115,8 +117,8 @@ class RequestReports:
             record = _record(request, trace)
             counts.answered(record)
             if lines is not None or trace is not None:
-                received, client = request.job.request, request.scope["client"]
-                address = client[0] if client else ""  # as `_address` has it, without a call for each request
+                received, client = request.job.request, request.client
+                address = client[0] if client else ""
                 error = "" if record.summary is not None else _error(request.job)
                 if lines is not None:
                     prompt = request.body[:_PROMPT_BYTES] if logs_prompts else None
@@ -142,7 +144,7 @@ class RequestReports:
     def _trace(self, trace: RequestTrace, record: RequestRecord, *shown: Any) -> None:
         """Send the spans of a request, soon; `shown` are the fields that EndedRequest adds to those of a record."""
         assert self.tracing is not None, "a request has a span only if there are traces"
-        self.tracing.add(EndedRequest(*msgspec.structs.astuple(record), *shown), trace)
+        self.tracing.add(trace, record, shown)
 
     def flush(self) -> None:
         """Report what has ended, and write what waits for the log."""
@@ -164,8 +166,7 @@ def _record(request: AnsweredRequest, trace: RequestTrace | None) -> RequestReco
     if trace is not None:
         trace_id = trace.trace_id
     else:
-        traceparent = job.request.properties.get("traceparent")
-        trace_id = "" if traceparent is None else trace_id_of(traceparent)
+        trace_id = "" if request.traceparent is None else trace_id_of(request.traceparent)
     return RequestRecord(
         request.status,
         request.arrived,

@@ -123,7 +123,10 @@ def written(request: EndedRequest, trace: RequestTrace, offset: float) -> bytes:
     for phase in _phases(request):
         ids = (trace_id, (random.getrandbits(64) or 1).to_bytes(8), own)
         times = (int((phase.began + offset) * 1e9), int((phase.ended + offset) * 1e9))
-        spans.append(otlp.span(ids, phase.name, otlp.INTERNAL, times, state=state, failed=phase.failed))
+        if state or phase.failed:
+            spans.append(otlp.span(ids, phase.name, otlp.INTERNAL, times, state=state, failed=phase.failed))
+        else:
+            spans.append(otlp.inner_span(*ids, phase.name, *times))
     return b"".join(spans)
 
 

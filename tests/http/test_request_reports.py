@@ -32,8 +32,7 @@ class Reports:
     def answered(self, status: int) -> None:
         job = Job(1, Input("invocations", {}, [("data", b"{}")], "id", 0), lambda: None)
         now = time.monotonic()
-        scope: Any = {"client": ("127.0.0.1", 1)}
-        self._reports.answered(AnsweredRequest(status, now, now, MODEL, job, b"{}", scope, None))
+        self._reports.answered(AnsweredRequest(status, now, now, MODEL, job, b"{}", ("127.0.0.1", 1), None))
 
     def counted(self) -> int:
         return sum(self.metrics.of(MODEL).by_code.values())
