@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.relay import Load, Rates, Server, measure
-from frontend import request_log, spans
+from frontend import request_log, spans, tracing
 from frontend import server as frontend_server
 from frontend.inference import Relay
 from frontend.management_access import Access
@@ -82,7 +82,7 @@ class SwitchedRelay(Relay):
 
 
 class WaitingExporter(spans._Exporter):
-    """Makes and sends spans while the server is observed: its thread must not take time from the plain state."""
+    """Sends spans while the server is observed: its thread must not take time from the plain state."""
 
     def export(self, waiting: Sequence[Any]) -> SpanExportResult:
         OBSERVING.wait(1)  # longer than a plain state lasts, but at the end
@@ -96,6 +96,7 @@ def serve(directory: Path, port: int, endpoint: str) -> None:
     with (
         mock.patch.object(frontend_server, "Relay", SwitchedRelay),
         mock.patch.object(request_log, "_DELAY_S", 3600.0),
+        mock.patch.object(tracing, "_DELAY_S", 3600.0),
         mock.patch.object(spans, "_Exporter", WaitingExporter),
     ):
         sys.exit(frontend_server.run([ModelSource(str(directory), "echo")], settings, {}))

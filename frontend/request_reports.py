@@ -147,10 +147,12 @@ class RequestReports:
         self.tracing.add(trace, record, shown)
 
     def flush(self) -> None:
-        """Report what has ended, and write what waits for the log."""
+        """Report what has ended; write what waits for the log, and make the spans that wait."""
         self._report_answered()
         if self._log is not None:
             self._log.flush()
+        if self.tracing is not None:
+            self.tracing.hand_over()
 
     async def close(self) -> None:
         """Write and send what waits."""

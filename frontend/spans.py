@@ -8,10 +8,11 @@
       format                             the rest of the answer is written and sent
       execute                            instead of these three, if nothing is known of tokens
 
-All times are known when the request has ended. It waits in the SDK's queue then. The thread of the SDK's exporter makes
-its spans, as the bytes that are sent (`frontend/otlp.py`), together with those of many others: one by one, each time
-with the code out of the processor's cache, they took four times as long. A span of the SDK's tracer, which measures the
-times itself, costs many times as much.
+All times are known when the request has ended. Its spans are made then, as the bytes that are sent
+(`frontend/otlp.py`), together with those of a few others: one by one, each time with the code out of the processor's
+cache, they took four times as long. The thread of the SDK's exporter only puts them together and sends them: whatever
+Python it runs takes the interpreter from the event loop. A span of the SDK's tracer, which measures the times itself,
+costs many times as much.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from lmi_server.dialects import routes
 
 _NAME = "lmi-server"
 _SAMPLED = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-_AT_ONCE = 16  # requests whose spans are made before the event loop's thread may have the interpreter
 _CHAT, _TEXT = "chat", "text_completion"
 # gen_ai.operation.name by route; other routes have one if text was generated.
 _OPERATIONS = {
@@ -54,19 +54,14 @@ class _Phase(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A request whose spans are to be written. The SDK's queue takes it for one span, of which it reads `context` only.
+    """The spans of a request. The SDK's queue takes them for one span, of which it reads `context` only."""
 
-    `offset` is what time.time() was ahead of time.monotonic().
-    """
-
-    request: EndedRequest
-    trace: RequestTrace
-    offset: float
+    spans: bytes
     context: SpanContext = _SAMPLED
 
 
 class _Exporter(OTLPSpanExporter):  # type: ignore[misc]  # mypy skips OpenTelemetry
-    """Writes the spans of requests, and sends them under one resource."""
+    """Sends the spans of requests under one resource."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(endpoint)
@@ -77,11 +72,7 @@ class _Exporter(OTLPSpanExporter):  # type: ignore[misc]  # mypy skips OpenTelem
         self._scope = (_NAME, version(_NAME))
 
     def export(self, spans: Sequence[_Waiting]) -> SpanExportResult:
-        encoded: list[bytes] = []
-        for number, (request, trace, offset, _) in enumerate(spans, 1):
-            encoded.append(written(request, trace, offset))
-            if number % _AT_ONCE == 0:
-                time.sleep(0)
+        encoded = [waiting.spans for waiting in spans]
         body = otlp.request(self._resource.attributes, self._resource.schema_url, self._scope, encoded)
         return SpanExportResult.SUCCESS if self._client.export(body).success else SpanExportResult.FAILURE
 
@@ -97,7 +88,7 @@ class OpenTelemetrySpans:
 
     def write(self, request: EndedRequest, trace: RequestTrace) -> None:
         """Send the span of a request and those of its phases, soon."""
-        self._processor.on_end(_Waiting(request, trace, time.time() - time.monotonic()))
+        self._processor.on_end(_Waiting(written(request, trace, time.time() - time.monotonic())))
 
     def close(self) -> None:
         self._processor.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 from importlib import import_module
@@ -14,6 +15,8 @@ from frontend.request_record import EndedRequest, RequestRecord
 from frontend.trace_context import RequestTrace, parse_traceparent
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 _FLUSH_S = 5.0
 _TOGETHER, _DELAY_S = 16, 0.2
@@ -38,7 +41,7 @@ class Tracing:
     def __init__(self, ratio: float, spans: SpanWriter) -> None:
         self.ratio = ratio
         self._spans = spans
-        self._ended: list[tuple[RequestTrace, RequestRecord, tuple[Any, ...]]] = []  # that the SDK does not have yet
+        self._ended: list[tuple[RequestTrace, RequestRecord, tuple[Any, ...]]] = []  # whose spans are to be made
         self._timer: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -76,24 +79,28 @@ class Tracing:
     def add(self, trace: RequestTrace, record: RequestRecord, shown: tuple[Any, ...]) -> None:
         """Send the spans of a request that has ended, soon; `shown` is what EndedRequest adds to a record.
 
-        Several are handed to the SDK together: one by one they take three times as long.
+        Those of several are made together: one by one they take a multiple of the time.
         """
         self._ended.append((trace, record, shown))
         if len(self._ended) == 1:
-            self._timer = asyncio.get_running_loop().call_later(_DELAY_S, self._hand_over)
+            self._timer = asyncio.get_running_loop().call_later(_DELAY_S, self.hand_over)
         elif len(self._ended) >= _TOGETHER:
-            self._hand_over()
+            self.hand_over()
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
+        """Make the spans that wait, and give them to the SDK."""
         if self._timer is not None:
             self._timer.cancel()
         ended, self._ended = self._ended, []
         for trace, record, shown in ended:
-            self._spans.write(EndedRequest(*msgspec.structs.astuple(record), *shown), trace)
+            try:
+                self._spans.write(EndedRequest(*msgspec.structs.astuple(record), *shown), trace)
+            except Exception:  # a request without spans is better than a server that no longer answers
+                logger.exception("the spans of trace %s cannot be made", trace.trace_id)
 
     async def close(self) -> None:
         """Send what waits, for at most a few seconds: the collector may be gone."""
-        self._hand_over()
+        self.hand_over()
         closing = threading.Thread(target=self._spans.close, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, _FLUSH_S)
