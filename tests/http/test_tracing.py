@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
+from relay_helpers import on_loop
 from server_helpers import Server, make_model, running
 from waiting import wait_until
 
-from frontend.trace_context import parse_traceparent
+from frontend.request_record import EndedRequest, RequestRecord
+from frontend.trace_context import RequestTrace, parse_traceparent
+from frontend.tracing import Tracing
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install lmi-server[otel]")
 Receiver = import_module("otlp_receiver").Receiver
@@ -145,6 +148,34 @@ def test_a_share_of_the_requests_without_a_trace_is_traced(sampling: Server, hea
     assert all(re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", header) for header in begun)
     trace_ids, span_ids = (len({header.split("-")[part] for header in begun}) for part in (1, 2))
     assert trace_ids == span_ids == len(begun)
+
+
+class FailingWriter:
+    """Stands for spans of which one has a fault."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+
+    def write(self, request: EndedRequest, trace: RequestTrace) -> None:
+        if request.id == "odd":
+            raise ValueError("no span")
+        self.written.append(request.id)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@on_loop
+async def test_a_request_whose_spans_cannot_be_made_costs_no_others(caplog: pytest.LogCaptureFixture) -> None:
+    writer = FailingWriter()
+    tracing = Tracing(1, writer)
+    for name in ("a", "odd", "b"):
+        record = RequestRecord(200, 0.0, 0.0, 0.0, 0.0, 0.0, None, "")
+        tracing.add(RequestTrace(f"{1:032x}", PARENT_ID), record, (name, "model", "invocations", "", "", ()))
+    assert writer.written == []
+    await tracing.close()
+    assert writer.written == ["a", "b"]
+    assert f"the spans of trace {1:032x} cannot be made" in caplog.text
 
 
 @pytest.mark.parametrize(
