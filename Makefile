@@ -98,8 +98,10 @@ test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (fift
 	$(PYTEST) || { test $$? -eq 1 && echo "What failed is tried again, alone:" && \
 	  $(BIN)/python -m pytest -v --maxfail 1 --last-failed --last-failed-no-failures none; }
 
-test-gpu: ## Run the tests that need a GPU by NVIDIA, with the packages of PYTHON (two minutes)
-	$(or $(PYTHON),$(BIN)/python) -m pytest -n 3 --dist loadfile tests/gpu
+# .venv has the build of torch for processors.
+GPU_PYTHON ?= $(BIN)/python
+test-gpu: ## Run the tests that need a GPU by NVIDIA, with the packages of GPU_PYTHON (two minutes)
+	$(GPU_PYTHON) -m pytest -n 3 --dist loadfile tests/gpu
 
 fuzz: $(SETUP) ## Run the fuzzing tests with many random examples, and schemathesis (needs the network)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile=long tests/fuzz
