@@ -7,9 +7,8 @@ opentelemetry/proto/trace/v1/trace.proto; only fields with a value are written, 
 
 from __future__ import annotations
 
-import functools
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 SERVER, INTERNAL = 2, 1
 """Kinds of spans."""
@@ -57,22 +56,6 @@ def span(
         )
     )  # fmt: skip
     return _field(b"\x12", body)
-
-
-def inner_span(trace_id: bytes, span_id: bytes, parent_id: bytes, name: str, began: int, ended: int) -> bytes:
-    """Return a span of this process that has nothing but its times: what `span` returns for it, much faster."""
-    pack, head, middle, tail = _inner_layout(name)
-    return pack(head, trace_id, b"\x12\x08", span_id, b"\x22\x08", parent_id, middle, began, b"\x41", ended, tail)
-
-
-@functools.lru_cache(64)
-def _inner_layout(name: str) -> tuple[Callable[..., bytes], bytes, bytes, bytes]:
-    """Return what packs a span of this name, and the bytes between its fields that are always the same."""
-    head, middle = b"\x0a\x10", _field(b"\x2a", name.encode()) + b"\x30" + _BYTE[INTERNAL] + b"\x39"
-    size = len(head) + 16 + 2 * (2 + 8) + len(middle) + 8 + 1 + 8 + len(_LOCAL_PARENT)
-    head = _field(b"\x12", bytes(size))[:-size] + head
-    layout = f"<{len(head)}s16s2s8s2s8s{len(middle)}sQcQ{len(_LOCAL_PARENT)}s"
-    return struct.Struct(layout).pack, head, middle, _LOCAL_PARENT
 
 
 def attribute(key: str, value: Value) -> bytes:

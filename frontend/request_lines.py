@@ -38,11 +38,6 @@ class RequestLine(msgspec.Struct, gc=False, omit_defaults=True, tag="access", ta
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     finish_reason: str = ""
-
-
-class FullRequestLine(RequestLine, gc=False, omit_defaults=True, tag="access", tag_field="log"):
-    """A line with what few requests have: without it, most lines take less time."""
-
     adapter: str = ""
     error: str = ""
     trace_id: str = ""
@@ -99,7 +94,6 @@ class RequestLines:
             finish_reason, adapter, prefill_s = summary.finish_reason, summary.adapter, summary.prefill_s
             if prefill_s is not None:
                 ttft_ms = ((sent - arrived + prefill_s) * _SECOND + _WHOLE - _WHOLE) / 1000
-        trace_id = record.trace_id
         line = RequestLine(
             self._stamp,
             request_id,
@@ -113,10 +107,11 @@ class RequestLines:
             prompt_tokens,
             output_tokens,
             finish_reason,
+            adapter,
+            error,
+            record.trace_id,
+            prompt.decode(errors="replace") if prompt else "",
         )
-        if adapter or error or trace_id or prompt:
-            text = prompt.decode(errors="replace") if prompt else ""
-            line = FullRequestLine(*(*msgspec.structs.astuple(line), adapter, error, trace_id, text))
         self._lines.append(line)
 
     def encode(self) -> None:
@@ -156,15 +151,13 @@ def _text(lines: Sequence[RequestLine]) -> bytes:
 def _words(line: RequestLine) -> str:
     """Return the line as words: time, client, route, code and duration, then name=value."""
     words = [line.time, "access", line.client or "-", line.route, str(line.code), f"{line.duration_ms}ms"]
-    for name in _NAMED[type(line)]:
+    for name in _NAMED:
         value = getattr(line, name)
         if value is not None and value != "":
             words.append(f"{name}={visible(value) if isinstance(value, str) else value}")
     return f"{' '.join(words)}\n"
 
 
-_NAMED: dict[type[RequestLine], list[str]] = {
-    kind: [field for field in kind.__struct_fields__ if field not in _HEAD] for kind in (RequestLine, FullRequestLine)
-}
+_NAMED = [field for field in RequestLine.__struct_fields__ if field not in _HEAD]
 _FORMATS: dict[str, Callable[[Sequence[RequestLine]], bytes]] = {"json": _encode_lines, "text": _text}
 """By the value of `access_log`."""

@@ -113,9 +113,9 @@ class RequestReports:
             model = request.model
             if model is not last:
                 counts, label, last = self._metrics.of(model), model.label, model
-            trace = request.trace
-            record = _record(request, trace)
+            record = _record(request)
             counts.answered(record)
+            trace = request.trace
             if lines is not None or trace is not None:
                 received, client = request.job.request, request.client
                 address = client[0] if client else ""
@@ -161,8 +161,8 @@ class RequestReports:
             await self.tracing.close()
 
 
-def _record(request: AnsweredRequest, trace: RequestTrace | None) -> RequestRecord:
-    job, ended = request.job, request.ended
+def _record(request: AnsweredRequest) -> RequestRecord:
+    job, ended, trace = request.job, request.ended, request.trace
     reply = job.reply
     terminal = reply.terminal
     if trace is not None:

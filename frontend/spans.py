@@ -114,10 +114,7 @@ def written(request: EndedRequest, trace: RequestTrace, offset: float) -> bytes:
     for phase in _phases(request):
         ids = (trace_id, (random.getrandbits(64) or 1).to_bytes(8), own)
         times = (int((phase.began + offset) * 1e9), int((phase.ended + offset) * 1e9))
-        if state or phase.failed:
-            spans.append(otlp.span(ids, phase.name, otlp.INTERNAL, times, state=state, failed=phase.failed))
-        else:
-            spans.append(otlp.inner_span(*ids, phase.name, *times))
+        spans.append(otlp.span(ids, phase.name, otlp.INTERNAL, times, state=state, failed=phase.failed))
     return b"".join(spans)
 
 

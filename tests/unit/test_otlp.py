@@ -70,10 +70,3 @@ def test_a_span_is_what_the_sdk_sends(is_remote: bool, state: str, failed: bool)
         for each in request.resource_spans[0].scope_spans[0].spans:
             each.status.SetInParent()  # a status that says nothing may be there or not
     assert written == wanted
-
-
-@pytest.mark.parametrize("name", ["queue", "x" * 200])
-def test_an_inner_span_is_a_span_with_times_alone(name: str) -> None:
-    ids = (1).to_bytes(16), (2).to_bytes(8), (3).to_bytes(8)
-    expected = otlp.span(ids, name, otlp.INTERNAL, (BEGAN, ENDED))
-    assert otlp.inner_span(*ids, name, BEGAN, ENDED) == expected
