@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from handlers.chats.options import ParserOptions
 from handlers.checkpoints.options import TransformersOptions
-from handlers.rolling_batch.options import RollingBatchOptions
+from handlers.rolling_batch.options import RECORDING, RollingBatchOptions
 from handlers.tasks.options import PipelineOptions, generates
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
 from lmi_server.configuration.options import (
@@ -119,11 +119,7 @@ class DeepSpeedOptions(RollingBatchOptions):
         description="Manifest, in the model directory, of weights that `lmi-server partition` has split or quantised;"
         " for the rolling batch. Without option.dtype their data type counts.",
     )
-    enable_cuda_graph: bool | None = Field(
-        False,
-        description="Record decoding as CUDA graphs when the model loads: on one GPU, for requests without adapters."
-        " Everything else, and a model that cannot be recorded, runs eagerly, and the log says why.",
-    )
+    enable_cuda_graph: bool | None = Field(False, description=RECORDING)  # LMI documents this default
     save_mp_checkpoint_path: str | None = Field(
         None, description="Directory to which each rank writes its weights while the model loads."
     )

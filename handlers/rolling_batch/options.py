@@ -17,6 +17,12 @@ ChunkSize = Annotated[
     Allowed("an integer of 1 or more, or -1"),
 ]
 
+RECORDING = (
+    "Record decoding as CUDA graphs when the model loads: on one GPU, for requests without adapters. Everything else,"
+    " and a model that cannot be recorded, runs eagerly, and the log says why."
+)
+"""What option.enable_cuda_graph does; its default differs between handlers."""
+
 
 class RollingBatchOptions(ParserOptions):
     """Keys of serving.properties for a model under the rolling batch."""
@@ -62,9 +68,7 @@ class RollingBatchOptions(ParserOptions):
     speculative_length: PositiveInt = Field(5, description="Tokens that are drafted at most per sequence and step.")
     enable_cuda_graph: bool | None = Field(
         None,
-        description="Record decoding as CUDA graphs when the model loads: on one GPU, for requests without adapters."
-        " Everything else, and a model that cannot be recorded, runs eagerly, and the log says why. If not set, it is"
-        " recorded where one GPU by NVIDIA has the whole model.",
+        description=f"{RECORDING} If not set, it is recorded where one GPU by NVIDIA has the whole model.",
     )
     enable_torch_compile: bool = Field(
         False,

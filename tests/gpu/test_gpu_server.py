@@ -73,8 +73,8 @@ def test_a_stream_that_is_cancelled_makes_room(server: Server) -> None:
     server.wait_for("lmi_handler_running_requests", 0)
 
 
-def test_weights_take_what_they_should(server: Server) -> None:
-    """By default the KV cache takes at most nine tenths of what is free, and no more than its slots can use."""
+def test_the_kv_cache_leaves_memory_free(server: Server) -> None:
+    """By default it takes at most nine tenths of the GPU's memory."""
     line = next(line for line in server.lines if "kv_cache_gib=" in line)
     size = float(line.partition("kv_cache_gib=")[2].split()[0])
     assert 0 < size < 0.9 * torch.cuda.get_device_properties(0).total_memory / _GIB
