@@ -166,7 +166,7 @@ class _Server:
         relay = Relay(models, metrics, self._settings, self._access)
         self._reports = relay.reports
         management_place = self._listeners[1].place if len(self._listeners) > 1 else None
-        console = None
+        console = feed = None
         if self._settings.console:
             feed = ConsoleFeed(lambda: models.models, metrics, self._log.tail)
             console = Console(models, relay, self._access.guard, feed)
@@ -181,6 +181,8 @@ class _Server:
         watches = [asyncio.create_task(self._measure_start(starting))]
         watches += [asyncio.create_task(self._end_if_unloadable(model)) for model in starting]
         watches.append(asyncio.create_task(models.follow()))
+        if feed is not None:
+            watches.append(asyncio.create_task(feed.run()))
         if self._settings.reload_on_change:
             watches.append(asyncio.create_task(ModelWatch(models).run()))
         if self._settings.emf_namespace is not None:

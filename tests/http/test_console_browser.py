@@ -71,7 +71,7 @@ def opened(browser: Browser, server: Server, part: str = "", **options: object) 
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda said: complaints.append(said.text) if is_complaint(said) else None)
         page.goto(f"http://127.0.0.1:{server.port}/{part}")
-        page.get_by_role("status").filter(has_text="models can serve").wait_for()
+        page.get_by_role("status").filter(has_text=re.compile("models? can serve")).wait_for()
         yield page
     assert complaints == []
 
@@ -233,9 +233,10 @@ def test_what_the_chat_sends(browser: Browser, server: Server) -> None:
         page.get_by_role("textbox", name="Schema").fill('{"type": "object"}')
         page.get_by_role("checkbox", name="Probabilities").check()
         page.get_by_role("checkbox", name="Two models").check()
-        page.get_by_role("combobox", name="Model 2").fill("other")
+        page.get_by_role("combobox", name="Model 2").select_option(label="Another name, or an adapter")
+        page.get_by_role("textbox", name="Model 2").fill("other")
         page.get_by_label("Images").set_input_files([picture])  # type: ignore[list-item]
-        page.get_by_role("button", name="Remove 1 images").wait_for()
+        page.get_by_role("button", name="Remove 1 image").wait_for()
         ask(page, "What time is it?")
         page.get_by_text('clock({"zone": "UTC"})').nth(1).wait_for()
         assert {body["model"] for body in sent} == {"model", "other"}
@@ -265,7 +266,7 @@ def test_a_model_is_registered_scaled_and_unregistered(browser: Browser, server:
         page.get_by_role("textbox", name="Version").fill("2")
         page.get_by_role("textbox", name="Options").fill("option.max_rolling_batch_size=5\n\njob_queue_size = 9")
         page.get_by_role("button", name="Register", exact=True).click()
-        page.get_by_text("registration scheduled").wait_for()
+        page.get_by_role("status").get_by_text("guest:2 can serve.").wait_for()
         page.get_by_role("row", name=re.compile("guest:2.*Healthy")).get_by_role("link").click()
         row = page.get_by_role("row", name=re.compile(r"option\.max_rolling_batch_size"))
         assert re.search(r"5\s+registration", row.inner_text())
@@ -276,7 +277,8 @@ def test_a_model_is_registered_scaled_and_unregistered(browser: Browser, server:
         page.get_by_role("rowheader", name="2", exact=True).wait_for()
         page.get_by_role("button", name="Unregister").click()
         page.get_by_role("dialog").get_by_role("button", name="Unregister").click()
-        page.get_by_role("caption").get_by_text("1 models").wait_for()
+        page.get_by_role("status").get_by_text("guest:2 is unregistered.").wait_for()
+        page.get_by_role("caption").get_by_text("1 model", exact=True).wait_for()
     assert server.http.get("/models/guest").status_code == 404
 
 
@@ -313,7 +315,7 @@ def test_a_thousand_models_are_found_and_shown(browser: Browser, server: Server)
     with opened(browser, server) as page:
         page.route("**/console/live", lambda route: route.fulfill(body=f"data: {json.dumps(message)}\n\n"))
         page.reload()
-        page.get_by_text("1000 models, page 1 of 20").wait_for()
+        page.get_by_text("1,000 models, page 1 of 20").wait_for()
         assert page.get_by_role("row").count() == 51
         page.get_by_role("button", name="Next").click()
         page.get_by_role("link", name="m0050").wait_for()
