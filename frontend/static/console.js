@@ -79,8 +79,8 @@ function Status() {
 }
 
 function Stale() {
-  return html`<p class="banner error" role="alert">The server does not answer. Everything here is as it was at
-    ${moment(store.time)}.</p>`;
+  return html`<p class="banner error" role="alert">${`The server does not answer. Everything here is as it was at ${
+    moment(store.time)}.`}</p>`;
 }
 
 function App() {

@@ -32,16 +32,16 @@ export function Models() {
     </div>
     <div class="scroll"><table>
       <caption aria-live="polite">${counted(matching.length, "model")}${pages > 1 ? `, page ${here + 1} of ${pages}` : ""}</caption>
-      <thead><tr><th scope="col">Model</th><th scope="col">State</th><th scope="col" class="number">Workers</th>
-        <th scope="col" class="number">Running</th><th scope="col" class="number">Queue</th>
+      <thead><tr><th scope="col">Model</th><th scope="col">State</th><th scope="col" class="number less">Workers</th>
+        <th scope="col" class="number">Running</th><th scope="col" class="number less">Queue</th>
         <th scope="col" class="number">Tokens/s</th><th scope="col" class="number less">TTFT p50</th>
         <th scope="col" class="number less">KV cache</th><th scope="col" class="less">Handler</th></tr></thead>
       <tbody>${shown.map((row) => html`<tr key=${row.label} class=${row.status}>
         <th scope="row"><a href=${link(row.label)}>${row.label}</a>
           ${row.reason && html`<p class="error reason">${row.reason}</p>`}</th>
         <td><${State} row=${row} /><${Loading} row=${row} /></td>
-        <td class="number">${row.workers ? row.workers.ready : "–"}</td>
-        <td class="number">${number(row.running)}</td><td class="number">${number(row.queue)}</td>
+        <td class="number less">${row.workers ? row.workers.ready : "–"}</td>
+        <td class="number">${number(row.running)}</td><td class="number less">${number(row.queue)}</td>
         <td class="number">${number(row.tokens, 1)}</td>
         <td class="number less">${row.ttft ? `${number(row.ttft[0])} ms` : "–"}</td>
         <td class="number less">${percent(row.kv)}</td><td class="less">${row.handler}</td></tr>`)}</tbody>
@@ -73,7 +73,7 @@ export function Outcome() {
   const failed = row?.status === "FAILED";
   const said = text ?? (label === undefined || failed ? "" : row?.status === "Healthy" ? `${label} can serve.`
     : `${label} is loading.`);
-  return html`<div class="outcome" hidden=${!store.outcome}>
+  return html`<div class=${`outcome ${failed ? "FAILED" : ""}`} hidden=${!store.outcome}>
     <p class="done" role="status">${said}</p>
     ${failed && html`<p class="error" role="alert">${label} could not be loaded: ${row.reason}</p>`}
     ${row && !failed && html`<${Loading} row=${row} />`}
@@ -182,7 +182,7 @@ function Workers({ found }) {
     <tbody>${workers.map((worker) => html`<tr><th scope="row">${worker.id}</th><td>${worker.status}</td>
       <td>${worker.deviceType}${worker.deviceId >= 0 ? ` ${worker.deviceId}` : ""}</td>
       <td class="number">${worker.pid}</td><td class="number">${worker.requestsInFlight}</td>
-      <td>${moment(Date.parse(worker.startTime) / 1000)}</td></tr>`)}</tbody></table></div>`;
+      <td class="moment">${moment(Date.parse(worker.startTime) / 1000)}</td></tr>`)}</tbody></table></div>`;
 }
 
 function Memory({ found }) {
