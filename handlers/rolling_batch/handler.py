@@ -65,6 +65,7 @@ class SchedulingHandler(LLMHandler):
         return ModelInfo(
             max_model_len=self._loaded.max_model_len,
             features=_FEATURES if chats is None else _FEATURES | {"tools"},
+            sampling_defaults=self._loaded.sampling_defaults,
             details=self._loaded.details,
             window=self.window(options),
         )

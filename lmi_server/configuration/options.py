@@ -274,8 +274,12 @@ class ModelOptions(Options):
         None, description="Handler of the model, for example djl_python.huggingface."
     )
     task: Annotated[
-        str | None, Unavailable(lambda task: task not in ("text-generation", "auto"), "use text-generation")
-    ] = Field(None, description="Task of the model as Hugging Face names it; inferred if not set.")
+        str | None,
+        Unavailable(lambda task: task not in ("text-generation", "auto"), "use text-generation", "other tasks"),
+    ] = Field(
+        None,
+        description="Task of the model as Hugging Face names it; inferred if not set. It can choose the handler, too.",
+    )
     dtype: Annotated[
         Dtype,
         Key(also=("option.data_type",)),
@@ -297,7 +301,7 @@ class ModelOptions(Options):
     )
     output_formatter: Annotated[
         OutputFormatter | None,
-        Unavailable.values("3p", "3p_stream", instead="use json, jsonlines or sse"),
+        Unavailable(lambda name: name in ("3p", "3p_stream"), "use json, jsonlines or sse", "3p and 3p_stream"),
         Documented("json", "the request's `stream` decides, as it does in LMI if the key is not set"),
     ] = Field(
         None,
@@ -321,7 +325,7 @@ class ModelOptions(Options):
     waiting_steps: Annotated[
         NonNegativeInt | None, NoEffect("prompts are computed in chunks beside the running requests")
     ] = Field(None, description="Decode steps that new requests are held back for.")
-    handler: Annotated[str, Unavailable(lambda name: name != "handle", _REMOVE_IT)] = Field(
+    handler: Annotated[str, Unavailable(lambda name: name != "handle", _REMOVE_IT, "other functions")] = Field(
         "handle", description="Function of the entry point that takes the requests."
     )
     python_executable: Annotated[str, Key("pythonExecutable")] = Field(
@@ -330,15 +334,19 @@ class ModelOptions(Options):
     )
     env: Annotated[
         EnvironmentPairs | None,
-        Unavailable(lambda pairs: _names_devices(pairs or ""), "set load_on_devices, from which the server sets it"),
+        Unavailable(
+            lambda pairs: _names_devices(pairs or ""),
+            "set load_on_devices, from which the server sets them",
+            "the variables of visible devices",
+        ),
     ] = Field(None, description="Environment variables of the workers, A=1,B=2.")
     enable_venv: bool = Field(
         False, description="Give the model a virtual environment of its own, which also sees the server's packages."
     )
     pipeline_parallel_degree: Annotated[
-        PositiveInt, Unavailable(lambda degree: degree > 1, "use option.tensor_parallel_degree")
+        PositiveInt, Unavailable(lambda degree: degree > 1, "use option.tensor_parallel_degree", "more than 1")
     ] = Field(1, description="Stages that the layers of one model are split into, each on devices of its own.")
-    cluster_size: Annotated[PositiveInt, Unavailable(lambda size: size > 1, "use one machine")] = Field(
+    cluster_size: Annotated[PositiveInt, Unavailable(lambda size: size > 1, "use one machine", "more than 1")] = Field(
         1, description="Machines that one model is spread over."
     )
     async_mode: bool = Field(
