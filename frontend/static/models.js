@@ -189,7 +189,7 @@ function Memory({ found }) {
   const { memory, resident } = found;
   const figures = [
     ["Weights, estimated", gib(memory.weights_bytes)],
-    ["KV cache of all running requests", gib(memory.kv_bytes)],
+    ["KV cache that is needed at most", memory.kv_tokens === null ? "unknown" : `${number(memory.kv_tokens)} tokens`],
     ["KV cache that the worker reserves", memory.kv_reserved_bytes === null ? "on demand" : gib(memory.kv_reserved_bytes)],
     ["KV cache that fits", memory.kv_tokens_that_fit === null ? "unknown" : `${number(memory.kv_tokens_that_fit)} tokens`],
     ["Free now", gib(memory.available_bytes)],

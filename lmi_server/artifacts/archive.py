@@ -5,14 +5,14 @@ from __future__ import annotations
 import gzip
 import lzma
 import os
-import shutil
 import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from lmi_server.artifacts.progress import Activity, in_words
 from lmi_server.artifacts.store import file_errors
@@ -23,6 +23,7 @@ _DAMAGED = (
     *(EOFError, NotImplementedError),
 )
 _HERE = PurePosixPath()
+_PART = 4 << 20  # bytes that are written at a time
 _SMALL = 1 << 30  # bytes; an archive that unpacks to less is no bomb, whatever its compression ratio
 
 
@@ -66,8 +67,10 @@ class _Allowance:
         self._activity = activity
         self._count = 0
         self._size = 0
+        self._packed = archive.stat().st_size
 
     def take(self, size: int) -> None:
+        """Count an entry of `size` bytes before it is written."""
         self._count += 1
         self._size += size
         if self._count > self._entries:
@@ -76,25 +79,32 @@ class _Allowance:
             raise ArtifactError(
                 f"{self._archive}: unpacks to more than {in_words(self._largest)}; it is refused as a bomb"
             )
-        self._activity.report(f"extracting {self._archive.name}", self._size)
+
+    def read(self, position: int) -> None:
+        """Report how much of the archive is unpacked: what its files take in all is known only at its end."""
+        self._activity.report(f"extracting {self._archive.name}", min(position, self._packed), self._packed)
 
 
 def _extract_tar(archive: Path, target: Path, limits: ArchiveLimits, activity: Activity) -> None:
     allowance = _Allowance(archive, limits, activity)
     guard = _TarGuard(archive)
-    with tarfile.open(archive) as tar:
+    with archive.open("rb") as packed, tarfile.open(fileobj=packed) as tar:
         # Member by member, not with the list of all: the limits and the guard judge a member before it is written.
         for member in tar:
             allowance.take(member.size)
+            allowance.read(packed.tell())
             guard.check(member)
             with file_errors(target):
                 if member.issym() or member.islnk():
                     _write_link(member, target)
                 else:
-                    _write_tar_member(tar, member, target / member.name)
+                    _write_tar_member(tar, member, target / member.name, lambda _: allowance.read(packed.tell()))
+        allowance.read(archive.stat().st_size)
 
 
-def _write_tar_member(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+def _write_tar_member(
+    tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path, on_written: Callable[[int], None]
+) -> None:
     """Write a file or directory that the guard has checked.
 
     `tar.extract` would set owners and modes as the archive has them. Its filters, which prevent that, came with Python
@@ -108,8 +118,14 @@ def _write_tar_member(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path)
     source = tar.extractfile(member)
     assert source is not None  # the guard lets only files, links and directories through
     with source, path.open("wb") as copy:
-        shutil.copyfileobj(source, copy, 1 << 20)
+        _copy(source, copy, on_written)
     path.chmod(member.mode & 0o755 | 0o600)
+
+
+def _copy(source: IO[bytes], copy: IO[bytes], on_written: Callable[[int], None]) -> None:
+    while part := source.read(_PART):
+        copy.write(part)
+        on_written(copy.tell())
 
 
 def _write_link(member: tarfile.TarInfo, target: Path) -> None:
@@ -178,10 +194,12 @@ class _TarGuard:
 
 def _extract_zip(archive: Path, target: Path, limits: ArchiveLimits, activity: Activity) -> None:
     allowance = _Allowance(archive, limits, activity)
+    reached = 0
     with zipfile.ZipFile(archive) as packed:
         for member in packed.infolist():
             # zipfile never unpacks more than file_size bytes of a member, so a header that lies does no harm.
             allowance.take(member.file_size)
+            allowance.read(reached)
             path = _safe_path(archive, member.filename)
             kind = stat.S_IFMT(member.external_attr >> 16)  # the upper half is Unix's mode; 0 if made elsewhere
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
@@ -189,16 +207,25 @@ def _extract_zip(archive: Path, target: Path, limits: ArchiveLimits, activity: A
             if member.flag_bits & 1:
                 raise _refused(archive, member.filename, "is encrypted")
             with file_errors(target):
-                _write_zip_member(packed, member, target / path)
+                _write_zip_member(packed, member, target / path, _reporter(allowance, member, reached))
+            reached += member.compress_size
+    allowance.read(archive.stat().st_size)
 
 
-def _write_zip_member(packed: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> None:
+def _reporter(allowance: _Allowance, member: zipfile.ZipInfo, reached: int) -> Callable[[int], None]:
+    """Return what reports how much of a member is written; the archive is read up to `reached` before it."""
+    return lambda written: allowance.read(reached + member.compress_size * written // max(1, member.file_size))
+
+
+def _write_zip_member(
+    packed: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path, on_written: Callable[[int], None]
+) -> None:
     if member.is_dir():
         path.mkdir(parents=True, exist_ok=True)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with packed.open(member) as source, path.open("wb") as copy:
-        shutil.copyfileobj(source, copy, 1 << 20)
+        _copy(source, copy, on_written)
 
 
 def _safe_path(archive: Path, name: str) -> PurePosixPath:

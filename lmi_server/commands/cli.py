@@ -36,7 +36,7 @@ from lmi_server.configuration.server_settings import (
 )
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
 from lmi_server.contract.secrets import SECRETS
-from lmi_server.explain.explanation import Explanation
+from lmi_server.explain.explanation import Explanation, file_problems
 from lmi_server.explain.explanation import explain as explain_model
 from lmi_server.machine import model_imports
 from lmi_server.machine.descriptors import send_errors_to_output
@@ -50,20 +50,24 @@ from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startu
 
 app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 app.add_typer(ray.app)
-app.command()(bench)
-app.command()(tune)
-app.command("advise")(advise_server)
-app.command("reload")(reload_model)
-app.command()(top)
-app.command()(chat)
 
 _log = logging.getLogger(__name__)
 _ONE_MODEL = f"Model: {MODEL_FORMS}. It is fetched first if it is not on this machine."
 _HELP = {option.field: f"{option.description} (default: {option.default})" for option in ServerSettings.declared()}
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def _refuse_other_systems() -> None:
+def _refuse_other_systems(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Serves the models of directories that hold a serving.properties, over HTTP."""
     if sys.platform != "linux":
         typer.echo(
@@ -152,8 +156,10 @@ def _check_directory(source: ModelSource, environment: Mapping[str, str]) -> Non
 
 
 def _raise_problems(found: Inspection) -> None:
-    if found.problems or found.unavailable:
-        raise ConfigurationError("\n".join((*found.problems, *found.unavailable)))
+    """Raise what `check` would say, without the time that a load takes to come upon it."""
+    problems = (*found.problems, *found.unavailable) or file_problems(found)
+    if problems:
+        raise ConfigurationError("\n".join(problems))
 
 
 def _startup(
@@ -334,6 +340,15 @@ def demo_model(
 def version() -> None:
     """Print the version."""
     typer.echo(distribution_version("lmi-server"))
+
+
+# The help lists them in this order, those above first.
+app.command()(chat)
+app.command()(top)
+app.command()(bench)
+app.command()(tune)
+app.command("advise")(advise_server)
+app.command("reload")(reload_model)
 
 
 def _choose_stream(name: str) -> None:

@@ -106,7 +106,7 @@ def explain(found: Inspection) -> Explanation:
     device_sets, shortage = _devices(found)
     needed = memory_of(found)
     absent, may_come = _absent(found)
-    faults = _file_faults(found)
+    faults = file_problems(found)
     return Explanation(
         name=found.name,
         model_dir=found.model_dir,
@@ -281,7 +281,7 @@ def _absent_devices(found: Inspection) -> Sequence[str]:
     return (f"{found.spec.title} needs {_DEVICES[needed]}, and none is visible; serve the model on a machine with one",)
 
 
-def _file_faults(found: Inspection) -> tuple[str, ...]:
+def file_problems(found: Inspection) -> tuple[str, ...]:
     """Return a line for each fault of the model's files, if they are here and are a checkpoint."""
     directory = Path(found.location)
     if found.spec.weights_index is not None:
