@@ -40,11 +40,11 @@ from lmi_server.explain.explanation import Explanation, file_problems
 from lmi_server.explain.explanation import explain as explain_model
 from lmi_server.machine import model_imports
 from lmi_server.machine.descriptors import send_errors_to_output
-from lmi_server.machine.device_tools import Gpu
+from lmi_server.machine.device_tools import Gpu, nvidia_products
 from lmi_server.machine.devices import nvidia_driver
 from lmi_server.machine.environment import is_multi_model, log_stream, process_environment, set_region
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
-from lmi_server.ray.recommendation import CONTEXT, find_accelerator, find_model
+from lmi_server.ray.recommendation import CONTEXT, DEGREES, Goal, find_accelerator, find_model, own_accelerator
 from lmi_server.ray.recommendation import recommend as recommend_settings
 from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startup_sources
 
@@ -261,24 +261,32 @@ def recommend(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Directory with a config.json, or a family: llama-3.1-8b, ...")
     ],
-    accelerator: Annotated[str, typer.Option(help="T4, L4, A10G, A100-40G, A100-80G, H100, H200, MI300X, Inf2, Trn1.")],
+    accelerator: Annotated[
+        str | None,
+        typer.Option(
+            help="T4, L4, A10G, A100-40G, A100-80G, H100, H200, MI300X, Inf2, Trn1; this machine's GPU if not set."
+        ),
+    ] = None,
     throughput: Annotated[
         bool, typer.Option("--throughput/--latency", help="Many requests per device, or quick tokens for each.")
     ] = False,
     context: Annotated[int, typer.Option(min=1, help="Most tokens of prompt and output together.")] = CONTEXT,
     as_file: Annotated[bool, typer.Option("--file", help="Print a model file of Ray.")] = False,
 ) -> None:
-    """Recommend workers and batch sizes for a model on an accelerator, by its size and the memory."""
+    """Recommend a serving.properties for a model on an accelerator, by its size and the memory.
+
+    It takes the fewest devices on which the model fits; a model file for low latency takes twice as many.
+    """
     from lmi_server.ray.tuned_files import model_file
 
     with plain_configuration_errors():
-        found_model, device = find_model(model), find_accelerator(accelerator)
-        found = recommend_settings(found_model, device, "throughput" if throughput else "latency", context)
-    if as_file:
-        typer.echo(model_file(found_model, device, found), nl=False)
-        return
-    for name, value in found.settings().items():
-        typer.echo(f"{name:<24} {value}")
+        products = nvidia_products(process_environment()) if accelerator is None else ()
+        device = own_accelerator(products) if accelerator is None else find_accelerator(accelerator)
+        found_model = find_model(model)
+        goal: Goal = "throughput" if throughput else "latency"
+        found = recommend_settings(found_model, device, goal, context, len(products) or DEGREES[-1], spread=as_file)
+    text = model_file(found_model, device, found) if as_file else found.properties(found_model, device)
+    typer.echo(text, nl=False)
 
 
 @app.command("test-model")

