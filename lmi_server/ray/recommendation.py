@@ -72,8 +72,8 @@ class Recommendation:
             "gpu_memory_utilization": UTILIZATION,
         }
         lines = [
-            f"# {self.workers} x {accelerator.name}: {gib(self.memory.weights_bytes)} of weights on each device, and room"
-            f" for {self.memory.kv_tokens_that_fit} tokens of KV cache",
+            f"# {self.workers} x {accelerator.name}: {gib(self.memory.weights_bytes)} of weights on each device,"
+            f" and room for {self.memory.kv_tokens_that_fit} tokens of KV cache",
             "engine=Python",
             *(f"option.{name}={value}" for name, value in values.items()),
         ]
