@@ -130,7 +130,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 def sampling_defaults(model: Any) -> dict[str, float]:
     """Return the parameters of sampling that generation_config.json names, as vLLM takes them."""
     configured = model.generation_config.to_diff_dict()
-    return {name: configured[name] for name in _SAMPLING if configured.get(name) is not None}
+    return {name: configured[name] for name in _SAMPLING if isinstance(configured.get(name), int | float)}
 
 
 def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
