@@ -35,6 +35,8 @@ from lmi_server.supervisor.command import mpi_worker_command, worker_command
 _FD = "fd:N"
 _GROUP_DIRECTORY = "GROUP"
 _DEVICES = {"gpu": "an NVIDIA GPU", "nc": "a Neuron device"}
+# Arguments that are passed on to vLLM: the tokenizer is somewhere else, or there is none.
+_TOKENIZER_ELSEWHERE = ("option.tokenizer", "option.skip_tokenizer_init")
 _ANY_FORMAT = Source("default", "auto")
 _ELSEWHERE = Source("default", "")  # of a value whose layers another node has read, which deployed the model
 _ANY_MPIRUN = MpiRun("mpirun", OPEN_MPI, "5")
@@ -295,4 +297,5 @@ def file_problems(found: Inspection) -> tuple[str, ...]:
         return ()
     if not found.options.is_plain_checkpoint(directory):
         return ()
-    return tuple(file_faults(directory, needs_tokenizer=found.spec.formats_text))
+    elsewhere = any(key in found.unknown for key in _TOKENIZER_ELSEWHERE)
+    return tuple(file_faults(directory, needs_tokenizer=found.spec.formats_text and not elsewhere))

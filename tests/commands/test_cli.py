@@ -56,6 +56,16 @@ def test_serve_names_faults_of_files_before_it_loads_them(tmp_path: Path) -> Non
     assert "listening" not in served.stderr
 
 
+def test_a_tokenizer_that_is_elsewhere_is_not_missed(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    properties = tmp_path / "serving.properties"
+    properties.write_text("option.rolling_batch=vllm\n")
+    assert "holds no tokenizer" in lmi_server("check", str(tmp_path)).stderr
+    properties.write_text("option.rolling_batch=vllm\noption.tokenizer=/somewhere/else\n")
+    assert "holds no tokenizer" not in lmi_server("check", str(tmp_path)).stderr
+
+
 def test_help_of_serve_shows_the_defaults() -> None:
     result = lmi_server("serve", "--help", columns="200")
     assert result.returncode == 0
