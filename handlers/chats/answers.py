@@ -17,7 +17,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 
 from handlers.chats.calls import CallPiece, CallReader, is_object
 from handlers.chats.formats import ReasoningFormat, ToolFormat
-from lmi_server.contract.generation import Delta, FinishReason, GenerationRequest, NamedTool, ToolCallDelta
+from lmi_server.contract.generation import Delta, FinishReason, GenerationRequest, ToolCallDelta
 
 _CALLS, _REASONING, _CONTENT, _DROPPED = "tool_calls", "thinking", "content", "marker"
 _LONGEST_TAIL = 200  # characters of a prompt in which the beginning of the reasoning is looked for
@@ -235,7 +235,7 @@ class NamedCallParser:
     def parse(self, delta: Delta) -> Delta:
         """Return `delta` with its text as arguments."""
         pieces = [ToolCallDelta(0, arguments=delta.text)] if delta.text else []
-        if self._first is not None:
+        if pieces and self._first is not None:  # an answer that is cut off before its first text has no call
             pieces.insert(0, self._first)
             self._first = None
         return msgspec.structs.replace(delta, text="", tool_calls=tuple(pieces))
@@ -251,8 +251,3 @@ def _without_end(delta: Delta) -> str:
     """Return the text of the last delta without the special token that ended it."""
     last = delta.tokens[-1] if delta.tokens else None
     return delta.text if last is None or not last.special else delta.text.removesuffix(last.text)
-
-
-def is_named(request: GenerationRequest) -> bool:
-    """Return whether the request names the function that the answer calls."""
-    return isinstance(request.chat.tool_choice, NamedTool)

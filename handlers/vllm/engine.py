@@ -69,6 +69,7 @@ class LoadedEngine:
     statistics: Statistics
     info: ModelInfo
     ends: frozenset[int]  # the tokens that end a sequence
+    own_grammars: bool  # whether vLLM takes constraints as grammars in llguidance's form
 
     def delta_builder(self, request: GenerationRequest, rendered: RenderedRequest) -> DeltaBuilder:
         """Return what builds the deltas of `request` from the engine's outputs.
@@ -110,7 +111,9 @@ async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
     vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
     adapters = Adapters(driver, AdapterCheck(config.model_config.hf_config, config.model_config.dtype))
     ends = library.end_tokens(config, tokenizer)
-    return LoadedEngine(driver, adapters, prompts, vocabulary, statistics, info, ends)
+    named = "structured_outputs_config" in options.passed_to_engine()
+    own_grammars = library.compiles_own_grammars(config, tokenizer, named)
+    return LoadedEngine(driver, adapters, prompts, vocabulary, statistics, info, ends, own_grammars)
 
 
 def follow(model_dir: str, options: VllmEngineOptions) -> None:

@@ -41,6 +41,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from lmi_server.contract.generation import StructuredOutputs
 
@@ -239,6 +240,19 @@ def structured_outputs(constraint: StructuredOutputs) -> StructuredOutputsParams
         disable_any_whitespace=constraint.disable_any_whitespace,
         disable_additional_properties=constraint.disable_additional_properties,
     )
+
+
+def compiles_own_grammars(config: Any, tokenizer: Any, others: bool) -> bool:
+    """Return whether vLLM compiles constraints with llguidance, in whose form `handlers/structured_output` writes them.
+
+    It is chosen here unless `others`: the options say otherwise. vLLM's own choice for JSON, xgrammar, ignores some
+    keywords without a word. gpt-oss writes its answers between tokens of which llguidance's texts know nothing.
+    """
+    chosen = config.structured_outputs_config
+    harmony = config.model_config.hf_config.model_type == "gpt_oss"
+    if not others and not harmony and GuidanceBackend.is_tokenizer_supported(tokenizer):
+        chosen.backend = "guidance"
+    return bool(chosen.backend == "guidance")
 
 
 def end_tokens(config: Any, tokenizer: Any) -> frozenset[int]:

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from handlers.chats.options import TOOL_PARSER_NOTE, tool_parser_note
 from handlers.chats.templates import AUTO
 from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
+from handlers.structured_output.options import WhiteSpaceLimit
 from handlers.vllm import engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect
 from lmi_server.configuration.options import (
@@ -140,6 +141,7 @@ class VllmEngineOptions(ModelOptions):
     max_logprobs: PositiveInt = Field(
         20, description="Maximum number of log probabilities per token that a request may ask for."
     )
+    max_json_whitespace: WhiteSpaceLimit = None
     chat_template: str | None = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
     stop_sequence: Texts = Field((), description=STOP_SEQUENCE_DESCRIPTION)
     chat_template_content_format: Literal["auto", "string", "openai"] = Field(
@@ -339,6 +341,11 @@ class VllmEngineOptions(ModelOptions):
         yield from self.parser_conflicts()
         yield from self.drafting_conflicts()
         yield from self.unknown_to_vllm()
+        if self.max_json_whitespace is not None and "structured_outputs_config" in self.passed_to_engine():
+            yield Conflict(
+                ("option.max_json_whitespace",),
+                "only without option.structured_outputs_config, in which disable_any_whitespace is compact JSON",
+            )
         if self.pipeline_parallel_degree != 1 and "option.rolling_batch" in given and self.rolling_batch == "vllm":
             yield Conflict(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
 

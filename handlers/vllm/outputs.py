@@ -10,10 +10,11 @@ from handlers.structured_output.limits import LABELS
 from lmi_server.contract.errors import HandlerError, LmiServerError, RequestError
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
 
-# vLLM compiles all constraints with the library that it chose for the first one, but checks each for the one it fits.
+# If the options have it choose the library itself, vLLM compiles all constraints with the one that it chose for the
+# first, but checks each for the one that it fits.
 _SIMPLER = (
-    "make it simpler (fewer alternatives, no classes such as \\p{L}), or name the library that compiles all:"
-    ' option.structured_outputs_config={"backend": "guidance"}, or "xgrammar"'
+    "make it simpler (fewer alternatives, no classes such as \\p{L}), or name another library in"
+    ' option.structured_outputs_config, such as {"backend": "guidance"}'
 )
 
 

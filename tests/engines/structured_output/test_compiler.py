@@ -152,8 +152,39 @@ def test_the_style_of_the_json_is_honoured() -> None:
     assert not takes('{"a":1,"b":2}', disable_additional_properties=True)
     assert takes('{"a":1}', disable_any_whitespace=True)
     assert not takes('{ "a":1}', disable_any_whitespace=True)
-    assert takes('{"a":   1}', whitespace_pattern=" {3}")
-    assert not takes('{"a": 1}', whitespace_pattern=" {3}")
+    for pattern in (" ?", "[ ]?", r"[\x20\n]{0,1}", r"\s?"):
+        assert takes('{"a": 1}', whitespace_pattern=pattern)
+        assert takes('{"a":1}', whitespace_pattern=pattern)
+        assert not takes('{"a":  1}', whitespace_pattern=pattern)
+        assert not takes('{"a":\u00a01}', whitespace_pattern=pattern)
+    assert takes('{"a":   1, "b" :2}', whitespace_pattern=r"[ \n]{0,3}")
+    assert takes('{"a":' + " " * 500 + "1}", whitespace_pattern="[ ]*")
+
+
+@pytest.mark.parametrize("pattern", [" {3}", "[ ]+", "a?", "[^a]?", "(( ?){1000}){1000}", ".*", " ?" * 200])
+def test_white_space_that_json_cannot_have_or_must_have_is_refused(pattern: str) -> None:
+    with pytest.raises(RequestError, match="whitespace_pattern: .* is not allowed; send"):
+        grammar_text(constraint("json", {}, whitespace_pattern=pattern))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches", "others"),
+    [
+        (r"\d{3}-\d{4}", "555-1234", "٥٥٥-١٢٣٤"),
+        (r"[\d]+", "12", "١٢"),
+        (r"\w+", "a_1", "é"),
+        (r"[^\d]", "٣", "3"),
+        (r"\W", "é", "a"),
+        (r"\D", "٣", "3"),
+    ],
+)
+def test_digits_and_letters_of_a_pattern_are_those_of_json_schemas(pattern: str, matches: str, others: str) -> None:
+    grammars = TokenGrammars(byte_tokenizer(), 259, [258])
+    schema = {"type": "string", "pattern": f"^{pattern}$"}
+    for kind, value, quote in (("regex", pattern, ""), ("json", schema, '"')):
+        for text, expected in ((matches, True), (others, False)):
+            matcher = grammars.compile(grammar_text(constraint(kind, value))).matcher.deep_copy()
+            assert matcher.consume_tokens(byte_tokenizer().encode(quote + text + quote)) is expected
 
 
 def test_a_tokenizer_that_cannot_be_used_says_so() -> None:

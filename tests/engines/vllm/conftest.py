@@ -40,7 +40,8 @@ def ours(tiny_model: Path, compilation: dict[str, str], tmp_path_factory: pytest
 def theirs(tiny_model: Path) -> Iterator[httpx.Client]:
     arguments = ("--dtype", "float32", "--max-num-seqs", "32", "--enforce-eager", "--disable-uvicorn-access-log")
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with vllm_server(tiny_model, "model", *arguments, *tools) as client:
+    constraints = ("--structured-outputs-config", '{"backend": "guidance"}')
+    with vllm_server(tiny_model, "model", *arguments, *tools, *constraints) as client:
         yield client
 
 
