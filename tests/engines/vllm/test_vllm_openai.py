@@ -21,6 +21,11 @@ from lmi_cases import generated
 from product_helpers import Server
 from tiny_models import byte_tokenizer
 
+from handlers.structured_output.grammar_text import grammar_text
+from handlers.structured_output.token_grammars import TokenGrammars
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import StructuredOutputs
+
 if TYPE_CHECKING:
     import openai
 
@@ -224,6 +229,82 @@ def test_both_refuse_the_same_requests(ours: Server, theirs: httpx.Client) -> No
         assert refused[0].json()["error"]["message"]
 
 
+# --- calls of tools ---
+
+TOOLS = [WEATHER, {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_demanded_call_fits_the_schema_of_its_tool(ours: Server, choice: Any) -> None:
+    """Although no tool says `strict`."""
+    sampled = {"temperature": 2.0, "n": 8, "seed": 3, "logit_bias": COMPACT, "max_tokens": 150}
+    body = {"messages": QUESTION, "tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, **sampled}
+    for found in (
+        choices_of_answer(whole_of(ours.http, "/v1/chat/completions", body)),
+        choices_of_stream(chunks_of(ours.http, "/v1/chat/completions", body, {})),
+    ):
+        assert len(found) == 8
+        for one in found:
+            assert (one["text"], one["reason"]) == ("", "stop" if choice is NAMED else "tool_calls")
+            assert one["calls"][0]["name"] == "weather"
+            assert json.loads(one["calls"][0]["arguments"])["city"] in ("Paris", "London")
+    any_tool = {"messages": QUESTION, "max_tokens": 90, "tools": [{**LOOK_UP, "strict": False}]}
+    any_tool |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "logit_bias": COMPACT}
+    (block,) = ours.http.post("/v1/messages", json=any_tool).json()["content"]
+    assert block["input"]["city"] in ("Paris", "London")
+
+
+@pytest.mark.parametrize(
+    "asked", [{"tool_choice": "required"}, {"tool_choice": NAMED}, {"structured_outputs": {"regex": CALL}}]
+)
+def test_a_call_that_a_limit_cuts_off_is_no_content(ours: Server, asked: dict[str, Any]) -> None:
+    body = {"messages": QUESTION, "tools": [WEATHER], "temperature": 0, "logit_bias": COMPACT, **asked}
+    began = 0
+    for limit in (1, 5, 20, 40, 55):
+        (whole,) = choices_of_answer(whole_of(ours.http, "/v1/chat/completions", body | {"max_tokens": limit}))
+        chunks = chunks_of(ours.http, "/v1/chat/completions", body | {"max_tokens": limit}, {})
+        assert choices_of_stream(chunks) == [whole]
+        if whole["reason"] == "length":
+            assert whole["text"] in ("", "<tool_cal"[:limit])
+            began += len(whole["calls"])
+    assert began
+
+
+def test_the_calls_of_strict_tools_fit_their_schemas_if_the_model_chooses() -> None:
+    """vLLM describes the calls, and this project's library compiles that."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+    from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag
+
+    tool = ChatCompletionToolsParam.model_validate({**WEATHER, "function": {**WEATHER["function"], "strict": True}})
+    tag = get_model_structural_tag("hermes", [tool], "auto", reasoning=False)
+    assert tag is not None
+    text = grammar_text(StructuredOutputs(kind="structural_tag", value=json.dumps(tag.model_dump())))
+
+    def takes(answer: str) -> bool:
+        matcher = TokenGrammars(byte_tokenizer(), 259, [258]).compile(text).matcher.deep_copy()
+        return bool(matcher.consume_tokens(byte_tokenizer().encode(answer)))
+
+    call = 'Hm.<tool_call>\n{{"name": "weather", "arguments": {{"city": {}}}}}\n</tool_call>'
+    assert takes("No call.")
+    assert takes(call.format('"Paris"'))
+    assert not takes(call.format("5"))
+    xml = tag.model_dump()
+    xml["format"]["tags"][0]["content"]["style"] = "qwen_xml"
+    with pytest.raises(RequestError, match="not JSON"):
+        grammar_text(StructuredOutputs(kind="structural_tag", value=json.dumps(xml)))
+
+
+def test_a_demanded_call_and_another_constraint_exclude_each_other(ours: Server) -> None:
+    body = {
+        "messages": QUESTION,
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "response_format": {"type": "json_object"},
+    }
+    refused = ours.http.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, "exclude each other" in refused.text) == (400, True)
+
+
 # --- LMI's requests ---
 
 
@@ -333,9 +414,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"messages": [*QUESTION, {"role": "assistant", "content": LOOKED_UP}, *QUESTION]},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "Say."}]}], "max_tokens": 3},
     {"tools": [LOOK_UP], "tool_choice": {"type": "none"}},
-    {"tools": [LOOK_UP]},
-    {"tools": [LOOK_UP], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 90},
-    {"tools": [LOOK_UP], "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 90},
+    {"tools": [{**LOOK_UP, "strict": False}]},
     {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 60},
 ]
 
