@@ -94,10 +94,6 @@ class ChatRenderer:
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestError if `request` needs a parser that is not configured."""
         choice = request.chat.tool_choice
-        if request.chat.thinking_token_budget is not None and self._options.reasoning_parser is None:
-            raise RequestError(
-                "thinking_token_budget needs a parser of the model's reasoning; set option.reasoning_parser"
-            )
         if choice == "none":
             return
         if self.tools.name is None:

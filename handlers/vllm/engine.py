@@ -48,7 +48,6 @@ _FEATURES: frozenset[Feature] = frozenset(
     {
         "structured_outputs",
         "tools",
-        "reasoning",
         "min_tokens",
         "bad_words",
         "allowed_token_ids",
@@ -103,7 +102,7 @@ async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
     chats = _chat_renderer(config, renderer, template, options)
     info = ModelInfo(
         max_model_len=max_model_len,
-        features=_FEATURES | {"media"} if config.model_config.is_multimodal_model else _FEATURES,
+        features=_features(config),
         sampling_defaults=library.default_sampling(config),
         details={**engine_details(config, options, began), "tool_call_parser": chats.tools.name or "none"},
     )
@@ -114,6 +113,14 @@ async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
     named = "structured_outputs_config" in options.passed_to_engine()
     own_grammars = library.compiles_own_grammars(config, tokenizer, named)
     return LoadedEngine(driver, adapters, prompts, vocabulary, statistics, info, ends, own_grammars)
+
+
+def _features(config: Any) -> frozenset[Feature]:
+    further: dict[Feature, bool] = {
+        "media": config.model_config.is_multimodal_model,
+        "reasoning": library.limits_reasoning(config),
+    }
+    return _FEATURES | {feature for feature, has in further.items() if has}
 
 
 def follow(model_dir: str, options: VllmEngineOptions) -> None:

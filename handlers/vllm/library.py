@@ -255,6 +255,11 @@ def compiles_own_grammars(config: Any, tokenizer: Any, others: bool) -> bool:
     return bool(chosen.backend == "guidance")
 
 
+def limits_reasoning(config: Any) -> bool:
+    """Return whether vLLM knows the markers around the model's reasoning, and so can end it after some tokens."""
+    return config.reasoning_config is not None and bool(config.reasoning_config.enabled)
+
+
 def end_tokens(config: Any, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end a sequence: those of generation_config.json, and the tokenizer's."""
     configured = config.model_config.try_get_generation_config().get("eos_token_id")

@@ -479,6 +479,15 @@ def test_anthropics_sdk_reads_calls_of_tools(ours: Server) -> None:
             client.messages.create(model="model", max_tokens=1, messages=[{"role": "user", "content": "a" * 300}])
 
 
+def test_a_budget_of_thinking_needs_a_parser_and_an_agents_is_ignored_without(ours: Server) -> None:
+    agent = {"model": "model", "max_tokens": 5, "messages": QUESTION}
+    agent["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+    assert ours.http.post("/v1/messages", json=agent).status_code == 200
+    ours.log_line("thinking.budget_tokens is ignored")
+    refused = ours.http.post("/v1/chat/completions", json={"messages": QUESTION, "thinking_token_budget": 9})
+    assert (refused.status_code, "option.reasoning_parser" in refused.text) == (400, True)
+
+
 # --- OpenAI's SDK ---
 
 
