@@ -39,6 +39,7 @@ from lmi_server.configuration.tasks import POOLING, Workload
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.threads import THREAD_VARIABLES
 
+_GENERATING = ("auto", "generate", "text-generation", "text2text-generation", "conversational", "image-text-to-text")
 _PARTITION = NoEffect("only LMI's offline command `partition` reads it")
 _NUMA_NODES = Path("/sys/devices/system/node")
 ANY_MEDIA, PUBLIC_MEDIA = "lmi_any", "lmi_public"  # vLLM's names of those who fetch media, see media.py
@@ -410,6 +411,11 @@ class VllmOptions(VllmEngineOptions):
     rolling_batch: Annotated[Literal["auto", "vllm", "disable"], BeforeValidator(lower)] = Field(
         "auto", description="vLLM batches by itself with any of these values."
     )
+
+    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+        yield from super().warnings(given)
+        if "option.task" in given and self.task is not None and self.task.lower() not in _GENERATING:
+            yield Conflict(("option.task",), f"has no effect: vLLM serves {self.task} as text generation here")
 
 
 class InWorkerOptions(VllmEngineOptions):

@@ -193,7 +193,7 @@ class ServingOptions(Options):
     nc_max_workers: Annotated[Workers | None, Key("nc.maxWorkers")] = Field(
         None, description="maxWorkers on a machine with Neuron cores."
     )
-    batch_size: Annotated[Count, Key(also=("max_dynamic_batch_size", "option.batch_size"))] = Field(
+    batch_size: Annotated[Count, Key(also=("max_dynamic_batch_size",))] = Field(
         1, description="Most requests in one dynamic batch; not for text generation."
     )
     max_batch_delay: Annotated[CountOrZero, Key(also=("option.max_batch_delay",))] = Field(
@@ -292,6 +292,9 @@ class ModelOptions(Options):
         RollingBatch,
         Unavailable(lambda name: name not in ("auto", "scheduler"), "use scheduler or auto"),
     ] = Field("auto", description="Implementation of iteration-level batching; auto chooses one for the model.")
+    batch_size: Annotated[Count, NoEffect("as in LMI, batch_size without option. makes dynamic batches")] = Field(
+        1, description="Size of the batch for the code of the handler."
+    )
     max_rolling_batch_size: PositiveInt = Field(
         32, description="Requests that one worker decodes together; others wait in the job queue."
     )
