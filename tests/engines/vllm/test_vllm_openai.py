@@ -394,6 +394,7 @@ def test_typical_p_is_ignored_with_a_warning(ours: Server) -> None:
         lmi_cases.check_prompts,
         lmi_cases.check_length,
         lmi_cases.check_prompt_logprobs,
+        lmi_cases.check_token_texts,
     ],
 )
 def test_requests_of_lmi_get_what_the_rolling_batch_gives_them(ours: Server, check: Callable[..., None]) -> None:
