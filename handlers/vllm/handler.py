@@ -54,6 +54,7 @@ class VllmHandler(LLMHandler):
         self._loaded: LoadedEngine
         self._request_numbers = itertools.count()
         self._own_grammars = True
+        self._json_style: Mapping[str, bool] = {}
         # vLLM compiles without bounds: some schemas take all memory, or hold up all requests.
         self._grammars = GrammarCache(str)
 
@@ -61,7 +62,7 @@ class VllmHandler(LLMHandler):
         """Load the model in other threads: importing vLLM alone would hold up the worker's heartbeats for seconds."""
         engine = await asyncio.to_thread(import_engine, "engine")
         loaded: LoadedEngine = await engine.load(model_dir, options)
-        self._loaded, self._own_grammars = loaded, loaded.own_grammars
+        self._loaded, self._own_grammars, self._json_style = loaded, loaded.own_grammars, loaded.json_style
         # vLLM's other libraries know other keywords of JSON schemas than llguidance, which only tries what they cost.
         judges = () if loaded.own_grammars else ("json", "json_object")
         self._grammars = GrammarCache(str, judges, options.max_json_whitespace)
@@ -93,10 +94,13 @@ class VllmHandler(LLMHandler):
         constraint = sampling.structured_outputs
         if constraint is None or not (self._own_grammars or constraint.kind in _BOUNDED):
             return sampling
+        if self._own_grammars:
+            constraint = msgspec.structs.replace(constraint, **self._json_style)
+        else:
+            check_style(constraint)
         text = await self._grammars.get(constraint)
         check_listed(constraint, _MOST_LISTED)
         if not self._own_grammars:
-            check_style(constraint)
             return sampling
         return msgspec.structs.replace(sampling, structured_outputs=StructuredOutputs(kind="grammar", value=text))
 

@@ -255,6 +255,13 @@ def compiles_own_grammars(config: Any, tokenizer: Any, others: bool) -> bool:
     return bool(chosen.backend == "guidance")
 
 
+def json_style(config: Any) -> Mapping[str, bool]:
+    """Return how the configuration has all constrained JSON written, by the names of StructuredOutputs."""
+    chosen = config.structured_outputs_config
+    names = ("disable_any_whitespace", "disable_additional_properties")
+    return {name: True for name in names if getattr(chosen, name)}
+
+
 def limits_reasoning(config: Any) -> bool:
     """Return whether vLLM knows the markers around the model's reasoning, and so can end it after some tokens."""
     return config.reasoning_config is not None and bool(config.reasoning_config.enabled)
