@@ -41,7 +41,6 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
 from lmi_server.contract.generation import StructuredOutputs
 
@@ -250,7 +249,9 @@ def compiles_own_grammars(config: Any, tokenizer: Any, others: bool) -> bool:
     """
     chosen = config.structured_outputs_config
     harmony = config.model_config.hf_config.model_type == "gpt_oss"
-    if not others and not harmony and GuidanceBackend.is_tokenizer_supported(tokenizer):
+    # llguidance reads transformers' fast tokenizers and Mistral's newer ones.
+    readable = getattr(tokenizer, "backend_tokenizer", None) is not None or getattr(tokenizer, "is_tekken", False)
+    if readable and not others and not harmony:
         chosen.backend = "guidance"
     return bool(chosen.backend == "guidance")
 
