@@ -17,6 +17,7 @@ import pydantic
 import pytest
 import torch
 import transformers
+from client_environment import ClientScripts
 from lmi_cases import generated
 from product_helpers import Server
 from tiny_models import byte_tokenizer
@@ -526,6 +527,31 @@ def test_the_sdk_streams_a_tool_call(sdk: openai.OpenAI) -> None:
     calls = final.choices[0].message.tool_calls
     assert calls is not None
     assert set(json.loads(calls[0].function.arguments)) == {"city"}
+
+
+INSTRUCTOR = """
+from typing import Literal
+
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel
+
+
+class Weather(BaseModel, extra="forbid"):
+    city: Literal["Paris", "London"]
+    sunny: bool
+
+
+client = instructor.from_openai(OpenAI(base_url="{url}/v1", api_key="none"), mode=instructor.Mode.TOOLS)
+asked = {{"messages": {messages}, "max_tokens": 150, "logit_bias": {bias}, "max_retries": 1}}
+print(type(client.chat.completions.create(model="model", response_model=Weather, **asked)).__name__)
+"""
+
+
+def test_instructor_gets_a_value_of_its_class(ours: Server) -> None:
+    """It names the function of its class, which does not say `strict`."""
+    code = INSTRUCTOR.format(url=ours.url, messages=QUESTION, bias=COMPACT)
+    assert ClientScripts({"instructor": ("instructor", code)}).output("instructor").strip() == "Weather"
 
 
 def test_a_tools_result_goes_back_to_the_model(sdk: openai.OpenAI) -> None:
