@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from random import random
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -22,7 +21,7 @@ from frontend.compression import decoded_body
 from frontend.deadlines import deadline_of
 from frontend.error_rates import ErrorRates
 from frontend.http_protocol import connection_of, header_names
-from frontend.implicit_registration import ImplicitRegistration
+from frontend.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
 from frontend.inference_response import Response
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.management_access import Access
@@ -43,9 +42,10 @@ from lmi_server.contract.errors import (
     RouteNotFoundError,
 )
 from lmi_server.contract.protocol import CANCELLED, DEFAULT_PRIORITY, End, Error, Head, Input, Reply
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects.adapters import naming_adapter
 from lmi_server.dialects.errors import error_event, error_reply
-from lmi_server.dialects.forms import form_fields, is_form
+from lmi_server.dialects.forms import form_fields, is_form, split_pairs
 from lmi_server.dialects.routes import ANTHROPIC_ROUTES, ANY_MODEL, MODEL_IN_BODY, PREDICTIONS, TGI
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool
@@ -60,6 +60,7 @@ _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 
 # Bounded in length, because int() takes quadratic time in the number of digits.
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
+_MODEL_IN_FORMS = ("model_name", "model")
 _SHORT_BODY = 64 * 1024
 _MALFORMED = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PRIORITIES = range(-(2**31), 2**31)
@@ -135,7 +136,7 @@ class Relay:
                 if self._implicit is None:
                     raise
                 body = await self._body(scope, receive) if body is None else body
-                fields = form_fields(properties.get("content-type", ""), body) or []
+                fields = form_fields(properties.get("content-type", ""), body, REGISTERED_IN_FORMS) or []
                 model = await self._implicit.register(name, version, properties, [*query, *fields])
                 if model is None:
                     raise error from None
@@ -221,7 +222,7 @@ class Relay:
 
         An OpenAI request names it in `model`, also if it is a form; another form names it in `model_name`.
         """
-        fields = form_fields(properties["content-type"], body) if _has_form(properties) else None
+        fields = form_fields(properties["content-type"], body, _MODEL_IN_FORMS) if _has_form(properties) else None
         if fields is not None and (name := _last(fields, "model_name")):
             return self._models.named(name, version)
         name = model_named_in(body) if fields is None else None
@@ -446,7 +447,7 @@ def parse_priority(value: str | None) -> int:
         return DEFAULT_PRIORITY
     if _INTEGER.fullmatch(value) is None or int(value) not in _PRIORITIES:
         raise RequestError(
-            f"Header x-priority is {value[:60]!r}; it takes an integer (lower is served sooner) "
+            f'Header x-priority is "{excerpt(value)}"; it takes an integer (lower is served sooner) '
             f"from {_PRIORITIES.start} to {_PRIORITIES.stop - 1}"
         )
     return int(value)
@@ -466,14 +467,16 @@ def _query(scope: Scope) -> list[tuple[str, bytes]]:
         _check_percent_signs(scope["raw_path"], query)
     if not query:
         return []
-    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    pairs = split_pairs(query.decode("latin-1"))
     return [(name, value.encode()) if name else (value, b"") for name, value in pairs]  # "=x" is a name, as in LMI
 
 
 def _check_percent_signs(*parts: bytes) -> None:
     for part in parts:
         if _MALFORMED.search(part):
-            raise MalformedUrlError(f"a percent sign in {part[:60].decode('latin-1')} encodes no byte; send it as %25")
+            raise MalformedUrlError(
+                f"a percent sign in {excerpt(part.decode('latin-1'))} encodes no byte; send it as %25"
+            )
 
 
 def _last(entries: list[tuple[str, bytes]], key: str) -> str | None:

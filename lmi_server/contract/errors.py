@@ -34,6 +34,8 @@ an exception of this tree of them.
 
 from __future__ import annotations
 
+from lmi_server.contract.quoting import shorten
+
 
 class LmiServerError(Exception):
     """Base of the tree. `retry_after` is in seconds; None if a retry does not help."""
@@ -41,6 +43,7 @@ class LmiServerError(Exception):
     retry_after: int | None = None
 
     def __init__(self, message: str) -> None:
+        message = shorten(message)  # it may quote what a client sent, and is searched for secrets
         super().__init__(message)
         self.message = message
 
