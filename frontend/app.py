@@ -30,7 +30,9 @@ from frontend.sagemaker_runtime import ENDPOINTS, SageMakerRuntime
 from frontend.sagemaker_runtime import PATHS as SAGEMAKER_PATHS
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, ModelNotFoundError, RouteNotFoundError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
+from lmi_server.dialects.forms import MOST_FIELDS, too_many_fields
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.registry import ModelRegistry
@@ -192,6 +194,8 @@ class App:
 
     async def _answer(self, application: Any, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with a Starlette application or response, and add the headers that every answer has."""
+        if scope["query_string"].count(b"&") >= MOST_FIELDS:
+            application = error_response(scope["path"], too_many_fields())
         request_id = self._relay.request_id(scope).encode("latin-1")
 
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
@@ -285,7 +289,7 @@ class StatusEndpoints:
     async def root(self, request: Request) -> Response:
         """Answer OPTIONS, which asks about the server as a whole; LMI has nothing else at this path."""
         if request.method != "OPTIONS":
-            raise RouteNotFoundError(f"Requested resource is not found: {request.url.path}")
+            raise RouteNotFoundError(f"Requested resource is not found: {excerpt(request.url.path)}")
         return json_response({})
 
 

@@ -23,6 +23,7 @@ from frontend.job_store import JobRecord, as_os_errors, aws_client
 from frontend.request_ids import new_request_id
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, QueueFullError, RequestError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class AsyncInvocations:
         assert self._inputs is not None
         if place is None or not _is_below(place, self._inputs):
             raise RequestError(
-                f"InputLocation is {location[:200]!r}; it must be below {self._inputs} (async_input_path)"
+                f"InputLocation is {excerpt(location, 200)}; it must be below {self._inputs} (async_input_path)"
             )
         return place
 
@@ -212,7 +213,7 @@ def _is_below(place: _Place, parent: _Place) -> bool:
 def _matching(given: dict[bytes, str], name: str, pattern: re.Pattern[str]) -> str | None:
     value = given.get(name.lower().encode())
     if value is not None and (pattern.fullmatch(value) is None or ".." in value):
-        raise RequestError(f"{name} is {value[:60]!r}; it must match {pattern.pattern}")
+        raise RequestError(f"{name} is {excerpt(value)}; it must match {pattern.pattern}")
     return value
 
 
@@ -220,5 +221,5 @@ def _seconds(given: dict[bytes, str], name: str, limits: tuple[int, int, int]) -
     least, most, default = limits
     text = given.get(name.lower().encode(), str(default))
     if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
-        raise RequestError(f"{name} is {text[:60]!r}; it takes an integer from {least} to {most}")
+        raise RequestError(f"{name} is {excerpt(text)}; it takes an integer from {least} to {most}")
     return int(text)

@@ -25,6 +25,7 @@ from frontend.request_ids import new_request_id
 from frontend.responses import error_response, json_response
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
+from lmi_server.contract.quoting import excerpt
 
 logger = logging.getLogger(__name__)
 
@@ -259,12 +260,12 @@ def _max_items(given: dict[bytes, bytes]) -> int | None:
     """Return the most items of a page, None for all of them."""
     text = given.get(_MAX_ITEMS, b"-1").decode("latin-1").strip()
     if _INTEGER.fullmatch(text) is None:
-        raise BadParameterError(f"Header x-max-items is {text[:60]!r}; send a number of items, negative for all")
+        raise BadParameterError(f"Header x-max-items is {excerpt(text)}; send a number of items, negative for all")
     return None if int(text) < 0 else int(text)
 
 
 def _unknown(token: str) -> BadParameterError:
-    return BadParameterError(f"Invalid x-starting-token: {token}")  # LMI's words
+    return BadParameterError(f"Invalid x-starting-token: {excerpt(token)}")  # LMI's words
 
 
 def _content_type(record: JobRecord) -> list[tuple[str, str]]:

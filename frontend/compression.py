@@ -6,6 +6,7 @@ import asyncio
 import zlib
 
 from lmi_server.contract.errors import BadParameterError, PayloadTooLargeError, UnsupportedEncodingError
+from lmi_server.contract.quoting import excerpt
 
 _GZIP = 16 + zlib.MAX_WBITS
 _ZLIB = zlib.MAX_WBITS
@@ -24,7 +25,7 @@ async def decoded_body(body: bytes, properties: dict[str, str], limit: int) -> b
     codings = [name for part in encoding.split(",") if (name := part.strip().lower()) not in ("", "identity")]
     if len(codings) > _MAX_CODINGS or not {"gzip", "x-gzip", "deflate"}.issuperset(codings):
         raise UnsupportedEncodingError(
-            f"Content-Encoding: {encoding[:60]} is not supported; send gzip, deflate or no Content-Encoding"
+            f"Content-Encoding: {excerpt(encoding)} is not supported; send gzip, deflate or no Content-Encoding"
         )
     for coding in reversed(codings if body else []):
         if len(body) > _LONG_BODY:

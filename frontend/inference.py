@@ -447,7 +447,7 @@ def parse_priority(value: str | None) -> int:
         return DEFAULT_PRIORITY
     if _INTEGER.fullmatch(value) is None or int(value) not in _PRIORITIES:
         raise RequestError(
-            f'Header x-priority is "{excerpt(value)}"; it takes an integer (lower is served sooner) '
+            f"Header x-priority is '{excerpt(value)}'; it takes an integer (lower is served sooner) "
             f"from {_PRIORITIES.start} to {_PRIORITIES.stop - 1}"
         )
     return int(value)

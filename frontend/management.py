@@ -19,6 +19,7 @@ from lmi_server.artifacts.location import NO_WORKFLOWS, archive_stem
 from lmi_server.configuration.options import MOST_WORKERS
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
+from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS, masked_url
 from lmi_server.serving.model_store import ModelSource, name_of
 from lmi_server.serving.models import Endpoint, Model
@@ -163,7 +164,7 @@ class Management:
         given = request.query_params.get("level", "").strip().lower() or "info"
         level = _LOG_LEVELS.get(given)
         if level is None:
-            raise BadParameterError(f'Parameter level is "{given}"; it takes {", ".join(_LOG_LEVELS)}')
+            raise BadParameterError(f'Parameter level is "{excerpt(given)}"; it takes {", ".join(_LOG_LEVELS)}')
         self._models.set_log_level(level, request.query_params.get("logger", "").strip())
         return json_response({"status": "OK"})
 
@@ -243,7 +244,7 @@ def _device(given: Mapping[str, str]) -> int | None:
         return -1
     if digits.isdecimal() and len(digits) <= _MOST_DIGITS:
         return int(digits)
-    raise BadParameterError(f'Parameter device is "{text[:100]}"; it takes cpu, or a GPU as 0 or gpu0')
+    raise BadParameterError(f'Parameter device is "{excerpt(text)}"; it takes cpu, or a GPU as 0 or gpu0')
 
 
 # --- descriptions ---

@@ -23,6 +23,7 @@ from frontend.web_pages import ANY, WebPages, pages_of_management, pages_of_requ
 from lmi_server.artifacts.location import path_of_file_url
 from lmi_server.configuration.server_settings import ServerSettings, server_home
 from lmi_server.contract.errors import PermissionDeniedError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.environment import is_multi_model
 from lmi_server.serving.model_store import ModelSource
 
@@ -138,7 +139,7 @@ class RegistrationLimits:
 
     def _refusal(self, name: str, value: str) -> PermissionDeniedError:
         return PermissionDeniedError(
-            f'Parameter {name} is "{value[:200]}", which a registration may not name; '
+            f'Parameter {name} is "{excerpt(value, 200)}", which a registration may not name; '
             "use a model of the model store, or allow it by registration_sources"
         )
 

@@ -17,6 +17,7 @@ from handlers.tasks.task import failure_of
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields, openai, routes
 from lmi_server.dialects.adapters import registered_adapter
 from lmi_server.dialects.base import ServedModel
@@ -128,7 +129,7 @@ class StableDiffusionHandler(RequestHandler):
     def _read_lmi(self, sent: Input) -> _Request:
         body = _lmi_body(sent)
         for name in sorted(body.keys() - _BODY_FIELDS):
-            logger.warning("%s is not known and is ignored", name[:60])
+            logger.warning("%s is not known and is ignored", excerpt(name))
         drawing = self._reader.lmi(body, registered_adapter(sent, body, self._served))
         several = len(drawing.seeds) > 1
         kind = content.accepted_type(sent, content.JSON if several else "image/png", _ACCEPTED)

@@ -21,6 +21,7 @@ from lmi_server.contract.errors import (
     is_out_of_memory,
 )
 from lmi_server.contract.generation import FinishReason
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field, Reader
 
@@ -211,5 +212,5 @@ def read_parameters(value: Any, known: Mapping[str, Field]) -> dict[str, Any]:
     values, unknown = fields.read_fields(value, known, "parameters.")
     if unknown:
         allowed = ", ".join(known) or "none"
-        raise RequestError(f"parameters.{unknown[0][:60]} is not known to this task; allowed: {allowed}")
+        raise RequestError(f"parameters.{excerpt(unknown[0])} is not known to this task; allowed: {allowed}")
     return values

@@ -26,6 +26,7 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields, openai, routes
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
@@ -205,7 +206,7 @@ class TaskHandler(RequestHandler):
     def _parameters(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         own = self._task.object_fields if "inputs" not in body else ()
         for name in body.keys() - _BODY_FIELDS - set(own):
-            logger.warning("%s is not known and is ignored", name[:60])
+            logger.warning("%s is not known and is ignored", excerpt(name))
         return read_parameters(body.get("parameters"), self._task.parameters)
 
     # --- running ---

@@ -1,4 +1,4 @@
-"""How messages and logs show what a client, a file or an archive says: bounded, and without characters that mean something."""
+"""How messages and logs show what a client, a file or an archive says: bounded, and without control characters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ LONGEST = 100  # characters
 LONGEST_MESSAGE = 8192  # characters of a whole message, whatever it quotes
 _LONGEST_WORD = 512
 
-# What would let a text look like lines of a log, control the terminal that shows it, or turn the order of its characters.
+# What would let a text look like lines of a log, control a terminal, or turn the order of its characters.
 _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 _ESCAPES |= {code: f"\\u{code:04x}" for code in (0x2028, 0x2029, *_DIRECTIONS)}

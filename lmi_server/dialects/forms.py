@@ -61,7 +61,7 @@ def split_pairs(text: str) -> list[tuple[str, str]]:
     try:
         return parse_qsl(text, keep_blank_values=True, max_num_fields=MOST_FIELDS)
     except ValueError:
-        raise _too_many() from None
+        raise too_many_fields() from None
 
 
 def _url_encoded(body: bytes, only: Collection[str] | None) -> Fields:
@@ -73,7 +73,7 @@ def _url_encoded(body: bytes, only: Collection[str] | None) -> Fields:
 def _with_names(body: bytes, only: Collection[str]) -> bytes:
     """Return the fields of these names, cut: decoding a text of escapes takes a hundred times as long as finding it."""
     if body.count(b"&") >= MOST_FIELDS:
-        raise _too_many()
+        raise too_many_fields()
     found = []
     for field in body.split(b"&"):
         name, _, _ = field[:_LONGEST_SHORT].partition(b"=")
@@ -82,7 +82,8 @@ def _with_names(body: bytes, only: Collection[str]) -> bytes:
     return b"&".join(found)
 
 
-def _too_many() -> BadParameterError:
+def too_many_fields() -> BadParameterError:
+    """Return the error about a form or a query with more than `MOST_FIELDS`."""
     return BadParameterError(f"there are more than {MOST_FIELDS} fields in the form or parameters in the query")
 
 
@@ -91,7 +92,7 @@ def _multipart(kind: str, boundary: bytes, body: bytes) -> Fields | None:
     for part in _parts(kind, boundary, body):
         name, value = _field(kind, part)
         if len(fields) == MOST_FIELDS:
-            raise _too_many()
+            raise too_many_fields()
         if name is not None:
             fields.append((name, value))
         elif kind == _FORM_DATA:
@@ -118,7 +119,7 @@ def _parts(kind: str, boundary: bytes, body: bytes) -> Iterator[bytes]:
             start = end
         lines += 1
         if lines > 2 * MOST_FIELDS:
-            raise _too_many()
+            raise too_many_fields()
         at = _next_line(body, delimiter, end)
     shown = excerpt(boundary.decode("latin-1"))
     raise BadParameterError(f"the body is no {kind}: there is no --{shown}-- at its end")

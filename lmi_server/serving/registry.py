@@ -30,6 +30,7 @@ from lmi_server.contract.errors import (
     ModelNotFoundError,
 )
 from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
+from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.environment import is_multi_model
 from lmi_server.serving.adapter_store import AdapterStore, fetch_from_store
 from lmi_server.serving.fetch_model import FetchedModel, Inspect, fetch_directory, fetch_model
@@ -106,7 +107,7 @@ class ModelRegistry:
         """Return the model of that name or alias. Raises ModelNotFoundError."""
         endpoint = self._endpoints.get(name) or self._aliases.get(name)
         if endpoint is None:
-            raise ModelNotFoundError(f"Model or workflow not found: {name}")
+            raise ModelNotFoundError(f"Model or workflow not found: {excerpt(name)}")
         return endpoint
 
     def named_as_model(self, name: str, version: str | None = None) -> Model:
@@ -173,7 +174,7 @@ class ModelRegistry:
         """
         endpoint = self._endpoints.get(name)
         if endpoint is None:
-            raise ModelNotFoundError(f"Model or workflow not found: {name}")
+            raise ModelNotFoundError(f"Model or workflow not found: {excerpt(name)}")
         await self._remove([endpoint.version(version)] if version is not None else list(endpoint.models))
 
     async def _remove(self, models: Sequence[Model]) -> None:
@@ -397,10 +398,10 @@ class ModelRegistry:
         try:
             location = await asyncio.to_thread(parse_location, source.url, Path.cwd())
         except ValueError as error:
-            raise ModelNotFoundError(f'url = "{source.url}" {error}') from error
+            raise ModelNotFoundError(f'url = "{excerpt(source.url, 200)}" {error}') from error
         if isinstance(location, HubModel) and "/" not in source.url and not model.at_startup:
             raise ModelNotFoundError(
-                f'url = "{source.url}" is not allowed; there is no such directory, and a registration '
+                f'url = "{excerpt(source.url, 200)}" is not allowed; there is no such directory, and a registration '
                 "names a model of the Hugging Face Hub by owner/name"
             )
         environment = {**self._environment, **source.variables}

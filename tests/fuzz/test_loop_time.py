@@ -1,4 +1,4 @@
-"""No request keeps the event loop busy for long: every route gets heads of 60 KB and bodies of 1 MB that cost the most."""
+"""No request keeps the event loop busy for long: every route gets the heads and bodies that cost the most."""
 
 from __future__ import annotations
 
@@ -276,12 +276,11 @@ def attack(attacked: Attacked, requests: Iterator[tuple[str, bytes]]) -> None:
 
 def found_slow(attacked: Attacked, pings: Pings, data: bytes) -> str:
     """Send one request; return what took too long, "" if nothing did."""
-    attacked.meter.reset()
+    attacked.meter.take()
     pings.reset()
     before = time.monotonic()
     exchange(attacked.server.port, data)
-    attacked.meter.wait()
-    busy, ping, answer = attacked.meter.longest_s, pings.longest_s, time.monotonic() - before
+    busy, ping, answer = attacked.meter.take(), pings.longest_s, time.monotonic() - before
     if busy > LONGEST_BUSY_S or ping > LONGEST_PING_S or answer > LIMIT_S / 2:
         return f"the loop was busy for {busy:.3f} s, /ping took {ping:.3f} s, the answer {answer:.3f} s"
     return ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
-import struct
 import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -18,47 +17,37 @@ VARIABLE = "TEST_LOOP_METER"
 """The variable of a server that names the file of its meter."""
 
 _TURN_S = 0.001
-_NUMBERS = struct.Struct("dq")  # the longest time, and how many turns there were
+_NANOSECONDS = 10**9
+_ASKED, _ANSWERED, _ANSWER = slice(8), slice(8, 16), slice(16, 24)  # each has one writer
 
 
 class LoopMeter:
-    """The longest time that the loop was busy since `reset`, in a file that two processes share."""
+    """A page that two processes share: the one asks by a number, and the loop of the other answers with that number."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
-            path.write_bytes(bytes(_NUMBERS.size))
+            path.write_bytes(bytes(_ANSWER.stop))
         with path.open("r+b") as file:
-            self._page = mmap.mmap(file.fileno(), _NUMBERS.size)
+            self._page = mmap.mmap(file.fileno(), _ANSWER.stop)
 
-    @property
-    def longest_s(self) -> float:
-        """The longest time, in seconds."""
-        return float(self._read()[0])
-
-    def reset(self) -> None:
-        self._write(0.0, self._read()[1])
-
-    def wait(self) -> None:
-        """Wait until the loop has turned again, so that what it did before is counted."""
-        turns = self._read()[1]
-        wait_until(lambda: self._read()[1] > turns + 1, "the loop turns")
+    def take(self) -> float:
+        """Return for how many seconds the loop was busy at a time, at most, since this was called last."""
+        number = self._page[_ASKED] = (int.from_bytes(self._page[_ASKED]) + 1).to_bytes(8)
+        wait_until(lambda: self._page[_ANSWERED] == number, "the loop turns")
+        return int.from_bytes(self._page[_ANSWER]) / _NANOSECONDS
 
     async def run(self) -> None:
-        """Note how long this loop is busy at a time, for ever."""
-        before = time.thread_time()
+        """Measure this loop, for ever."""
+        longest, before = 0, time.thread_time_ns()
         while True:
             await asyncio.sleep(_TURN_S)
-            now = time.thread_time()
-            longest, turns = self._read()
-            self._write(max(longest, now - before), turns + 1)
-            before = now
-
-    def _read(self) -> tuple[float, int]:
-        longest, turns = _NUMBERS.unpack_from(self._page)
-        return longest, turns
-
-    def _write(self, longest: float, turns: int) -> None:
-        _NUMBERS.pack_into(self._page, 0, longest, turns)
+            now = time.thread_time_ns()
+            longest, before = max(longest, now - before), now
+            number = self._page[_ASKED]
+            if number != self._page[_ANSWERED]:
+                self._page[_ANSWER] = longest.to_bytes(8)
+                self._page[_ANSWERED] = number
+                longest = 0
 
 
 @contextlib.contextmanager
