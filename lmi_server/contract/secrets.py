@@ -63,7 +63,7 @@ class Secrets:
     def masked_query(self, query: str) -> str:
         """Return the query of a URL without the values that are secret, or hold something secret. A long one is cut."""
         if len(query) > LONGEST_MESSAGE:
-            query = f"{query[:LONGEST_MESSAGE].rpartition('&')[0]}&..."
+            query = f"{query[: LONGEST_MESSAGE - 4].rpartition('&')[0]}&..."
         return "&".join(map(self._masked_parameter, query.split("&")))
 
     def _masked_parameter(self, parameter: str) -> str:

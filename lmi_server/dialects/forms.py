@@ -88,7 +88,7 @@ def too_many_fields() -> BadParameterError:
 
 
 def _multipart(kind: str, boundary: bytes, body: bytes) -> Fields | None:
-    fields = []
+    fields: Fields = []
     for part in _parts(kind, boundary, body):
         name, value = _field(kind, part)
         if len(fields) == MOST_FIELDS:

@@ -16,6 +16,8 @@ from loop_meter import VARIABLE, LoopMeter
 from own_code_helpers import make_own
 from server_helpers import Server, make_model, received, running
 
+pytestmark = pytest.mark.slow
+
 LONGEST_BUSY_S = 0.05
 LONGEST_PING_S = 0.2
 TRIES = 4  # another process may take the processor during one of them
@@ -280,9 +282,11 @@ def found_slow(attacked: Attacked, pings: Pings, data: bytes) -> str:
     pings.reset()
     before = time.monotonic()
     exchange(attacked.server.port, data)
-    busy, ping, answer = attacked.meter.take(), pings.longest_s, time.monotonic() - before
-    if busy > LONGEST_BUSY_S or ping > LONGEST_PING_S or answer > LIMIT_S / 2:
-        return f"the loop was busy for {busy:.3f} s, /ping took {ping:.3f} s, the answer {answer:.3f} s"
+    answer_s, ping_s = time.monotonic() - before, pings.longest_s
+    busy_s, spent_s = attacked.meter.take()
+    # What /ping waits for while the server spends no time is another process of this machine.
+    if busy_s > LONGEST_BUSY_S or min(ping_s, spent_s) > LONGEST_PING_S or answer_s > LIMIT_S / 2:
+        return f"the loop was busy for {busy_s:.3f} s, /ping took {ping_s:.3f} s, the answer {answer_s:.3f} s"
     return ""
 
 
