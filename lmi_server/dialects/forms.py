@@ -15,7 +15,7 @@ from lmi_server.contract.quoting import excerpt
 
 MOST_FIELDS = 1000  # of a form, or parameters of a query
 _LONGEST_HEAD = 16 * 1024  # bytes of the headers of a part
-_LONGEST_SHORT = 16 * 1024  # bytes of a field that holds a short text
+_LONGEST_SHORT = 6 * 1024  # bytes of a field that holds a name or a URL, percent-encoded
 _URL_ENCODED = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/"
 _FORM_DATA = "multipart/form-data"
@@ -26,7 +26,6 @@ _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"]*)"|([^;\s]*))', re.IGNORECASE)
 _NAME = re.compile(r'^content-disposition:.*?;\s*name=(?:"((?:[^"\\]|\\.)*)"|([^;\s]*))', re.IGNORECASE | re.MULTILINE)
 _ESCAPED = re.compile(r"\\(.)")
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
-_LF = ord("\n")
 
 Fields = list[tuple[str, bytes]]
 
