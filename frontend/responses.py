@@ -18,6 +18,7 @@ from lmi_server.contract.errors import (
     ModelNotReadyError,
     PredictTimeoutError,
     QueueDelayError,
+    NoRoomError,
     QueueFullError,
     RouteNotFoundError,
     WorkerDiedError,
@@ -48,6 +49,7 @@ def error_statuses(settings: ServerSettings) -> dict[type[LmiServerError], int]:
     return {
         QueueFullError: settings.throttle_error_http_code,
         QueueDelayError: settings.throttle_error_http_code,
+        NoRoomError: wlm,
         ModelNotReadyError: wlm,
         WorkerDiedError: wlm,
         PredictTimeoutError: wlm,

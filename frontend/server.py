@@ -23,7 +23,7 @@ import uvicorn
 import uvloop
 
 from frontend.app import App
-from frontend.connection_limits import ConnectionLimits
+from frontend.connection_limits import ConnectionLimits, map_large_blocks
 from frontend.console import Console
 from frontend.console_feed import ConsoleFeed
 from frontend.embedded_metrics import EmbeddedMetrics
@@ -107,6 +107,7 @@ def _run(
     if certificate is None and names_certificate(settings):
         logger.warning("the certificate has no effect, because no address begins with https:// (tls=true)")
     _allow_many_connections()
+    map_large_blocks()
     try:
         server = _Server(sources, settings, listeners, certificate, environment, inspect, registry, log)
         return uvloop.run(server.serve())

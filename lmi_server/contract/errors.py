@@ -21,6 +21,7 @@
     │   ├── MalformedUrlError
     │   └── MethodNotAllowedError
     └── ServingError            a sound request that the server failed to serve
+        ├── NoRoomError         the front end holds `max_buffered_size` bytes of requests
         ├── QueueFullError      the job queue holds `job_queue_size` requests
         │   └── QueueDelayError  the request would wait for longer than `max_queue_delay_ms`
         ├── ModelNotReadyError  loading, failed, or the server is draining
@@ -157,6 +158,12 @@ class MethodNotAllowedError(RequestError):
 
 class ServingError(LmiServerError):
     """A sound request that the server failed to serve."""
+
+
+class NoRoomError(ServingError):
+    """Bodies of requests, or answers that wait for their clients, take all the memory that they may take together."""
+
+    retry_after = 1
 
 
 class QueueFullError(ServingError):
