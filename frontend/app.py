@@ -18,6 +18,7 @@ from frontend.async_invocations import AsyncInvocations
 from frontend.async_jobs import AsyncJobs
 from frontend.clients import Receive, Scope, Send, shown_path
 from frontend.console import CHAT, Console, is_for_people, to_console
+from frontend.detached import memory_for_answers
 from frontend.error_rates import ErrorRates
 from frontend.inference import Relay
 from frontend.management import Management
@@ -101,8 +102,9 @@ class App:
         keys = access.keys
         infer = relay if keys is None else keys.protect(relay, relay.refuse)
         check_key = None if keys is None else keys.check
-        self._infer = AsyncJobs(infer, self._answer, check_key, settings)
-        self._invocations = AsyncInvocations(infer, check_key, settings)
+        answers = memory_for_answers(settings)
+        self._infer = AsyncJobs(infer, self._answer, check_key, settings, answers)
+        self._invocations = AsyncInvocations(infer, check_key, settings, answers)
         self._sagemaker = SageMakerRuntime(models, self._infer, self._invocations, self._answer, _signatures(settings))
         serving, managing = _serving_routes(status, models), _managing_routes(status, models, access)
         managing += [] if console is None else console.routes()

@@ -19,10 +19,12 @@ from starlette.responses import Response
 
 from frontend.clients import Receive, Scope
 from frontend.detached import DetachedRequest, Inference
+from frontend.held_bytes import HeldBytes, MemoryBudget
+from frontend.http_protocol import held_by
 from frontend.job_store import JobRecord, as_os_errors, aws_client
 from frontend.request_ids import new_request_id
 from lmi_server.configuration.server_settings import ServerSettings
-from lmi_server.contract.errors import LmiServerError, QueueFullError, RequestError
+from lmi_server.contract.errors import LmiServerError, NoRoomError, QueueFullError, RequestError
 from lmi_server.dialects import routes
 
 logger = logging.getLogger(__name__)
@@ -61,9 +63,19 @@ class _Invocation(NamedTuple):
 class AsyncInvocations:
     """Runs requests whose inputs and outputs are on S3, each as soon as a queue takes it."""
 
-    def __init__(self, infer: Inference, check_key: Callable[[Scope], object] | None, settings: ServerSettings) -> None:
-        """`check_key` raises AuthenticationError if a request has no API key that is accepted."""
+    def __init__(
+        self,
+        infer: Inference,
+        check_key: Callable[[Scope], object] | None,
+        settings: ServerSettings,
+        answers: MemoryBudget,
+    ) -> None:
+        """`check_key` raises AuthenticationError if a request has no API key that is accepted.
+
+        `answers` is the memory for the answers until they are written.
+        """
         self._infer = infer
+        self._answers = answers
         self._check_key = check_key
         self._capacity = settings.memory_cache_capacity
         self._max_size = settings.max_request_size
@@ -84,7 +96,9 @@ class AsyncInvocations:
             raise QueueFullError(f"memory_cache_capacity={self._capacity} asynchronous invocations wait or run")
         body = await _inline_body(receive)
         invocation = self._read(dict(scope["headers"]), body, self._outputs)
-        task = asyncio.create_task(self._run(invocation, name, scope))
+        held = held_by(scope).another()
+        held.reserve(len(body))
+        task = asyncio.create_task(self._run(invocation, name, scope, held))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         answer = Response(json.dumps({"InferenceId": invocation.inference_id}), HTTPStatus.ACCEPTED)
@@ -132,11 +146,19 @@ class AsyncInvocations:
             )
         return place
 
-    async def _run(self, invocation: _Invocation, name: str | None, scope: Scope) -> None:
+    async def _run(self, invocation: _Invocation, name: str | None, scope: Scope, held: HeldBytes) -> None:
+        """Run an invocation whose input counts in `held`."""
+        answer = HeldBytes(self._answers)
         try:
-            record = await self._answer(invocation, name, scope)
+            record = await self._answer(invocation, name, scope, held, answer)
         except (OSError, LmiServerError) as error:
             record = JobRecord(status=500, items=[str(error).encode()])
+        finally:
+            held.release()
+        await self._write(invocation, record)
+        answer.release()
+
+    async def _write(self, invocation: _Invocation, record: JobRecord) -> None:
         place = invocation.output if 200 <= record.status < 300 else invocation.failure
         content_type = next((value for key, value in record.headers if key.lower() == "content-type"), "text/plain")
         try:
@@ -144,35 +166,64 @@ class AsyncInvocations:
         except OSError as error:
             logger.error("the answer of the asynchronous invocation %s is lost: %s", invocation.inference_id, error)
 
-    async def _answer(self, invocation: _Invocation, name: str | None, scope: Scope) -> JobRecord:
+    async def _answer(
+        self, invocation: _Invocation, name: str | None, scope: Scope, held: HeldBytes, answer: HeldBytes
+    ) -> JobRecord:
         source = invocation.source
-        data = source if isinstance(source, bytes) else await asyncio.to_thread(self._get, source)
+        data = source if isinstance(source, bytes) else await self._input(source, held, invocation.expires)
         while True:
-            record = await self._invoke(data, invocation.timeout, name, scope)
-            if record.status not in self._full or time.monotonic() >= invocation.expires:
-                return record
+            answer.release()
+            request = await self._invoke(data, invocation.timeout, name, scope, answer)
+            has_ended = request.record.status not in self._full or request.has_no_room
+            if has_ended or time.monotonic() >= invocation.expires:
+                return request.record
             await asyncio.sleep(_PAUSE_S)
 
-    async def _invoke(self, data: bytes, timeout_s: int, name: str | None, scope: Scope) -> JobRecord:
-        request = DetachedRequest(JobRecord())
+    async def _input(self, place: _Place, held: HeldBytes, expires: float) -> bytes:
+        """Return the object once there is room for it. Raises OSError, and NoRoomError if there is none in time."""
+        while True:
+            size, stream = await asyncio.to_thread(self._open, place)
+            try:
+                held.reserve(size)
+                return await asyncio.to_thread(_whole, stream, place)
+            except NoRoomError:
+                if time.monotonic() >= expires:
+                    raise
+            finally:
+                stream.close()
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _invoke(
+        self, data: bytes, timeout_s: int, name: str | None, scope: Scope, answer: HeldBytes
+    ) -> DetachedRequest:
+        request = DetachedRequest(JobRecord(), answer)
 
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": data, "more_body": False}
 
         headers = _as_forwarded(scope["headers"], len(data), timeout_s)
-        await request.run(self._infer, (routes.INVOCATIONS, name, None), {**scope, "headers": headers}, receive)
-        return request.record
+        forwarded, decoded = {**scope, "headers": headers}, held_by(scope).another()
+        await request.run(self._infer, (routes.INVOCATIONS, name, None), forwarded, receive, decoded)
+        return request
 
-    def _get(self, place: _Place) -> bytes:
+    def _open(self, place: _Place) -> tuple[int, Any]:
+        """Return the size of an object, and the stream of its bytes."""
         with as_os_errors(str(place)):
             found = self._client.get_object(Bucket=place.bucket, Key=place.key)
-            if found["ContentLength"] > self._max_size:
+            size = found["ContentLength"]
+            if size > self._max_size:
+                found["Body"].close()
                 raise OSError(f"{place} is longer than max_request_size={self._max_size} bytes")
-            return bytes(found["Body"].read())
+            return size, found["Body"]
 
     def _put(self, place: _Place, data: bytes, content_type: str) -> None:
         with as_os_errors(str(place)):
             self._client.put_object(Bucket=place.bucket, Key=place.key, Body=data, ContentType=content_type)
+
+
+def _whole(stream: Any, place: _Place) -> bytes:
+    with as_os_errors(str(place)):
+        return bytes(stream.read())
 
 
 async def _inline_body(receive: Receive) -> bytes:

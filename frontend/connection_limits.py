@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from frontend.held_bytes import BodyBudget
+from frontend.held_bytes import MemoryBudget
 from lmi_server.configuration.server_settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class ConnectionLimits:
         self.read_timeout_s = settings.response_read_timeout
         self.body_timeout_s = settings.request_body_timeout
         self.max_connections = settings.max_connections or _free_files()
-        self.bodies = BodyBudget(max(settings.max_buffered_size, settings.max_request_size))
+        self.bodies = _memory_for_bodies(settings)
         self.unread = 0
         self._max_unread = settings.max_unread_size
         self._peak = 0  # of `bodies` and `unread` together, since memory was given back
@@ -103,6 +103,13 @@ class ConnectionLimits:
             self._peak = held
             if _has_glibc():
                 ctypes.CDLL(None).malloc_trim(0)
+
+
+def _memory_for_bodies(settings: ServerSettings) -> MemoryBudget:
+    limit = max(settings.max_buffered_size, settings.max_request_size)
+    return MemoryBudget(
+        limit, f"The server holds max_buffered_size={limit} bytes of requests; send this one later, or raise it."
+    )
 
 
 def map_large_blocks() -> None:

@@ -1,4 +1,4 @@
-"""What requests hold of the memory that bodies may take together."""
+"""What requests hold of the memory that bodies may take together, and what their answers hold of another one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ SMALL_BODY = 64 * 1024  # bytes that a request may hold while others have taken 
 _FOR_SMALL_BODIES = 32 << 20  # bytes beyond the limit that small bodies may take together
 
 
-class BodyBudget:
-    """The memory for bodies: `limit` bytes, and a little more for small ones. `used` is what requests hold of it."""
+class MemoryBudget:
+    """Memory for `limit` bytes, and a little more for small bodies. `used` is what is held of it.
 
-    def __init__(self, limit: int) -> None:
+    `full` is the message for what finds no room.
+    """
+
+    def __init__(self, limit: int, full: str) -> None:
         self.used = 0
-        self.full = (
-            f"The server holds bodies of requests up to max_buffered_size={limit} bytes; send this one later, "
-            f"or raise the setting."
-        )
+        self.full = full
         self._limit = limit
 
     def has_room(self, size: int) -> bool:
@@ -25,17 +25,22 @@ class BodyBudget:
 
 
 class HeldBytes:
-    """What one request holds: its body as it arrived, and what was decoded of it.
+    """What one request holds: its body as it arrived, and what was decoded of it; or its answer.
 
     `is_kept` is set once the one that serves the request will release it. Until then its connection does.
     """
 
     __slots__ = ("_budget", "is_kept", "size")
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: MemoryBudget) -> None:
         self.size = 0
         self.is_kept = False
         self._budget = budget
+
+    @property
+    def full(self) -> str:
+        """Return the message for what finds no room."""
+        return self._budget.full
 
     def add(self, size: int) -> bool:
         """Count `size` more bytes, or fewer if it is negative; return whether there is room for them."""
@@ -47,7 +52,7 @@ class HeldBytes:
         """Count `size` more bytes before they take memory. Raises NoRoomError, and has counted nothing then."""
         if not self.add(size):
             self.add(-size)
-            raise NoRoomError(self._budget.full)
+            raise NoRoomError(self.full)
 
     def another(self) -> HeldBytes:
         """Return the same for another request, which holds nothing yet."""
