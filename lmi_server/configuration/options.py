@@ -371,6 +371,11 @@ class ModelOptions(Options):
     is_peft_model: Annotated[bool, Unavailable.values(True, instead="merge the adapter into the model")] = Field(
         False, description="The checkpoint is a PEFT adapter; LMI detects it."
     )
+    max_media_size: PositiveInt = Field(
+        268435456,
+        description="Bytes that the images and sounds of one request may take when they are decoded: 4 for a pixel, and"
+        " 4 for a sample of a sound as the model gets it. A request with more is refused with 413.",
+    )
     enable_stateful_sessions: bool | None = Field(
         None,
         description="Let requests open and close sessions; a request with an unknown session is refused. If not set,"

@@ -129,7 +129,7 @@ class ContextLengthError(RequestError):
 
 
 class PayloadTooLargeError(RequestError):
-    """The body is longer than `max_request_size`."""
+    """The body is longer than `max_request_size`, or its media would take more than `max_media_size`."""
 
 
 class QuarantinedError(RequestError):

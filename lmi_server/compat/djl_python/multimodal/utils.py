@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.error import URLError
@@ -19,6 +18,7 @@ from urllib.request import (
 
 from djl_python.optional_packages import needs
 from lmi_server.machine.public_addresses import allows_private, connect_to_public
+from lmi_server.media.images import open_image
 
 _TIMEOUT_S = 60
 
@@ -100,6 +100,4 @@ class _NoFtp(FTPHandler):
 
 def _image(data: bytes) -> Any:
     with needs("Pillow", "images"):
-        from PIL import Image
-
-    return Image.open(io.BytesIO(data))
+        return open_image(data)
