@@ -134,7 +134,7 @@ def test_other_formats_are_refused(data: bytes) -> None:
 )
 @pytest.mark.filterwarnings("ignore:Image size")
 def test_an_image_that_would_take_too_much_is_not_decoded(data: bytes) -> None:
-    with growing_less_than(8 * MIB), pytest.raises(PayloadTooLargeError, match="max_media_size=16777216 bytes"):
+    with growing_less_than(16 * MIB), pytest.raises(PayloadTooLargeError, match="max_media_size=16777216 bytes"):
         read_image("image", data)
 
 
@@ -166,14 +166,16 @@ def test_the_images_of_a_request_count_together() -> None:
     for _ in range(5):  # requests of their own
         with media_of_request():
             read_image("image", data)
-    with media_of_request(), pytest.raises(PayloadTooLargeError, match="send fewer or smaller ones, or raise it"):
-        for _ in range(5):
+    with media_of_request():
+        for _ in range(3):
+            read_image("image", data)
+        with pytest.raises(PayloadTooLargeError, match="send fewer or smaller ones, or raise it"):
             read_image("image", data)
     one = MediaBudget()
-    open_image(data, one)
+    for _ in range(3):
+        open_image(data, one)
     with pytest.raises(PayloadTooLargeError):
-        for _ in range(5):
-            open_image(data, one)
+        open_image(data, one)
 
 
 # --- sounds ---
@@ -217,7 +219,7 @@ def test_a_sound_that_would_take_too_much_is_not_decoded_to_its_end(data: bytes)
     limit_media(MIB)
     with media_of_request():
         read_sound("inputs", sound_file(), RATE)
-        with growing_less_than(8 * MIB), pytest.raises(PayloadTooLargeError, match="option.max_media_size"):
+        with growing_less_than(8 * MIB), pytest.raises(PayloadTooLargeError, match="max_media_size"):
             read_sound("inputs", data, RATE)
 
 
