@@ -159,8 +159,8 @@ class ServerSettings(Options):
     max_request_size: PositiveInt = Field(67108864, description="Largest request body in bytes.")
     max_buffered_size: PositiveInt = Field(
         1073741824,
-        description="Bytes of all request bodies together from which on bodies over 64 KiB are refused with 503; "
-        "max_request_size if that is more.",
+        description="Bytes of all request bodies together, decoded ones and those of asynchronous jobs included, from "
+        "which on bodies over 64 KiB are refused with 503; max_request_size if that is more.",
     )
     max_unread_size: PositiveInt = Field(
         1073741824,
@@ -215,7 +215,9 @@ class ServerSettings(Options):
         1000, description="Most asynchronous jobs (x-synchronous: false) that run or whose answers are in memory."
     )
     async_jobs_size: PositiveInt = Field(
-        1073741824, description="Bytes of answers in memory from which on no further asynchronous job is taken (503)."
+        1073741824,
+        description="Bytes of answers of asynchronous jobs and invocations in memory, from which on no further job is "
+        "taken and an answer that grows is given up (503).",
     )
     async_jobs_lifetime: Seconds = Field(
         3600.0, description="Seconds for which the answer of an asynchronous job is kept."
