@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from server_helpers import Server, connect, received, request, serving
 from waiting import wait_until
@@ -22,6 +23,7 @@ from frontend.held_bytes import SMALL_BODY, HeldBytes, MemoryBudget
 from lmi_server.contract.errors import NoRoomError
 
 MIB = 1 << 20
+NEXT = "x-next-token"
 LIMIT = 64 * MIB
 ALLOWED = LIMIT + 100 * MIB
 SETTINGS = {"SERVING_MAX_BUFFERED_SIZE": str(LIMIT), "SERVING_ASYNC_JOBS_SIZE": str(LIMIT)}
@@ -74,7 +76,9 @@ def held_up(server: Server) -> Iterator[None]:
 
 
 def sent(server: Server, body: bytes, **headers: str) -> http.client.HTTPConnection:
+    """Send a request; the connection is closed at the end of the test."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    _OPEN.append(connection)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request("POST", "/invocations", body, {"content-type": "application/json", **named})
     return connection
@@ -121,12 +125,17 @@ def refused(server: Server, code: int) -> float:
 
 
 _SEEN: dict[int, float] = {}
+_OPEN: list[http.client.HTTPConnection] = []
 
 
 @pytest.fixture(autouse=True)
-def counted_before(server: Server) -> None:
+def clients(server: Server) -> Iterator[None]:
+    """Note what the server has refused before a test, and close the connections of the test behind it."""
     _SEEN[503] = 0.0
     _SEEN[503] = refused(server, 503)
+    yield
+    while _OPEN:
+        _OPEN.pop().close()
 
 
 def test_what_is_decoded_for_a_client_that_is_gone_counts(server: Server) -> None:
@@ -146,28 +155,31 @@ def test_bodies_of_jobs_count_until_the_jobs_have_ended(server: Server) -> None:
                 answer = sent(server, body, x_synchronous="false").getresponse()
                 answer.read()
                 if answer.status == 200:
-                    tokens.append(answer.headers["x-next-token"])
+                    tokens.append(answer.headers[NEXT])
         assert len(tokens) == 2
         for token in tokens:
             assert server.http.delete("/invocations", headers={"x-starting-token": token}).status_code == 200
         server.until("lmi_queue_depth", 0)
-        again = sent(server, body, x_synchronous="false").getresponse()
-        assert again.status == 200, "there is room again"
-        server.http.delete("/invocations", headers={"x-starting-token": again.headers["x-next-token"]})
+        again = server.http.post("/invocations", content=body, headers={"x-synchronous": "false"})
+        assert again.status_code == 200, "there is room again"
+        server.http.delete("/invocations", headers={"x-starting-token": again.headers[NEXT]})
 
 
 def test_an_answer_that_grows_beyond_its_memory_is_given_up(server: Server) -> None:
     body = json.dumps(request("a" * MIB, 300, stream=True)).encode()
     with watched(server):
-        token = sent(server, body, x_synchronous="false").getresponse().headers["x-next-token"]
-        pages: list[http.client.HTTPResponse] = []
+        token = server.http.post("/invocations", content=body, headers={"x-synchronous": "false"}).headers[NEXT]
+        pages: list[httpx.Response] = []
 
         def has_ended() -> bool:
-            pages[:] = [sent(server, b"", x_starting_token=token, x_max_items="1000000").getresponse()]
-            return pages[0].status == 503
+            """Ask for the beginning alone: there may be much of it."""
+            asked = {"x-starting-token": token, "x-max-items": "1"}
+            pages[:] = [server.http.post("/invocations", headers=asked)]
+            return pages[0].status_code == 503
 
         wait_until(has_ended, "the answer is given up")
-        message = json.loads(pages[0].read())["message"]
+        rest = server.http.post("/invocations", headers={"x-starting-token": token})
+        message = rest.json()["message"]
         assert f"async_jobs_size={LIMIT} bytes; read or end some jobs, or raise it" in message
         assert server.invoke("a").status_code == 200, "the worker is free"
         server.http.delete("/invocations", headers={"x-starting-token": token})
