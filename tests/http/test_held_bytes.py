@@ -199,7 +199,7 @@ def test_a_connection_may_send_any_number_of_requests_ahead(server: Server) -> N
     body = TEXT + b" " * (10 * MIB)
     one = b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     with watched(server), socket.create_connection(("127.0.0.1", server.port), timeout=120) as connection:
-        sender = threading.Thread(target=lambda: [connection.sendall(one) for _ in range(12)])
+        sender = threading.Thread(target=lambda: connection.sendall(one * 12))
         sender.start()
         data = b""
         deadline = time.monotonic() + 120
