@@ -64,6 +64,7 @@ SHARED = {
     "structured_output",
     "tasks",
     "user_code",
+    "user_modules",
 }
 
 
