@@ -60,6 +60,8 @@ class SchedulingHandler(LLMHandler):
         self._loop = StepLoop(build, _GATHER_S)
         await self._loop.start()
         self._adapters = LoadedAdapters(self._loop)
+        if options.enable_lora:
+            await self._adapters.prepare()
         self._grammars = self._grammar_cache()
         chats = self._loaded.chats
         return ModelInfo(
