@@ -20,6 +20,7 @@ from frontend.clients import Receive, Scope, Send, shown_path
 from frontend.console import CHAT, Console, is_for_people, to_console
 from frontend.error_rates import ErrorRates
 from frontend.inference import Relay
+from frontend.listeners import Place
 from frontend.management import Management
 from frontend.management_access import Access, protected
 from frontend.metrics import PLAIN, Metrics
@@ -77,8 +78,8 @@ Target = tuple[str, str | None, str | None]
 class App:
     """The ASGI application.
 
-    If `management_place` is given (a port, or the path of a Unix socket), models are managed there and requests are
-    served elsewhere, and only the health checks are on both. `console` is on the address for management; None if it is
+    If `management_place` is given, models are managed there and requests are served elsewhere, and only the health
+    checks are on both. `console` is on the address for management; None if it is
     switched off.
     """
 
@@ -89,7 +90,7 @@ class App:
         relay: Relay,
         settings: ServerSettings,
         access: Access,
-        management_place: int | str | None = None,
+        management_place: Place | None = None,
         console: Console | None = None,
     ) -> None:
         self._models = models
@@ -122,8 +123,8 @@ class App:
             scope["path"] = "/"
         elif path.endswith("/"):
             scope["path"] = path.rstrip("/") or "/"
-        is_apart = self._management_place is not None
-        manages = not is_apart or self._management_place in (scope["server"] or ())
+        apart = self._management_place
+        manages = apart is None or apart.accepts(scope["server"])
         if manages and self._console is not None:
             if scope["path"] == CHAT and scope["method"] == "POST":
                 await self._console.chat(scope, receive, send)
@@ -131,7 +132,7 @@ class App:
             if is_for_people(scope):
                 await self._answer(to_console(), scope, receive, send)
                 return
-        if manages and is_apart:
+        if manages and apart is not None:
             await self._answer(self._management, scope, receive, send)
             return
         # Most requests are for inference. This look-up is far cheaper than Starlette's list of regular expressions, and

@@ -34,6 +34,13 @@ _PATH_KEYS = ("option.model_id", "option.entryPoint", "option.pythonExecutable",
 _CODE_KEY = re.compile(r"option\.(env|logits_processors|\w+_(cls|plugin))")
 
 
+_MANAGERS = {
+    "any": "all clients (management_clients=any)",
+    "local": "clients on this machine",
+    "none": "no client, because api_keys is set; set management_api_keys, or management_clients=local",
+}
+
+
 class ManagementGuard:
     """Refuses calls of the management API.
 
@@ -44,8 +51,23 @@ class ManagementGuard:
     def __init__(self, settings: ServerSettings, environment: Mapping[str, str]) -> None:
         self.keys = key_ring("management_api_keys", settings.management_api_keys, settings.management_api_keys_file)
         self._off = is_multi_model(environment)
-        self._takes_all_clients = settings.management_clients == "any"
+        self._clients = settings.management_clients or _clients_by_default(settings)
+        self._is_by_default = settings.management_clients is None
         self._pages = pages_of_management(settings)
+
+    @property
+    def managers(self) -> str:
+        """Return in words who may manage models, for the log."""
+        if self.keys is not None:
+            return "clients with a key of management_api_keys"
+        if self._off:
+            return "all clients (SAGEMAKER_MULTI_MODEL=true)"
+        return _MANAGERS[self._clients]
+
+    @property
+    def guesses_clients(self) -> bool:
+        """Return whether it is by default, and by the look of its connection alone, that a client is taken as local."""
+        return self.keys is None and not self._off and self._is_by_default and self._clients == "local"
 
     def check_reader(self, scope: Scope) -> None:
         """Raise AuthenticationError if this client may not read metrics: without keys everybody may."""
@@ -74,11 +96,24 @@ class ManagementGuard:
             self._check_client(scope)
 
     def _check_client(self, scope: Scope) -> None:
-        if not self._takes_all_clients and not is_local(scope):
+        if self._clients == "none":
+            raise PermissionDeniedError(
+                "api_keys is set, and no client may manage models: management_api_keys lets clients with a key do it, "
+                "and management_clients=local lets those on the machine of the server"
+            )
+        if self._clients == "local" and not is_local(scope):
             raise PermissionDeniedError(
                 "Models are managed from the machine of the server alone; management_api_keys lets clients with a key "
                 "do it, and management_clients=any lets all"
             )
+
+
+def _clients_by_default(settings: ServerSettings) -> str:
+    """Return which clients may manage models if no setting says so.
+
+    A server with keys for requests often stands behind a proxy on its machine, through which every client looks local.
+    """
+    return "local" if settings.api_keys is None and settings.api_keys_file is None else "none"
 
 
 class RegistrationLimits:

@@ -38,6 +38,7 @@ from frontend.model_watch import ModelWatch
 from frontend.request_reports import RequestReports
 from frontend.server_log import BackgroundLog, background_log
 from frontend.tls import Certificate, names_certificate
+from frontend.web_pages import is_loopback
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import ServerSettings, server_home
@@ -191,6 +192,7 @@ class _Server:
             watches.append(asyncio.create_task(self._certificate.watch()))
         for listener, what in zip(self._listeners, ("", " for management"), strict=False):
             logger.info("listening on %s%s", listener.url, what)
+        self._log_managers()
         gc.freeze()  # the modules live as long as the process; the collector need not visit them each time
         gc.set_threshold(*_COLLECTED_AT)
         failed = await self._end_of_service(starting)
@@ -207,6 +209,18 @@ class _Server:
         self._orphans.end()
         logger.info("stopped")
         return 1 if failed else 0
+
+    def _log_managers(self) -> None:
+        """Say who may manage models, and warn if a proxy could make others look like clients on this machine."""
+        guard, listener = self._access.guard, self._listeners[-1]
+        logger.info("models are managed by %s", guard.managers)
+        if guard.guesses_clients and listener.place.port is not None and not is_loopback(listener.place.host):
+            logger.warning(
+                "other machines reach %s, and no key is set: behind a proxy that adds no header, such as nginx by "
+                "default, every client counts as one on this machine and may manage models; set api_keys and "
+                "management_api_keys, or management_clients=local if there is no such proxy",
+                listener.url,
+            )
 
     async def _end_if_unloadable(self, model: Model) -> None:
         """End the service if a model of the start cannot be loaded, unless the other models are to be served then."""

@@ -132,8 +132,10 @@ class ServerSettings(Options):
         "takes only requests that are signed with one of them. If not set, no signature is read.",
     )
     sigv4_region: str = Field("us-east-1", description="Region that the signatures must be for.")
-    management_clients: Literal["local", "any"] = Field(
-        "local", description="Who may manage models: clients on this machine, or any."
+    management_clients: Literal["local", "any"] | None = Field(
+        None,
+        description="Who may manage models without management_api_keys: clients on this machine, or any. If not set, "
+        "clients on this machine, or none once api_keys or api_keys_file is set.",
     )
     allowed_hosts: Names = Field(
         (), description="Further names under which the server is called (header Host); * for any."
