@@ -47,6 +47,7 @@ from lmi_server.contract.metrics import Metric
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.machine.descriptors import open_standard_files
 from lmi_server.machine.environment import process_environment, without_secrets_of_server
+from lmi_server.machine.hidden_variables import keep_memory_private, parents_with_secrets
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.fetch_model import Inspect
 from lmi_server.serving.model_store import ModelSource
@@ -85,6 +86,8 @@ def run(
     logging.getLogger().setLevel(settings.log_level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     open_standard_files()
+    if settings.holds_secrets:
+        keep_memory_private()
     directory = None if settings.log_dir is None else server_home(environment, Path.cwd()) / settings.log_dir
     with background_log(sys.stderr.fileno(), settings.log_format) as log:
         try:
@@ -192,7 +195,7 @@ class _Server:
             watches.append(asyncio.create_task(self._certificate.watch()))
         for listener, what in zip(self._listeners, ("", " for management"), strict=False):
             logger.info("listening on %s%s", listener.url, what)
-        self._log_managers()
+        self._log_access()
         gc.freeze()  # the modules live as long as the process; the collector need not visit them each time
         gc.set_threshold(*_COLLECTED_AT)
         failed = await self._end_of_service(starting)
@@ -210,10 +213,16 @@ class _Server:
         logger.info("stopped")
         return 1 if failed else 0
 
-    def _log_managers(self) -> None:
-        """Say who may manage models, and warn if a proxy could make others look like clients on this machine."""
+    def _log_access(self) -> None:
+        """Say who may manage models, and warn of what gives that away: a proxy without headers, parents with keys."""
         guard, listener = self._access.guard, self._listeners[-1]
         logger.info("models are managed by %s", guard.managers)
+        for parent in parents_with_secrets():
+            logger.warning(
+                "%s has keys of the server among its variables, where models with code of their own can read them; "
+                "give them in a file instead, such as api_keys_file",
+                parent,
+            )
         if guard.guesses_clients and listener.place.port is not None and not is_loopback(listener.place.host):
             logger.warning(
                 "other machines reach %s, and no key is set: behind a proxy that adds no header, such as nginx by "

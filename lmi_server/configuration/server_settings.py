@@ -324,6 +324,12 @@ class ServerSettings(Options):
     )
 
     @property
+    def holds_secrets(self) -> bool:
+        """Return whether the memory of the server has keys or passwords that its clients or this machine share."""
+        keys = (self.api_keys, self.api_keys_file, self.management_api_keys, self.management_api_keys_file)
+        return any((*keys, self.sigv4_keys, self.private_key_file, self.keystore))
+
+    @property
     def error_rates(self) -> dict[str, ErrorRate]:
         """Return the limits that are set, by the end of their keys."""
         limits = {
