@@ -240,4 +240,6 @@ def _is_remote(entry: str, home: Path) -> bool:
     """Return whether an entry of registration_sources is no directory: s3://bucket/prefix, owner/name or owner/."""
     if has_scheme(entry):
         return not entry.startswith("file:")
-    return is_hub_id(f"{entry}name" if entry.endswith("/") else entry) and not os.path.exists(home / entry)
+    if entry.endswith("/"):
+        return is_hub_id(f"{entry}name")
+    return is_hub_id(entry) and not os.path.exists(home / entry)
