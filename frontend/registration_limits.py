@@ -176,6 +176,8 @@ class _Options:
         """Return whether an entry point is a handler of this server, or a file that may be used."""
         if HANDLERS.by_entry_point(entry_point) is not None or entry_point.startswith(_OWN_MODULES):
             return True
+        if has_scheme(entry_point):
+            return False
         if not entry_point.endswith(".py"):
             return _MODULE.fullmatch(entry_point) is not None and self._has_module(entry_point.partition(".")[0])
         if self.directory is None:

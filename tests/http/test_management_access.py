@@ -360,18 +360,17 @@ def test_with_keys_for_requests_a_proxy_without_headers_opens_nothing(
 @pytest.mark.parametrize(
     ("variables", "warned"),
     [
-        ({"SERVING_HOST": "0.0.0.0"}, True),
-        ({"SERVING_HOST": "0.0.0.0", "SERVING_MANAGEMENT_CLIENTS": "local"}, False),
-        ({"SERVING_HOST": "0.0.0.0", "SERVING_MANAGEMENT_HOST": "127.0.0.1"}, False),
-        ({"SERVING_HOST": "0.0.0.0", "SERVING_MANAGEMENT_API_KEYS": "key-0123456789"}, False),
+        ({"SERVING_MANAGEMENT_HOST": "0.0.0.0"}, True),
+        ({"SERVING_MANAGEMENT_HOST": "0.0.0.0", "SERVING_MANAGEMENT_CLIENTS": "local"}, False),
+        ({"SERVING_MANAGEMENT_HOST": "0.0.0.0", "SERVING_MANAGEMENT_API_KEYS": "key-0123456789"}, False),
+        ({"SERVING_MANAGEMENT_HOST": "127.0.0.1"}, False),
         ({}, False),
     ],
 )
 def test_a_server_that_others_reach_without_keys_warns_of_proxies(
     tmp_path: Path, variables: dict[str, str], warned: bool
 ) -> None:
-    place = {"SERVING_PORT": "0", "SERVING_LOAD_MODELS": "NONE"}
-    with running(make_model(tmp_path / "model"), variables={**place, **variables}) as server:
+    with running(make_model(tmp_path / "model"), variables={"SERVING_MANAGEMENT_PORT": "0", **variables}) as server:
         server.log_line(r"\] ready: process")
     assert any("behind a proxy that adds no header" in line for line in server.lines) is warned
 
