@@ -50,6 +50,7 @@ HANDLERS_MAY_IMPORT = (
     "lmi_server.dialects",
     "lmi_server.configuration.declaration",
     "lmi_server.configuration.options",
+    "lmi_server.configuration.references",
     "lmi_server.configuration.tasks",
 )
 # Folders and modules of handlers/ that several handlers share.
