@@ -12,7 +12,7 @@ from own_code_helpers import make_own
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
-from frontend.clients import is_local, shown_error, without_directories
+from frontend.clients import is_local, shown_error, shown_path, without_directories
 from frontend.server_log import LineFormatter
 from frontend.web_pages import pages_of_management, pages_of_requests
 from lmi_server.configuration.server_settings import ServerSettings
@@ -262,6 +262,38 @@ def test_strangers_read_no_local_paths(server: Server, home: Path) -> None:
     assert "serving.properties:1: option.dtype" in server.http.post("/predictions/broken", headers=REMOTE).text
 
 
+def test_strangers_see_no_file_urls_of_adapters(tmp_path: Path) -> None:
+    model, adapter = make_model(tmp_path / "model", enable_lora="true"), tmp_path / "outside"
+    adapter.mkdir()
+    with running(model) as server:
+        server.log_line(r"\] ready: process")
+        for number, src in enumerate((f"file:{adapter}", f"file://{adapter}", str(adapter))):
+            parameters = {"name": f"a{number}", "src": src}
+            assert server.http.post("/models/model/adapters", params=parameters).status_code == 200
+        near, far = (server.http.get("/v1/models", headers=headers).json()["data"] for headers in ({}, REMOTE))
+    assert [entry["root"] for entry in far] == ["model", "a0", "a1", "a2"]
+    assert [entry["root"].startswith(("/", "file:")) for entry in near] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("place", "shown"),
+    [
+        ("owner/model", True),
+        ("s3://bucket/model", True),
+        ("/srv/model", False),
+        ("file:/srv/model", False),
+        ("file:srv/model", False),
+        ("../srv/model", False),
+        ("a/b/c", False),
+        ("~/model", False),
+    ],
+)
+def test_a_place_is_shown_to_strangers_if_it_is_on_the_hub_or_on_s3(place: str, shown: bool) -> None:
+    scope: dict[str, Any] = {"client": ("10.0.0.1", 1), "server": ("10.0.0.2", 80), "headers": []}
+    assert shown_path(place, "name", scope) == (place if shown else "name")
+    assert shown_path(place, "name", {**scope, "client": ("127.0.0.1", 1)}) == place
+
+
 @pytest.mark.parametrize("prompt", ["name-a-path", "token-then-name-a-path"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_strangers_read_no_paths_in_errors_of_workers_and_nobody_reads_secrets(
@@ -282,6 +314,8 @@ def test_strangers_read_no_paths_in_errors_of_workers_and_nobody_reads_secrets(
 def test_paths_of_urls_stay(tmp_path: Path) -> None:
     text = f"{tmp_path}/a.py:3: use POST /v1/models/x at http://host/tmp/b, not /no-such-directory/c"
     assert without_directories(text) == "a.py:3: use POST /v1/models/x at http://host/tmp/b, not /no-such-directory/c"
+    urls = f"file:{tmp_path}/a and file://{tmp_path}/b and xfile:{tmp_path}/c"
+    assert without_directories(urls) == f"file:a and file://b and xfile:{tmp_path}/c"
     error = shown_error(HandlerError(f"{tmp_path}/a", 418), {"client": ("10.0.0.1", 1), "headers": []})
     assert isinstance(error, HandlerError)
     assert (error.message, error.code) == ("a", 418)

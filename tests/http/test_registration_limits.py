@@ -1,4 +1,4 @@
-"""What a registration of a client on another machine may name: models, adapters, and every option that names something."""
+"""What a registration from another machine may name: models, adapters, and whatever an option names."""
 
 from __future__ import annotations
 
