@@ -42,6 +42,7 @@ _PLAIN = re.compile(r"[+-]?\d{1,20}(\.\d{1,20})?|true|false", re.IGNORECASE | re
 _KEY = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 _OWN_MODULES = "djl_python."
+_LONGEST_PATH = 4096  # PATH_MAX of Linux; the time to follow links grows with the square of the length
 
 
 class RegistrationLimits:
@@ -125,7 +126,12 @@ class _Allowed:
 
     def has(self, path: str) -> bool:
         """Return whether a path lies in one of the directories, once its links are followed."""
-        real = Path(os.path.realpath(path))
+        if len(path) > _LONGEST_PATH:
+            return False
+        try:
+            real = Path(os.path.realpath(path))
+        except ValueError:  # it has a NUL character, or half of a surrogate pair
+            return False
         return any(real.is_relative_to(directory) for directory in self.directories)
 
     def _place(self, name: str, text: str) -> str:
@@ -145,6 +151,7 @@ class _Options:
 
     def checked(self, key: str, value: str) -> str:
         """Return the value to use. Raises PermissionDeniedError."""
+        value = value.strip()  # as it is read later
         reference = references().get(key)
         if not value or (reference is None and _PLAIN.fullmatch(value)):
             return value
@@ -164,7 +171,7 @@ class _Options:
         if kind in (Kind.PATH, Kind.TEMPLATE):
             return self._path(key, text)
         if kind is Kind.CODE and self._is_own_code(text):
-            return text
+            return resolved_path(text) if os.path.isabs(text) else text
         raise refusal(key, text)
 
     def _path(self, key: str, text: str) -> str:
@@ -174,18 +181,24 @@ class _Options:
 
     def _is_own_code(self, entry_point: str) -> bool:
         """Return whether an entry point is a handler of this server, or a file that may be used."""
-        if HANDLERS.by_entry_point(entry_point) is not None or entry_point.startswith(_OWN_MODULES):
+        if HANDLERS.by_entry_point(entry_point) is not None:
             return True
         if has_scheme(entry_point):
             return False
         if not entry_point.endswith(".py"):
-            return _MODULE.fullmatch(entry_point) is not None and self._has_module(entry_point.partition(".")[0])
+            return _MODULE.fullmatch(entry_point) is not None and self._has_module(entry_point)
         if self.directory is None:
             return _stays_inside(entry_point) or self.allowed.has(entry_point)
         return self.allowed.has(os.path.join(self.directory, entry_point))
 
-    def _has_module(self, name: str) -> bool:
-        """Return whether the model's directory has a module; one that is installed beside the server is not its own."""
+    def _has_module(self, module: str) -> bool:
+        """Return whether a module is in the model's directory; one that is installed beside the server is not its own.
+
+        Those of djl_python are this server's.
+        """
+        if module.startswith(_OWN_MODULES):
+            return True
+        name = module.partition(".")[0]
         beside = () if self.directory is None else (self.directory / name, self.directory / f"{name}.py")
         return any(os.path.exists(path) and self.allowed.has(str(path)) for path in beside)
 
