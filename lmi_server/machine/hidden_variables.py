@@ -40,7 +40,7 @@ def hide_secrets() -> None:
         set_variables(_taken_over(handed_over))
         return
     secrets = {name: environment[name] for name in SECRETS_OF_SERVER if environment.get(name)}
-    if secrets and sys.executable:
+    if secrets and sys.executable and sys.platform == "linux":
         others = {name: value for name, value in environment.items() if name not in secrets}
         _execute_anew(secrets, others)
 
