@@ -19,6 +19,7 @@ import msgspec
 
 from frontend.clients import Scope, is_local
 from frontend.web_pages import ANY
+from lmi_server.artifacts.fetch import only_archive
 from lmi_server.artifacts.location import (
     HubModel,
     S3Location,
@@ -56,13 +57,15 @@ class RegistrationLimits:
     def __init__(self, settings: ServerSettings, environment: Mapping[str, str]) -> None:
         self._given = settings.registration_sources is not None
         self._unlimited = is_multi_model(environment) or ANY in (settings.registration_sources or ())
-        store = () if settings.model_store is None else (settings.model_store,)
-        allowed = store if settings.registration_sources is None else settings.registration_sources
         home = server_home(environment, Path.cwd())
-        local = {entry: None if _is_remote(entry, home) else local_path(entry, home) for entry in allowed}
+        places = [entry for entry in settings.registration_sources or () if _is_remote(entry, home)]
+        directories = [entry for entry in settings.registration_sources or () if entry not in places]
+        if settings.model_store is not None and not self._given:
+            directories = [settings.model_store]
+        paths = (local_path(entry, home) for entry in directories)
         self._allowed = _Allowed(
-            tuple(os.path.realpath(path) for path in local.values() if path is not None),
-            tuple(entry.rstrip("/") for entry, path in local.items() if path is None),
+            tuple(os.path.realpath(path) for path in paths if path is not None),
+            tuple(entry.rstrip("/") for entry in places),
         )
 
     def check_model(self, source: ModelSource, scope: Scope) -> ModelSource:
@@ -87,7 +90,9 @@ class RegistrationLimits:
 
     def _checked(self, source: ModelSource) -> ModelSource:
         url = self._allowed.model("url", source.url, Path.cwd())
-        options = _Options(self._allowed.and_in(url), Path(url)) if os.path.isdir(url) else _Options(self._allowed)
+        options = (
+            _Options(self._allowed.and_in(url), Path(url)) if _is_model_directory(url) else _Options(self._allowed)
+        )
         settings = {key: options.checked(key, value) for key, value in source.settings.items()}
         return replace(source, url=url, settings=settings)
 
@@ -233,6 +238,14 @@ class _Members:
         if _KEY.fullmatch(name) is None:
             raise refusal(self.key, name)
         return name
+
+
+def _is_model_directory(url: str) -> bool:
+    """Return whether a URL is the path of a directory with a model, and not with the archive of one."""
+    try:
+        return os.path.isdir(url) and only_archive(Path(url)) is None
+    except OSError:
+        return False
 
 
 def leads_up(url: str) -> bool:

@@ -121,12 +121,20 @@ async def fetch_model_directory(
     def fetch(activity: Activity) -> Path:
         directory = _bring(_location(url, Path.cwd()), None, settings, activity)
         with file_errors(directory):
-            files = list(visible_files(directory))
-        if len(files) == 1 and files[0].is_file() and archive_stem(files[0].name):
-            return _extracted(files[0], settings, activity)
-        return directory
+            archive = only_archive(directory)
+        return directory if archive is None else _extracted(archive, settings, activity)
 
     return await _in_thread(fetch, on_progress)
+
+
+def only_archive(directory: Path) -> Path | None:
+    """Return the archive that is all that a directory holds, and that is the model then; None if there is none.
+
+    Raises OSError.
+    """
+    files = list(visible_files(directory))
+    is_archive = len(files) == 1 and files[0].is_file() and archive_stem(files[0].name) is not None
+    return files[0] if is_archive else None
 
 
 async def _in_thread(fetch: Callable[[Activity], _Result], on_progress: OnProgress) -> _Result:

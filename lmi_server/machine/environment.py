@@ -118,7 +118,7 @@ def set_variables(values: Mapping[str, str]) -> None:
 
 
 def remove_variables(names: Iterable[str]) -> None:
-    """Remove environment variables of this process; /proc still shows those that it was started with."""
+    """Remove environment variables of this process; /proc still shows what it was started with."""
     for name in names:
         os.environ.pop(name, None)
 

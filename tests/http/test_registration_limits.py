@@ -268,6 +268,25 @@ def test_options_of_a_model_that_is_still_to_be_fetched_stay_inside_of_it(
         assert limits(home, "s3://bucket/").check_model(model, FAR) == model
 
 
+def test_a_directory_with_an_archive_is_a_model_that_is_still_to_be_unpacked(home: Path) -> None:
+    url = home / "store" / "packed"
+    url.mkdir()
+    (url / "model.tar.gz").write_bytes(b"")
+    for value, allowed in (("t.jinja", True), ("../t.jinja", False), ("/etc/passwd", False)):
+        model = ModelSource(str(url), "m", settings={"option.chat_template": value})
+        with contextlib.nullcontext() if allowed else refusal():
+            assert limits(home).check_model(model, FAR) == model
+
+
+def test_a_store_is_a_directory_even_if_it_is_called_like_a_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    found = RegistrationLimits(ServerSettings(model_store="owner/model"), {})
+    with refusal():
+        found.check_model(ModelSource("owner/model", "m"), FAR)
+    (home / "owner" / "model").mkdir(parents=True)
+    assert found.check_model(ModelSource("owner/model", "m"), FAR).url == str(home / "owner" / "model")
+
+
 # --- adapters ---
 
 
