@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, MutableMapping
 from importlib.metadata import version
 from typing import Any
@@ -148,15 +149,20 @@ class App:
         else:
             await self._infer(*target, scope, receive, send)
 
-    async def finish(self) -> None:
-        """Wait until the requests that run without a client have ended, and their answers are stored.
-
-        The pages of the console get no more events.
-        """
+    def drain(self) -> None:
+        """Begin to end: the pages of the console get no more events, and what waits for a queue fails."""
         if self._console is not None:
             self._console.close()
-        await self._infer.finish()
-        await self._invocations.finish()
+        self._invocations.drain()
+
+    async def finish(self) -> None:
+        """Wait until the requests that run without a client have ended, and their answers are stored."""
+        await asyncio.gather(self._infer.finish(), self._invocations.finish())
+
+    def give_up(self) -> None:
+        """Log which answers are not stored."""
+        self._infer.give_up()
+        self._invocations.give_up()
 
     def _target(self, path: str, method: str) -> Target | None:
         """Return where an inference request goes, None if the path is not for inference.

@@ -7,6 +7,7 @@ inputs below `async_input_path`: they are read with the server's own credentials
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -22,8 +23,10 @@ from frontend.detached import DetachedRequest, Inference
 from frontend.job_store import JobRecord, as_os_errors, aws_client
 from frontend.request_ids import new_request_id
 from lmi_server.configuration.server_settings import ServerSettings
-from lmi_server.contract.errors import LmiServerError, QueueFullError, RequestError
+from lmi_server.contract.errors import LmiServerError, ModelNotReadyError, QueueFullError, RequestError
 from lmi_server.dialects import routes
+from lmi_server.dialects.errors import error_reply
+from lmi_server.serving.pool import SHUTTING_DOWN
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +75,9 @@ class AsyncInvocations:
         self._inputs = None if inputs is None else _place(inputs)
         self._client: Any = None if self._outputs is None else aws_client("s3", "async_output_path")
         self._full = {429, 503, settings.throttle_error_http_code, settings.wlm_error_http_code}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], str] = {}  # with the id of each invocation
+        self._answering: set[asyncio.Task[JobRecord]] = set()  # those whose answer is not known yet
+        self._draining = asyncio.Event()
 
     async def __call__(self, name: str | None, scope: Scope, receive: Receive) -> Response:
         """Take one request; `name` is that of the model. Raises LmiServerError."""
@@ -85,17 +90,28 @@ class AsyncInvocations:
         body = await _inline_body(receive)
         invocation = self._read(dict(scope["headers"]), body, self._outputs)
         task = asyncio.create_task(self._run(invocation, name, scope))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = invocation.inference_id
+        task.add_done_callback(self._tasks.pop)
         answer = Response(json.dumps({"InferenceId": invocation.inference_id}), HTTPStatus.ACCEPTED)
         answer.headers["content-type"] = "application/json"
         answer.headers["x-amzn-sagemaker-outputlocation"] = str(invocation.output)
         answer.headers["x-amzn-sagemaker-failurelocation"] = str(invocation.failure)
         return answer
 
+    def drain(self) -> None:
+        """Have those that wait for a place fail: the queues take nothing more."""
+        self._draining.set()
+
     async def finish(self) -> None:
-        """Wait until all have ended and their outputs are written."""
+        """Fail those that have no answer yet, and wait until all outputs are written."""
+        for task in self._answering:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def give_up(self) -> None:
+        """Log which outputs are not written; nobody waits for them any more."""
+        for inference_id in self._tasks.values():
+            _log_loss(inference_id, "the server ends before it is written")
 
     def _read(self, headers: dict[bytes, bytes], body: bytes, outputs: _Place) -> _Invocation:
         given = {
@@ -133,16 +149,29 @@ class AsyncInvocations:
         return place
 
     async def _run(self, invocation: _Invocation, name: str | None, scope: Scope) -> None:
-        try:
-            record = await self._answer(invocation, name, scope)
-        except (OSError, LmiServerError) as error:
-            record = JobRecord(status=500, items=[str(error).encode()])
+        record = await self._outcome(invocation, name, scope)
         place = invocation.output if 200 <= record.status < 300 else invocation.failure
         content_type = next((value for key, value in record.headers if key.lower() == "content-type"), "text/plain")
         try:
             await asyncio.to_thread(self._put, place, b"".join(record.items), content_type)
         except OSError as error:
-            logger.error("the answer of the asynchronous invocation %s is lost: %s", invocation.inference_id, error)
+            _log_loss(invocation.inference_id, error)
+
+    async def _outcome(self, invocation: _Invocation, name: str | None, scope: Scope) -> JobRecord:
+        answering = asyncio.create_task(self._answer(invocation, name, scope))
+        self._answering.add(answering)
+        try:
+            await asyncio.wait([answering])
+            return answering.result()
+        except asyncio.CancelledError:
+            if not answering.cancelled():  # it is this task that is to end
+                answering.cancel()
+                raise
+            return _refusal(ModelNotReadyError(SHUTTING_DOWN))
+        except (OSError, LmiServerError) as error:
+            return JobRecord(status=500, items=[str(error).encode(errors="backslashreplace")])
+        finally:
+            self._answering.discard(answering)
 
     async def _answer(self, invocation: _Invocation, name: str | None, scope: Scope) -> JobRecord:
         source = invocation.source
@@ -151,7 +180,10 @@ class AsyncInvocations:
             record = await self._invoke(data, invocation.timeout, name, scope)
             if record.status not in self._full or time.monotonic() >= invocation.expires:
                 return record
-            await asyncio.sleep(_PAUSE_S)
+            if self._draining.is_set():
+                return _refusal(ModelNotReadyError(SHUTTING_DOWN))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._draining.wait(), _PAUSE_S)
 
     async def _invoke(self, data: bytes, timeout_s: int, name: str | None, scope: Scope) -> JobRecord:
         request = DetachedRequest(JobRecord())
@@ -173,6 +205,15 @@ class AsyncInvocations:
     def _put(self, place: _Place, data: bytes, content_type: str) -> None:
         with as_os_errors(str(place)):
             self._client.put_object(Bucket=place.bucket, Key=place.key, Body=data, ContentType=content_type)
+
+
+def _refusal(error: LmiServerError) -> JobRecord:
+    status, headers, data = error_reply(routes.INVOCATIONS, error)
+    return JobRecord(status=status, headers=headers, items=[data])
+
+
+def _log_loss(inference_id: str, reason: object) -> None:
+    logger.error("the answer of the asynchronous invocation %s is lost: %s", inference_id, reason)
 
 
 async def _inline_body(receive: Receive) -> bytes:

@@ -47,7 +47,6 @@ class _Job:
     token: str
     request: DetachedRequest
     saving: asyncio.Lock = field(default_factory=asyncio.Lock)
-    task: asyncio.Task[None] | None = None
     was_read: bool = False
 
     @property
@@ -82,6 +81,7 @@ class AsyncJobs:
         self._lifetime = settings.async_jobs_lifetime
         self._store = job_store(settings)
         self._jobs: dict[str, _Job] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}  # by token, until the answer is stored
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{time.time_ns()}"
 
     def __call__(
@@ -104,8 +104,12 @@ class AsyncJobs:
 
     async def finish(self) -> None:
         """Wait until the jobs have ended and their answers are stored."""
-        tasks = [job.task for job in self._jobs.values() if job.task is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def give_up(self) -> None:
+        """Log which answers are not stored; nobody waits for them any more."""
+        for token in self._running if self._store is not None else ():
+            logger.error("the answer of job %s is lost: the server ends before it is stored", token)
 
     async def _response(
         self, given: dict[bytes, bytes], target: Target, scope: Scope, receive: Receive
@@ -140,9 +144,11 @@ class AsyncJobs:
         record = JobRecord(owner=self._owner, expires=time.time() + self._lifetime)
         job = _Job(new_request_id(), DetachedRequest(record))
         self._jobs[job.token] = job
-        job.task = asyncio.create_task(self._run(job, target, scope, receive))
+        task = asyncio.create_task(self._run(job, target, scope, receive))
+        self._running[job.token] = task
+        task.add_done_callback(lambda _: self._running.pop(job.token))
         accepted = asyncio.create_task(job.request.accepted.wait())
-        await asyncio.wait({accepted, job.task}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({accepted, task}, return_when=asyncio.FIRST_COMPLETED)
         accepted.cancel()
         if not job.request.accepted.is_set():  # no queue has it: the client reads why at once
             del self._jobs[job.token]

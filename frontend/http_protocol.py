@@ -28,6 +28,7 @@ _MAX_HEAD = 64 * 1024  # bytes of request line and headers, or of what is around
 _WRITE_BUFFER = 64 * 1024  # bytes that wait for a client, from which on more is not written
 _SMALL_BODY = 64 * 1024  # bytes that a request may have whatever the others have
 _LINGER_S = 30  # for a client to send the rest of a request that was refused
+_LAST_LINGER_S = 0.2  # the same, when the server ends
 _PROBE_S = 0.1
 # What may be sent to a client before its answer goes on: an interim answer, or a zero in front of the size of a chunk.
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -335,6 +336,21 @@ class RelayProtocol(HttpToolsProtocol):
             super().shutdown()
 
     # --- what is answered ---
+
+    @property
+    def waits_for_body(self) -> bool:
+        """Return whether a request has begun whose body has not arrived as a whole."""
+        return self._answering is not None and self._answering.more_body
+
+    def refuse_unanswered(self, message: str) -> None:
+        """Refuse the request whose answer has not begun, if there is one: the server ends."""
+        cycle = self._answering
+        if cycle is None or cycle.response_started or self.transport.is_closing() or self._checks_lingering is not None:
+            return
+        self._rejected = True
+        _disconnect(cycle)
+        self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", message)
+        self.loop.call_later(_LAST_LINGER_S, self.transport.close)
 
     def linger(self) -> None:
         """Have the next answer, which ends the connection, reach the client although it still sends its request."""

@@ -36,6 +36,7 @@ from frontend.metric_log import AccessLog, MetricLog, log_files
 from frontend.metrics import Metrics
 from frontend.model_watch import ModelWatch
 from frontend.request_reports import RequestReports
+from frontend.server_end import ForcedEnd, ServerEnd
 from frontend.server_log import BackgroundLog, background_log
 from frontend.tls import Certificate, names_certificate
 from frontend.web_pages import is_loopback
@@ -53,7 +54,7 @@ from lmi_server.serving.fetch_model import Inspect
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.models import Model
 from lmi_server.serving.registry import ModelRegistry
-from lmi_server.supervisor.orphans import Orphans
+from lmi_server.supervisor.orphans import Orphans, kill_left
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ _FAILURE_CHECK_S = 0.5
 # The usual thresholds (700, 10, 10) have the garbage collector run 27 times for 1,000 short requests, and find nothing:
 # requests and connections that have ended leave no cycles.
 _COLLECTED_AT = (50_000, 20, 50)
-_CLIENT_GRACE_S = 5.0  # after the drain: for clients to read the last bytes of their answers
+_LOG_CLOSE_S = 0.2  # for the last lines of the log, if the end is forced
 
 
 def run(
@@ -113,7 +114,9 @@ def _run(
     _allow_many_connections()
     try:
         server = _Server(sources, settings, listeners, certificate, environment, inspect, registry, log)
-        return uvloop.run(server.serve())
+        code = uvloop.run(server.serve())
+        server.ended()
+        return code
     finally:
         for listener in listeners:
             listener.close()
@@ -146,6 +149,7 @@ class _Server:
         self._metrics = Metrics(lambda: self._models.models, MetricLog(logs) if logs else None, settings.metric_names)
         self._reports: RequestReports | None = None
         self._orphans = Orphans()
+        self._forced_end = ForcedEnd(settings.drain_timeout, self._before_forced_end)
         self._failed = False  # a model of the start could not be loaded
         artifacts = artifact_settings(settings.download_dir, environment)
         self._models = registry(
@@ -159,6 +163,15 @@ class _Server:
             return await self._serve()
         finally:
             self._write_reports()
+
+    def ended(self) -> None:
+        """Note that the event loop has ended, with all its threads."""
+        self._forced_end.cancel()
+
+    def _before_forced_end(self) -> None:
+        """Kill what this process has started, and write the log. It runs in another thread."""
+        kill_left()
+        self._log.close(_LOG_CLOSE_S)
 
     def _write_reports(self) -> None:
         """Write what waits to be logged of requests that have ended, however the server ends."""
@@ -199,19 +212,16 @@ class _Server:
         gc.freeze()  # the modules live as long as the process; the collector need not visit them each time
         gc.set_threshold(*_COLLECTED_AT)
         failed = await self._end_of_service(starting)
+        self._forced_end.begin()
         for watch in watches:
             watch.cancel()
         logger.info("draining: up to %g seconds; a second signal ends at once", self._settings.drain_timeout)
         relay.draining = True
-        http.should_exit = True
-        await models.drain(self._settings.drain_timeout)
-        await app.finish()
-        await serving
-        await relay.reports.close()
-        await models.stop()
+        await ServerEnd(self._settings.drain_timeout, models, app, http).run(serving, relay.reports.close)
         self._orphans.end()
         logger.info("stopped")
-        return 1 if failed else 0
+        self._forced_end.code = 1 if failed else 0
+        return self._forced_end.code
 
     def _log_access(self) -> None:
         """Say who may manage models, and warn of what gives that away: a proxy without headers, parents with keys."""
@@ -313,7 +323,6 @@ class _HttpServer(uvicorn.Server):
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=math.ceil(settings.keep_alive_timeout),
-                timeout_graceful_shutdown=math.ceil(settings.drain_timeout + _CLIENT_GRACE_S),
             )
         )
 
@@ -330,11 +339,25 @@ class _HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_S == 0:
-            for connection in list(self.server_state.connections):
-                cast(RelayProtocol, connection).check()
+            for connection in self._connections():
+                connection.check()
             self._limits.check_files()
             self._limits.give_memory_back()
         return await super().on_tick(counter)
+
+    def refuse_unfinished(self, message: str) -> None:
+        """Refuse requests that have not arrived as a whole: they would be refused at their end."""
+        for connection in self._connections():
+            if connection.waits_for_body:
+                connection.refuse_unanswered(message)
+
+    def refuse_unanswered(self, message: str) -> None:
+        """Refuse requests whose answers have not begun."""
+        for connection in self._connections():
+            connection.refuse_unanswered(message)
+
+    def _connections(self) -> list[RelayProtocol]:
+        return cast("list[RelayProtocol]", list(self.server_state.connections))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
