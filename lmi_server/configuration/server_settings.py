@@ -25,7 +25,7 @@ from lmi_server.configuration.layers import (
     spellings,
     unknown_key_warning,
 )
-from lmi_server.configuration.options import PositiveInt
+from lmi_server.configuration.options import NonNegativeInt, PositiveInt
 from lmi_server.configuration.properties import read_properties
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine import environment as env
@@ -177,6 +177,11 @@ class ServerSettings(Options):
     request_body_timeout: Seconds = Field(60.0, description="Seconds that a client may pause while it sends a body.")
     response_read_timeout: Seconds = Field(
         60.0, description="Seconds for which a client may read nothing of an answer that waits for it."
+    )
+    min_transfer_rate: NonNegativeInt = Field(
+        500,
+        description="Bytes a second that a client must send of a body, and read of an answer that waits for it, on "
+        "average after the seconds of request_body_timeout and response_read_timeout; 0 for any rate.",
     )
     keep_alive_timeout: Seconds = Field(
         75.0,
