@@ -124,7 +124,7 @@ class SchedulingHandler(LLMHandler):
         )
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
-        return (await self._loaded.prompts.encode(request))[0]
+        return await self._loaded.prompts.count(request, self._loaded.max_model_len)
 
     def tokenizer(self) -> Any:
         return self._loaded.prompts.tokenizer
@@ -140,7 +140,7 @@ class SchedulingHandler(LLMHandler):
         await self._adapters.remove(name)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._loaded.prompts.detokenize(tokens)
+        return await self._loaded.prompts.detokenize(tokens)
 
     def stats(self) -> Mapping[str, float]:
         return self._loaded.stats()

@@ -122,7 +122,7 @@ class VllmHandler(LLMHandler):
         return list((await self._loaded.prompts.render(request)).prompt["prompt_token_ids"])
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._loaded.prompts.detokenize(list(tokens))
+        return await self._loaded.prompts.detokenize(list(tokens))
 
     def tokenizer(self) -> Any:
         return self._loaded.prompts.tokenizer

@@ -76,7 +76,7 @@ def test_a_client_that_stops_sending_is_not_waited_for(server: Server, sent: byt
 
 
 def trickled(server: Server, start: bytes, rest: bytes) -> tuple[bytes, float]:
-    """Send `rest` byte by byte, up to four in a second; return the answer and the seconds until the connection ended."""
+    """Send `rest` byte by byte, four in a second; return the answer and the seconds until the connection ended."""
     began = time.monotonic()
     with connect(server, start) as connection:
         connection.settimeout(0.25)
