@@ -13,8 +13,9 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.responses import Response
 
@@ -39,7 +40,11 @@ _INFERENCE_ID = re.compile(r"[!-~][ -~]{0,63}")
 _MAX_INLINE = 128_000  # bytes
 _TIME_TO_LIVE = (60, 21_600, 21_600)  # seconds: least, most, default
 _INVOCATION_TIMEOUT = (1, 3600, 900)
+_THREADS = 16  # that read and write on S3
 _PAUSE_S = 1.0  # until a full queue is asked again
+
+
+_Result = TypeVar("_Result")
 
 
 class _Place(NamedTuple):
@@ -78,6 +83,7 @@ class AsyncInvocations:
         self._tasks: dict[asyncio.Task[None], str] = {}  # with the id of each invocation
         self._answering: set[asyncio.Task[JobRecord]] = set()  # those whose answer is not known yet
         self._draining = asyncio.Event()
+        self._threads = ThreadPoolExecutor(_THREADS, "s3")
 
     async def __call__(self, name: str | None, scope: Scope, receive: Receive) -> Response:
         """Take one request; `name` is that of the model. Raises LmiServerError."""
@@ -153,7 +159,7 @@ class AsyncInvocations:
         place = invocation.output if 200 <= record.status < 300 else invocation.failure
         content_type = next((value for key, value in record.headers if key.lower() == "content-type"), "text/plain")
         try:
-            await asyncio.to_thread(self._put, place, b"".join(record.items), content_type)
+            await self._in_thread(self._put, place, b"".join(record.items), content_type)
         except OSError as error:
             _log_loss(invocation.inference_id, error)
 
@@ -175,7 +181,7 @@ class AsyncInvocations:
 
     async def _answer(self, invocation: _Invocation, name: str | None, scope: Scope) -> JobRecord:
         source = invocation.source
-        data = source if isinstance(source, bytes) else await asyncio.to_thread(self._get, source)
+        data = source if isinstance(source, bytes) else await self._in_thread(self._get, source)
         while True:
             record = await self._invoke(data, invocation.timeout, name, scope)
             if record.status not in self._full or time.monotonic() >= invocation.expires:
@@ -194,6 +200,9 @@ class AsyncInvocations:
         headers = _as_forwarded(scope["headers"], len(data), timeout_s)
         await request.run(self._infer, (routes.INVOCATIONS, name, None), {**scope, "headers": headers}, receive)
         return request.record
+
+    async def _in_thread(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def _get(self, place: _Place) -> bytes:
         with as_os_errors(str(place)):
@@ -220,6 +229,8 @@ async def _inline_body(receive: Receive) -> bytes:
     body: bytes = b""
     while True:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RequestError("the body has not arrived as a whole")
         body += message.get("body", b"")
         if len(body) > _MAX_INLINE:
             raise RequestError(

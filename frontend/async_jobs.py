@@ -13,7 +13,9 @@ import re
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from starlette.responses import Response
 
@@ -28,6 +30,7 @@ from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueF
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 Answer = Callable[[Response, Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
@@ -35,6 +38,7 @@ _ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 _SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS = b"x-synchronous", b"x-starting-token", b"x-max-items"
 _NAMES = frozenset({_SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS, _ATTRIBUTES})
 _NEXT_TOKEN = "x-next-token"
+_THREADS = 8  # that read and write in the store
 _NOT_YET = "The model result is not yet available"  # LMI's words
 _TOKEN = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(\d{0,9})")
 _INTEGER = re.compile(r"-?\d{1,9}")
@@ -80,6 +84,7 @@ class AsyncJobs:
         self._max_size = settings.async_jobs_size
         self._lifetime = settings.async_jobs_lifetime
         self._store = job_store(settings)
+        self._threads = ThreadPoolExecutor(_THREADS, "jobs")
         self._jobs: dict[str, _Job] = {}
         self._running: dict[str, asyncio.Task[None]] = {}  # by token, until the answer is stored
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{time.time_ns()}"
@@ -174,7 +179,7 @@ class AsyncJobs:
             return
         async with job.saving:
             try:
-                await asyncio.to_thread(self._store.save, job.token, job.record)
+                await self._in_thread(self._store.save, job.token, job.record)
             except OSError as error:
                 logger.error("the answer of job %s is kept in memory alone: %s", job.token, error)
 
@@ -204,7 +209,7 @@ class AsyncJobs:
         if job is not None and job.request.cancel is not None:
             job.request.cancel()
         if self._store is not None:
-            await asyncio.to_thread(self._store.remove, token)
+            await self._in_thread(self._store.remove, token)
 
     # --- answers ---
 
@@ -227,11 +232,14 @@ class AsyncJobs:
         first = record if start == 0 else JobRecord(status=200, headers=_content_type(record))
         return first.reason, _response_of(first, items, None if is_last else f"{token}{end}")
 
+    async def _in_thread(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
     async def _stored(self, token: str) -> JobRecord | None:
         if self._store is None:
             return None
         try:
-            return await asyncio.to_thread(self._store.load, token)
+            return await self._in_thread(self._store.load, token)
         except OSError as error:
             raise BadParameterError(f"Failed to lookup cache element: {error}") from error  # LMI's words
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 from lmi_server.contract.errors import BadParameterError, PayloadTooLargeError, UnsupportedEncodingError
 
@@ -11,6 +12,7 @@ _GZIP = 16 + zlib.MAX_WBITS
 _ZLIB = zlib.MAX_WBITS
 _RAW_DEFLATE = -zlib.MAX_WBITS
 _MAX_CODINGS = 2  # each may grow to the whole limit
+_THREADS = ThreadPoolExecutor(2, "decode")  # not those that files and other machines may hold
 _LONG_BODY = 32 * 1024  # bytes that take so long that other requests should not wait for it
 
 
@@ -28,7 +30,7 @@ async def decoded_body(body: bytes, properties: dict[str, str], limit: int) -> b
         )
     for coding in reversed(codings if body else []):
         if len(body) > _LONG_BODY:
-            body = await asyncio.to_thread(_decoded, coding, body, limit)
+            body = await asyncio.get_running_loop().run_in_executor(_THREADS, _decoded, coding, body, limit)
         else:
             body = _decoded(coding, body, limit)
     properties["content-length"] = str(len(body))

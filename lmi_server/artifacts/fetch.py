@@ -27,6 +27,7 @@ from lmi_server.artifacts.location import (
     archive_stem,
     parse_location,
 )
+from lmi_server.artifacts.own_thread import in_own_thread
 from lmi_server.artifacts.progress import Activity, OnProgress, Progress
 from lmi_server.artifacts.requirements import Installer, install_requirements
 from lmi_server.artifacts.s3 import fetch_s3
@@ -147,7 +148,7 @@ async def _in_thread(fetch: Callable[[Activity], _Result], on_progress: OnProgre
     # A thread cannot be cancelled from outside. Activity.cancel makes its next report or check raise instead, and the
     # shield keeps the future alive until that has happened.
     activity = Activity(report)
-    fetching = asyncio.ensure_future(asyncio.to_thread(fetch, activity))
+    fetching = asyncio.ensure_future(in_own_thread(fetch, activity))
     try:
         return await asyncio.shield(fetching)
     except asyncio.CancelledError:
