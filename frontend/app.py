@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from importlib.metadata import version
 from typing import Any
 
@@ -102,16 +102,14 @@ class App:
         status = StatusEndpoints(models, metrics, relay.error_rates, settings)
         keys = access.keys
         infer = relay if keys is None else keys.protect(relay, relay.refuse)
-        check_key = None if keys is None else keys.check
-        self._infer = AsyncJobs(infer, self._answer, check_key, settings)
-        self._invocations = AsyncInvocations(infer, check_key, settings)
+        check = _check_of_requests(access)
+        self._infer = AsyncJobs(infer, self._answer, check, settings)
+        self._invocations = AsyncInvocations(infer, check, settings)
         self._sagemaker = SageMakerRuntime(models, self._infer, self._invocations, self._answer, _signatures(settings))
         serving, managing = _serving_routes(status, models), _managing_routes(status, models, access)
         managing += [] if console is None else console.routes()
-        if keys is not None:
-            serving = protected(serving, keys.check)
-        elif access.pages is not None:
-            serving = protected(serving, access.pages.check_scope)
+        if check is not None:
+            serving = protected(serving, check)
         if management_place is None:
             self._routes = _application([*_health(status, models), *serving, *managing], _INFERENCE)
         else:
@@ -207,6 +205,13 @@ class App:
             await send(message)
 
         await application(scope, receive, send_with_headers)
+
+
+def _check_of_requests(access: Access) -> Callable[[Scope], object] | None:
+    """Return what raises an LmiServerError for a request of a client, or of a web page, that may not use the models."""
+    if access.keys is not None:
+        return access.keys.check
+    return None if access.pages is None else access.pages.check_scope
 
 
 def _signatures(settings: ServerSettings) -> SignatureCheck | None:

@@ -69,10 +69,10 @@ class _Invocation(NamedTuple):
 class AsyncInvocations:
     """Runs requests whose inputs and outputs are on S3, each as soon as a queue takes it."""
 
-    def __init__(self, infer: Inference, check_key: Callable[[Scope], object] | None, settings: ServerSettings) -> None:
-        """`check_key` raises AuthenticationError if a request has no API key that is accepted."""
+    def __init__(self, infer: Inference, check: Callable[[Scope], object] | None, settings: ServerSettings) -> None:
+        """`check` raises an LmiServerError for a request that may not use the models."""
         self._infer = infer
-        self._check_key = check_key
+        self._check = check
         self._capacity = settings.memory_cache_capacity
         self._max_size = settings.max_request_size
         self._outputs = None if settings.async_output_path is None else _place(settings.async_output_path)
@@ -87,8 +87,8 @@ class AsyncInvocations:
 
     async def __call__(self, name: str | None, scope: Scope, receive: Receive) -> Response:
         """Take one request; `name` is that of the model. Raises LmiServerError."""
-        if self._check_key is not None:
-            self._check_key({**scope})
+        if self._check is not None:
+            self._check({**scope})
         if self._outputs is None:
             raise RequestError("asynchronous invocations are off; set async_output_path=s3://bucket/prefix")
         if len(self._tasks) >= self._capacity:

@@ -65,21 +65,21 @@ class _Job:
 class AsyncJobs:
     """Answers requests that start a job, read its answer or end it; hands all others to `infer`.
 
-    `answer` sends a response with the headers that every answer has. `check_key` raises AuthenticationError if a
-    request has no API key that is accepted.
+    `answer` sends a response with the headers that every answer has. `check` raises an LmiServerError
+    for a request that may not use the models.
     """
 
     def __init__(
         self,
         infer: Inference,
         answer: Answer,
-        check_key: Callable[[Scope], object] | None,
+        check: Callable[[Scope], object] | None,
         settings: ServerSettings,
     ) -> None:
         """Raise ConfigurationError if the settings for the store of answers cannot be used."""
         self._infer = infer
         self._answer = answer
-        self._check_key = check_key
+        self._check = check
         self._capacity = settings.memory_cache_capacity
         self._max_size = settings.async_jobs_size
         self._lifetime = settings.async_jobs_lifetime
@@ -131,8 +131,8 @@ class AsyncJobs:
         return None
 
     async def _about(self, text: str, limit: int | None, scope: Scope) -> Response:
-        if self._check_key is not None:
-            self._check_key(scope)
+        if self._check is not None:
+            self._check(scope)
         token, start = _parsed(text)
         if scope["method"] == "DELETE":
             await self._end(token)

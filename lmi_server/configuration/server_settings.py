@@ -188,7 +188,7 @@ class ServerSettings(Options):
         description="Seconds that a connection waits for its next request; longer than a load balancer in front waits.",
     )
     drain_timeout: Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number of seconds, 0 or more")] = (
-        Field(30.0, description="Seconds that running requests have to finish after SIGTERM.")
+        Field(30.0, description="Seconds that running requests have to finish after SIGTERM; the rest ends in 2 more.")
     )
     request_id_header: Annotated[str, Field(min_length=1), Key("request_id_header_key")] = Field(
         "x-request-id", description="Header with the id of a request."

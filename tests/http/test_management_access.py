@@ -76,7 +76,7 @@ def refusal(server: Server, method: str, path: str, headers: dict[str, str], **m
         ({"origin": "null"}, "Origin"),
         ({"origin": "http://127.0.0.1:1"}, "Origin"),
         ({"origin": "http://["}, "Origin"),
-        ({"host": "["}, "Host"),
+        ({"host": "[x]"}, "Host"),
         ({"sec-fetch-site": "cross-site"}, "other sites"),
         ({"sec-fetch-site": "same-site"}, "other sites"),
         ({"host": "evil.example:8080"}, "Host"),
@@ -128,6 +128,15 @@ def test_a_page_of_another_site_sends_no_requests(server: Server, headers: dict[
     assert named in refusal(server, "GET", "/info", headers)
     chat = server.http.post("/v1/chat/completions", json={"messages": []}, headers=headers)
     assert (chat.status_code, named in chat.json()["error"]["message"]) == (403, True)
+    invocation = server.http.post("/endpoints/first/async-invocations", json=request("a"), headers=headers)
+    assert (invocation.status_code, named in invocation.json()["Message"]) == (403, True)
+    for header in ({"x-synchronous": "false"}, {"x-starting-token": "a"}):
+        assert named in refusal(server, "POST", "/predictions/first", {**plain, **header}, json=request("a"))
+    reads = ("/v1/models", "/v1/models/first", "/version", "/v2", "/v2/models/first", "/v2/models/first/ready")
+    for path in (*reads, "/invocations", "/models/first/invoke"):
+        assert server.http.get(path, headers=headers).status_code == 403, path
+    for path in ("/tokenize", "/generate", "/v1/embeddings", "/endpoints/first/invocations"):
+        assert server.http.post(path, json=request("a"), headers=headers).status_code == 403, path
 
 
 @pytest.mark.parametrize(
