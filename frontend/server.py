@@ -165,8 +165,8 @@ class _Server:
             self._write_reports()
 
     def ended(self) -> None:
-        """Note that the event loop has ended, with all its threads."""
-        self._forced_end.cancel()
+        """Note that the event loop has ended."""
+        self._forced_end.leave()
 
     def _before_forced_end(self) -> None:
         """Kill what this process has started, and write the log. It runs in another thread."""

@@ -107,8 +107,11 @@ class ForcedEnd:
     def begin(self) -> None:
         self._timer.start()
 
-    def cancel(self) -> None:
-        self._timer.cancel()
+    def leave(self) -> None:
+        """Leave the end to the interpreter, unless it would wait for a thread."""
+        others = set(threading.enumerate()) - {threading.current_thread()}
+        if all(thread.daemon for thread in others):
+            self._timer.cancel()
 
     def _end(self) -> None:
         try:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -158,6 +161,24 @@ def test_a_registration_whose_configuration_is_never_read(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "stuck" / "serving.properties")
     with serving(tmp_path, variables=DRAIN) as server:
         assert refusal(server, "/models", url=str(tmp_path / "stuck"), model_name="stuck") == SHUTTING_DOWN
+
+
+def test_the_interpreter_does_not_wait_for_a_thread_that_reads(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "model")
+    stuck = tmp_path / "stuck"
+    stuck.mkdir()
+    os.mkfifo(stuck / "serving.properties")
+    command = [sys.executable, "-m", "lmi_server", "serve", str(directory), "--port", "0"]
+    with subprocess.Popen(command, env=os.environ | DRAIN, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        port = next(found[1] for line in process.stderr if (found := re.search(r"listening on .*:(\d+)$", line)))
+        parameters = {"url": str(stuck), "synchronous": "false"}
+        assert httpx.post(f"http://127.0.0.1:{port}/models", params=parameters).status_code == 202
+        began = time.monotonic()
+        process.terminate()
+        process.stderr.read()
+        assert process.wait(60) == 0
+        assert time.monotonic() - began < LIMIT_S
 
 
 def test_an_adapter_that_loads(tmp_path: Path) -> None:
