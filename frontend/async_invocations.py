@@ -41,6 +41,7 @@ _MAX_INLINE = 128_000  # bytes
 _TIME_TO_LIVE = (60, 21_600, 21_600)  # seconds: least, most, default
 _INVOCATION_TIMEOUT = (1, 3600, 900)
 _THREADS = 16  # that read and write on S3
+_LAST_ANSWERS_S = 0.1
 _PAUSE_S = 1.0  # until a full queue is asked again
 
 
@@ -110,6 +111,8 @@ class AsyncInvocations:
 
     async def finish(self) -> None:
         """Fail those that have no answer yet, and wait until all outputs are written."""
+        if self._answering:  # some may have an answer that they have not read yet
+            await asyncio.wait(self._answering, timeout=_LAST_ANSWERS_S)
         for task in self._answering:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

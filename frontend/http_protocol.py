@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import functools
 import re
 import socket
 import sys
@@ -311,11 +312,17 @@ class RelayProtocol(HttpToolsProtocol):
         if not self.parser.get_http_version().startswith("1."):
             self._refusal = (HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "BadRequestException", _OTHER_VERSION)
             raise _RefusedError
-        hosts = [value for name, value in self.headers if name == b"host"]
-        if len(hosts) > 1 or (hosts and _HOST.fullmatch(hosts[0]) is None):
-            self._refusal = (HTTPStatus.BAD_REQUEST, "BadRequestException", _WRONG_HOST)
-            raise _RefusedError
+        self._check_host()
         super().on_headers_complete()
+
+    def _check_host(self) -> None:
+        known = False
+        for name, value in self.headers:
+            if name == b"host":
+                if known or not _is_host(value):
+                    self._refusal = (HTTPStatus.BAD_REQUEST, "BadRequestException", _WRONG_HOST)
+                    raise _RefusedError
+                known = True
 
     def _head_size(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
@@ -529,6 +536,11 @@ def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
         await app(scope, receive, send)
 
     return unframed
+
+
+@functools.lru_cache(64)
+def _is_host(value: bytes) -> bool:
+    return _HOST.fullmatch(value) is not None
 
 
 def _disconnect(cycle: RequestResponseCycle | None) -> None:
