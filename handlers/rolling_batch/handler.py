@@ -87,7 +87,7 @@ class SchedulingHandler(LLMHandler):
         return self._generate_chat(request, chats, begin)
 
     def _generate(self, request: GenerationRequest, begin: Callable[[], None] | None) -> AsyncGenerator[Delta, None]:
-        return self._loop.generate(request.request_id, lambda: self._prepare(request, begin))
+        return self._loop.generate(lambda: self._prepare(request, begin))
 
     async def _generate_chat(
         self, request: GenerationRequest, chats: ModelChats, begin: Callable[[], None] | None
