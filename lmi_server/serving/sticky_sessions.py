@@ -20,6 +20,7 @@ _NEW_SESSION = "x-amzn-sagemaker-new-session-id"
 _CLOSED_SESSION = "x-amzn-sagemaker-closed-session-id"
 _TO_BE_OPENED = "NEW_SESSION"
 _MAX_SESSIONS = 100_000  # the one without a request for longest is forgotten first
+_LONGEST_ID = 256  # characters, as with SageMaker; a longer id names no session
 
 
 class StickySessions:
@@ -56,7 +57,7 @@ class StickySessions:
             del self._workers[session]
 
     def _remember(self, session: str, worker: WorkerProcess) -> None:
-        if session == _TO_BE_OPENED:
+        if session == _TO_BE_OPENED or len(session) > _LONGEST_ID:
             return
         self._workers[session] = worker
         self._workers.move_to_end(session)
