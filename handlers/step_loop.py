@@ -173,7 +173,7 @@ class StepLoop(Generic[E]):
             emit(failure_of(error))
 
     def _abort(self, inbox: _Inbox) -> None:
-        if inbox.number is not None:  # commands are applied in order, so that the engine has refused the request
+        if inbox.number is not None:  # commands are applied in order: without a number the engine has refused it
             self.engine.abort(inbox.number)
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -240,9 +240,9 @@ class StepLoop(Generic[E]):
 
 
 class _Inbox:
-    """Outputs of one request on their way to its generator. Only the event loop uses it.
+    """Outputs of one request on their way to its generator. Only the event loop uses them.
 
-    All but `number`: the engine's, for the engine's thread alone. It is None if the engine does not have the request.
+    `number` is that of the request in the engine, None if the engine does not have it. Only its thread uses it.
     """
 
     number: int | None = None
