@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lmi_server.artifacts.child_process import Ended, run_child
 from lmi_server.artifacts.progress import Activity
@@ -41,13 +41,16 @@ def extract_archive(
     """
     with tempfile.TemporaryFile() as progress:
         seen = _Progress(progress, archive.name, activity)
-        ended = run_child(
-            _command(archive, target, limits, progress.fileno()),
-            environment=_environment(environment),
-            activity=activity,
-            inherited=(*inherited, progress.fileno()),
-            on_tick=seen.report,
-        )
+        try:
+            ended = run_child(
+                _command(archive, target, limits, progress.fileno()),
+                environment=_environment(environment),
+                activity=activity,
+                inherited=(*inherited, progress.fileno()),
+                on_tick=seen.report,
+            )
+        except OSError as error:
+            raise ArtifactError(f"{archive}: {sys.executable} cannot be started to unpack it: {error}") from error
         seen.report()
     if ended.code != 0:
         raise ArtifactError(f"{archive}: {_why_ended(ended, archive, limits)}")
@@ -84,12 +87,11 @@ class _Progress:
             self.activity.report(f"extracting {self.name}", int(done))
 
 
-def _raise_problem(problem: Mapping[str, str | int | None], archive: Path, target: Path) -> None:
+def _raise_problem(problem: Mapping[str, Any], archive: Path, target: Path) -> None:
     if "message" in problem:
         raise ArtifactError(f"{archive}: {problem['message']}")
     with file_errors(target):
-        code = int(problem["errno"] or 0)
-        raise OSError(code, os.strerror(code), problem["path"])
+        raise OSError(problem["errno"], os.strerror(problem["errno"]))
 
 
 def _why_ended(ended: Ended, archive: Path, limits: ArchiveLimits) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import resource
 import stat
 import tarfile
 import zipfile
@@ -104,6 +105,32 @@ def test_progress_is_reported(tmp_path: Path) -> None:
         ("extracting model.tar", 10),
         ("extracting model.tar", 15),
     ]
+
+
+def test_a_cancelled_extraction_ends(tmp_path: Path) -> None:
+    archive = write_tar(tmp_path / "model.tar", *(file(f"{index}") for index in range(20_000)))
+    with pytest.raises(ArtifactError, match="the download was cancelled"):
+        extract(archive, activity=Recorder(cancel_at="extracting"))
+    (tmp_path / "nested" / "target").rename(tmp_path / "moved")
+    assert len(list((tmp_path / "moved").iterdir())) < 20_000, "no program writes any more"
+
+
+def test_an_archive_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "model.tar").mkdir()
+    with pytest.raises(ArtifactError, match=r"model\.tar: cannot be read: Is a directory$"):
+        extract(tmp_path / "model.tar")
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """A limit of the size of files, which the program inherits, stands for the end of the disk."""
+    archive = write_tar(tmp_path / "model.tar", file("weights", bytes(1 << 20)))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(ArtifactError, match="target: the disk is full; make room"):
+            extract(archive)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(

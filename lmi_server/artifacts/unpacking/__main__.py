@@ -4,7 +4,7 @@
 
 LIMITS is ArchiveLimits as a JSON object. PROGRESS is an inherited descriptor; a line with the number of bytes written
 is added to it now and then. If the archive is refused, a JSON object on standard output says why: `message`, or the
-`errno` and `path` of an error of the file system.
+`errno` of an error of the file system.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def main() -> None:
     except MemoryError:
         _fail(message=f"needs more than {in_words(limits.memory)} of memory to be unpacked; it is refused as a bomb")
     except OSError as error:
-        _fail(errno=error.errno, path=None if error.filename is None else os.fsdecode(error.filename))
+        if error.filename == str(archive):
+            _fail(message=f"cannot be read: {error.strerror}")
+        else:
+            _fail(errno=error.errno)  # without the name, which is the archive's
 
 
 def _bound(kind: int, most: int, spare: int = 0) -> None:

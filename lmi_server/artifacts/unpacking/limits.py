@@ -26,7 +26,7 @@ class ArchiveLimits:
     entries: int = 100_000
     size: int = 1 << 40
     ratio: int = 100
-    memory: int = 512 << 20
+    memory: int = 256 << 20
     seconds: int = 60
 
     def largest(self, archive_size: int) -> int:
