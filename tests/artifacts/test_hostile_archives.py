@@ -251,6 +251,7 @@ def test_a_dictionary_of_xz_that_is_too_large_is_refused(tmp_path: Path) -> None
     check_refused(archive, "needs more than 8.0 MiB of memory to be unpacked", ArchiveLimits(memory=8 * MIB))
 
 
+@pytest.mark.slow
 def test_the_processor_time_is_bounded(tmp_path: Path) -> None:
     archive = tmp_path / "model.tar"
     archive.write_bytes(tar_of(*(entry(b"%d/%d" % (index % 99, index)) for index in range(100_000))))
