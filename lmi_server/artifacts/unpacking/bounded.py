@@ -41,6 +41,8 @@ class ForwardStream:
 
     def read(self, size: int) -> bytes:
         if self._left is None:
+            if not 0 <= size <= PIECE:
+                raise tarfile.ReadError("the map of a sparse file is damaged")
             return self._read(size)
         return self._read_header(size)
 
