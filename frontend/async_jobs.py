@@ -13,7 +13,9 @@ import re
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from starlette.responses import Response
 
@@ -29,6 +31,7 @@ from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueF
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 Answer = Callable[[Response, Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
@@ -36,6 +39,7 @@ _ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 _SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS = b"x-synchronous", b"x-starting-token", b"x-max-items"
 _NAMES = frozenset({_SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS, _ATTRIBUTES})
 _NEXT_TOKEN = "x-next-token"
+_THREADS = 8  # that read and write in the store
 _NOT_YET = "The model result is not yet available"  # LMI's words
 _TOKEN = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(\d{0,9})")
 _INTEGER = re.compile(r"-?\d{1,9}")
@@ -51,7 +55,6 @@ class _Job:
     token: str
     request: DetachedRequest
     saving: asyncio.Lock = field(default_factory=asyncio.Lock)
-    task: asyncio.Task[None] | None = None
     was_read: bool = False
     is_stored: bool = False
     expiry: asyncio.TimerHandle | None = None
@@ -64,28 +67,30 @@ class _Job:
 class AsyncJobs:
     """Answers requests that start a job, read its answer or end it; hands all others to `infer`.
 
-    `answer` sends a response with the headers that every answer has. `check_key` raises AuthenticationError if a
-    request has no API key that is accepted. `answers` is the memory for the answers of jobs.
+    `answer` sends a response with the headers that every answer has. `check` raises an LmiServerError for a request
+    that may not use the models. `answers` is the memory for the answers of jobs.
     """
 
     def __init__(
         self,
         infer: Inference,
         answer: Answer,
-        check_key: Callable[[Scope], object] | None,
+        check: Callable[[Scope], object] | None,
         settings: ServerSettings,
         answers: MemoryBudget,
     ) -> None:
         """Raise ConfigurationError if the settings for the store of answers cannot be used."""
         self._infer = infer
         self._answer = answer
-        self._check_key = check_key
+        self._check = check
         self._capacity = settings.memory_cache_capacity
         self._answers = answers
         self._max_size = settings.async_jobs_size
         self._lifetime = settings.async_jobs_lifetime
         self._store = job_store(settings)
+        self._threads = ThreadPoolExecutor(_THREADS, "jobs")
         self._jobs: dict[str, _Job] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}  # by token, until the answer is stored
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{time.time_ns()}"
 
     def __call__(
@@ -108,8 +113,12 @@ class AsyncJobs:
 
     async def finish(self) -> None:
         """Wait until the jobs have ended and their answers are stored."""
-        tasks = [job.task for job in self._jobs.values() if job.task is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def give_up(self) -> None:
+        """Log which answers are not stored; nobody waits for them any more."""
+        for token in self._running if self._store is not None else ():
+            logger.error("the answer of job %s is lost: the server ends before it is stored", token)
 
     async def _response(
         self, given: dict[bytes, bytes], target: Target, scope: Scope, receive: Receive
@@ -126,8 +135,8 @@ class AsyncJobs:
         return None
 
     async def _about(self, text: str, limit: int | None, scope: Scope) -> Response:
-        if self._check_key is not None:
-            self._check_key(scope)
+        if self._check is not None:
+            self._check(scope)
         token, start = _parsed(text)
         if scope["method"] == "DELETE":
             await self._end(token)
@@ -144,9 +153,11 @@ class AsyncJobs:
         record = JobRecord(owner=self._owner, expires=time.time() + self._lifetime)
         job = _Job(new_request_id(), DetachedRequest(record, HeldBytes(self._answers), self._forget_read))
         self._jobs[job.token] = job
-        job.task = asyncio.create_task(self._run(job, target, scope, receive))
+        task = asyncio.create_task(self._run(job, target, scope, receive))
+        self._running[job.token] = task
+        task.add_done_callback(lambda _: self._running.pop(job.token))
         accepted = asyncio.create_task(job.request.accepted.wait())
-        await asyncio.wait({accepted, job.task}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({accepted, task}, return_when=asyncio.FIRST_COMPLETED)
         accepted.cancel()
         if not job.request.accepted.is_set():  # no queue has it: the client reads why at once
             self._forget(job.token)
@@ -176,7 +187,7 @@ class AsyncJobs:
         async with job.saving:
             finished = job.record.finished
             try:
-                await asyncio.to_thread(self._store.save, job.token, job.record)
+                await self._in_thread(self._store.save, job.token, job.record)
                 job.is_stored = finished
             except OSError as error:
                 logger.error("the answer of job %s is kept in memory alone: %s", job.token, error)
@@ -222,7 +233,7 @@ class AsyncJobs:
         if job is not None and job.request.cancel is not None:
             job.request.cancel()
         if self._store is not None:
-            await asyncio.to_thread(self._store.remove, token)
+            await self._in_thread(self._store.remove, token)
 
     # --- answers ---
 
@@ -245,11 +256,14 @@ class AsyncJobs:
         first = record if start == 0 else JobRecord(status=200, headers=_content_type(record))
         return first.reason, _response_of(first, items, None if is_last else f"{token}{end}")
 
+    async def _in_thread(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
     async def _stored(self, token: str) -> JobRecord | None:
         if self._store is None:
             return None
         try:
-            return await asyncio.to_thread(self._store.load, token)
+            return await self._in_thread(self._store.load, token)
         except OSError as error:
             raise BadParameterError(f"Failed to lookup cache element: {error}") from error  # LMI's words
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 from frontend.held_bytes import SMALL_BODY, HeldBytes
 from lmi_server.contract.errors import BadParameterError, PayloadTooLargeError, UnsupportedEncodingError
@@ -17,6 +18,7 @@ _GZIP = 16 + zlib.MAX_WBITS
 _ZLIB = zlib.MAX_WBITS
 _RAW_DEFLATE = -zlib.MAX_WBITS
 _MAX_CODINGS = 2  # each may grow to the whole limit
+_THREADS = ThreadPoolExecutor(2, "decode")  # not those that files and other machines may hold
 _LONG_BODY = 32 * 1024  # bytes that take so long that other requests should not wait for it
 _READ = 64 * 1024  # encoded bytes at a time: zlib copies what it leaves of them
 _PIECE = 256 * 1024  # decoded bytes that are copied at a time
@@ -53,7 +55,7 @@ async def _decoded(decoding: _Decoding, held: HeldBytes) -> bytes:
         size = min(size, decoding.left)
         held.reserve(size)
         if is_long:
-            await asyncio.to_thread(decoding.go_on, size)
+            await asyncio.get_running_loop().run_in_executor(_THREADS, decoding.go_on, size)
         else:
             decoding.go_on(size)
         held.add(decoding.size - before - size)

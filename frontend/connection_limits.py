@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import resource
 import sys
@@ -44,8 +45,14 @@ class ConnectionLimits:
         self.slow_head = (
             f"Request line and headers took longer than request_head_timeout={self.head_timeout_s:g} seconds."
         )
-        self.slow_body = f"The body paused for longer than request_body_timeout={self.body_timeout_s:g} seconds."
+        self._min_rate = settings.min_transfer_rate
+        self.paused_body = f"The body paused for longer than request_body_timeout={self.body_timeout_s:g} seconds."
+        self.slow_body = f"The body came more slowly than min_transfer_rate={self._min_rate} bytes a second."
         self.too_many = f"The server has max_connections={self.max_connections} clients."
+
+    def transfer_s(self, size: int) -> float:
+        """Return the seconds that a client may take to send or read so many bytes."""
+        return size / self._min_rate if self._min_rate else math.inf
 
     @property
     def _held(self) -> int:
@@ -74,9 +81,9 @@ class ConnectionLimits:
     def note_unread(self, size: int) -> None:
         """Log that a client was dropped because it read nothing."""
         logger.warning(
-            "a client has left %d bytes of its answer unread for response_read_timeout=%g seconds; "
-            "the connection is closed",
-            *(size, self.read_timeout_s),
+            "a client has left %d bytes of its answer unread for response_read_timeout=%g seconds, or read more slowly "
+            "than min_transfer_rate=%d bytes a second; the connection is closed",
+            *(size, self.read_timeout_s, self._min_rate),
         )
 
     def check_files(self) -> None:

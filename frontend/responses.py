@@ -23,6 +23,7 @@ from lmi_server.contract.errors import (
     RouteNotFoundError,
     WorkerDiedError,
 )
+from lmi_server.contract.sendable import json_bytes
 from lmi_server.dialects.errors import error_reply
 
 CACHE_HEADERS = [
@@ -58,7 +59,7 @@ def error_statuses(settings: ServerSettings) -> dict[type[LmiServerError], int]:
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    body = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+    body = msgspec.json.format(json_bytes(value), indent=2) + b"\n"
     return Response(body, status, media_type="application/json")
 
 

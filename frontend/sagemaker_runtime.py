@@ -23,6 +23,7 @@ from lmi_server.contract.errors import (
     LmiServerError,
     ModelNotFoundError,
     NoRoomError,
+    PermissionDeniedError,
     QueueFullError,
 )
 from lmi_server.dialects import routes
@@ -61,6 +62,7 @@ _REFUSED = {
 }
 _KINDS = {
     AuthenticationError: ("AccessDeniedException", 403),
+    PermissionDeniedError: ("AccessDeniedException", 403),
     NoRoomError: ("ServiceUnavailable", 503),
     QueueFullError: ("ServiceUnavailable", 503),
 }

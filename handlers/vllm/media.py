@@ -1,8 +1,8 @@
 """Fetches images, videos and sounds that requests name by URL, from public addresses alone, and limits their sizes.
 
 Otherwise a request could make the server ask others of its own network, such as the metadata service of a cloud, which
-answers with credentials. The address of each connection is checked as it is made. So a name that resolves to another
-address the next time, or a redirect, cannot get around the check.
+answers with credentials. A connection is made to the very address that was checked. So a name that resolves to another
+address the next time, or a redirect, cannot get around the check, and no error tells which private ports are open.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from requests.adapters import HTTPAdapter
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection as PlainConnection
 from urllib3.connection import HTTPSConnection as SecuredConnection
+from urllib3.exceptions import NewConnectionError
 from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY, MediaConnector
@@ -28,38 +29,37 @@ from vllm.multimodal.media.image import ImageMediaIO
 from handlers.vllm.options import ANY_MEDIA, PUBLIC_MEDIA
 from handlers.vllm.requests import MEDIA_SIZE
 from lmi_server.contract.errors import PayloadTooLargeError
-from lmi_server.machine.public_addresses import is_public
+from lmi_server.machine.public_addresses import PrivateAddressError, connect_to_public, is_public
 from lmi_server.media.budget import MediaBudget, current_budget
 from lmi_server.media.images import FORMATS, open_image
 
 
-def _check(address: str, allows: Callable[[str], bool] = is_public) -> None:
-    if not allows(address):
-        raise VLLMValidationError(
-            "media are fetched from public addresses alone, and the URL leads to another one; send a data: URL, "
-            "or set option.allow_private_media=true",
-            parameter="url",
-        )
+def _not_public() -> VLLMValidationError:
+    return VLLMValidationError(
+        "media are fetched from public addresses alone, and the URL leads to another one; send a data: URL, "
+        "or set option.allow_private_media=true",
+        parameter="url",
+    )
 
 
 class _CheckedPlainConnection(PlainConnection):
     def _new_conn(self) -> socket.socket:
-        return _checked_peer(super()._new_conn())
+        return _public_socket(self)
 
 
 class _CheckedSecuredConnection(SecuredConnection):
     def _new_conn(self) -> socket.socket:
-        return _checked_peer(super()._new_conn())
+        return _public_socket(self)
 
 
-def _checked_peer(connection: socket.socket) -> socket.socket:
-    """Return a connection on which nothing was sent yet, if it leads to a public address."""
+def _public_socket(connection: PlainConnection) -> socket.socket:
+    place = (connection._dns_host, connection.port)
     try:
-        _check(connection.getpeername()[0])
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        return connect_to_public(place, connection.timeout, connection.source_address, connection.socket_options or ())
+    except PrivateAddressError as error:
+        raise _not_public() from error
+    except OSError as error:
+        raise NewConnectionError(connection, f"{connection.host} cannot be reached: {error}") from error
 
 
 class _PlainPool(HTTPConnectionPool):
@@ -104,7 +104,8 @@ class PublicConnection(HTTPConnection):
 
     def _checked_socket(self, address: Any) -> socket.socket:
         family, kind, protocol, _, target = address
-        _check(target[0], self._allows)
+        if not self._allows(target[0]):
+            raise _not_public()
         return socket.socket(family, kind, protocol)
 
 

@@ -35,15 +35,20 @@ an exception of this tree of them.
 
 from __future__ import annotations
 
+from lmi_server.contract.sendable import sendable_message
+
 
 class LmiServerError(Exception):
-    """Base of the tree. `retry_after` is in seconds; None if a retry does not help."""
+    """Base of the tree. `retry_after` is in seconds; None if a retry does not help.
+
+    The message can always be sent: it has a longest length, and no lone surrogates.
+    """
 
     retry_after: int | None = None
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = sendable_message(message)
+        super().__init__(self.message)
 
     @property
     def kind(self) -> str:

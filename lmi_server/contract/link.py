@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 
 from lmi_server.contract.protocol import FromWorker, Load, Message, ToWorker
+from lmi_server.contract.sendable import all_sendable
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,14 @@ M = TypeVar("M")
 
 
 def frame(message: Message) -> tuple[bytes, bytes]:
-    """Return the length prefix and the payload of `message`. Raises OverflowError over 4 GiB."""
-    payload = _encode(message)
+    """Return the length prefix and the payload of `message`, with escapes in place of lone surrogates.
+
+    Raises what msgspec raises for values that it does not know, and OverflowError over 4 GiB.
+    """
+    try:
+        payload = _encode(message)
+    except UnicodeEncodeError:
+        payload = _encode(all_sendable(msgspec.to_builtins(message, builtin_types=(bytes,))))
     if len(payload) > _MAX_FRAME:
         raise OverflowError(f"a {type(message).__name__} of {len(payload)} bytes does not fit in one frame of the link")
     return len(payload).to_bytes(_PREFIX, "big"), payload

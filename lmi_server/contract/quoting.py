@@ -1,4 +1,4 @@
-"""How a message quotes what a client, a file or an archive says: bounded, and without characters that mean something."""
+"""How a message quotes what a client, a file or an archive says: cut, and with escapes for what cannot be printed."""
 
 from __future__ import annotations
 

@@ -52,6 +52,7 @@ HANDLERS_MAY_IMPORT = (
     "lmi_server.media",
     "lmi_server.configuration.declaration",
     "lmi_server.configuration.options",
+    "lmi_server.configuration.references",
     "lmi_server.configuration.tasks",
 )
 # Folders and modules of handlers/ that several handlers share.
@@ -66,6 +67,7 @@ SHARED = {
     "structured_output",
     "tasks",
     "user_code",
+    "user_modules",
 }
 
 

@@ -15,11 +15,14 @@ from lmi_server.contract.protocol import (
     Cancel,
     Chunk,
     End,
+    Error,
+    Failed,
     Frames,
     FromWorker,
     Head,
     Input,
     Load,
+    Ready,
     Reply,
     Shutdown,
     Stats,
@@ -188,3 +191,20 @@ def test_large_messages_wait_as_they_are_and_arrive_in_order(closes: bool) -> No
         assert pair.at_worker == messages
 
     uvloop.run(main())
+
+
+@pytest.mark.parametrize(
+    ("message", "arrived"),
+    [
+        (Frames([Error(1, "HandlerError", "a\ud800")]), Frames([Error(1, "HandlerError", "a\\ud800")])),
+        (
+            Frames([Head(1, 200, [("\udcff", "\ud800")], "\ud800"), Chunk(1, b"\xff"), End(1)]),
+            Frames([Head(1, 200, [("\\udcff", "\\ud800")], "\\ud800"), Chunk(1, b"\xff"), End(1)]),
+        ),
+        (Failed("ModelLoadError", "\ud800"), Failed("ModelLoadError", "\\ud800")),
+        (Stats({"\ud800": 1.0}), Stats({"\\ud800": 1.0})),
+        (Ready(1, {"a": ["\ud800", 1]}), Ready(1, {"a": ["\\ud800", 1]})),
+    ],
+)
+def test_lone_surrogates_arrive_as_escapes(message: Any, arrived: FromWorker) -> None:
+    assert receive([b"".join(frame(message))]) == [arrived]
