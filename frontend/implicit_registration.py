@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from frontend.management import model_source
-from frontend.management_access import RegistrationLimits, leads_up
+from frontend.registration_limits import RegistrationLimits, leads_up
 from lmi_server.contract.errors import ModelNotFoundError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.serving.models import Model
@@ -56,8 +56,7 @@ class ImplicitRegistration:
         url = given["url"]
         if len(url) > _LONGEST_URL or self._pattern.fullmatch(url) is None or leads_up(url):
             raise ModelNotFoundError(f"model_url {excerpt(url)} does not match the model_url_pattern of the server")
-        source = model_source(given)
-        self._limits.check_requested(source)
+        source = await asyncio.to_thread(self._limits.check_requested, model_source(given))
         # In a task of its own, so that the registration is completed even if the client goes away meanwhile.
         registration = asyncio.ensure_future(self._models.register_and_load(source))
         return await asyncio.shield(registration)

@@ -7,6 +7,7 @@ name of the model, if several models are served and nothing else names one, and 
 from __future__ import annotations
 
 import codecs
+import io
 import logging
 import re
 import time
@@ -20,7 +21,8 @@ from frontend.clients import Receive, Scope, Send
 from frontend.compression import decoded_body
 from frontend.deadlines import deadline_of
 from frontend.error_rates import ErrorRates
-from frontend.http_protocol import connection_of, header_names
+from frontend.held_bytes import HeldBytes
+from frontend.http_protocol import connection_of, header_names, keep_held
 from frontend.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
 from frontend.inference_response import Response
 from frontend.lmi_metrics import CLIENT_GONE
@@ -107,6 +109,22 @@ class Relay:
         self, route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Serve one request. `route` is that of Input; `name` and `version` come from the path, None if it has none."""
+        held = keep_held(scope)
+        try:
+            await self._serve(route, name, version, scope, receive, send, held)
+        finally:
+            held.release()
+
+    async def _serve(
+        self,
+        route: str,
+        name: str | None,
+        version: str | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        held: HeldBytes,
+    ) -> None:
         arrived = time.monotonic()
         properties, names = _properties(scope)
         request_id = properties.get(self._request_id_header) or properties.get(_INFERENCE_ID) or new_request_id()
@@ -130,7 +148,7 @@ class Relay:
                     model = self._choose(route, name, asked, properties, query)
                 body = await self._body(scope, receive)
                 if "content-encoding" in properties and (model is None or not model.runs_user_code):
-                    body = await decoded_body(body, properties, self._max_request_size)
+                    body = await decoded_body(body, properties, self._max_request_size, held)
                 model = model or self._named_in(route, body, asked, properties)
             except ModelNotFoundError as error:
                 if self._implicit is None:
@@ -270,18 +288,17 @@ class Relay:
                 return bool(message["type"] == "http.request")
 
     async def _rest_of_body(self, start: bytes, receive: Receive) -> bytes:
-        parts = [start]
-        size = len(start)
+        parts = io.BytesIO()  # which gives its bytes away without a copy
+        size = parts.write(start)
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
-            parts.append(message["body"])
-            size += len(message["body"])
+            size += parts.write(message["body"])
             if size > self._max_request_size:
                 raise self._too_large()
             if not message["more_body"]:
-                return b"".join(parts)
+                return parts.getvalue()
 
     def _too_large(self) -> LmiServerError:
         return PayloadTooLargeError(

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.management_access import RegistrationLimits
 from frontend.parameters import check_name, integer, page, parameters, truth
+from frontend.registration_limits import RegistrationLimits
 from frontend.responses import json_response
 from lmi_server.artifacts.location import NO_WORKFLOWS, archive_stem
 from lmi_server.configuration.options import MOST_WORKERS
@@ -110,8 +110,7 @@ class Management:
 
     async def register(self, request: Request) -> Response:
         given = await parameters(request)
-        source = model_source(given)
-        self._limits.check_model(source, request.scope)
+        source = await asyncio.to_thread(self._limits.check_model, model_source(given), request.scope)
         if truth(given, "synchronous", True):
             # In a task of its own, so that the registration is completed even if the client goes away meanwhile.
             await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))

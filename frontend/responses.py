@@ -16,6 +16,7 @@ from lmi_server.contract.errors import (
     LmiServerError,
     MethodNotAllowedError,
     ModelNotReadyError,
+    NoRoomError,
     PredictTimeoutError,
     QueueDelayError,
     QueueFullError,
@@ -23,6 +24,7 @@ from lmi_server.contract.errors import (
     WorkerDiedError,
 )
 from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.sendable import json_bytes
 from lmi_server.dialects.errors import error_reply
 
 CACHE_HEADERS = [
@@ -49,6 +51,7 @@ def error_statuses(settings: ServerSettings) -> dict[type[LmiServerError], int]:
     return {
         QueueFullError: settings.throttle_error_http_code,
         QueueDelayError: settings.throttle_error_http_code,
+        NoRoomError: wlm,
         ModelNotReadyError: wlm,
         WorkerDiedError: wlm,
         PredictTimeoutError: wlm,
@@ -57,7 +60,7 @@ def error_statuses(settings: ServerSettings) -> dict[type[LmiServerError], int]:
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    body = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+    body = msgspec.json.format(json_bytes(value), indent=2) + b"\n"
     return Response(body, status, media_type="application/json")
 
 

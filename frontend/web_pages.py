@@ -70,7 +70,7 @@ def pages_of_requests(settings: ServerSettings) -> WebPages | None:
 
     Anybody may send requests then, and a gateway may pass on those of pages that it answers for.
     """
-    return WebPages(settings, settings.cors_allowed_origin) if _is_loopback(settings.host) else None
+    return WebPages(settings, settings.cors_allowed_origin) if is_loopback(settings.host) else None
 
 
 def pages_of_management(settings: ServerSettings) -> WebPages:
@@ -79,7 +79,8 @@ def pages_of_management(settings: ServerSettings) -> WebPages:
     return WebPages(settings, None if origin == ANY else origin)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether an address to listen on is reached by TCP from this machine alone; a Unix socket is not."""
     if host.startswith(UNIX):  # no browser speaks to it
         return False
     return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)

@@ -24,6 +24,10 @@ class LoadedAdapters:
         self._weights: dict[str, LoraWeights] = {}
         self._loading = asyncio.Lock()
 
+    async def prepare(self) -> None:
+        """Import what reads adapters, which takes seconds: no request waits for it later."""
+        await asyncio.to_thread(_import_reader)
+
     async def add(self, adapter: Adapter) -> None:
         """Register an adapter; it replaces one of the same name. Raises RequestError if the model cannot use it."""
         engine = self._loop.engine
@@ -65,6 +69,10 @@ class LoadedAdapters:
         if self.registered.get(name) is adapter:  # else it was removed or replaced meanwhile: for this request only
             self._weights[name] = weights
         return weights
+
+
+def _import_reader() -> None:
+    from handlers.rolling_batch import lora_checkpoint  # noqa: F401
 
 
 def _read(directory: str) -> dict[str, LoraPair]:

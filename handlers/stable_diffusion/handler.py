@@ -23,6 +23,7 @@ from lmi_server.dialects.adapters import registered_adapter
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.forms import form_fields, is_form
 from lmi_server.dialects.openai import images as openai_images
+from lmi_server.media.budget import media_of_request
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,8 @@ class StableDiffusionHandler(RequestHandler):
         groups: dict[Hashable, dict[int, _Request]] = {}
         for index, sent in enumerate(requests):
             try:
-                request = self._read(sent)
+                with media_of_request():
+                    request = self._read(sent)
             except LmiServerError as error:
                 outcomes[index] = error
             else:

@@ -32,6 +32,7 @@ from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
 from lmi_server.dialects.lmi import wants_tgi
 from lmi_server.dialects.openai import embeddings as openai_embeddings
+from lmi_server.media.budget import media_of_request
 
 if TYPE_CHECKING:
     from handlers.tasks.embedding import TextEmbedding
@@ -89,7 +90,8 @@ class TaskHandler(RequestHandler):
         calls: dict[int, ParsedRequest] = {}
         for index, request in enumerate(requests):
             try:
-                calls[index] = self._read(request)
+                with media_of_request():
+                    calls[index] = self._read(request)
             except LmiServerError as error:
                 outcomes[index] = error
         for group in self._groups(calls):

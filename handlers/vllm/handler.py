@@ -7,7 +7,6 @@ sys.path: `import vllm` would find this folder instead of the library.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from importlib import import_module
@@ -47,7 +46,6 @@ class VllmHandler(LLMHandler):
 
     def __init__(self) -> None:
         self._loaded: LoadedEngine
-        self._request_numbers = itertools.count()
         # vLLM compiles without bounds: some schemas take all memory, or hold up all requests. Its libraries know other
         # keywords of JSON schemas than llguidance, which only tries here what a constraint costs.
         self._grammars = GrammarCache(str, engine_judges=("json", "json_object"))
@@ -74,9 +72,7 @@ class VllmHandler(LLMHandler):
         with loaded.adapters.using(request.adapter) as adapter:
             rendered = await loaded.prompts.render(request)
             builder, parser = loaded.delta_builder(request, rendered), rendered.parser
-            # Clients choose their request ids, so two requests may have the same one. The engine's must be unique.
-            engine_id = f"{next(self._request_numbers)}-{request.request_id}"
-            deltas = loaded.driver.generate(engine_id, rendered.prompt, builder, request.priority, adapter)
+            deltas = loaded.driver.generate(rendered.prompt, builder, request.priority, adapter)
             async with aclosing(deltas):
                 async for delta in deltas:
                     yield delta if parser is None else parser.parse(delta)
@@ -93,11 +89,10 @@ class VllmHandler(LLMHandler):
         before = vocabulary.decode(prompt)
         yield Delta("", prompt_text=before, prompt_token_ids=prompt)
         best, ends = Beam(), frozenset() if sampling.ignore_eos else loaded.ends
-        numbers = itertools.count()
 
         async def likeliest(new: Sequence[int], count: int) -> Sequence[TopToken]:
             one_more = GenerationRequest(
-                request_id=f"{request.request_id}-{next(numbers)}",
+                request_id=request.request_id,
                 prompt=(*prompt, *new),
                 sampling=SamplingParameters(max_new_tokens=1, logprobs=count, ignore_eos=True),
                 add_special_tokens=False,
@@ -122,7 +117,7 @@ class VllmHandler(LLMHandler):
         return list((await self._loaded.prompts.render(request)).prompt["prompt_token_ids"])
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._loaded.prompts.detokenize(list(tokens))
+        return await self._loaded.prompts.detokenize(list(tokens))
 
     def tokenizer(self) -> Any:
         return self._loaded.prompts.tokenizer

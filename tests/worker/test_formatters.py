@@ -82,6 +82,14 @@ def test_a_formatter_that_raises_fails_its_request_alone(server: Server) -> None
     assert server.http.post("/predictions/newer", json={"question": "a"}).status_code == 200
 
 
+def test_a_formatter_gets_a_number_of_the_servers_own(server: Server) -> None:
+    headers = {"x-request-id": "7"}
+    first, second = (
+        int(server.http.post("/predictions/newer", json={"question": "number"}, headers=headers).text) for _ in range(2)
+    )
+    assert second == first + 1
+
+
 def test_openais_paths_keep_openais_form(server: Server) -> None:
     body = {"model": "newer", "prompt": "a b", "max_tokens": 2}
     assert server.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == " a b"

@@ -1,0 +1,47 @@
+"""Texts that can cross any border: bounded, and without what UTF-8 cannot encode.
+
+Python's strings may hold lone surrogates: from `json.loads`, from names of files, from the code of users.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lmi_server.contract.quoting import shorten
+
+
+def sendable(text: str) -> str:
+    """Return the text with escapes in place of lone surrogates."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="backslashreplace").decode()
+    return text
+
+
+def sendable_message(text: str) -> str:
+    """Return the message of an error with escapes in place of lone surrogates, shortened if it is very long."""
+    return sendable(shorten(text))
+
+
+def all_sendable(value: Any) -> Any:
+    """Return lists, tuples and dictionaries with escapes in place of the lone surrogates of all their texts."""
+    if isinstance(value, str):
+        return sendable(value)
+    if isinstance(value, list | tuple):
+        return [all_sendable(each) for each in value]
+    if isinstance(value, dict):
+        return {all_sendable(key): all_sendable(each) for key, each in value.items()}
+    return value
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return the value in JSON, with escapes in place of lone surrogates."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(all_sendable(msgspec.to_builtins(value)))
