@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,8 @@ def extract_archive(
     if the archive is damaged or over the limits. The caller must then throw `target` away, which may hold a part of
     the files.
     """
-    with tempfile.TemporaryFile() as progress:
+    # A file in memory: a container may have no directory for temporary files.
+    with open(os.memfd_create("unpacking"), "w+b") as progress:
         seen = _Progress(progress, archive.name, activity)
         try:
             ended = run_child(
