@@ -40,6 +40,22 @@ def shorten(message: str, longest: int = LONGEST_MESSAGE) -> str:
     return f"{message[: end if end > 0 else longest]}... ({len(message)} characters)"
 
 
+def sendable(text: str) -> str:
+    """Return the text with escapes in place of lone surrogates."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="backslashreplace").decode()
+    return text
+
+
+def sendable_message(text: str) -> str:
+    """Return the message of an error with escapes in place of lone surrogates, shortened if it is very long."""
+    return sendable(shorten(text))
+
+
 def as_record(text: str) -> str:
     """Return the text of a record of a log: its further lines are indented, so that none looks like another record."""
     return text if text.isprintable() else text.translate(_IN_RECORD)
