@@ -13,13 +13,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-import msgspec
-
 from frontend.metrics import Metrics
 from frontend.model_metrics import FIRST_TIMES, GAPS
 from frontend.server_log import LogTail
 from lmi_server.contract.histogram import quantile
 from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.sendable import json_bytes
 from lmi_server.serving.models import Model
 
 _INTERVAL_S = 0.8  # so that a page shows within a second what has happened, with some time for the way
@@ -72,7 +71,7 @@ class ConsoleFeed:
             while not self._closed:
                 tail = self._tail.since(lines)
                 lines = tail[-1][0] if tail else lines
-                yield b"data: " + msgspec.json.encode(self._message(seen, tail)) + b"\n\n"
+                yield b"data: " + json_bytes(self._message(seen, tail)) + b"\n\n"
                 seen = self._number
                 await self._sampled.wait()
         finally:

@@ -64,6 +64,8 @@ class SchedulingHandler(LLMHandler):
         self._loop = StepLoop(build, _GATHER_S)
         await self._loop.start()
         self._adapters = LoadedAdapters(self._loop)
+        if options.enable_lora:
+            await self._adapters.prepare()
         self._grammars = self._grammar_cache(self.most_white_space(options))
         chats = self._loaded.chats
         return ModelInfo(
@@ -89,7 +91,7 @@ class SchedulingHandler(LLMHandler):
         return self._generate_chat(request, chats, begin)
 
     def _generate(self, request: GenerationRequest, begin: Callable[[], None] | None) -> AsyncGenerator[Delta, None]:
-        return self._loop.generate(request.request_id, lambda: self._prepare(request, begin))
+        return self._loop.generate(lambda: self._prepare(request, begin))
 
     async def _generate_chat(
         self, request: GenerationRequest, chats: ModelChats, begin: Callable[[], None] | None
@@ -126,7 +128,7 @@ class SchedulingHandler(LLMHandler):
         )
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
-        return (await self._loaded.prompts.encode(request))[0]
+        return await self._loaded.prompts.count(request, self._loaded.max_model_len)
 
     def tokenizer(self) -> Any:
         return self._loaded.prompts.tokenizer
@@ -142,7 +144,7 @@ class SchedulingHandler(LLMHandler):
         await self._adapters.remove(name)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._loaded.prompts.detokenize(tokens)
+        return await self._loaded.prompts.detokenize(tokens)
 
     def stats(self) -> Mapping[str, float]:
         return self._loaded.stats()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from importlib import import_module
@@ -52,7 +51,6 @@ class VllmHandler(LLMHandler):
 
     def __init__(self) -> None:
         self._loaded: LoadedEngine
-        self._request_numbers = itertools.count()
         self._own_grammars = True
         self._json_style: Mapping[str, bool] = {}
         # vLLM compiles without bounds: some schemas take all memory, or hold up all requests.
@@ -82,9 +80,7 @@ class VllmHandler(LLMHandler):
         with loaded.adapters.using(request.adapter) as adapter:
             rendered = await self._rendered(request)
             builder, parser = loaded.delta_builder(request, rendered), rendered.parser
-            # Clients choose their request ids, so two requests may have the same one. The engine's must be unique.
-            engine_id = f"{next(self._request_numbers)}-{request.request_id}"
-            deltas = loaded.driver.generate(engine_id, rendered.prompt, builder, request.priority, adapter)
+            deltas = loaded.driver.generate(rendered.prompt, builder, request.priority, adapter)
             async with aclosing(deltas):
                 async for delta in deltas:
                     yield delta if parser is None else parser.parse(delta)
@@ -133,11 +129,10 @@ class VllmHandler(LLMHandler):
         before = vocabulary.decode(prompt)
         yield Delta("", prompt_text=before, prompt_token_ids=prompt)
         best, ends = Beam(), frozenset() if sampling.ignore_eos else loaded.ends
-        numbers = itertools.count()
 
         async def likeliest(new: Sequence[int], count: int) -> Sequence[TopToken]:
             one_more = GenerationRequest(
-                request_id=f"{request.request_id}-{next(numbers)}",
+                request_id=request.request_id,
                 prompt=(*prompt, *new),
                 sampling=SamplingParameters(max_new_tokens=1, logprobs=count, ignore_eos=True),
                 add_special_tokens=False,
@@ -162,7 +157,7 @@ class VllmHandler(LLMHandler):
         return list((await self._loaded.prompts.render(request)).prompt["prompt_token_ids"])
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._loaded.prompts.detokenize(list(tokens))
+        return await self._loaded.prompts.detokenize(list(tokens))
 
     def tokenizer(self) -> Any:
         return self._loaded.prompts.tokenizer

@@ -113,7 +113,7 @@ def _structured_outputs(name: str, value: Any) -> StructuredOutputs | None:
     known = {kind: Field(kind, read) for kind, read in (_KINDS | _JSON_STYLE).items()}
     found, unknown = fields.read_fields(fields.mapping(name, value), known, f"{name}.")
     if unknown:
-        raise RequestError(f"{name}.{unknown[0][:60]} is not known; send one of {', '.join(_KINDS)}")
+        raise RequestError(f"{name}.{excerpt(unknown[0])} is not known; send one of {', '.join(_KINDS)}")
     style = {name: found.pop(name) for name in _JSON_STYLE if name in found}
     if found.get("json_object") is False:  # clients that send every field send this one as false
         del found["json_object"]

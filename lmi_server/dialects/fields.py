@@ -18,6 +18,7 @@ import msgspec
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import Feature
 from lmi_server.contract.protocol import Input
+from lmi_server.contract.quoting import NOT_FOR_TERMINALS, excerpt
 
 Reader = Callable[[str, Any], Any]
 """Takes a field's name and its value (never null); returns the value to use or raises RequestError."""
@@ -55,7 +56,7 @@ def show(value: Any) -> str:
         return "an object"
     if isinstance(value, str):
         cut = value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + "..."
-        return msgspec.json.encode(cut).decode()
+        return msgspec.json.encode(cut).decode().translate(NOT_FOR_TERMINALS)
     return msgspec.json.encode(value).decode()[:_SHOWN_CHARACTERS]
 
 
@@ -91,6 +92,11 @@ def json_object(request: Input) -> dict[str, Any]:
 
 def json_value(request: Input) -> Any:
     """Return the body, which must be JSON. Raises RequestError."""
+    return _json(json_body(request))
+
+
+def json_body(request: Input) -> bytes:
+    """Return the bytes of a body that is to be JSON. Raises RequestError if it has another type, or is empty."""
     kind = media_type(request)
     body = request.body().removeprefix(codecs.BOM_UTF8)
     # A default type says nothing about the body, so its first character decides.
@@ -99,7 +105,7 @@ def json_value(request: Input) -> Any:
         raise RequestError(f"Content-Type: {show(kind)} is not supported; send application/json")
     if not body.strip():
         raise RequestError("the body is empty; send a JSON object")
-    return _json(body)
+    return body
 
 
 def _json(body: bytes) -> Any:
@@ -182,7 +188,7 @@ def unknown_warnings(unknown: list[str], known: Mapping[str, Field], prefix: str
 def _unknown_warning(name: str, known: list[str], prefix: str) -> str:
     near = difflib.get_close_matches(name[:_SHOWN_CHARACTERS], known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{prefix}{name[:_SHOWN_CHARACTERS]} is not known and is ignored{hint}"
+    return f"{prefix}{excerpt(name, _SHOWN_CHARACTERS)} is not known and is ignored{hint}"
 
 
 def integer(minimum: int, maximum: int | None = None) -> Reader:
@@ -318,7 +324,7 @@ _TOP_K = integer(-1, 2**31 - 1)
 def logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise not_allowed(name, value, "send an object of token id to bias")
-    return {int(_BIAS_TOKEN(name, token)): _BIAS(f"{name}.{token[:20]}", bias) for token, bias in value.items()}
+    return {int(_BIAS_TOKEN(name, token)): _BIAS(f"{name}.{excerpt(token, 20)}", bias) for token, bias in value.items()}
 
 
 _BIAS_TOKEN = integer(0, 2**31 - 1)
