@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.management import MethodRoute
-from frontend.management_access import RegistrationLimits
 from frontend.parameters import check_name, page, parameters, truth
+from frontend.registration_limits import RegistrationLimits
 from frontend.responses import json_response
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Adapter
@@ -66,10 +66,9 @@ class AdapterManagement:
         given = await parameters(request)
         model, adapters = self._model(request), self._adapters(request)
         name = _required(given, "name")
-        source = _required(given, "src")
         self._check_name(name, model)
         adapters.refuse_known(name)
-        self._check_source(model, source, request)
+        source = await self._checked_source(model, _required(given, "src"), request)
         alias = request.headers.get(ALIAS_HEADER, name)
         wanted = Adapter(
             name=name,
@@ -89,7 +88,7 @@ class AdapterManagement:
         before = self._adapters(request).get(request.path_params["adapter"])
         source = given.get("src", "").strip()
         if source:
-            self._check_source(model, source, request)
+            source = await self._checked_source(model, source, request)
         wanted = msgspec.structs.replace(
             before.adapter,
             preload=truth(given, "preload", before.adapter.preload),
@@ -130,9 +129,10 @@ class AdapterManagement:
         await asyncio.to_thread(self._models.refuse_unsafe_adapter, directory)
         return RegisteredAdapter(adapter=msgspec.structs.replace(wanted, directory=directory), source=source)
 
-    def _check_source(self, model: Model, source: str, request: Request) -> None:
+    async def _checked_source(self, model: Model, source: str, request: Request) -> str:
+        """Return the source to use. Raises PermissionDeniedError."""
         assert model.resolved is not None
-        self._limits.check_adapter(source, model.resolved.model_dir, request.scope)
+        return await asyncio.to_thread(self._limits.check_adapter, source, model.resolved.model_dir, request.scope)
 
     def _check_name(self, name: str, model: Model) -> None:
         check_name("name", name)

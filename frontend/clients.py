@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from lmi_server.artifacts.location import is_hub_id
 from lmi_server.contract.errors import LmiServerError, error_from_kind
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.dialects.framing import encode, encode_line
@@ -17,18 +17,33 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_PROXIED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"})  # what proxies add
-_DIRECTORIES = re.compile(r"(?<![\w./:])/([\w.@+~-]+)/(?:[\w.@+~-]+/)*")
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
+# What proxies, gateways and content delivery networks add. X-Amzn-Trace-Id is left out: clients of AWS send it, too.
+_ADDED = frozenset(
+    {
+        *(b"forwarded", b"x-forwarded", b"forwarded-for", b"x-forwarded-for", b"via", b"cdn-loop"),
+        *(b"x-real-ip", b"true-client-ip", b"x-client-ip", b"client-ip", b"x-cluster-client-ip", b"x-remote-addr"),
+        *(b"x-proxyuser-ip", b"x-varnish", b"x-request-start", b"x-appengine-user-ip"),
+    }
+)
+_ADDED_PREFIXES = (
+    *(b"x-forwarded-", b"x-envoy-", b"x-original-", b"x-goog-", b"x-azure-", b"x-arr-", b"x-istio-", b"x-nginx-"),
+    *(b"cf-", b"cloudfront-", b"fastly-", b"fly-", b"l5d-", b"x-vercel-", b"x-akamai-", b"akamai-"),
+)
+_DIRECTORIES = re.compile(r"(?:(?<![\w./:])|(?<=\bfile:)|(?<=\bfile://))/([\w.@+~-]+)/(?:[\w.@+~-]+/)*")
 
 
 def is_local(scope: Scope) -> bool:
-    """Return whether the client is on this machine, as far as the connection shows: a proxy here may serve others."""
+    """Return whether the client is on this machine, as far as the connection shows.
+
+    A proxy on this machine serves others. It shows only if it adds a header; many add none unless they are told to.
+    """
     client = scope["client"]
-    if any(name in _PROXIED for name, _ in scope["headers"]):
+    if any(name in _ADDED or name.startswith(_ADDED_PREFIXES) for name, _ in scope["headers"]):
         return False
     if client is None:  # so it is on a Unix socket, and also if it is gone already
         return scope["server"] is not None and scope["server"][1] is None
-    return ipaddress.ip_address(client[0]).is_loopback
+    return client[0] in _LOOPBACK
 
 
 def shown_error(error: LmiServerError, scope: Scope) -> LmiServerError:
@@ -72,5 +87,5 @@ def without_directories(text: str) -> str:
 
 
 def shown_path(place: str, name: str, scope: Scope) -> str:
-    """Return `place`, or `name` instead if it is a local path and the client is on another machine."""
-    return name if place.startswith("/") and not is_local(scope) else place
+    """Return `place`; on another machine, the client gets `name` instead unless it is an id of the Hub or on S3."""
+    return place if place.startswith("s3://") or is_hub_id(place) or is_local(scope) else name

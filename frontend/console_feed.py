@@ -13,14 +13,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from importlib.metadata import version
 
-import msgspec
-
 from frontend.console_figures import Row, Window, counts_of, rounded, summed_gauges, sums
 from frontend.console_history import COLUMNS, SPAN_S, History
 from frontend.metrics import Metrics
 from frontend.server_log import LogTail
 from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.sendable import json_bytes
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool_settings import ModelStatus
 
@@ -57,7 +56,7 @@ class ConsoleFeed:
             while not self._closed:
                 tail = self._tail.since(lines)
                 lines = tail[-1][0] if tail else lines
-                yield b"data: " + msgspec.json.encode(self._message(seen, tail)) + b"\n\n"
+                yield b"data: " + json_bytes(self._message(seen, tail)) + b"\n\n"
                 seen = self._number
                 await self._sampled.wait()
         finally:
@@ -73,7 +72,7 @@ class ConsoleFeed:
     def history(self, label: str) -> bytes:
         """Return the last five minutes of a model, or of all under "", in JSON; `time` is that of time.time()."""
         points = self._history.points(label, time.time() - SPAN_S)
-        return msgspec.json.encode({"columns": COLUMNS, "points": points})
+        return json_bytes({"columns": COLUMNS, "points": points})
 
     def close(self) -> None:
         """End the events of every page."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import functools
+import re
 import socket
 import sys
 import termios
@@ -18,16 +20,20 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from frontend.clients import Send
 from frontend.connection_limits import ConnectionLimits
+from frontend.held_bytes import HeldBytes
 from frontend.request_ids import new_request_id
 from frontend.responses import CACHE_HEADERS
 from lmi_server.supervisor.job import ReplySlot
 
 _EXTENSION = "lmi_server.connection"
 _NAMES = "lmi_server.header_names"
+_HELD = "lmi_server.held_bytes"
 _MAX_HEAD = 64 * 1024  # bytes of request line and headers, or of what is around the chunks of a body
+_SMALL_HEAD = 8 * 1024  # bytes that are not counted: nearly all heads are smaller
+_HEAD_COPIES = 2  # the headers of the connection, and the properties that are made of them
 _WRITE_BUFFER = 64 * 1024  # bytes that wait for a client, from which on more is not written
-_SMALL_BODY = 64 * 1024  # bytes that a request may have whatever the others have
 _LINGER_S = 30  # for a client to send the rest of a request that was refused
+_LAST_LINGER_S = 0.2  # the same, when the server ends
 _PROBE_S = 0.1
 # What may be sent to a client before its answer goes on: an interim answer, or a zero in front of the size of a chunk.
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -37,6 +43,10 @@ _TCP_CLOSE = 7  # the state of a connection that the client has reset
 _TOO_LONG = "Request line and headers are longer than 64 KiB."
 _INVALID = "Invalid HTTP message."
 _TOO_MUCH_FRAMING = "Chunk extensions or trailers are longer than 64 KiB."
+# Two proxies, or a proxy and this server, could take different ones for the host (RFC 9112, section 3.2). A request
+# without any is served, as in LMI.
+_WRONG_HOST = "The header Host is sent twice, or is not a host with an optional port."
+_HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%_~-]*\]|[0-9A-Za-z._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
 _OTHER_VERSION = "Only HTTP/1.0 and HTTP/1.1 are spoken here."
 # As uvicorn sets them, and HTTP/1.2 and later are served as HTTP/1.1 (RFC 9110, section 2.5).
 _LENIENCIES = {"lenient_data_after_close": True, "lenient_version": True}
@@ -64,11 +74,13 @@ class RelayProtocol(HttpToolsProtocol):
         self._limits = limits
         self._checks_without_data = 0
         self._checks_in_head = 0  # or without any request
-        self._body_size = 0  # bytes of bodies that `limits` counts
+        self._checks_in_body = self._arrived = 0  # of one request, and the bytes that have come of it
+        self._checks_closing = 0  # since the connection is closed, as far as the client lets it
         self._had_body = False  # in this read
         self._framing_size = 0  # bytes of reads without any of the body, since the last one with some
         self._unread = self._checks_unread = 0  # bytes that the client has not read; checks since it read some
         self._unread_size = 0  # bytes that `limits` counts as unread
+        self._unread_at_pause = 0  # bytes that the client had not read when the pause began
         self._checks_paused = 0  # since the client has left so much unread that nothing more is written
         self._reply: ReplySlot | None = None  # the answer that is watched
         self._checks_lingering: int | None = None  # since an answer was sent before the end of its request
@@ -126,6 +138,9 @@ class RelayProtocol(HttpToolsProtocol):
         """Look once a second whether the client takes too long, or is gone without having said so."""
         self._checks_without_data += 1
         cycle = self.cycle
+        if self.transport.is_closing():
+            self._check_closing()
+            return
         if self.flow.write_paused:
             self._checks_paused += 1
             self._count_unread()
@@ -137,17 +152,37 @@ class RelayProtocol(HttpToolsProtocol):
         elif cycle is None or cycle.response_complete:
             self._check_head(nothing_came=cycle is None and not self._in_head)
         elif cycle.more_body:
-            if self._checks_without_data > self._limits.body_timeout_s and not self.flow.read_paused:
-                self._reject(HTTPStatus.REQUEST_TIMEOUT, "RequestTimeoutException", self._limits.slow_body)
+            self._check_body()
         elif self._is_half_closed:
             self._drop_if_reset()
 
+    def _check_closing(self) -> None:
+        """Drop a client that does not read its last bytes, without which the connection is not closed."""
+        self._checks_closing += 1
+        if self._checks_closing > self._limits.read_timeout_s:
+            self.abort()
+
+    def _check_body(self) -> None:
+        """Refuse a body that pauses, or comes too slowly: a byte now and then is no pause."""
+        if self.flow.read_paused:
+            return
+        self._checks_in_body += 1
+        limits = self._limits
+        if self._checks_without_data > limits.body_timeout_s:
+            self._reject(HTTPStatus.REQUEST_TIMEOUT, "RequestTimeoutException", limits.paused_body)
+        elif self._checks_in_body > limits.body_timeout_s + limits.transfer_s(self._arrived):
+            self._reject(HTTPStatus.REQUEST_TIMEOUT, "RequestTimeoutException", limits.slow_body)
+
     def _check_reader(self) -> None:
-        """Drop a client that has not read a byte of its answer for too long."""
+        """Drop a client that has not read a byte of its answer for too long, or reads too slowly."""
         unread = self.transport.get_write_buffer_size() + _unacknowledged(self.transport.get_extra_info("socket"))
         self._checks_unread = 0 if unread < self._unread else self._checks_unread + 1
         self._unread = unread
-        if self._checks_unread > self._limits.read_timeout_s:
+        if self._checks_paused == 1:
+            self._unread_at_pause = unread
+        limit_s = self._limits.read_timeout_s
+        has_read_s = self._limits.transfer_s(max(0, self._unread_at_pause - unread))
+        if self._checks_unread > limit_s or self._checks_paused > limit_s + has_read_s:
             self._limits.note_unread(unread)
             self.abort()
 
@@ -183,12 +218,12 @@ class RelayProtocol(HttpToolsProtocol):
             slowest.abort()
 
     def _check_head(self, nothing_came: bool) -> None:
-        if not self._in_head and not nothing_came:
-            return  # uvicorn closes a connection that waits for its next request
+        if not self._in_head and self.timeout_keep_alive_task is not None:
+            return  # uvicorn closes a connection that waits for its next request, unless something has come of it
         self._checks_in_head += 1
         if self._checks_in_head <= self._limits.head_timeout_s:
             return
-        if nothing_came:
+        if nothing_came or not self._in_head:
             self.transport.close()
         else:
             self._reject(HTTPStatus.REQUEST_TIMEOUT, "RequestTimeoutException", self._limits.slow_head)
@@ -196,22 +231,14 @@ class RelayProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Count the bytes until the answer is complete: the request may be sent to another worker till then."""
         self._had_body = True
-        if not self.cycle.response_complete:
-            self._body_size += len(body)
-            self._limits.buffered += len(body)
-            if self._body_size > _SMALL_BODY and self._limits.is_full:
-                self._refusal = (HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", self._limits.no_room)
-                raise _RefusedError
+        if not self.cycle.response_complete and not held_by(self.scope).add(len(body)):
+            self._refuse_full()
         super().on_body(body)
 
     def on_response_complete(self) -> None:
-        if not self.pipeline:
-            self._forget_bodies()
+        if self._answering is not None:
+            _release(self._answering)
         super().on_response_complete()
-
-    def _forget_bodies(self) -> None:
-        self._limits.buffered -= self._body_size
-        self._body_size = 0
 
     # --- what arrives ---
 
@@ -222,6 +249,7 @@ class RelayProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._checks_without_data = 0
         self._read_size = len(data)
+        self._arrived += len(data)
         self._head_began = self._had_body = False
         try:
             self.parser.feed_data(data)
@@ -272,13 +300,34 @@ class RelayProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         bound = self._first_read + self._head_read + (0 if self._head_began else self._read_size)
-        if bound > _MAX_HEAD and self._head_size() > _MAX_HEAD:
-            self._refusal = (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
-            raise _RefusedError
+        if bound > _SMALL_HEAD:
+            self._count_head(self._head_size())
         if not self.parser.get_http_version().startswith("1."):
             self._refusal = (HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "BadRequestException", _OTHER_VERSION)
             raise _RefusedError
+        self._check_host()
         super().on_headers_complete()
+
+    def _count_head(self, size: int) -> None:
+        """Count a head that is not small like a body. Raises _RefusedError if it is too long, or there is no room."""
+        if size > _MAX_HEAD:
+            self._refusal = (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
+            raise _RefusedError
+        if size > _SMALL_HEAD and not held_by(self.scope).add(_HEAD_COPIES * size):
+            self._refuse_full()
+
+    def _refuse_full(self) -> None:
+        self._refusal = (HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", self._limits.bodies.full)
+        raise _RefusedError
+
+    def _check_host(self) -> None:
+        known = False
+        for name, value in self.headers:
+            if name == b"host":
+                if known or not _is_host(value):
+                    self._refusal = (HTTPStatus.BAD_REQUEST, "BadRequestException", _WRONG_HOST)
+                    raise _RefusedError
+                known = True
 
     def _head_size(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
@@ -286,14 +335,17 @@ class RelayProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = self._head_began = True
-        self._checks_in_head = self._framing_size = 0
+        self._checks_in_head = self._framing_size = self._checks_in_body = self._arrived = 0
         self._first_read, self._head_read = self._read_size, 0
         self._names = []
-        self.scope["extensions"] = cast("dict[str, dict[object, object]]", {_EXTENSION: self, _NAMES: self._names})
+        extensions = {_EXTENSION: self, _NAMES: self._names, _HELD: HeldBytes(self._limits.bodies)}
+        self.scope["extensions"] = cast("dict[str, dict[object, object]]", extensions)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._forget_bodies()
+        for cycle in (self._answering, self.cycle, *(waiting for waiting, _ in self.pipeline)):
+            if cycle is not None:
+                _release(cycle)
         self._forget_unread()
         _disconnect(self._answering)  # with pipelined requests it is not the last one, which alone uvicorn tells
         on_gone, self._on_gone = self._on_gone, None
@@ -335,6 +387,21 @@ class RelayProtocol(HttpToolsProtocol):
             super().shutdown()
 
     # --- what is answered ---
+
+    @property
+    def waits_for_body(self) -> bool:
+        """Return whether a request has begun whose body has not arrived as a whole."""
+        return self._answering is not None and self._answering.more_body
+
+    def refuse_unanswered(self, message: str) -> None:
+        """Refuse the request whose answer has not begun, if there is one: the server ends."""
+        cycle = self._answering
+        if cycle is None or cycle.response_started or self.transport.is_closing() or self._checks_lingering is not None:
+            return
+        self._rejected = True
+        _disconnect(cycle)
+        self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", message)
+        self.loop.call_later(_LAST_LINGER_S, self.transport.close)
 
     def linger(self) -> None:
         """Have the next answer, which ends the connection, reach the client although it still sends its request."""
@@ -479,6 +546,11 @@ def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
     return unframed
 
 
+@functools.lru_cache(64)
+def _is_host(value: bytes) -> bool:
+    return _HOST.fullmatch(value) is not None
+
+
 def _disconnect(cycle: RequestResponseCycle | None) -> None:
     """Tell the task of a request that nothing can be sent to the client any more."""
     if cycle is not None and not cycle.response_complete:
@@ -508,9 +580,33 @@ def connection_of(scope: Any) -> RelayProtocol:
     return cast(RelayProtocol, scope["extensions"][_EXTENSION])
 
 
-def detached_scope(scope: MutableMapping[str, Any], connection: object) -> MutableMapping[str, Any]:
-    """Return the scope with `connection` in place of that of the client, which need not wait for the answer."""
-    extensions = {_EXTENSION: connection, _NAMES: header_names(scope)}
+def held_by(scope: Any) -> HeldBytes:
+    """Return what a request holds of the memory for bodies."""
+    return cast(HeldBytes, scope["extensions"][_HELD])
+
+
+def keep_held(scope: Any) -> HeldBytes:
+    """Return what a request holds, which the caller releases: it may be served after its connection has ended."""
+    held = held_by(scope)
+    held.is_kept = True
+    return held
+
+
+def _release(cycle: RequestResponseCycle) -> None:
+    """Count the body of a request no more, unless the one that serves it does that."""
+    held = held_by(cycle.scope)
+    if not held.is_kept:
+        held.release()
+
+
+def detached_scope(
+    scope: MutableMapping[str, Any], connection: object, held: HeldBytes | None = None
+) -> MutableMapping[str, Any]:
+    """Return the scope with `connection` in place of that of the client, which need not wait for the answer.
+
+    `held` is what the request holds, if its body is not that of the scope.
+    """
+    extensions = {_EXTENSION: connection, _NAMES: header_names(scope), _HELD: held or held_by(scope)}
     return {**scope, "extensions": extensions}
 
 

@@ -84,11 +84,7 @@ class Response:
         await self._send({"type": "http.response.body", "body": data})
 
     async def _start(self, status: int, headers: list[tuple[str, str]], *more: tuple[bytes, bytes]) -> None:
-        raw = [
-            (name.encode("latin-1"), value.encode("latin-1"))
-            for name, value in headers
-            if name.lower() not in _SET_HERE
-        ]
+        raw = [(_latin(name), _latin(value)) for name, value in headers if name.lower() not in _SET_HERE]
         await self._send(
             {
                 "type": "http.response.start",
@@ -96,6 +92,11 @@ class Response:
                 "headers": [*raw, *more, (b"x-request-id", self.request_id.encode("latin-1")), *self._headers],
             }
         )
+
+
+def _latin(text: str) -> bytes:
+    """Return the bytes of a handler's header, with a question mark for what it cannot hold, as LMI does."""
+    return text.encode("latin-1", "replace")
 
 
 @functools.lru_cache(256)
@@ -109,7 +110,7 @@ def _checked_lines(headers: tuple[tuple[str, str], ...]) -> bytes | None:
     for name, value in headers:
         if name.lower() in _SET_HERE:
             continue
-        raw_name, raw_value = name.encode("latin-1").lower(), value.encode("latin-1")
+        raw_name, raw_value = _latin(name).lower(), _latin(value)
         if name.lower() in _FRAMING or HEADER_RE.search(raw_name) or HEADER_VALUE_RE.search(raw_value):
             return None
         lines += b"%b: %b\r\n" % (raw_name, raw_value)

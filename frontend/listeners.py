@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import ipaddress
 import os
 import socket
 import stat
@@ -16,20 +18,40 @@ BACKLOG = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """The address that a socket listens on: a host in digits with its port, or the path of a Unix socket and None."""
+
+    host: str
+    port: int | None
+
+    def accepts(self, server: tuple[str, int | None] | None) -> bool:
+        """Return whether a connection came in here; `server` is its own address as ASGI has it.
+
+        Two addresses may have one port number. 0.0.0.0 stands for every IPv4 address and :: for every IPv6 address.
+        """
+        if server is None or server[1] != self.port:
+            return False
+        if self.port is None:
+            return server[0] == self.host
+        own, given = _address(self.host), _address(server[0])
+        return own == given or (own.is_unspecified and own.version == given.version)
+
+
+@dataclass(frozen=True, slots=True)
 class Listener:
-    """One socket; `place` is its port or its path, by which a request knows where it came in."""
+    """One socket; by its `place` a request knows where it came in."""
 
     socket: socket.socket
     url: str
-    place: int | str
+    place: Place
     tls: bool = False
 
     def close(self) -> None:
         """Close the socket, and remove the file of a Unix socket, which outlives it."""
         self.socket.close()
-        if isinstance(self.place, str):
+        if self.place.port is None:
             with contextlib.suppress(OSError):
-                os.unlink(self.place)
+                os.unlink(self.place.host)
 
 
 def listen(settings: ServerSettings) -> list[Listener]:
@@ -51,17 +73,25 @@ def _listener(host: str, port: int, tls: bool, mode: str) -> Listener:
     try:
         if host.startswith(UNIX):
             path = host.removeprefix(UNIX)
-            return Listener(_bind_unix(path, int(mode, 8)), host, path)
+            return Listener(_bind_unix(path, int(mode, 8)), host, Place(path, None))
         return _on_port(_bind(host, port), tls)
     except OSError as error:
         place = host if host.startswith(UNIX) else f"{host} port {port}"
         raise ConfigurationError(f"cannot listen on {place}: {error.strerror}") from error
 
 
+@functools.lru_cache(64)
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return an address without its scope; one of IPv4 that is written as one of IPv6 is that of IPv4."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
 def _on_port(bound: socket.socket, tls: bool) -> Listener:
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    return Listener(bound, f"{'https' if tls else 'http'}://{shown}:{port}", port, tls)
+    return Listener(bound, f"{'https' if tls else 'http'}://{shown}:{port}", Place(host, port), tls)
 
 
 def _bind(host: str, port: int) -> socket.socket:

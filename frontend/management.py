@@ -12,13 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.management_access import RegistrationLimits
 from frontend.parameters import check_name, integer, page, parameters, truth
+from frontend.registration_limits import RegistrationLimits
 from frontend.responses import json_response
 from lmi_server.artifacts.location import NO_WORKFLOWS, archive_stem
 from lmi_server.configuration.options import MOST_WORKERS
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
+from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS, masked_url
 from lmi_server.serving.model_store import ModelSource, name_of
 from lmi_server.serving.models import Endpoint, Model
@@ -109,8 +110,7 @@ class Management:
 
     async def register(self, request: Request) -> Response:
         given = await parameters(request)
-        source = model_source(given)
-        self._limits.check_model(source, request.scope)
+        source = await asyncio.to_thread(self._limits.check_model, model_source(given), request.scope)
         if truth(given, "synchronous", True):
             # In a task of its own, so that the registration is completed even if the client goes away meanwhile.
             await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))
@@ -165,7 +165,7 @@ class Management:
         given = request.query_params.get("level", "").strip().lower() or "info"
         level = _LOG_LEVELS.get(given)
         if level is None:
-            raise BadParameterError(f'Parameter level is "{given}"; it takes {", ".join(_LOG_LEVELS)}')
+            raise BadParameterError(f'Parameter level is "{excerpt(given)}"; it takes {", ".join(_LOG_LEVELS)}')
         self._models.set_log_level(level, request.query_params.get("logger", "").strip())
         return json_response({"status": "OK"})
 
@@ -245,7 +245,7 @@ def _device(given: Mapping[str, str]) -> int | None:
         return -1
     if digits.isdecimal() and len(digits) <= _MOST_DIGITS:
         return int(digits)
-    raise BadParameterError(f'Parameter device is "{text[:100]}"; it takes cpu, or a GPU as 0 or gpu0')
+    raise BadParameterError(f'Parameter device is "{excerpt(text)}"; it takes cpu, or a GPU as 0 or gpu0')
 
 
 # --- descriptions ---

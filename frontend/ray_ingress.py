@@ -13,12 +13,14 @@ from frontend.server import run
 from frontend.server_log import LOG_FORMAT, LineFormatter
 from lmi_server.configuration.server_settings import find_config_file, resolve_server
 from lmi_server.machine.environment import process_environment
+from lmi_server.machine.hidden_variables import hide_secrets
 from lmi_server.ray.registry import ClusterRegistry
 
 _log = logging.getLogger(__name__)
 
 
 def main() -> int:
+    hide_secrets()
     host, port, drain_timeout = sys.argv[1:]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(LOG_FORMAT))

@@ -23,7 +23,7 @@ import uvicorn
 import uvloop
 
 from frontend.app import App
-from frontend.connection_limits import ConnectionLimits
+from frontend.connection_limits import ConnectionLimits, map_large_blocks
 from frontend.console import Console
 from frontend.console_feed import ConsoleFeed
 from frontend.embedded_metrics import EmbeddedMetrics
@@ -37,8 +37,10 @@ from frontend.metrics import Metrics
 from frontend.model_watch import ModelWatch
 from frontend.ready_line import ready_line
 from frontend.request_reports import RequestReports
+from frontend.server_end import ForcedEnd, ServerEnd
 from frontend.server_log import BackgroundLog, background_log
 from frontend.tls import Certificate, names_certificate
+from frontend.web_pages import is_loopback
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import ServerSettings, server_home
@@ -47,12 +49,13 @@ from lmi_server.contract.metrics import Metric
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.machine.descriptors import open_standard_files
 from lmi_server.machine.environment import process_environment, without_secrets_of_server
+from lmi_server.machine.hidden_variables import keep_memory_private, parents_with_secrets
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.serving.fetch_model import Inspect
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.models import Model
 from lmi_server.serving.registry import ModelRegistry
-from lmi_server.supervisor.orphans import Orphans
+from lmi_server.supervisor.orphans import Orphans, kill_left
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ _FAILURE_CHECK_S = 0.5
 # The usual thresholds (700, 10, 10) have the garbage collector run 27 times for 1,000 short requests, and find nothing:
 # requests and connections that have ended leave no cycles.
 _COLLECTED_AT = (50_000, 20, 50)
-_CLIENT_GRACE_S = 5.0  # after the drain: for clients to read the last bytes of their answers
+_LOG_CLOSE_S = 0.2  # for the last lines of the log, if the end is forced
 
 
 def run(
@@ -85,6 +88,8 @@ def run(
     logging.getLogger().setLevel(settings.log_level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     open_standard_files()
+    if settings.holds_secrets:
+        keep_memory_private()
     directory = None if settings.log_dir is None else server_home(environment, Path.cwd()) / settings.log_dir
     with background_log(sys.stderr.fileno(), settings.log_format) as log:
         try:
@@ -108,9 +113,12 @@ def _run(
     if certificate is None and names_certificate(settings):
         logger.warning("the certificate has no effect, because no address begins with https:// (tls=true)")
     _allow_many_connections()
+    map_large_blocks()
     try:
         server = _Server(sources, settings, listeners, certificate, environment, inspect, registry, log)
-        return uvloop.run(server.serve())
+        code = uvloop.run(server.serve())
+        server.ended()
+        return code
     finally:
         for listener in listeners:
             listener.close()
@@ -143,6 +151,7 @@ class _Server:
         self._metrics = Metrics(lambda: self._models.models, MetricLog(logs) if logs else None, settings.metric_names)
         self._reports: RequestReports | None = None
         self._orphans = Orphans()
+        self._forced_end = ForcedEnd(settings.drain_timeout, self._before_forced_end)
         self._failed = False  # a model of the start could not be loaded
         artifacts = artifact_settings(settings.download_dir, environment)
         self._models = registry(
@@ -156,6 +165,15 @@ class _Server:
             return await self._serve()
         finally:
             self._write_reports()
+
+    def ended(self) -> None:
+        """Note that the event loop has ended."""
+        self._forced_end.leave()
+
+    def _before_forced_end(self) -> None:
+        """Kill what this process has started, and write the log. It runs in another thread."""
+        kill_left()
+        self._log.close(_LOG_CLOSE_S)
 
     def _write_reports(self) -> None:
         """Write what waits to be logged of requests that have ended, however the server ends."""
@@ -195,22 +213,38 @@ class _Server:
             watches.append(asyncio.create_task(self._certificate.watch()))
         for listener, what in zip(self._listeners, ("", " for management"), strict=False):
             logger.info("listening on %s%s", listener.url, what)
+        self._log_access()
         gc.freeze()  # the modules live as long as the process; the collector need not visit them each time
         gc.set_threshold(*_COLLECTED_AT)
         failed = await self._end_of_service(starting)
+        self._forced_end.begin()
         for watch in watches:
             watch.cancel()
         logger.info("draining: up to %g seconds; a second signal ends at once", self._settings.drain_timeout)
         relay.draining = True
-        http.should_exit = True
-        await models.drain(self._settings.drain_timeout)
-        await app.finish()
-        await serving
-        await relay.reports.close()
-        await models.stop()
+        await ServerEnd(self._settings.drain_timeout, models, app, http).run(serving, relay.reports.close)
         self._orphans.end()
         logger.info("stopped")
-        return 1 if failed else 0
+        self._forced_end.code = 1 if failed else 0
+        return self._forced_end.code
+
+    def _log_access(self) -> None:
+        """Say who may manage models, and warn of what gives that away: a proxy without headers, parents with keys."""
+        guard, listener = self._access.guard, self._listeners[-1]
+        logger.info("models are managed by %s", guard.managers)
+        for parent in parents_with_secrets():
+            logger.warning(
+                "%s has keys of the server among its variables, where models with code of their own can read them; "
+                "give them in a file instead, such as api_keys_file",
+                parent,
+            )
+        if guard.guesses_clients and listener.place.port is not None and not is_loopback(listener.place.host):
+            logger.warning(
+                "other machines reach %s, and no key is set: behind a proxy that adds no header, such as nginx by "
+                "default, every client counts as one on this machine and may manage models; set api_keys and "
+                "management_api_keys, or management_clients=local if there is no such proxy",
+                listener.url,
+            )
 
     async def _say_ready(self, models: Sequence[Model]) -> None:
         """Say that the server is ready, once every model of the start is loaded or cannot be."""
@@ -301,7 +335,6 @@ class _HttpServer(uvicorn.Server):
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=math.ceil(settings.keep_alive_timeout),
-                timeout_graceful_shutdown=math.ceil(settings.drain_timeout + _CLIENT_GRACE_S),
             )
         )
 
@@ -318,11 +351,25 @@ class _HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_S == 0:
-            for connection in list(self.server_state.connections):
-                cast(RelayProtocol, connection).check()
+            for connection in self._connections():
+                connection.check()
             self._limits.check_files()
             self._limits.give_memory_back()
         return await super().on_tick(counter)
+
+    def refuse_unfinished(self, message: str) -> None:
+        """Refuse requests that have not arrived as a whole: they would be refused at their end."""
+        for connection in self._connections():
+            if connection.waits_for_body:
+                connection.refuse_unanswered(message)
+
+    def refuse_unanswered(self, message: str) -> None:
+        """Refuse requests whose answers have not begun."""
+        for connection in self._connections():
+            connection.refuse_unanswered(message)
+
+    def _connections(self) -> list[RelayProtocol]:
+        return cast("list[RelayProtocol]", list(self.server_state.connections))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -14,6 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 from frontend.clients import Scope
 from lmi_server.configuration.server_settings import UNIX, ServerSettings
 from lmi_server.contract.errors import PermissionDeniedError
+from lmi_server.contract.quoting import excerpt
 
 ANY = "*"
 _OTHER_SITES = ("cross-site", "same-site")
@@ -33,7 +34,7 @@ class WebPages:
         """Raise PermissionDeniedError for a page of another site; the arguments are Host, Origin and Sec-Fetch-Site."""
         if not self._is_own_host(host):
             raise PermissionDeniedError(
-                f"Header Host is {host[:100]!r}, which is no name of this server; allowed_hosts names further ones"
+                f"Header Host is {excerpt(host)}, which is no name of this server; allowed_hosts names further ones"
             )
         if origin is not None:
             self._check_origin(host, origin, site)
@@ -50,7 +51,7 @@ class WebPages:
         is_own = site == "same-origin" or _split(origin).netloc.lower() == host.lower() != ""
         if not is_own and self._origin not in (ANY, origin):
             raise PermissionDeniedError(
-                f"Header Origin is {origin[:100]!r}; web pages of other sites may not use this server, "
+                f"Header Origin is {excerpt(origin)}; web pages of other sites may not use this server, "
                 "unless cors_allowed_origin names theirs"
             )
 
@@ -69,7 +70,7 @@ def pages_of_requests(settings: ServerSettings) -> WebPages | None:
 
     Anybody may send requests then, and a gateway may pass on those of pages that it answers for.
     """
-    return WebPages(settings, settings.cors_allowed_origin) if _is_loopback(settings.host) else None
+    return WebPages(settings, settings.cors_allowed_origin) if is_loopback(settings.host) else None
 
 
 def pages_of_management(settings: ServerSettings) -> WebPages:
@@ -78,7 +79,8 @@ def pages_of_management(settings: ServerSettings) -> WebPages:
     return WebPages(settings, None if origin == ANY else origin)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether an address to listen on is reached by TCP from this machine alone; a Unix socket is not."""
     if host.startswith(UNIX):  # no browser speaks to it
         return False
     return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import sys
 import traceback
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from handlers.user_modules import search
 from lmi_server.contract.errors import ModelLoadError, describe
 from lmi_server.machine.source_file import execute
 
@@ -28,7 +28,7 @@ def load_entry_point(entry_point: str | None, model_dir: str) -> ModuleType:
     try:
         if name.endswith(".py"):
             return load_file(Path(model_dir, name))  # an absolute name replaces the model directory
-        return importlib.import_module(name)
+        return search(Path(model_dir)).import_module(name)
     except BaseException as error:  # a module may end with sys.exit(), or raise anything else
         raise ModelLoadError(f"{name} cannot be imported: {format_user_error(error, model_dir)}") from error
 
@@ -42,12 +42,11 @@ def load_file(path: Path) -> ModuleType:
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
             return module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    modules = search(path.parent)
     name = path.stem
     if not name.isidentifier() or name in sys.modules:
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    return execute(path, name)
+    return execute(path, name, modules.builtins)
 
 
 def find_class(module: ModuleType, bases: tuple[type[T], ...]) -> type[T] | None:

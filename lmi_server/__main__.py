@@ -1,5 +1,5 @@
 """`python -m lmi_server` is the command `lmi-server`."""
 
-from lmi_server.commands.cli import app
+from lmi_server.commands.start import main
 
-app()
+main()

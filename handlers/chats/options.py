@@ -12,6 +12,7 @@ from handlers.chats.templates import AUTO, REASONING_PARSERS, TOOL_PARSERS, stor
 from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION, read_chat_template
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented
 from lmi_server.configuration.options import ModelOptions
+from lmi_server.configuration.references import NAMES_NOTHING, NAMES_TEMPLATE
 from lmi_server.contract.errors import ModelLoadError
 
 PARSER_KEY = "option.tool_call_parser"
@@ -33,7 +34,7 @@ _MORE = "option.rolling_batch=vllm has further parsers"
 class ParserOptions(ModelOptions):
     """Keys of serving.properties for tools and reasoning in chats."""
 
-    chat_template: str | None = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
+    chat_template: Annotated[str | None, NAMES_TEMPLATE] = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
     enable_auto_tool_choice: Annotated[bool, Documented("false", "agents send tools and let the model choose")] = Field(
         True, description="Let the model choose tools; if false, only requests that demand a call may send tools."
     )
@@ -42,15 +43,17 @@ class ParserOptions(ModelOptions):
         _one_of((AUTO, *TOOL_PARSERS)),
         Allowed(f"auto, {', '.join(TOOL_PARSERS)}; {_MORE}"),
         TOOL_PARSER_NOTE,
+        NAMES_NOTHING,
     ] = Field(
         AUTO, description="Form in which the model calls tools, by the name of vLLM's parser; auto is by the template."
     )
     enable_reasoning: bool = Field(
         False, description="Answer with the reasoning apart from the content; requires reasoning_parser."
     )
-    reasoning_parser: (
-        Annotated[str, _one_of(REASONING_PARSERS), Allowed(f"{', '.join(REASONING_PARSERS)}; {_MORE}")] | None
-    ) = Field(None, description="Form in which the model writes its reasoning, by the name of vLLM's parser.")
+    reasoning_parser: Annotated[
+        Annotated[str, _one_of(REASONING_PARSERS), Allowed(f"{', '.join(REASONING_PARSERS)}; {_MORE}")] | None,
+        NAMES_NOTHING,
+    ] = Field(None, description="Form in which the model writes its reasoning, by the name of vLLM's parser.")
 
     def reasoning_conflicts(self) -> Iterator[Conflict]:
         """Yield a conflict if reasoning needs a parser and none is named."""

@@ -18,6 +18,7 @@ from lmi_server.configuration.declaration import (
     NoEffect,
 )
 from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt
+from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.machine.threads import THREAD_VARIABLES
 
 # By the quantisation method in config.json: the extra of lmi-server, and the packages in it that are needed.
@@ -74,7 +75,9 @@ class TransformersOptions(ModelOptions):
         " machine, -1 one.",
     )
     device_map: Annotated[
-        DeviceMap | None, Documented("auto", "it is auto if a worker has several GPUs; one GPU gets the whole model")
+        DeviceMap | None,
+        Documented("auto", "it is auto if a worker has several GPUs; one GPU gets the whole model"),
+        NAMES_NOTHING,
     ] = Field(
         None,
         description="Placement of the layers on the GPUs of a worker, which count from 0, as accelerate defines it;"
@@ -102,7 +105,7 @@ class TransformersOptions(ModelOptions):
     disable_flash_attn: Annotated[
         bool, NoEffect("attention runs on torch's kernels, which take flash attention where they can")
     ] = Field(True, description="Do not use the flash attention of transformers.")
-    save_mp_checkpoint_path: str | None = Field(
+    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = Field(
         None, description="Directory to write quantised weights to while the model loads."
     )
     threads: PositiveInt | None = Field(

@@ -23,6 +23,7 @@ from lmi_server.configuration.options import (
     lower,
     without_effect,
 )
+from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.configuration.tasks import TEXT_GENERATION, Workload, canonical_task
 from lmi_server.machine.threads import THREAD_VARIABLES
 
@@ -85,6 +86,7 @@ class DeepSpeedOptions(RollingBatchOptions):
         AfterValidator(lambda task: task if task is None else _known_task(task)),
         Allowed(", ".join(TASKS)),
         Documented(TEXT_GENERATION, "the architecture in config.json determines the task"),
+        NAMES_NOTHING,
     ] = Field(
         None, description="Task of the model by its Hugging Face name; without it the model's files determine the task."
     )
@@ -114,22 +116,25 @@ class DeepSpeedOptions(RollingBatchOptions):
     training_mp_size: PositiveInt = Field(
         1, description="Tensor parallel degree that the model was trained with, for DeepSpeed's kernels."
     )
-    checkpoint: str | None = Field(
+    checkpoint: Annotated[str | None, NAMES_PATH] = Field(
         None,
         description="Manifest, in the model directory, of weights that `lmi-server partition` has split or quantised;"
         " for the rolling batch. Without option.dtype their data type counts.",
     )
     enable_cuda_graph: bool | None = Field(False, description=RECORDING)  # LMI documents this default
-    save_mp_checkpoint_path: str | None = Field(
+    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = Field(
         None, description="Directory to which each rank writes its weights while the model loads."
     )
-    deepspeed_config_path: str | None = Field(
+    deepspeed_config_path: Annotated[str | None, NAMES_PATH] = Field(
         None,
         description="JSON file with DeepSpeed's configuration, relative to the model directory. It replaces the whole"
         " configuration that these keys make.",
     )
     device: Annotated[
-        int, Field(ge=0), Allowed("an integer of 0 or more"), NoEffect("each process uses the GPU of its rank")
+        int,
+        Field(ge=0),
+        Allowed("an integer of 0 or more"),
+        NoEffect("each process uses the GPU of its rank"),
     ] = Field(0, description="GPU of the process.")
     threads: PositiveInt | None = Field(
         None,

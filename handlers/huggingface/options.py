@@ -19,6 +19,7 @@ from lmi_server.configuration.options import (
     PositiveInt,
     Texts,
 )
+from lmi_server.configuration.references import NAMES_NOTHING
 from lmi_server.configuration.tasks import TEXT_GENERATION, Workload
 
 _NO_PADDING = "sequences are batched without padding"
@@ -49,7 +50,7 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
         Deprecated("use option.tensor_parallel_degree"),
         Unavailable(lambda name: name is not None, "remove the key"),
     ] = Field(None, description="Sharding of a rolling batch over GPUs.")
-    stop_sequence: Texts = Field((), description=STOP_SEQUENCE_DESCRIPTION)
+    stop_sequence: Annotated[Texts, NAMES_NOTHING] = Field((), description=STOP_SEQUENCE_DESCRIPTION)
     max_model_len: PositiveInt | None = Field(
         None, description="Maximum tokens of prompt and output together; if not set, what config.json allows."
     )

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from lmi_server.configuration.declaration import Key
 from lmi_server.configuration.options import ModelOptions, NonNegativeInt
+from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 
 
 class JavaEngineOptions(ModelOptions):
@@ -19,7 +20,9 @@ class JavaEngineOptions(ModelOptions):
     map_location: Annotated[bool, Key("mapLocation")] = Field(
         False, description="Load weights directly onto the device."
     )
-    extra_files: Annotated[str | None, Key("extraFiles")] = Field(None, description="Further files of the model.")
+    extra_files: Annotated[str | None, Key("extraFiles"), NAMES_PATH] = Field(
+        None, description="Further files of the model."
+    )
     inter_op_threads: Annotated[NonNegativeInt, Key("interOpNumThreads")] = Field(
         0, description="Threads that run operations concurrently; 0 lets the engine choose."
     )
@@ -41,7 +44,9 @@ class JavaEngineOptions(ModelOptions):
     disable_per_session_threads: Annotated[bool, Key("disablePerSessionThreads")] = Field(
         False, description="Share threads between models."
     )
-    custom_op_library: Annotated[str | None, Key("customOpLibrary")] = Field(
+    custom_op_library: Annotated[str | None, Key("customOpLibrary"), NAMES_PATH] = Field(
         None, description="Library of custom operations."
     )
-    ort_device: Annotated[str | None, Key("ortDevice")] = Field(None, description="Execution provider of ONNX Runtime.")
+    ort_device: Annotated[str | None, Key("ortDevice"), NAMES_NOTHING] = Field(
+        None, description="Execution provider of ONNX Runtime."
+    )

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
 from lmi_server.configuration.options import LONG_DTYPES, ModelOptions, ParallelDegree, PositiveInt, lower, short_dtype
+from lmi_server.configuration.references import NAMES_DRAFT, NAMES_MODEL, NAMES_NOTHING, NAMES_PATH
 from lmi_server.configuration.tasks import Workload
 
 AMP: Mapping[str, str] = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
@@ -120,11 +121,12 @@ class NeuronxOptions(ModelOptions):
     task: Annotated[
         str | None,
         Unavailable(lambda task: task not in (None, "text-generation", "auto"), "use text-generation"),
+        NAMES_NOTHING,
     ] = Field(None, description="Task of the model by its Hugging Face name; only text generation is served.")
     n_positions: PositiveInt = Field(128, description="Maximum number of tokens of prompt and output together.")
     load_in_8bit: bool = Field(False, description="Quantise the weights to 8 bits.")
-    unroll: Annotated[str | None, Field(pattern=r"^[1-9]\d*$"), Allowed("an integer of 1 or more")] = Field(
-        None, description="Number of layers per compiled graph; without it the compiler chooses."
+    unroll: Annotated[str | None, Field(pattern=r"^[1-9]\d*$"), Allowed("an integer of 1 or more"), NAMES_NOTHING] = (
+        Field(None, description="Number of layers per compiled graph; without it the compiler chooses.")
     )
     neuron_optimize_level: Annotated[
         Literal["1", "2", "3"] | None, Documented("2", "none; the compiler then uses 2")
@@ -141,7 +143,7 @@ class NeuronxOptions(ModelOptions):
         False, description="The checkpoint has been split for Neuron (a directory pytorch_model.bin)."
     )
     compiled_graph_path: Annotated[
-        str | None, AfterValidator(_graph_path), Allowed("s3://bucket/prefix, or a directory that exists")
+        str | None, AfterValidator(_graph_path), Allowed("s3://bucket/prefix, or a directory that exists"), NAMES_MODEL
     ] = Field(
         None,
         description="Directory of compiled graphs (*.neff), or directory or s3:// address of the Neuron compiler's"
@@ -157,7 +159,7 @@ class NeuronxOptions(ModelOptions):
     quantize: Literal["static_int8"] | None = Field(
         None, description="Quantisation of the weights; same as load_in_8bit."
     )
-    save_mp_checkpoint_path: str | None = Field(
+    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = Field(
         None, description="Directory to which the model is written, split by core."
     )
     model_loader: Literal["tnx", "optimum"] | None = Field(None, description="Library that loads the model.")
@@ -172,12 +174,12 @@ class NeuronxOptions(ModelOptions):
     partition_schema: Literal["legacy", "optimum", "safetensors", "compile_only"] | None = Field(
         None, description="Format in which a compiled model is saved."
     )
-    draft_model_compiled_path: Annotated[str | None, Unavailable(lambda path: path is not None, _NO_DRAFT)] = Field(
-        None, description="Compiled graph of the draft model."
-    )
-    speculative_draft_model: Annotated[str | None, Unavailable(lambda name: name is not None, _NO_DRAFT)] = Field(
-        None, description="Model that drafts tokens for speculative decoding."
-    )
+    draft_model_compiled_path: Annotated[
+        str | None, Unavailable(lambda path: path is not None, _NO_DRAFT), NAMES_MODEL
+    ] = Field(None, description="Compiled graph of the draft model.")
+    speculative_draft_model: Annotated[
+        str | None, Unavailable(lambda name: name is not None, _NO_DRAFT), NAMES_DRAFT
+    ] = Field(None, description="Model that drafts tokens for speculative decoding.")
     speculative_length: Annotated[PositiveInt, _NO_DRAFTING] = Field(
         5, description="Number of tokens that the draft model proposes."
     )
@@ -200,8 +202,8 @@ class NeuronxOptions(ModelOptions):
     sequence_parallel_norm_threshold: PositiveInt | None = Field(
         None, description="Number of tokens from which norms use sequence parallelism."
     )
-    on_device_generation: Annotated[str | None, Unavailable(lambda path: path is not None, _ON_HOST)] = Field(
-        None, description="File with the sampling parameters of all requests, to sample on the device."
+    on_device_generation: Annotated[str | None, Unavailable(lambda path: path is not None, _ON_HOST), NAMES_PATH] = (
+        Field(None, description="File with the sampling parameters of all requests, to sample on the device.")
     )
     shard_over_sequence: bool = Field(False, description="Split the KV cache along the sequence.")
     compilation_worker_count: PositiveInt | None = Field(None, description="Number of processes that compile.")
@@ -223,8 +225,8 @@ class NeuronxOptions(ModelOptions):
     num_images_per_prompt: Annotated[PositiveInt, NoEffect("it is for images")] = Field(
         1, description="Number of images for each prompt."
     )
-    use_auth_token: Annotated[str | None, NoEffect("the server downloads models, with HF_TOKEN")] = Field(
-        None, description="Token for gated models of Hugging Face."
+    use_auth_token: Annotated[str | None, NoEffect("the server downloads models, with HF_TOKEN"), NAMES_NOTHING] = (
+        Field(None, description="Token for gated models of Hugging Face.")
     )
 
     @property

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from lmi_server.configuration.declaration import Allowed, Key
 from lmi_server.configuration.options import ModelOptions, lower
+from lmi_server.configuration.references import FOR_OPERATOR, NAMES_NOTHING
 
 
 class OwnCodeOptions(ModelOptions):
@@ -16,10 +17,10 @@ class OwnCodeOptions(ModelOptions):
 
     degree_counts_gpus = True
 
-    task: str | None = Field(None, description="For the code to read.")
+    task: Annotated[str | None, NAMES_NOTHING] = Field(None, description="For the code to read.")
     # dtype and rolling_batch allow more than in the base class: the user's code gives the values their meaning, and
     # nothing reads them through the base class.
-    dtype: Annotated[str, Key(also=("option.data_type",))] = Field(  # type: ignore[assignment]
+    dtype: Annotated[str, Key(also=("option.data_type",)), NAMES_NOTHING] = Field(  # type: ignore[assignment]
         "auto", description="For the code to read."
     )
     tensor_parallel_degree: Annotated[
@@ -27,8 +28,10 @@ class OwnCodeOptions(ModelOptions):
         BeforeValidator(lambda value: int(value) if value == "-1" else lower(value)),
         Allowed("an integer of 1 or more, or max"),
     ] = Field(1, description="GPUs that each worker sees.")
-    handler: str = Field("handle", description="Function of the entry point that takes the requests.")
-    rolling_batch: Annotated[str, BeforeValidator(lower)] = Field(  # type: ignore[assignment]
+    handler: Annotated[str, NAMES_NOTHING] = Field(
+        "handle", description="Function of the entry point that takes the requests."
+    )
+    rolling_batch: Annotated[str, BeforeValidator(lower), NAMES_NOTHING] = Field(  # type: ignore[assignment]
         "disable", description="Anything but disable: the function is called once per step with all running requests."
     )
     max_rolling_batch_size: Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")] = Field(
@@ -37,11 +40,11 @@ class OwnCodeOptions(ModelOptions):
     async_mode: bool = Field(
         False, description="Call the function for each request as it arrives, as an async function is in any case."
     )
-    allow_private_media: bool = Field(
+    allow_private_media: Annotated[bool, FOR_OPERATOR] = Field(
         False, description="Let `fetch_image` of djl_python fetch from private addresses too, as LMI does."
     )
-    output_formatter: str | None = Field(None, description="For the code to read.")
-    input_formatter: str | None = Field(None, description="For the code to read.")
+    output_formatter: Annotated[str | None, NAMES_NOTHING] = Field(None, description="For the code to read.")
+    input_formatter: Annotated[str | None, NAMES_NOTHING] = Field(None, description="For the code to read.")
 
     @property
     def given(self) -> Mapping[str, str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Adapter
+from lmi_server.contract.quoting import excerpt
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine
@@ -22,6 +23,10 @@ class LoadedAdapters:
         self.registered: dict[str, Adapter] = {}
         self._weights: dict[str, LoraWeights] = {}
         self._loading = asyncio.Lock()
+
+    async def prepare(self) -> None:
+        """Import what reads adapters, which takes seconds: no request waits for it later."""
+        await asyncio.to_thread(_import_reader)
 
     async def add(self, adapter: Adapter) -> None:
         """Register an adapter; it replaces one of the same name. Raises RequestError if the model cannot use it."""
@@ -58,12 +63,16 @@ class LoadedAdapters:
     async def _load(self, name: str) -> LoraWeights:
         adapter = self.registered.get(name)
         if adapter is None:
-            raise RequestError(f"The adapter {name} has not been registered")
+            raise RequestError(f"The adapter {excerpt(name)} has not been registered")
         pairs = await asyncio.to_thread(_read, adapter.directory)
         weights = await self._loop.call(lambda: self._loop.engine.load_adapter(pairs))
         if self.registered.get(name) is adapter:  # else it was removed or replaced meanwhile: for this request only
             self._weights[name] = weights
         return weights
+
+
+def _import_reader() -> None:
+    from handlers.rolling_batch import lora_checkpoint  # noqa: F401
 
 
 def _read(directory: str) -> dict[str, LoraPair]:

@@ -343,7 +343,7 @@ def _speculate(
 
 def step_seconds(runner: ModelRunner) -> tuple[float, float]:
     """Measure a decoding step with one row in seconds, and how much longer each further row takes, as a share."""
-    sequence = Sequence("measure", [0, 0], 1, _MEASURED_ROWS + 1, slot=0, computed=1)
+    sequence = Sequence(0, [0, 0], 1, _MEASURED_ROWS + 1, slot=0, computed=1)
 
     clock = _clock(runner)
 

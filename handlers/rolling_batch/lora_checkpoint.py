@@ -17,6 +17,8 @@ from handlers.checkpoints.adapter_layers import DOWN, PREFIX, UP, adapted_layers
 from handlers.rolling_batch.lora import LoraPair
 from lmi_server.contract.errors import RequestError
 
+# peft saves these beside the adapter of such a layer by default, as the model itself has them.
+_OF_THE_MODEL = (".lm_head.base_layer.weight", ".embed_tokens.base_layer.weight")
 _WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # Fields of a LoraConfig that say how the adapter was trained, where its weights belong (their names say it, too), or
 # how they are scaled. Every other field must have its default, because it changes what the model computes.
@@ -105,10 +107,11 @@ def _read_weights(directory: Path) -> Mapping[str, torch.Tensor]:
     if not any((directory / name).is_file() for name in _WEIGHT_FILES):
         raise RequestError(f"{directory} holds none of {', '.join(_WEIGHT_FILES)}")
     try:
-        return load_peft_weights(str(directory), device="cpu")
+        weights = load_peft_weights(str(directory), device="cpu")
     # The border to files that anybody may have written: safetensors and torch raise many kinds of errors.
     except Exception as error:
         raise RequestError(f"the weights in {directory} cannot be read: {type(error).__name__}: {error}") from error
+    return {name: tensor for name, tensor in weights.items() if not name.endswith(_OF_THE_MODEL)}
 
 
 def _pair(layer: str, weights: Mapping[str, torch.Tensor], config: LoraConfig) -> LoraPair:

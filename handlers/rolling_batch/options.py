@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from handlers.chats.options import ParserOptions
+from handlers.structured_output.options import WhiteSpaceLimit
 from lmi_server.configuration.declaration import Allowed
 from lmi_server.configuration.options import Fraction, PositiveFloat, PositiveInt, lower
+from lmi_server.configuration.references import NAMES_DRAFT
 
 SchedulePolicy = Annotated[Literal["lpm", "fcfs"], BeforeValidator(lower)]
 ChunkSize = Annotated[
@@ -27,6 +29,7 @@ RECORDING = (
 class RollingBatchOptions(ParserOptions):
     """Keys of serving.properties for a model under the rolling batch."""
 
+    max_json_whitespace: WhiteSpaceLimit = None
     schedule_policy: SchedulePolicy = Field(
         "lpm",
         description="Which waiting request comes first: the one with the longest prefix in the KV cache (lpm), or the"
@@ -59,7 +62,7 @@ class RollingBatchOptions(ParserOptions):
     kv_cache_memory_gb: PositiveFloat | None = Field(
         None, description="Maximum memory of the KV cache in GiB; it overrides option.mem_fraction_static."
     )
-    speculative_draft_model: str | None = Field(
+    speculative_draft_model: Annotated[str | None, NAMES_DRAFT] = Field(
         None,
         description="What drafts tokens for speculative decoding, where that pays: [ngram] proposes what followed the"
         " same words earlier in prompt and output; else a smaller model with the same tokenizer, as a directory or an"

@@ -17,6 +17,7 @@ from lmi_server.configuration.options import (
     lower,
     without_effect,
 )
+from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.threads import THREAD_VARIABLES
 
@@ -80,12 +81,12 @@ class StableDiffusionOptions(ModelOptions):
     enable_cuda_graph: Annotated[
         bool, Unavailable.values(True, instead="leave it out: diffusers captures no CUDA graphs")
     ] = Field(False, description="Capture the forward pass as a CUDA graph.")
-    save_mp_checkpoint_path: str | None = Field(
+    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = Field(
         None, description="Directory to write the pipeline to, quantised as it is served, while it loads."
     )
-    use_auth_token: Annotated[str | None, NoEffect("the server fetches the model, with the token in HF_TOKEN")] = Field(
-        None, description="Token for the Hugging Face Hub."
-    )
+    use_auth_token: Annotated[
+        str | None, NoEffect("the server fetches the model, with the token in HF_TOKEN"), NAMES_NOTHING
+    ] = Field(None, description="Token for the Hugging Face Hub.")
     low_cpu_mem_usage: Annotated[bool, NoEffect("diffusers always loads this way")] = Field(
         False, description="Load weights one by one instead of twice the model's memory."
     )

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from lmi_server.configuration.declaration import NoEffect
 from lmi_server.configuration.options import ModelOptions, Names
+from lmi_server.configuration.references import FOR_OPERATOR
 
 
 class TreeModelOptions(ModelOptions):
@@ -31,7 +32,7 @@ class SklearnOptions(TreeModelOptions):
     model_format: Literal["skops", "joblib", "pickle", "cloudpickle"] | None = Field(
         None, description="Format of the model's file; if not set, the ending of the file's name decides."
     )
-    skops_trusted_types: Names = Field(
+    skops_trusted_types: Annotated[Names, FOR_OPERATOR] = Field(
         (), description="Types that a skops file may contain beside those that skops itself trusts."
     )
 

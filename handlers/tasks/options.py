@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from handlers.checkpoints.options import TransformersOptions
 from lmi_server.configuration.declaration import Allowed, Conflict, Unavailable
 from lmi_server.configuration.options import PositiveInt, RollingBatch, lower, without_effect
+from lmi_server.configuration.references import NAMES_NOTHING
 from lmi_server.configuration.tasks import canonical_task
 
 TASKS = (
@@ -55,7 +56,9 @@ Pooling = Literal["auto", "cls", "mean", "max", "mean_sqrt_len_tokens", "weighte
 class PipelineOptions(TransformersOptions):
     """Keys of serving.properties for a model whose requests are whole tasks: classified, embedded, answered."""
 
-    task: Task | None = Field(None, description="Task of the model; inferred from its architecture if not set.")
+    task: Annotated[Task | None, NAMES_NOTHING] = Field(
+        None, description="Task of the model; inferred from its architecture if not set."
+    )
     rolling_batch: Annotated[
         RollingBatch,
         Unavailable(

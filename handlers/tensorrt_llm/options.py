@@ -23,6 +23,7 @@ from lmi_server.configuration.options import (
     without_effect,
 )
 from lmi_server.configuration.options import ModelOptions as _ModelOptions
+from lmi_server.configuration.references import NAMES_MODEL, NAMES_NOTHING, NAMES_PATH, NUMBERS_ONLY
 
 ENGINE_REPOSITORY = "tensorrtllm_model_repo"
 """The directory beside serving.properties that holds built engines, by LMI's name."""
@@ -214,7 +215,9 @@ class TensorRtLlmOptions(_ModelOptions):
     logits_dtype: Annotated[
         Literal["fp32", "fp16"], Unavailable.values("fp16", instead="use fp32, which the LLM API always has")
     ] = Field("fp32", description="Data type of logits.")
-    trtllm_checkpoint_path: str | None = Field(None, description="Checkpoint that has been converted for TensorRT-LLM.")
+    trtllm_checkpoint_path: Annotated[str | None, NAMES_MODEL] = Field(
+        None, description="Checkpoint that has been converted for TensorRT-LLM."
+    )
     num_checkpoint_workers: Annotated[PositiveInt | None, _ALL_AT_ONCE] = Field(
         None, description="Processes that convert the checkpoint."
     )
@@ -223,10 +226,12 @@ class TensorRtLlmOptions(_ModelOptions):
     )
     load_by_shard: Annotated[bool, _ALL_AT_ONCE] = Field(False, description="Convert the checkpoint file by file.")
     use_fp8_context_fmha: bool = Field(False, description="Compute attention in fp8 during prefill.")
-    tokenizer: str | None = Field(None, description="Tokenizer to use instead of the model's.")
+    tokenizer: Annotated[str | None, NAMES_MODEL] = Field(None, description="Tokenizer to use instead of the model's.")
     tokenizer_mode: Literal["auto", "slow"] = Field("auto", description="Kind of tokenizer.")
     skip_tokenizer_init: bool = Field(False, description="Accept and return token ids only.")
-    tokenizer_revision: str | None = Field(None, description="Branch, tag or commit of the tokenizer.")
+    tokenizer_revision: Annotated[str | None, NAMES_NOTHING] = Field(
+        None, description="Branch, tag or commit of the tokenizer."
+    )
     context_parallel_size: PositiveInt = Field(1, description="GPUs that one context is split over.")
     moe_tensor_parallel_size: PositiveInt | None = Field(None, description="GPUs that each expert is split over.")
     moe_expert_parallel_size: PositiveInt | None = Field(
@@ -266,7 +271,9 @@ class TensorRtLlmOptions(_ModelOptions):
     gather_generation_logits: bool = Field(
         False, description="Keep the logits of generated tokens; alternatives need it with backend=tensorrt."
     )
-    extended_runtime_perf_knob_config: JsonObject | None = Field(None, description="Further settings of the runtime.")
+    extended_runtime_perf_knob_config: Annotated[JsonObject | None, NUMBERS_ONLY] = Field(
+        None, description="Further settings of the runtime."
+    )
     max_batch_size: PositiveInt | None = Field(
         None, description="Maximum number of requests; compiled into the engine."
     )
@@ -277,15 +284,15 @@ class TensorRtLlmOptions(_ModelOptions):
     max_loras: PositiveInt | None = Field(None, description="Maximum number of LoRA adapters in GPU memory.")
     max_cpu_loras: PositiveInt | None = Field(None, description="Maximum number of LoRA adapters in main memory.")
     max_lora_rank: PositiveInt = Field(64, description="Maximum rank of a LoRA adapter.")
-    lora_target_modules: Names = Field(
+    lora_target_modules: Annotated[Names, NAMES_NOTHING] = Field(
         (),
         description="Layers that LoRA adapters change, by TensorRT-LLM's names such as attn_q; if not set, those of"
         " attention and MLP.",
     )
     max_tokens: PositiveInt | None = Field(None, description="Maximum number of tokens in the KV cache.")
-    max_attention_window: (
-        Annotated[str, AfterValidator(_window_sizes), Allowed("integers separated by commas")] | None
-    ) = Field(None, description="Maximum number of tokens that each layer attends to.")
+    max_attention_window: Annotated[
+        Annotated[str, AfterValidator(_window_sizes), Allowed("integers separated by commas")] | None, NAMES_NOTHING
+    ] = Field(None, description="Maximum number of tokens that each layer attends to.")
     sink_token_length: PositiveInt | None = Field(
         None, description="Number of first tokens that always stay in the KV cache."
     )
@@ -297,30 +304,38 @@ class TensorRtLlmOptions(_ModelOptions):
     )
     event_buffer_max_size: NonNegativeInt = Field(0, description="Maximum number of KV-cache events that are kept.")
     enable_overlap_scheduler: bool = Field(False, description="Schedule a step while the previous one runs.")
-    kv_cache_dtype: str | None = Field(None, description="Data type of the KV cache, for example fp8.")
-    attn_backend: str = Field("TRTLLM", description="Implementation of attention.")
+    kv_cache_dtype: Annotated[str | None, NAMES_NOTHING] = Field(
+        None, description="Data type of the KV cache, for example fp8."
+    )
+    attn_backend: Annotated[str, NAMES_NOTHING] = Field("TRTLLM", description="Implementation of attention.")
     use_cuda_graph: bool = Field(False, description="Capture decoding as a CUDA graph.")
-    moe_backend: str = Field("CUTLASS", description="Implementation of mixtures of experts.")
-    save_mp_checkpoint_path: str | None = Field(None, description="Where to write the compiled engine.")
-    quant_algo: str | None = Field(None, description="Quantisation of the weights, by its name in TensorRT-LLM.")
-    kv_cache_quant_algo: str | None = Field(
+    moe_backend: Annotated[str, NAMES_NOTHING] = Field("CUTLASS", description="Implementation of mixtures of experts.")
+    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = Field(
+        None, description="Where to write the compiled engine."
+    )
+    quant_algo: Annotated[str | None, NAMES_NOTHING] = Field(
+        None, description="Quantisation of the weights, by its name in TensorRT-LLM."
+    )
+    kv_cache_quant_algo: Annotated[str | None, NAMES_NOTHING] = Field(
         None, description="Quantisation of the KV cache, by its name in TensorRT-LLM."
     )
     group_size: PositiveInt | None = Field(None, description="Group size of the quantisation.")
     smoothquant_val: Fraction | None = Field(
         None, description="Same as smoothquant_alpha, by its name in TensorRT-LLM."
     )
-    clamp_val: Annotated[str, AfterValidator(_bounds), Allowed("two numbers separated by a comma")] | None = Field(
-        None, description="Bounds to which activations are clamped."
-    )
+    clamp_val: Annotated[
+        Annotated[str, AfterValidator(_bounds), Allowed("two numbers separated by a comma")] | None, NAMES_NOTHING
+    ] = Field(None, description="Bounds to which activations are clamped.")
     use_meta_recipe: bool = Field(False, description="Quantise to fp8 by Meta's recipe for Llama.")
     has_zero_point: bool = Field(False, description="Quantised weights have zero points.")
     pre_quant_scales: bool = Field(
         False, description="Quantised weights have scales that were applied before quantisation."
     )
-    exclude_modules: str | None = Field(None, description="Modules that stay unquantised, separated by commas.")
-    device: str = Field("cuda", description="Device of the calibration.")
-    calib_dataset: str = Field("cnn_dailymail", description="Data set of the calibration.")
+    exclude_modules: Annotated[str | None, NAMES_NOTHING] = Field(
+        None, description="Modules that stay unquantised, separated by commas."
+    )
+    device: Annotated[str, NAMES_NOTHING] = Field("cuda", description="Device of the calibration.")
+    calib_dataset: Annotated[str, NAMES_MODEL] = Field("cnn_dailymail", description="Data set of the calibration.")
     calib_batches: PositiveInt = Field(512, description="Number of batches of the calibration.")
     calib_max_seq_length: PositiveInt = Field(512, description="Maximum number of tokens of a calibration sample.")
     random_seed: NonNegativeInt = Field(1234, description="Seed of the calibration.")

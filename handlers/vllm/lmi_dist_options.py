@@ -19,6 +19,7 @@ from lmi_server.configuration.declaration import (
     NoEffect,
 )
 from lmi_server.configuration.options import DTYPE_NOTE, MPI_MODE_DESCRIPTION, Dtype, JsonObject, PositiveInt, lower
+from lmi_server.configuration.references import NAMES_NOTHING
 from lmi_server.machine.inventory import Machine
 
 _VLLM_NAMES = {"bitsandbytes8": "bitsandbytes"}  # LMI-Dist's name -> vLLM's name, if they differ
@@ -61,7 +62,7 @@ class LmiDistOptions(InWorkerOptions):
     ] = Field(None, description="Prompt tokens that one step computes at most.")
     enable_prefix_caching: bool = Field(False, description="Reuse the KV cache of prompt prefixes that requests share.")
     limit_mm_per_prompt: Annotated[
-        JsonObject | None, BeforeValidator(_as_json), Allowed("image=2,video=1 or a JSON object")
+        JsonObject | None, BeforeValidator(_as_json), Allowed("image=2,video=1 or a JSON object"), NAMES_NOTHING
     ] = Field(None, description="Images, videos and such per prompt, by kind.")
     draft_model_tp_size: PositiveInt = Field(1, description="GPUs that the draft model is split over.")
     speculative_telemetry: Annotated[bool, NoEffect("vLLM reports it in /metrics")] = Field(

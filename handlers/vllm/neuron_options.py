@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from handlers.vllm.options import VllmEngineOptions
 from lmi_server.configuration.declaration import Allowed, Key
 from lmi_server.configuration.options import JsonObject, ParallelDegree, PositiveInt, lower
+from lmi_server.configuration.references import NUMBERS_ONLY
 from lmi_server.machine.inventory import Machine
 
 _Lengths = Annotated[
@@ -35,7 +36,7 @@ class NeuronVllmOptions(VllmEngineOptions):
     )
     fuse_qkv: bool = Field(False, description="Compute queries, keys and values in one operation (fused_qkv).")
     sequence_parallel: bool = Field(False, description="Use sequence parallelism (sequence_parallel_enabled).")
-    override_neuron_config: JsonObject | None = Field(
+    override_neuron_config: Annotated[JsonObject | None, NUMBERS_ONLY] = Field(
         None, description="Values of neuronx-distributed-inference's NeuronConfig by its own names."
     )
 

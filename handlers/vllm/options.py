@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from handlers.chats.options import TOOL_PARSER_NOTE, tool_parser_note
 from handlers.chats.templates import AUTO
 from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
+from handlers.structured_output.options import WhiteSpaceLimit
 from handlers.vllm import engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect
 from lmi_server.configuration.options import (
@@ -34,10 +35,20 @@ from lmi_server.configuration.options import (
     lower,
     without_effect,
 )
+from lmi_server.configuration.references import (
+    FOR_OPERATOR,
+    NAMES_CONNECTOR,
+    NAMES_DRAFT,
+    NAMES_DRAFTING,
+    NAMES_NOTHING,
+    NAMES_PATH,
+    NAMES_TEMPLATE,
+)
 from lmi_server.configuration.tasks import POOLING, Workload
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.threads import THREAD_VARIABLES
 
+_GENERATING = ("auto", "generate", "text-generation", "text2text-generation", "conversational", "image-text-to-text")
 _PARTITION = NoEffect("only LMI's offline command `partition` reads it")
 _NUMA_NODES = Path("/sys/devices/system/node")
 ANY_MEDIA, PUBLIC_MEDIA = "lmi_any", "lmi_public"  # vLLM's names of those who fetch media, see media.py
@@ -59,7 +70,9 @@ class VllmEngineOptions(ModelOptions):
         description="Maximum number of requests that the engine decodes together. If nothing sets it, 256 counts: as "
         "in LMI, because vLLM's paged KV cache takes as many as fit.",
     )
-    load_format: str = Field("auto", description="Format of the checkpoint; auto prefers safetensors to bin files.")
+    load_format: Annotated[str, NAMES_NOTHING] = Field(
+        "auto", description="Format of the checkpoint; auto prefers safetensors to bin files."
+    )
     max_model_len: PositiveInt | None = Field(
         None, description="Maximum number of tokens of prompt and output together; without it the limit in config.json."
     )
@@ -87,8 +100,10 @@ class VllmEngineOptions(ModelOptions):
         "auto",
         description="Data type of weights and KV cache; auto is that of the checkpoint, or fp16 if that is fp32.",
     )
-    task: str | None = Field(None, description="Task of the model: text-generation, text-embedding, classify, ...")
-    quantize: Annotated[str | None, Key(also=("option.quantization",), must_agree=True)] = Field(
+    task: Annotated[str | None, NAMES_NOTHING] = Field(
+        None, description="Task of the model: text-generation, text-embedding, classify, ..."
+    )
+    quantize: Annotated[str | None, Key(also=("option.quantization",), must_agree=True), NAMES_NOTHING] = Field(
         None, description="Quantisation that the checkpoint was made with (awq, gptq, squeezellm, ...)."
     )
     max_rolling_batch_prefill_tokens: Annotated[
@@ -109,21 +124,25 @@ class VllmEngineOptions(ModelOptions):
     enable_expert_parallel: bool = Field(
         False, description="Split a mixture of experts by expert instead of splitting each expert."
     )
-    tokenizer_mode: str = Field("auto", description="Kind of tokenizer: auto, slow, mistral, ...")
-    limit_mm_per_prompt: JsonObject | None = Field(
+    tokenizer_mode: Annotated[str, NAMES_NOTHING] = Field(
+        "auto", description="Kind of tokenizer: auto, slow, mistral, ..."
+    )
+    limit_mm_per_prompt: Annotated[JsonObject | None, NAMES_NOTHING] = Field(
         None, description="Maximum number of images, videos and other media per prompt, by kind."
     )
-    allowed_media_domains: Names = Field(
+    allowed_media_domains: Annotated[Names, NAMES_NOTHING] = Field(
         (), description="Hosts from which URLs in requests may bring images and other media; if not set, any public."
     )
-    allow_private_media: bool = Field(
+    allow_private_media: Annotated[bool, FOR_OPERATOR] = Field(
         False, description="Fetch media from private addresses too, such as those of the server's own network."
     )
-    kv_transfer_config: JsonObject | None = Field(
+    kv_transfer_config: Annotated[JsonObject | None, NAMES_CONNECTOR] = Field(
         None, description="Transfer of the KV cache between engines, as vLLM's JSON object."
     )
-    speculative_config: JsonObject | None = Field(None, description="Speculative decoding, as vLLM's JSON object.")
-    speculative_draft_model: str | None = Field(
+    speculative_config: Annotated[JsonObject | None, NAMES_DRAFTING] = Field(
+        None, description="Speculative decoding, as vLLM's JSON object."
+    )
+    speculative_draft_model: Annotated[str | None, NAMES_DRAFT] = Field(
         None,
         description="Model that drafts tokens for speculative decoding; [ngram] drafts what followed the same words"
         " earlier in prompt and output.",
@@ -133,34 +152,37 @@ class VllmEngineOptions(ModelOptions):
         None, description="Devices that the draft model is split over; without it those of the model."
     )
     fully_sharded_loras: bool = Field(False, description="Split all LoRA computations over the GPUs.")
-    long_lora_scaling_factors: Annotated[str | None, NoEffect("vLLM has no such argument any more")] = Field(
-        None, description="Scaling factors of long-context LoRA adapters."
+    long_lora_scaling_factors: Annotated[str | None, NoEffect("vLLM has no such argument any more"), NAMES_NOTHING] = (
+        Field(None, description="Scaling factors of long-context LoRA adapters.")
     )
-    lora_dtype: str = Field("auto", description="Data type of LoRA weights.")
+    lora_dtype: Annotated[str, NAMES_NOTHING] = Field("auto", description="Data type of LoRA weights.")
     max_logprobs: PositiveInt = Field(
         20, description="Maximum number of log probabilities per token that a request may ask for."
     )
-    chat_template: str | None = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
-    stop_sequence: Texts = Field((), description=STOP_SEQUENCE_DESCRIPTION)
+    max_json_whitespace: WhiteSpaceLimit = None
+    chat_template: Annotated[str | None, NAMES_TEMPLATE] = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
+    stop_sequence: Annotated[Texts, NAMES_NOTHING] = Field((), description=STOP_SEQUENCE_DESCRIPTION)
     chat_template_content_format: Literal["auto", "string", "openai"] = Field(
         "auto", description="Form of message contents that the chat template expects."
     )
     enable_auto_tool_choice: Annotated[
         bool, Documented("false", "a parser that the chat template chooses lets the model choose tools")
     ] = Field(False, description="Let the model choose tools; if not set, true only with tool_call_parser=auto.")
-    tool_call_parser: Annotated[str, TOOL_PARSER_NOTE] = Field(
+    tool_call_parser: Annotated[str, TOOL_PARSER_NOTE, NAMES_NOTHING] = Field(
         AUTO, description="Name of vLLM's parser for the model's tool calls; auto chooses by the chat template."
     )
     enable_reasoning: bool = Field(
         False, description="Answer with the reasoning apart from the content; requires reasoning_parser."
     )
-    reasoning_parser: str | None = Field(None, description="Name of vLLM's parser for the model's reasoning.")
+    reasoning_parser: Annotated[str | None, NAMES_NOTHING] = Field(
+        None, description="Name of vLLM's parser for the model's reasoning."
+    )
     normalize: Annotated[bool, NoEffect("only embeddings are normalised")] = Field(
         True, description="Normalise embeddings."
     )
     lmcache_auto_config: bool = Field(False, description="Configure LMCache for the machine; allows one worker only.")
-    lmcache_config_file: str | None = Field(None, description="Configuration file of LMCache.")
-    device: Annotated[str, NoEffect("vLLM runs on what it was built for")] = Field(
+    lmcache_config_file: Annotated[str | None, NAMES_PATH] = Field(None, description="Configuration file of LMCache.")
+    device: Annotated[str, NoEffect("vLLM runs on what it was built for"), NAMES_NOTHING] = Field(
         "auto", description="Kind of device that vLLM runs on."
     )
     compilation: Annotated[Literal["background", "start"], BeforeValidator(lower)] = Field(
@@ -183,14 +205,22 @@ class VllmEngineOptions(ModelOptions):
         description="Memory of the KV cache in GiB. Without it and without gpu_memory_utilization, a machine without"
         " GPUs gives the KV cache a quarter of its free memory at most.",
     )
-    save_mp_checkpoint_path: Annotated[str | None, _PARTITION] = Field(None, description="Where to write the result.")
+    save_mp_checkpoint_path: Annotated[str | None, _PARTITION, NAMES_PATH] = Field(
+        None, description="Where to write the result."
+    )
     awq_zero_point: Annotated[bool, _PARTITION] = Field(True, description="AWQ with zero points.")
     awq_block_size: Annotated[PositiveInt, _PARTITION] = Field(128, description="Group size of AWQ.")
     awq_weight_bit_width: Annotated[PositiveInt, _PARTITION] = Field(4, description="Bits per weight of AWQ.")
-    awq_mm_version: Annotated[str, _PARTITION] = Field("GEMM", description="Kernel that the AWQ checkpoint is for.")
-    awq_ignore_layers: Annotated[str | None, _PARTITION] = Field(None, description="Layers that AWQ does not quantise.")
-    fp8_scheme: Annotated[str, _PARTITION] = Field("FP8", description="Scheme of fp8 quantisation.")
-    fp8_ignore: Annotated[str, _PARTITION] = Field("lm_head", description="Layers that fp8 does not quantise.")
+    awq_mm_version: Annotated[str, _PARTITION, NAMES_NOTHING] = Field(
+        "GEMM", description="Kernel that the AWQ checkpoint is for."
+    )
+    awq_ignore_layers: Annotated[str | None, _PARTITION, NAMES_NOTHING] = Field(
+        None, description="Layers that AWQ does not quantise."
+    )
+    fp8_scheme: Annotated[str, _PARTITION, NAMES_NOTHING] = Field("FP8", description="Scheme of fp8 quantisation.")
+    fp8_ignore: Annotated[str, _PARTITION, NAMES_NOTHING] = Field(
+        "lm_head", description="Layers that fp8 does not quantise."
+    )
     calib_size: Annotated[PositiveInt, _PARTITION] = Field(512, description="Samples for calibration.")
 
     @classmethod
@@ -339,6 +369,11 @@ class VllmEngineOptions(ModelOptions):
         yield from self.parser_conflicts()
         yield from self.drafting_conflicts()
         yield from self.unknown_to_vllm()
+        if self.max_json_whitespace is not None and "structured_outputs_config" in self.passed_to_engine():
+            yield Conflict(
+                ("option.max_json_whitespace",),
+                "only without option.structured_outputs_config, in which disable_any_whitespace is compact JSON",
+            )
         if self.pipeline_parallel_degree != 1 and "option.rolling_batch" in given and self.rolling_batch == "vllm":
             yield Conflict(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
 
@@ -404,6 +439,11 @@ class VllmOptions(VllmEngineOptions):
         "auto", description="vLLM batches by itself with any of these values."
     )
 
+    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+        yield from super().warnings(given)
+        if "option.task" in given and self.task is not None and self.task.lower() not in _GENERATING:
+            yield Conflict(("option.task",), f"has no effect: vLLM serves {self.task} as text generation here")
+
 
 class InWorkerOptions(VllmEngineOptions):
     """Keys of serving.properties for a model whose vLLM engine is always in the worker's own process."""
@@ -433,8 +473,10 @@ class VllmPoolingOptions(InWorkerOptions):
         BeforeValidator(lambda name: "disable" if lower(name) in ("auto", "vllm") else lower(name)),
         Allowed("auto, vllm or disable"),
     ] = Field("disable", description="Requests run together as a dynamic batch (batch_size) with any of these values.")
-    stop_sequence: Annotated[Texts, NoEffect("no text is generated")] = Field((), description=STOP_SEQUENCE_DESCRIPTION)
-    speculative_draft_model: Annotated[str | None, NoEffect("no text is generated")] = Field(
+    stop_sequence: Annotated[Texts, NoEffect("no text is generated"), NAMES_NOTHING] = Field(
+        (), description=STOP_SEQUENCE_DESCRIPTION
+    )
+    speculative_draft_model: Annotated[str | None, NoEffect("no text is generated"), NAMES_DRAFT] = Field(
         None, description="Model that drafts tokens for speculative decoding."
     )
     speculative_length: Annotated[PositiveInt, NoEffect("no text is generated")] = Field(

@@ -25,6 +25,7 @@ NO_WORKFLOWS = "workflows are not served; register each of its models by itself,
 _HUB_ID = re.compile(r"(?=[^:]{1,96}(:|$))[A-Za-z0-9][\w.-]*(/[\w.-]+(:[\w.-]+)?)?")
 _QUERY = re.compile(r"[?#]")
 _GGUF = ".gguf"
+_FILE = "file:"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 
@@ -89,14 +90,37 @@ def parse_location(text: str, base: Path) -> Location:
 
     Raises ValueError with a text that continues a message after key and value: "is not allowed; ...".
     """
-    if text.startswith("file:"):
+    if text.startswith(_FILE):
         return _local(path_of_file_url(text), base)
-    if "://" in text:
+    if has_scheme(text):
         return _remote(text)
     if os.path.exists(base / text) or _HUB_ID.fullmatch(text) is None or archive_stem(text) is not None:
         return _local(text, base)
     repo_id, _, quantization = text.partition(":")
     return HubModel(repo_id, quantization or None)
+
+
+def has_scheme(text: str) -> bool:
+    """Return whether `text` is a URL, and so no relative path and no id."""
+    return text.startswith(_FILE) or "://" in text
+
+
+def local_path(text: str, base: Path) -> str | None:
+    """Return the absolute path that a path or file: URL means; None for any other URL."""
+    if text.startswith(_FILE):
+        return os.path.abspath(base / path_of_file_url(text))
+    return None if has_scheme(text) else os.path.abspath(base / text)
+
+
+def resolved_path(path: str) -> str:
+    """Return the path without links and "..", but with the name of a linked file, whose suffix says what it is.
+
+    So `parse_location` says the same of it, and what it means does not change with a link on the way.
+    """
+    real = os.path.realpath(path)
+    if os.path.isdir(real) or os.path.splitext(real)[1] == os.path.splitext(path)[1]:
+        return real
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
 def path_of_file_url(url: str) -> str:

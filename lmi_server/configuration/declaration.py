@@ -17,6 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
+from lmi_server.configuration.references import NAMES_NOTHING, Reference
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -95,7 +97,8 @@ Mark = Deprecated | DeprecatedValue | Documented | NoEffect | Unavailable
 class Option:
     """One declared option: `key` in full ("option.dtype"), its other spellings, and what the reference page needs.
 
-    `choices` lists its values if they can be listed.
+    `choices` lists its values if they can be listed. `reference` says what its value names, None if it is free text and
+    its declaration does not say.
     """
 
     field: str
@@ -107,6 +110,7 @@ class Option:
     allowed: str
     choices: tuple[Any, ...]
     marks: tuple[Mark, ...]
+    reference: Reference | None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -165,7 +169,23 @@ def _option(prefix: str, field: str, info: FieldInfo) -> Option:
         allowed=allowed_values(info.annotation, info.metadata),
         choices=tuple(_choices(info.annotation)),
         marks=tuple(mark for mark in info.metadata if isinstance(mark, Mark)),
+        reference=_reference(info),
     )
+
+
+def _reference(info: FieldInfo) -> Reference | None:
+    marked = next((mark for mark in info.metadata if isinstance(mark, Reference)), None)
+    return NAMES_NOTHING if marked is None and not _takes_text(info.annotation) else marked
+
+
+def _takes_text(annotation: Any) -> bool:
+    """Return whether a value may be anything but a number, true or false, or one of the values of a Literal."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _takes_text(annotation.__origin__)
+    if origin in (Union, types.UnionType, tuple):
+        return any(_takes_text(member) for member in get_args(annotation) if member is not Ellipsis)
+    return origin is not Literal and annotation not in (bool, int, float, types.NoneType)
 
 
 def _choices(annotation: Any) -> Iterator[Any]:

@@ -24,6 +24,14 @@ from lmi_server.configuration.declaration import (
     Options,
     Unavailable,
 )
+from lmi_server.configuration.references import (
+    FOR_OPERATOR,
+    NAMES_CODE,
+    NAMES_MODEL,
+    NAMES_NOTHING,
+    NAMES_PATH,
+    NAMES_PYTHON,
+)
 from lmi_server.machine.devices import CUDA_VISIBLE_DEVICES
 from lmi_server.machine.inventory import Machine
 
@@ -193,7 +201,7 @@ class ServingOptions(Options):
     nc_max_workers: Annotated[Workers | None, Key("nc.maxWorkers")] = Field(
         None, description="maxWorkers on a machine with Neuron cores."
     )
-    batch_size: Annotated[Count, Key(also=("max_dynamic_batch_size", "option.batch_size"))] = Field(
+    batch_size: Annotated[Count, Key(also=("max_dynamic_batch_size",))] = Field(
         1, description="Most requests in one dynamic batch; not for text generation."
     )
     max_batch_delay: Annotated[CountOrZero, Key(also=("option.max_batch_delay",))] = Field(
@@ -206,7 +214,7 @@ class ServingOptions(Options):
         0,
         description="MiB of memory above which a worker, or a rank with its group, is restarted; 0 for no limit.",
     )
-    load_on_devices: Devices = Field(
+    load_on_devices: Annotated[Devices, NAMES_NOTHING] = Field(
         "*", description="Devices to load the model on, separated by semicolons; * is all of them."
     )
     quarantine_time: CountOrZero = Field(
@@ -237,18 +245,24 @@ class ServingOptions(Options):
     metrics_aggregation: Annotated[
         PositiveInt, Key(also=("option.metrics_aggregation",)), NoEffect("extra_logs=model_metric logs every request")
     ] = Field(1000, description="Requests between two log lines of metrics.")
-    metric_dimension: Annotated[str | None, NoEffect("metrics have the model's name as a label")] = Field(
-        None, description="Dimension added to metrics in the log."
+    metric_dimension: Annotated[str | None, NoEffect("metrics have the model's name as a label"), NAMES_NOTHING] = (
+        Field(None, description="Dimension added to metrics in the log.")
     )
-    application: Annotated[str | None, _JAVA_ONLY] = Field(None, description="Kind of task, nlp/text_generation.")
-    translator: Annotated[str | None, _JAVA_ONLY] = Field(None, description="Class that turns requests into tensors.")
-    translator_factory: Annotated[str | None, Key("translatorFactory"), _JAVA_ONLY] = Field(
+    application: Annotated[str | None, _JAVA_ONLY, NAMES_NOTHING] = Field(
+        None, description="Kind of task, nlp/text_generation."
+    )
+    translator: Annotated[str | None, _JAVA_ONLY, FOR_OPERATOR] = Field(
+        None, description="Class that turns requests into tensors."
+    )
+    translator_factory: Annotated[str | None, Key("translatorFactory"), _JAVA_ONLY, FOR_OPERATOR] = Field(
         None, description="Class that makes the translator."
     )
-    block_factory: Annotated[str | None, Key("blockFactory"), _JAVA_ONLY] = Field(
+    block_factory: Annotated[str | None, Key("blockFactory"), _JAVA_ONLY, FOR_OPERATOR] = Field(
         None, description="Class that makes the network."
     )
-    batchifier: Annotated[str | None, _JAVA_ONLY] = Field(None, description="How tensors become one batch.")
+    batchifier: Annotated[str | None, _JAVA_ONLY, NAMES_NOTHING] = Field(
+        None, description="How tensors become one batch."
+    )
 
 
 class ModelOptions(Options):
@@ -259,7 +273,7 @@ class ModelOptions(Options):
     degree_counts_gpus: ClassVar[bool] = False  # without mpirun, option.tensor_parallel_degree means nothing on the CPU
     adapters_instead: ClassVar[str] = ""  # why the model takes no LoRA adapters, and the remedy; "" if it may take some
 
-    model_id: str | None = Field(
+    model_id: Annotated[str | None, NAMES_MODEL] = Field(
         None,
         description="Directory, archive or file in GGUF of the model, s3://bucket/prefix, or its Hugging Face id, to"
         " which :PART adds a part of the name of one file in GGUF; the model directory itself if not set.",
@@ -268,14 +282,16 @@ class ModelOptions(Options):
         str | None,
         Field(pattern=r"^[^\s~^:?*\[\\-][^\s~^:?*\[\\]*$"),
         Allowed("the name of a branch or tag, or a commit"),
+        NAMES_NOTHING,
     ] = Field(None, description="Branch, tag or commit of a Hugging Face model.")
     trust_remote_code: bool = Field(False, description="Run the Python code in the repository of a Hugging Face model.")
-    entry_point: Annotated[str | None, Key("entryPoint")] = Field(
+    entry_point: Annotated[str | None, Key("entryPoint"), NAMES_CODE] = Field(
         None, description="Handler of the model, for example djl_python.huggingface."
     )
     task: Annotated[
         str | None,
         Unavailable(lambda task: task not in ("text-generation", "auto"), "use text-generation", "other tasks"),
+        NAMES_NOTHING,
     ] = Field(
         None,
         description="Task of the model as Hugging Face names it; inferred if not set. It can choose the handler, too.",
@@ -296,6 +312,9 @@ class ModelOptions(Options):
         RollingBatch,
         Unavailable(lambda name: name not in ("auto", "scheduler"), "use scheduler or auto"),
     ] = Field("auto", description="Implementation of iteration-level batching; auto chooses one for the model.")
+    batch_size: Annotated[Count, NoEffect("as in LMI, batch_size without option. makes dynamic batches")] = Field(
+        1, description="Size of the batch for the code of the handler."
+    )
     max_rolling_batch_size: PositiveInt = Field(
         32, description="Requests that one worker decodes together; others wait in the job queue."
     )
@@ -303,6 +322,7 @@ class ModelOptions(Options):
         OutputFormatter | None,
         Unavailable(lambda name: name in ("3p", "3p_stream"), "use json, jsonlines or sse", "3p and 3p_stream"),
         Documented("json", "the request's `stream` decides, as it does in LMI if the key is not set"),
+        NAMES_NOTHING,
     ] = Field(
         None,
         description="Format of answers in LMI's dialect; if not set, json, or jsonlines if streamed.",
@@ -313,7 +333,9 @@ class ModelOptions(Options):
         BeforeValidator(lower),
         Deprecated("with a rolling batch, the `stream` of each request decides"),
     ] = Field("false", description="Streaming of a static batch.")
-    served_model_name: Names = Field((), description="Further names of the model that requests may use.")
+    served_model_name: Annotated[Names, NAMES_NOTHING] = Field(
+        (), description="Further names of the model that requests may use."
+    )
     parallel_loading: bool = Field(False, description="Load the workers of the model at once, up to 16, not in turn.")
     model_loading_timeout: PositiveInt = Field(1800, description="Seconds that loading the model may take.")
     predict_timeout: PositiveInt = Field(120, description="Seconds that a request may make no progress in a worker.")
@@ -325,10 +347,10 @@ class ModelOptions(Options):
     waiting_steps: Annotated[
         NonNegativeInt | None, NoEffect("prompts are computed in chunks beside the running requests")
     ] = Field(None, description="Decode steps that new requests are held back for.")
-    handler: Annotated[str, Unavailable(lambda name: name != "handle", _REMOVE_IT, "other functions")] = Field(
-        "handle", description="Function of the entry point that takes the requests."
-    )
-    python_executable: Annotated[str, Key("pythonExecutable")] = Field(
+    handler: Annotated[
+        str, Unavailable(lambda name: name != "handle", _REMOVE_IT, "other functions"), NAMES_NOTHING
+    ] = Field("handle", description="Function of the entry point that takes the requests.")
+    python_executable: Annotated[str, Key("pythonExecutable"), NAMES_PYTHON] = Field(
         OWN_PYTHON,
         description="Python interpreter of the workers, 3.11 or later; python3 is that of the server.",
     )
@@ -339,6 +361,7 @@ class ModelOptions(Options):
             "set load_on_devices, from which the server sets them",
             "the variables of visible devices",
         ),
+        FOR_OPERATOR,
     ] = Field(None, description="Environment variables of the workers, A=1,B=2.")
     enable_venv: bool = Field(
         False, description="Give the model a virtual environment of its own, which also sees the server's packages."
@@ -355,8 +378,10 @@ class ModelOptions(Options):
         " option.entryPoint=djl_python.lmi_vllm.vllm_async_service does, unless option.output_formatter or"
         " option.tgi_compat asks for another.",
     )
-    input_formatter: Annotated[FunctionName | None, Allowed("the name of a function in model.py")] = Field(
-        None, description="Function of model.py that parses requests; if not set, the one marked @input_formatter."
+    input_formatter: Annotated[FunctionName | None, Allowed("the name of a function in model.py"), NAMES_NOTHING] = (
+        Field(
+            None, description="Function of model.py that parses requests; if not set, the one marked @input_formatter."
+        )
     )
     bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_REMOVE_IT)] = Field(
         False, description="Answer in the format that Amazon Bedrock expects."
@@ -365,10 +390,10 @@ class ModelOptions(Options):
         False,
         description="Serve LoRA adapters of the model: those in its directory, and those that a call registers.",
     )
-    adapters: str = Field(
+    adapters: Annotated[str, NAMES_PATH] = Field(
         "adapters", description="Directory in the model directory; each of its subdirectories is a LoRA adapter."
     )
-    dynamic_lora_loading_path: str | None = Field(
+    dynamic_lora_loading_path: Annotated[str | None, NAMES_MODEL] = Field(
         None,
         description="Directory, or s3://bucket/prefix, in which each folder is a LoRA adapter that is loaded when a"
         " request asks for it; a relative path is relative to the model directory.",
@@ -379,18 +404,25 @@ class ModelOptions(Options):
     is_peft_model: Annotated[bool, Unavailable.values(True, instead="merge the adapter into the model")] = Field(
         False, description="The checkpoint is a PEFT adapter; LMI detects it."
     )
+    max_media_size: PositiveInt = Field(
+        268435456,
+        description="Bytes that the images and sounds of one request may take when they are decoded: 4 for a pixel, and"
+        " 4 for a sample of a sound as the model gets it. A request with more is refused with 413.",
+    )
     enable_stateful_sessions: bool | None = Field(
         None,
         description="Let requests open and close sessions; a request with an unknown session is refused. If not set,"
         " only LMI's asynchronous service does so.",
     )
-    sessions_path: str | None = Field(None, description="Directory for sessions; /dev/shm/djl_sessions if not set.")
+    sessions_path: Annotated[str | None, NAMES_PATH] = Field(
+        None, description="Directory for sessions; /dev/shm/djl_sessions if not set."
+    )
     sessions_expiration: PositiveInt = Field(1200, description="Seconds after which a session ends.")
-    sessions_s3url: Annotated[S3Prefix | None, Allowed("s3://bucket/prefix")] = Field(
+    sessions_s3url: Annotated[S3Prefix | None, Allowed("s3://bucket/prefix"), NAMES_MODEL] = Field(
         None,
         description="S3 prefix to which a worker saves its sessions when it ends, and from which others fetch them.",
     )
-    draft_model_id: Annotated[str | None, NoEffect("LMI declares it and never reads it")] = Field(
+    draft_model_id: Annotated[str | None, NoEffect("LMI declares it and never reads it"), NAMES_MODEL] = Field(
         None, description="Model that drafts tokens for speculative decoding."
     )
     spec_length: Annotated[NonNegativeInt, NoEffect("LMI declares it and never reads it")] = Field(
@@ -403,8 +435,11 @@ class ModelOptions(Options):
         str | None,
         Key("modelName", also=("option.modeName",)),
         NoEffect("the files of a model are found without it"),
+        NAMES_NOTHING,
     ] = Field(None, description="Name with which the files of the model begin.")
-    optimization: Annotated[str | None, _JAVA_ONLY] = Field(None, description="Conversion of the model before loading.")
+    optimization: Annotated[str | None, _JAVA_ONLY, NAMES_NOTHING] = Field(
+        None, description="Conversion of the model before loading."
+    )
     use_passive_workers: Annotated[bool, NoEffect("only the first process of an MPI group gets requests")] = Field(
         True, description="Send requests to the first process of an MPI group only."
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmi_server.configuration.check import describe_source
-from lmi_server.configuration.gguf import read_gguf
+from lmi_server.configuration.gguf import is_gguf, read_gguf
 from lmi_server.configuration.layers import Given, Layer
 from lmi_server.configuration.model_code import MODEL_CODE
 from lmi_server.configuration.options import NGRAM
@@ -66,6 +66,8 @@ _WRITTEN: tuple[Layer, ...] = ("registration", "serving.properties", "environmen
 _PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle|joblib|cloudpkl|dill)", re.IGNORECASE)
 _PICKLED_FORMATS = ("pt", "npcache")  # values of option.load_format
 _TEMPLATE_FIELD_FILES = ("tokenizer_config.json", "processor_config.json", "chat_template.json")
+_TEMPLATE_SUFFIX = ".jinja"
+_MORE_TEMPLATES = "additional_chat_templates"  # a directory
 _TEMPLATE_IN_GGUF = "tokenizer.chat_template"  # the beginning: a model may have several
 _IN_SECURE_MODE = "is not allowed in secure mode"
 
@@ -89,7 +91,8 @@ class SecureMode:
         script = given.get("option.entryPoint")
         if script is not None and script.layer == "model directory" and os.path.dirname(script.raw):
             yield from self._code_in((model_dir / script.raw).parent)
-        places = dict.fromkeys([model_dir, *([Path(location)] if os.path.isdir(location) else [])])
+        here = os.path.isdir(location) or (is_gguf(location) and os.path.isfile(location))
+        places = dict.fromkeys([model_dir, *([Path(location)] if here else [])])
         for adapter in (child for place in places for child in _directories(place / adapters)):
             yield from self.adapter_problems(adapter)
         missing = [channel for channel in self.channels if not channel.is_dir()]
@@ -102,14 +105,13 @@ class SecureMode:
         if PICKLE in self.controls:
             yield from _pickles(_files(directory))
 
-    def file_problems(self, directories: Iterable[Path]) -> Iterator[str]:
-        """Yield a line for each pickle and each chat template in `directories` and below."""
-        for directory in directories:
-            files = list(_files(directory))
-            if PICKLE in self.controls:
-                yield from _pickles(files)
-            if CHAT_TEMPLATE in self.controls:
-                yield from _chat_templates(files)
+    def file_problems(self, places: Iterable[Path]) -> Iterator[str]:
+        """Yield a line for each pickle and each chat template in `places` and below; a place may be a file in GGUF."""
+        files = dict.fromkeys(path for place in places for path in _files(place))
+        if PICKLE in self.controls:
+            yield from _pickles(files)
+        if CHAT_TEMPLATE in self.controls:
+            yield from _chat_templates(files)
 
     def _forbidden_values(self, given: Given) -> Iterator[str]:
         executable = given.get("option.pythonExecutable")
@@ -194,7 +196,7 @@ def _pickles(files: Iterable[Path]) -> Iterator[str]:
 
 def _chat_templates(files: Iterable[Path]) -> Iterator[str]:
     for path in files:
-        if path.suffix == ".jinja" or _has_chat_template(path):
+        if path.suffix == _TEMPLATE_SUFFIX or _has_chat_template(path):
             yield f"{path} {_IN_SECURE_MODE}; {CHAT_TEMPLATE} is on: remove its chat template"
 
 
@@ -222,12 +224,23 @@ def _directories(parent: Path) -> list[Path]:
     return [child for child in sorted(parent.iterdir()) if child.is_dir()] if parent.is_dir() else []
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    """Yield every file below, also behind links; a directory that is reached twice is read once."""
+def _files(place: Path) -> Iterator[Path]:
+    """Yield every file below, also behind links; a directory that is reached twice is read once.
+
+    Of a file, yield the file and those for tokenizers and templates that are read beside it.
+    """
+    if place.is_file():
+        yield place
+        yield from (path for path in sorted(place.parent.iterdir()) if _is_template_file(path))
+        place = place.parent / _MORE_TEMPLATES
     seen: set[str] = set()
-    for parent, directories, files in os.walk(directory, followlinks=True):
+    for parent, directories, files in os.walk(place, followlinks=True):
         directories[:] = [name for name in sorted(directories) if _first_time(os.path.join(parent, name), seen)]
         yield from (Path(parent, name) for name in sorted(files))
+
+
+def _is_template_file(path: Path) -> bool:
+    return path.suffix == _TEMPLATE_SUFFIX or path.name in _TEMPLATE_FIELD_FILES
 
 
 def _first_time(directory: str, seen: set[str]) -> bool:

@@ -2,7 +2,7 @@
 
     RequestLatency.Microseconds:1520|#Model:demo|h
 
-A model's code prints such a line behind `[METRICS]`.
+A model's code prints such a line behind `[METRICS]`, which begins the line.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+MARK = "[METRICS]"
+"""What begins a line with a metric."""
 
 COUNTER, GAUGE, HISTOGRAM = "c", "g", "h"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmi_server.contract.ranks import Rank
@@ -71,12 +71,13 @@ _GLOBAL_DEFAULTS = {
     "SERVING_RETRY_THRESHOLD": "retry_threshold",
 }
 
-_SECRETS_OF_SERVER = (
+SECRETS_OF_SERVER = (
     "SERVING_API_KEYS",
     "SERVING_MANAGEMENT_API_KEYS",
     "SERVING_KEYSTORE_PASS",
     "SERVING_SIGV4_KEYS",
 )
+"""Variables with keys and passwords of the server itself, which workers do not get."""
 
 # Flags of LMI's JVM, and which of its logs the configurations that LMI ships print to the console.
 JVM_FLAGS = ("DEFAULT_JVM_OPTS", "JAVA_OPTS", "SERVING_OPTS")
@@ -116,6 +117,12 @@ def set_variables(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
+def remove_variables(names: Iterable[str]) -> None:
+    """Remove environment variables of this process; /proc still shows what it was started with."""
+    for name in names:
+        os.environ.pop(name, None)
+
+
 def add_flags(name: str, flags: Sequence[str]) -> None:
     """Append to variable `name` the flags that it does not have yet, for libraries that read it later."""
     present = os.environ.get(name, "").split(" ")
@@ -136,9 +143,8 @@ def without_secrets_of_server(environment: Mapping[str, str]) -> dict[str, str]:
 
     Otherwise workers, and pip for the requirements of a model, would inherit them.
     """
-    for name in _SECRETS_OF_SERVER:
-        os.environ.pop(name, None)
-    return {name: value for name, value in environment.items() if name not in _SECRETS_OF_SERVER}
+    remove_variables(SECRETS_OF_SERVER)
+    return {name: value for name, value in environment.items() if name not in SECRETS_OF_SERVER}
 
 
 def log_stream(environment: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lmi_server.artifacts.fetch import ArtifactSettings, fetch_model_directory
+from lmi_server.artifacts.location import has_scheme
 from lmi_server.contract.errors import (
     ArtifactError,
     LmiServerError,
@@ -23,6 +24,7 @@ from lmi_server.contract.errors import (
     WorkerDiedError,
 )
 from lmi_server.contract.protocol import Adapter, AddAdapter, RemoveAdapter
+from lmi_server.contract.quoting import excerpt
 
 if TYPE_CHECKING:
     from lmi_server.supervisor.worker_process import WorkerProcess
@@ -75,7 +77,7 @@ class Adapters:
         """Return an adapter. Raises ModelNotFoundError."""
         registered = self._adapters.get(name)
         if registered is None:
-            raise ModelNotFoundError(f"Adapter not found: {name}")
+            raise ModelNotFoundError(f"Adapter not found: {excerpt(name)}")
         return registered
 
     async def all(self) -> list[RegisteredAdapter]:
@@ -198,6 +200,15 @@ def _first_message(outcomes: Sequence[LmiServerError | str]) -> str:
     return next((outcome for outcome in outcomes if isinstance(outcome, str) and outcome), "")
 
 
+def adapter_base(source: str, model_dir: str) -> Path:
+    """Return the directory that the source of an adapter is relative to: `model_dir` if it is there.
+
+    A source with a scheme is relative to nothing.
+    """
+    beside = not has_scheme(source) and os.path.exists(Path(model_dir, source))
+    return Path(model_dir) if beside else Path.cwd()
+
+
 async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings, own_code: bool = False) -> str:
     """Fetch an adapter and return its directory.
 
@@ -205,13 +216,14 @@ async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings,
     With `own_code` the model's own code keeps its adapters, and gets any other source as it is, as with LMI. Raises
     RequestError if there is none, or it cannot be fetched.
     """
-    beside = await asyncio.to_thread(os.path.exists, Path(model_dir, source))
+    base = await asyncio.to_thread(adapter_base, source, model_dir)
+    beside = base == Path(model_dir)
     if own_code and not beside and not source.startswith(_FETCHED):
         return source
     try:
         return str(await fetch_model_directory(str(Path(model_dir, source)) if beside else source, settings))
     except ArtifactError as error:
-        raise RequestError(f"src = {source}: {error.message}") from error
+        raise RequestError(f"src = {excerpt(source, 200)}: {error.message}") from error
 
 
 def adapters_in(directories: Sequence[Path]) -> tuple[RegisteredAdapter, ...]:

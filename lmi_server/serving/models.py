@@ -10,6 +10,7 @@ from pathlib import Path
 from lmi_server.artifacts.progress import Progress
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.file_state import FileState
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.pool import WorkerPool
@@ -121,4 +122,4 @@ class Endpoint:
         for model in self.models:
             if model.version == version:
                 return model
-        raise ModelNotFoundError(f"Model or workflow not found: {self.name}/{version}")
+        raise ModelNotFoundError(f"Model or workflow not found: {self.name}/{excerpt(version or '')}")

@@ -39,11 +39,15 @@ from lmi_server.supervisor.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-_WORKER_STOP_S = 10.0
 _PARALLEL_LOADS = 16
 _LOAD_TIMES = (0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 2400)  # seconds
 _PAUSE_S = 0.05
-_SHUTTING_DOWN = "The server is shutting down"
+
+WORKER_STOP_S = 10.0
+"""The seconds that workers have to end when they have no requests."""
+
+SHUTTING_DOWN = "The server is shutting down"
+"""What clients are told whose requests are not finished when the server ends."""
 
 
 class WorkerPool:
@@ -422,22 +426,26 @@ class WorkerPool:
 
     # --- the end ---
 
-    async def drain(self, timeout_s: float, reason: str = _SHUTTING_DOWN) -> None:
+    async def drain(self, timeout_s: float, reason: str = SHUTTING_DOWN) -> None:
         """Accept nothing more; let what was accepted finish within `timeout_s` seconds, then fail the rest.
 
         Clients get `reason` as the message of the error.
         """
         self._closing = reason
+        closing = ModelNotReadyError(reason)
+        self._scaling.notify(closing)
+        if self.on_demand is not None:
+            self.on_demand.stop()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._dispatcher.drained()
         except TimeoutError:
             logger.warning("model %s: %d requests are not finished", self.name, self.queued + self.in_flight)
-            self._dispatcher.fail_all(ModelNotReadyError(reason))
+            self._dispatcher.fail_all(closing)
 
-    async def stop(self, deadline_s: float = _WORKER_STOP_S) -> None:
+    async def stop(self, deadline_s: float = WORKER_STOP_S) -> None:
         """End the workers within `deadline_s` seconds, and kill those that are left then."""
-        self._closing = self._closing or _SHUTTING_DOWN
+        self._closing = self._closing or SHUTTING_DOWN
         closing = ModelNotReadyError(self._closing)
         self._dispatcher.fail_all(closing)
         self.stopping = True

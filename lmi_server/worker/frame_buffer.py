@@ -8,17 +8,23 @@ wake-up of the front end each, so the buffer collects what one turn of the event
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from typing import Protocol
 
-from lmi_server.contract.errors import HandlerError, LmiServerError
+from lmi_server.contract.errors import HandlerError, LmiServerError, describe
 from lmi_server.contract.protocol import CANCELLED, RECALLED, Begun, Chunk, End, Error, Frame, Frames, Head, Reply
 from lmi_server.dialects.errors import error_reply
 from lmi_server.worker.tally import Tally
 
+logger = logging.getLogger(__name__)
+
 _UNSENT_LIMIT = 1 << 20  # bytes of streams that a handler may be ahead of the link
 _POLL_S = 0.001
+# What an encoder raises for values of a handler's own: an object, an integer of 100 bits, an endless list.
+_UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError, MemoryError)
+_TERMINAL = (Reply, End, Error)
 _HELD_PAUSE_S = 0.01  # of a stream whose client reads slowly
 
 
@@ -53,6 +59,7 @@ class FrameBuffer:
         self._scheduled = False
         self._closed = False
         self._sealed = False
+        self._broken: set[int] = set()  # requests that have ended with an error of `_send_alone`, and do not know it
         # Bytes since the start. Each counter has one writing thread, so that the difference needs no lock.
         self._ahead = 0
         self._flushed = 0
@@ -95,7 +102,36 @@ class FrameBuffer:
             else:
                 items.append(entry)
         if items and not self._closed:
+            self._send(items)
+
+    def _send(self, items: list[Frame]) -> None:
+        """Send the items. A request whose item cannot be encoded fails; the others of this flush do not."""
+        if self._broken:
+            items = self._without_broken(items)
+        try:
             self._sink.send_now(Frames(items))
+        except _UNSENDABLE:
+            for item in items:
+                self._send_alone(item)
+
+    def _send_alone(self, item: Frame) -> None:
+        if item.id in self._broken:
+            self._without_broken([item])
+            return
+        try:
+            self._sink.send_now(Frames([item]))
+        except _UNSENDABLE as error:
+            logger.exception("the answer to a request cannot be sent")
+            failure = HandlerError(f"the answer of the handler cannot be sent: {describe(error)}")
+            self._sink.send_now(Frames([Error(item.id, failure.kind, failure.message)]))
+            if not isinstance(item, _TERMINAL):
+                self._broken.add(item.id)
+
+    def _without_broken(self, items: list[Frame]) -> list[Frame]:
+        """Return the items but those of requests that have failed here; each goes up to its own end."""
+        kept = [item for item in items if item.id not in self._broken]
+        self._broken -= {item.id for item in items if isinstance(item, _TERMINAL)}
+        return kept
 
     def seal(self) -> None:
         """Drop what comes later, from the thread that the answers come from."""

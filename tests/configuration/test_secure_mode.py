@@ -112,6 +112,36 @@ def test_a_chat_template_in_the_header_of_a_gguf_file_is_one(tmp_path: Path) -> 
     assert list(mode.file_problems([tmp_path / "channel"]))
 
 
+def gguf_with_template(path: Path) -> Path:
+    key = b"tokenizer.chat_template"
+    header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<IQ", 8, 1) + b"x"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header)
+    return path
+
+
+@pytest.mark.parametrize("place", ["elsewhere/a.gguf", "model/a.gguf"])
+def test_a_gguf_file_that_model_id_names_is_searched(tmp_path: Path, place: str) -> None:
+    named = gguf_with_template(tmp_path / place)
+    directory = make(tmp_path / "model", {"serving.properties": f"option.model_id={named}"})
+    with_control, without = (
+        [line for line in problems(directory, control) if "secure mode" in line]
+        for control in ("DISALLOW_CHAT_TEMPLATE", "DISALLOW_PICKLE_FILES")
+    )
+    assert [line.partition(" ")[0] for line in with_control] == [str(named)], with_control
+    assert without == []
+
+
+def test_a_fetched_gguf_file_is_searched_with_what_is_read_beside_it(tmp_path: Path) -> None:
+    mode = secure_mode({"SAGEMAKER_SECURE_MODE": "true", "SAGEMAKER_SECURITY_CONTROLS": "DISALLOW_CHAT_TEMPLATE"})
+    assert mode is not None
+    named = gguf_with_template(tmp_path / "fetched" / "a.gguf")
+    others = {"chat_template.jinja": "", "tokenizer_config.json": TEMPLATE, "additional_chat_templates/a.jinja": ""}
+    make(tmp_path / "fetched", {**others, "another_model/chat_template.jinja": ""})
+    found = [line.partition(" ")[0] for line in mode.file_problems([named])]
+    assert sorted(found) == sorted(str(path) for path in (named, *(tmp_path / "fetched" / name for name in others)))
+
+
 @pytest.mark.parametrize("entry_point", ["model.py", "/opt/other.py", "own.package"])
 @pytest.mark.parametrize("variable", [None, "OPTION_ENTRYPOINT", "DJL_ENTRY_POINT"])
 def test_entry_points_are_handlers_of_djl_python(tmp_path: Path, entry_point: str, variable: str | None) -> None:

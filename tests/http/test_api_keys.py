@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from forked_servers import run_command
 from own_code_helpers import make_own
+from product_helpers import Server as Product
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
@@ -25,6 +27,14 @@ from djl_python import Output
 def handle(inputs):
     seen = [*inputs.get_properties(), *os.environ.values()]
     return None if inputs.is_empty() else Output().add_as_json(seen)
+"""
+PARENT = """
+import os
+from djl_python import Output
+def handle(inputs):
+    if not inputs.is_empty():
+        with open(f"/proc/{os.getppid()}/environ", encoding="utf-8") as file:
+            return Output().add(file.read().replace("\\0", " "))
 """
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "model": "model"}
 
@@ -134,6 +144,25 @@ def test_the_models_code_gets_no_key(server: Server) -> None:
         assert "x-own" in names
         assert {"authorization", "x-api-key"}.isdisjoint(map(str.lower, names))
         assert {USER, ADMIN}.isdisjoint(names), "not even by the variables of the server"
+
+
+def test_the_models_code_finds_no_key_in_the_servers_process(tmp_path: Path) -> None:
+    """The server is started as users start it, and a worker looks at the variables of its parent."""
+    command = tmp_path / "lmi-server"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m lmi_server "$@"\n')
+    command.chmod(0o755)
+    model = make_own(tmp_path / "model", PARENT)
+    variables = {**os.environ, "SERVING_API_KEYS": USER, "SERVING_MANAGEMENT_API_KEYS": ADMIN, "A": "told"}
+    server = Product(model, commands=tmp_path, variables=variables)
+    try:
+        told = server.http.post("/invocations", content=b"x", headers=bearer(USER)).text
+        assert server.http.post("/invocations", content=b"x").status_code == 401
+        assert server.http.get("/models", headers=bearer(ADMIN)).status_code == 200
+    finally:
+        server.stop()
+    assert "A=told" in told
+    assert USER not in told
+    assert ADMIN not in told
 
 
 def test_a_key_has_no_more_requests_at_a_time_than_its_limit(server: Server) -> None:

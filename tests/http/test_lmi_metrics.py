@@ -128,7 +128,7 @@ def test_lines_of_a_worker_become_metrics(logging_server: LoggingServer) -> None
     logging_server.print_lines(
         "[METRICS]Tokens.Count:2|#Model:m|c",
         "[METRICS]Tokens.Count:3|#Model:m,Phase:decode|1650953744320|c",
-        "INFO [METRICS]Free Space.Gigabytes:311.5|#Host:here|1650953744320",
+        "[METRICS]Free Space.Gigabytes:311.5|#Host:here|1650953744320",
         "[METRICS]Step.Milliseconds:7|#Model:m|h",
         "[METRICS]Pages.Count:1",
     )
@@ -150,6 +150,12 @@ def test_what_is_no_metric_stays_in_the_log(logging_server: LoggingServer) -> No
     logging_server.print_lines("[METRICS]no number.Count:many", "[METRICS]Fell.Count:-1|#Model:m|c")
     logging_server.server.log_line(r"\[METRICS\]no number\.Count:many")
     logging_server.server.log_line(r"metric Fell is not counted: a counter cannot fall; print it as a gauge")
+
+
+def test_a_mark_that_does_not_begin_the_line_is_text(logging_server: LoggingServer) -> None:
+    logging_server.print_lines("asked for [METRICS]Quoted.Count:1|#Model:m|c")
+    logging_server.server.log_line(r"asked for \[METRICS\]Quoted\.Count:1")
+    assert "Quoted" not in logging_server.http.get("/server/metrics").text
 
 
 def test_names_of_the_server_are_not_overwritten(logging_server: LoggingServer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +12,11 @@ from own_code_helpers import make_own
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
-from frontend.clients import is_local, shown_error, without_directories
-from frontend.management_access import RegistrationLimits
+from frontend.clients import is_local, shown_error, shown_path, without_directories
 from frontend.server_log import LineFormatter
 from frontend.web_pages import pages_of_management, pages_of_requests
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import HandlerError, PermissionDeniedError
-from lmi_server.serving.model_store import ModelSource
 
 REMOTE = {"x-forwarded-for": "203.0.113.7"}  # what a proxy on this machine says of a client elsewhere
 RAISING = """
@@ -79,7 +76,7 @@ def refusal(server: Server, method: str, path: str, headers: dict[str, str], **m
         ({"origin": "null"}, "Origin"),
         ({"origin": "http://127.0.0.1:1"}, "Origin"),
         ({"origin": "http://["}, "Origin"),
-        ({"host": "["}, "Host"),
+        ({"host": "[x]"}, "Host"),
         ({"sec-fetch-site": "cross-site"}, "other sites"),
         ({"sec-fetch-site": "same-site"}, "other sites"),
         ({"host": "evil.example:8080"}, "Host"),
@@ -131,6 +128,15 @@ def test_a_page_of_another_site_sends_no_requests(server: Server, headers: dict[
     assert named in refusal(server, "GET", "/info", headers)
     chat = server.http.post("/v1/chat/completions", json={"messages": []}, headers=headers)
     assert (chat.status_code, named in chat.json()["error"]["message"]) == (403, True)
+    invocation = server.http.post("/endpoints/first/async-invocations", json=request("a"), headers=headers)
+    assert (invocation.status_code, named in invocation.json()["Message"]) == (403, True)
+    for header in ({"x-synchronous": "false"}, {"x-starting-token": "a"}):
+        assert named in refusal(server, "POST", "/predictions/first", {**plain, **header}, json=request("a"))
+    reads = ("/v1/models", "/v1/models/first", "/version", "/v2", "/v2/models/first", "/v2/models/first/ready")
+    for path in (*reads, "/invocations", "/models/first/invoke"):
+        assert server.http.get(path, headers=headers).status_code == 403, path
+    for path in ("/tokenize", "/generate", "/v1/embeddings", "/endpoints/first/invocations"):
+        assert server.http.post(path, json=request("a"), headers=headers).status_code == 403, path
 
 
 @pytest.mark.parametrize(
@@ -233,20 +239,6 @@ def test_others_register_what_is_in_the_store(opened: Server, home: Path, parame
     assert "registration_sources" in refusal(opened, "POST", "/models", REMOTE, params=given)
 
 
-def test_a_source_allows_whole_parts_and_nothing_beside_them(tmp_path: Path) -> None:
-    sources = ("s3://bucket/models", "owner/", "someone/model", str(tmp_path / "store"))
-    limits = RegistrationLimits(ServerSettings(registration_sources=sources), {})
-    allowed = ("s3://bucket/models", "s3://bucket/models/a", "owner/a", "someone/model", "someone/model:Q8", "store/a")
-    refused = (
-        *("s3://bucket/models-evil/a", "s3://bucket", "s3://bucket/models/../other", "s3://bucket/models/%2e%2e/other"),
-        *("owners/a", "someone/model-evil", "store-evil/a", "store/../other", "file:{}/store/../other"),
-    )
-    for url, allows in {**dict.fromkeys(allowed, True), **dict.fromkeys(refused, False)}.items():
-        given = str(tmp_path / url) if url.startswith("store") else url.replace("{}", str(tmp_path))
-        with contextlib.nullcontext() if allows else pytest.raises(PermissionDeniedError):
-            limits.check_requested(ModelSource(given, "name"))
-
-
 def test_the_store_can_be_registered_by_others_and_everything_from_here(opened: Server, home: Path) -> None:
     for name, headers in (("store/third", REMOTE), ("elsewhere", {})):
         given = {"url": str(home / name), "option.dtype": "fp16", "option.draft_model_compiled_path": str(home / name)}
@@ -279,6 +271,38 @@ def test_strangers_read_no_local_paths(server: Server, home: Path) -> None:
     assert "serving.properties:1: option.dtype" in server.http.post("/predictions/broken", headers=REMOTE).text
 
 
+def test_strangers_see_no_file_urls_of_adapters(tmp_path: Path) -> None:
+    model, adapter = make_model(tmp_path / "model", enable_lora="true"), tmp_path / "outside"
+    adapter.mkdir()
+    with running(model) as server:
+        server.log_line(r"\] ready: process")
+        for number, src in enumerate((f"file:{adapter}", f"file://{adapter}", str(adapter))):
+            parameters = {"name": f"a{number}", "src": src}
+            assert server.http.post("/models/model/adapters", params=parameters).status_code == 200
+        near, far = (server.http.get("/v1/models", headers=headers).json()["data"] for headers in ({}, REMOTE))
+    assert [entry["root"] for entry in far] == ["model", "a0", "a1", "a2"]
+    assert [entry["root"].startswith(("/", "file:")) for entry in near] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("place", "shown"),
+    [
+        ("owner/model", True),
+        ("s3://bucket/model", True),
+        ("/srv/model", False),
+        ("file:/srv/model", False),
+        ("file:srv/model", False),
+        ("../srv/model", False),
+        ("a/b/c", False),
+        ("~/model", False),
+    ],
+)
+def test_a_place_is_shown_to_strangers_if_it_is_on_the_hub_or_on_s3(place: str, shown: bool) -> None:
+    scope: dict[str, Any] = {"client": ("10.0.0.1", 1), "server": ("10.0.0.2", 80), "headers": []}
+    assert shown_path(place, "name", scope) == (place if shown else "name")
+    assert shown_path(place, "name", {**scope, "client": ("127.0.0.1", 1)}) == place
+
+
 @pytest.mark.parametrize("prompt", ["name-a-path", "token-then-name-a-path"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_strangers_read_no_paths_in_errors_of_workers_and_nobody_reads_secrets(
@@ -299,6 +323,8 @@ def test_strangers_read_no_paths_in_errors_of_workers_and_nobody_reads_secrets(
 def test_paths_of_urls_stay(tmp_path: Path) -> None:
     text = f"{tmp_path}/a.py:3: use POST /v1/models/x at http://host/tmp/b, not /no-such-directory/c"
     assert without_directories(text) == "a.py:3: use POST /v1/models/x at http://host/tmp/b, not /no-such-directory/c"
+    urls = f"file:{tmp_path}/a and file://{tmp_path}/b and xfile:{tmp_path}/c"
+    assert without_directories(urls) == f"file:a and file://b and xfile:{tmp_path}/c"
     error = shown_error(HandlerError(f"{tmp_path}/a", 418), {"client": ("10.0.0.1", 1), "headers": []})
     assert isinstance(error, HandlerError)
     assert (error.message, error.code) == ("a", 418)
@@ -308,8 +334,11 @@ def test_paths_of_urls_stay(tmp_path: Path) -> None:
     ("client", "local"),
     [
         ("127.0.0.1", True),
-        ("127.8.8.8", True),
+        ("127.8.8.8", False),
         ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("::ffff:127.0.0.2", False),
+        ("::ffff:10.0.0.1", False),
         (None, False),
         ("10.0.0.1", False),
         ("2001:db8::1", False),
@@ -320,9 +349,73 @@ def test_local_clients(client: str | None, local: bool) -> None:
     assert is_local({"client": peer, "server": ("127.0.0.1", 8080), "headers": []}) is local
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("forwarded", "x-forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-port"),
+        *("via", "x-real-ip", "true-client-ip", "x-client-ip", "cf-connecting-ip", "cf-ray", "cdn-loop"),
+        *("x-envoy-external-address", "x-envoy-attempt-count", "x-original-uri", "x-original-forwarded-for"),
+        *("fastly-client-ip", "fly-client-ip", "l5d-client-id", "x-cluster-client-ip", "x-azure-clientip"),
+    ],
+)
+@pytest.mark.parametrize("client", [("127.0.0.1", 1), None])
+def test_a_client_behind_a_proxy_that_says_so_is_not_local(client: tuple[str, int] | None, header: str) -> None:
+    server = ("127.0.0.1", 8080) if client else ("/run/lmi.sock", None)
+    assert not is_local({"client": client, "server": server, "headers": [(header.encode(), b"1")]})
+    own = [(b"x-amzn-trace-id", b"Root=1"), (b"host", b"h"), (b"x-request-id", b"1"), (b"x-api-key", b"k")]
+    assert is_local({"client": client, "server": server, "headers": own})
+
+
 def test_a_client_of_a_unix_socket_is_local_and_one_that_is_gone_is_not() -> None:
     assert is_local({"client": None, "server": ("/run/lmi.sock", None), "headers": []})
     assert not is_local({"client": None, "server": None, "headers": []})
+
+
+@pytest.mark.parametrize(
+    ("variables", "managed", "said"),
+    [
+        ({"SERVING_API_KEYS": "key-0123456789"}, False, "by no client, because api_keys is set"),
+        ({"SERVING_API_KEYS": "key-0123456789", "SERVING_MANAGEMENT_CLIENTS": "local"}, True, "by clients on this"),
+        ({"SERVING_API_KEYS": "key-0123456789", "SERVING_MANAGEMENT_CLIENTS": "any"}, True, "by all clients"),
+        ({"SERVING_API_KEYS": "key-0123456789", "SAGEMAKER_MULTI_MODEL": "true"}, True, "by all clients"),
+    ],
+)
+def test_with_keys_for_requests_a_proxy_without_headers_opens_nothing(
+    tmp_path: Path, variables: dict[str, str], managed: bool, said: str
+) -> None:
+    """What nginx sends by default looks like a client on this machine: an address of it, and no further header."""
+    with running(make_model(tmp_path / "model"), variables=variables) as server:
+        server.log_line(f"models are managed {said}")
+        server.log_line(r"\] ready: process")
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        answers = [
+            server.http.get("/models"),
+            server.http.put("/models/model?min_worker=1"),
+            server.http.get("/console/models/model"),
+            server.http.post("/console/chat/completions", json=chat),
+        ]
+        assert [answer.status_code for answer in answers] == [200 if managed else 403] * 4
+        assert managed or all("management_api_keys" in answer.text for answer in answers)
+        assert server.http.post("/predictions/model", json=request("a")).status_code == 401
+        assert server.http.get("/ping").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("variables", "warned"),
+    [
+        ({"SERVING_MANAGEMENT_HOST": "0.0.0.0"}, True),
+        ({"SERVING_MANAGEMENT_HOST": "0.0.0.0", "SERVING_MANAGEMENT_CLIENTS": "local"}, False),
+        ({"SERVING_MANAGEMENT_HOST": "0.0.0.0", "SERVING_MANAGEMENT_API_KEYS": "key-0123456789"}, False),
+        ({"SERVING_MANAGEMENT_HOST": "127.0.0.1"}, False),
+        ({}, False),
+    ],
+)
+def test_a_server_that_others_reach_without_keys_warns_of_proxies(
+    tmp_path: Path, variables: dict[str, str], warned: bool
+) -> None:
+    with running(make_model(tmp_path / "model"), variables={"SERVING_MANAGEMENT_PORT": "0", **variables}) as server:
+        server.log_line(r"\] ready: process")
+    assert any("behind a proxy that adds no header" in line for line in server.lines) is warned
 
 
 def test_texts_of_clients_forge_no_lines_of_the_log(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ def save_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> P
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    adapted.save_pretrained(str(directory), save_embedding_layers=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft says that it saves the weights of an adapted lm_head, too
+        adapted.save_pretrained(str(directory))
     return directory
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 from relay_helpers import on_loop
 
 from lmi_server.contract.errors import HandlerError
+from lmi_server.contract.link import frame
 from lmi_server.contract.protocol import Chunk, End, Error, Frames, Head, Item, Reply
 from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
 
@@ -148,3 +150,58 @@ async def test_no_byte_of_another_thread_is_lost_or_out_of_order() -> None:
         first, *chunks, last = [item for items in sink.sent for item in items if item.id == number]
         assert (first, last) == (Head(number, 200, []), End(number))
         assert b"".join(chunk.data for chunk in chunks if isinstance(chunk, Chunk)) == expected
+
+
+class EncodingSink(Sink):
+    """Encodes what is sent, as the link does."""
+
+    def send_now(self, message: Frames) -> None:
+        frame(message)
+        super().send_now(message)
+
+
+def items_of(sink: Sink, number: int) -> list[Item]:
+    return [item for items in sink.sent for item in items if item.id == number]
+
+
+@on_loop
+async def test_an_answer_that_cannot_be_encoded_fails_its_own_request_only() -> None:
+    sink = EncodingSink()
+    buffer = FrameBuffer(sink)
+    streams = [opened(buffer, number) for number in (1, 2)]
+    strange: list[Any] = [2**100, object()]
+    for stream in streams:
+        stream.chunk(b"a")
+    for number, status in enumerate(strange, 10):
+        ResponseWriter(buffer, number, "invocations").reply(status, [], b"")
+    broken = ResponseWriter(buffer, 20, "invocations")
+    broken.open(strange[0], [])
+    broken.chunk(b"a")
+    buffer.flush()
+    for stream in (*streams, broken):
+        stream.chunk(b"b")
+        stream.end()
+    buffer.flush()
+    for number in (1, 2):
+        assert items_of(sink, number) == [Head(number, 200, []), Chunk(number, b"a"), Chunk(number, b"b"), End(number)]
+    for number in (10, 11, 20):
+        [error] = items_of(sink, number)
+        assert isinstance(error, Error)
+        assert "the answer of the handler cannot be sent" in error.message
+
+
+@on_loop
+async def test_errors_with_lone_surrogates_end_their_requests_and_no_others() -> None:
+    sink = EncodingSink()
+    buffer = FrameBuffer(sink)
+    before, begun = opened(buffer, 1), opened(buffer, 2)
+    begun.chunk(b"a")
+    for writer in (before, begun):
+        writer.fail(HandlerError("a \ud800"))
+    opened(buffer, 3).reply(200, [], b"c")
+    buffer.flush()
+    [reply] = items_of(sink, 1)
+    assert isinstance(reply, Reply)
+    assert b"a \\\\ud800" in reply.data
+    assert items_of(sink, 2)[-1] == Error(2, "HandlerError", "a \\ud800")
+    assert items_of(sink, 3) == [Reply(3, 200, [], b"c")]

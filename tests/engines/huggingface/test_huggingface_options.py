@@ -67,6 +67,27 @@ def steps(loaded: LoadedEngine) -> Iterator[None]:
         yield
 
 
+_START = """
+import asyncio, sys
+from handlers.huggingface.handler import HuggingFaceHandler
+from handlers.huggingface.options import HuggingFaceOptions
+options = HuggingFaceOptions(dtype="fp32", kv_cache_memory_gb=0.001, enable_lora=sys.argv[2] == "true")
+async def start():
+    handler = HuggingFaceHandler()
+    await handler.start(sys.argv[1], options)
+    print("peft" in sys.modules)
+    await handler.stop()
+asyncio.run(start())
+"""
+
+
+@pytest.mark.parametrize("adapters", ["true", "false"])
+def test_what_reads_adapters_is_imported_before_the_model_is_ready(weights: Path, adapters: str) -> None:
+    """The import takes seconds, for which the first registration would wait."""
+    ran = subprocess.run([sys.executable, "-c", _START, weights, adapters], capture_output=True, text=True, check=True)
+    assert ran.stdout.split()[-1] == adapters.capitalize()
+
+
 @pytest.mark.parametrize(("size", "expected"), [(10, 5), (25, 2), (-1, 1)])
 def test_a_prompt_is_computed_in_chunks_of_chunked_prefill_size(weights: Path, size: int, expected: int) -> None:
     loaded = load(weights, chunked_prefill_size=size)

@@ -106,6 +106,17 @@ def test_every_kind_of_linear_layer_takes_adapters(family: str, tmp_path: Path) 
     Adapted(tiny_model(family), tmp_path, configs).run_staggered(["one", "", "two"], count=9)
 
 
+def test_three_adapters_with_one_of_the_head_run_together(llama: Adapted) -> None:
+    """peft saves the head's own weights beside its adapter; they are the model's, and change nothing."""
+    saved = load_file(llama.directories["head"] / "adapter_model.safetensors")
+    assert "base_model.model.lm_head.base_layer.weight" in saved
+    names = ["all", "head", "mlp"]
+    answers = [llama.add(name, [4, 5, 6], 12)[1] for name in names]
+    llama.batch.run()
+    for name, answer in zip(names, answers, strict=True):
+        llama.compare(name, [4, 5, 6], 12, answer)
+
+
 def test_adapters_differ_from_the_model_and_from_each_other(llama: Adapted) -> None:
     answers = [llama.add(name, [1, 2, 3], 1)[1] for name in ("", *CONFIGS)]
     llama.batch.run()
