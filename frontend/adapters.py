@@ -143,6 +143,7 @@ class AdapterManagement:
         name, version = request.path_params.get("model"), request.query_params.get("model_version")
         endpoint = self._models.default if name is None else self._models.endpoint(name)
         if endpoint is None:
+            self._models.refuse_if_untold()
             raise BadParameterError("Several models are served; name one in the path: /models/{model}/adapters")
         if version is None and len(endpoint.models) > 1:
             raise BadParameterError("Parameter model_version is required: the model has several versions")

@@ -32,7 +32,7 @@ from frontend.responses import error_response, json_response, on_http_error, on_
 from frontend.sagemaker_runtime import ENDPOINTS, SageMakerRuntime
 from frontend.sagemaker_runtime import PATHS as SAGEMAKER_PATHS
 from lmi_server.configuration.server_settings import ServerSettings
-from lmi_server.contract.errors import BadParameterError, LmiServerError, ModelNotFoundError, RouteNotFoundError
+from lmi_server.contract.errors import BadParameterError, LmiServerError, RouteNotFoundError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
 from lmi_server.dialects.forms import MOST_FIELDS, too_many_fields
@@ -196,7 +196,7 @@ class App:
         try:
             if name is not None:
                 self._models.named(name, version)
-        except ModelNotFoundError as error:
+        except LmiServerError as error:
             return error_response("", error)
         return json_response({})
 
@@ -275,6 +275,7 @@ class StatusEndpoints:
         name = request.query_params.get("model_name")
         endpoint = self._models.default if name is None else self._models.endpoint(name)
         if endpoint is None:
+            self._models.refuse_if_untold()
             raise BadParameterError("Parameter model_name is required.")
         return json_response(_tgi_info(endpoint.name, endpoint.choose(None), request.scope))
 

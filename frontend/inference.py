@@ -248,11 +248,12 @@ class Relay:
             name = _last(fields, "model")
         if name is not None and not self._means_default(name):
             return self._models.named_as_model(name, version)
-        if self._models.default is None and route == TGI:
+        if self._models.default is not None:
+            return self._models.default.choose(version)
+        self._models.refuse_if_untold()
+        if route == TGI:
             raise RouteNotFoundError("Requested resource is not found: /; with several models, send model_name with it")
-        if self._models.default is None:
-            raise BadParameterError("Parameter model_name is required.")
-        return self._models.default.choose(version)
+        raise BadParameterError("Parameter model_name is required.")
 
     def _means_default(self, name: str) -> bool:
         """Return whether `name` is one that clients send to a server with one model, and no model has it."""

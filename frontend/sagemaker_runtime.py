@@ -22,6 +22,7 @@ from lmi_server.contract.errors import (
     AuthenticationError,
     LmiServerError,
     ModelNotFoundError,
+    ModelNotReadyError,
     NoRoomError,
     PermissionDeniedError,
     QueueFullError,
@@ -132,7 +133,7 @@ class SageMakerRuntime:
     def _component(self, name: str, scope: Scope) -> str:
         try:
             model = self._models.named_as_model(name).name
-        except ModelNotFoundError:
+        except (ModelNotFoundError, ModelNotReadyError):
             return name  # which the relay refuses
         if model != name:
             scope["headers"] = [*scope["headers"], (_ADAPTER, name.encode("latin-1"))]

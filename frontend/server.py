@@ -248,6 +248,8 @@ class _Server:
 
     async def _say_ready(self, models: Sequence[Model]) -> None:
         """Say that the server is ready, once every model of the start is loaded or cannot be."""
+        await self._models.until_told()
+        models = models or self._models.models
         for model in models:
             await model.settled.wait()
         if not self._ending.is_set():

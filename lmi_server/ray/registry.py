@@ -17,7 +17,7 @@ from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.handlers import load as load_class
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import ResolvedModel
-from lmi_server.contract.errors import BadParameterError
+from lmi_server.contract.errors import BadParameterError, ModelNotReadyError
 from lmi_server.contract.protocol import Adapter, Load
 from lmi_server.ray.messages import Described, FromFrontEnd, Listening, Models, Replicas, Wanted, line
 from lmi_server.ray.remote_replicas import ClusterPool
@@ -26,7 +26,7 @@ from lmi_server.serving.adapters import RegisteredAdapter
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool
-from lmi_server.serving.pool_settings import PoolSettings
+from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
 from lmi_server.serving.registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class ClusterRegistry(ModelRegistry):
         self._replicas: Mapping[str, Replicas] = {}
         self._described: Mapping[str, asyncio.Event] = {}
         self._served: dict[str, Described] = {}  # what the newest pool of each model was made for
+        self._told = asyncio.Event()  # which models there are
 
     async def follow(self) -> None:
         """Do what the ingress says in the lines of standard input. When it is gone, drain this process.
@@ -56,6 +57,17 @@ class ClusterRegistry(ModelRegistry):
         while told := await reader.readline():
             self.update(msgspec.json.decode(told, type=Models))
         os.kill(os.getpid(), signal.SIGTERM)
+
+    async def until_told(self) -> None:
+        await self._told.wait()
+
+    def refuse_if_untold(self) -> None:
+        if not self._told.is_set():
+            raise ModelNotReadyError("The front end starts, and does not know the models of the cluster yet")
+
+    @property
+    def startup_statuses(self) -> set[ModelStatus]:
+        return super().startup_statuses if self._told.is_set() else {ModelStatus.PENDING}
 
     def update(self, models: Models) -> None:
         """Register and unregister models so that there are these, and connect to their replicas.
@@ -78,6 +90,7 @@ class ClusterRegistry(ModelRegistry):
         # Not only once a model is loaded: a request by one of them may wake it.
         names = [(alias, name) for name, replicas in self._replicas.items() for alias in replicas.aliases]
         self._aliases = {alias: self._endpoints[name] for alias, name in names if alias not in self._endpoints}
+        self._told.set()
 
     async def register_and_load(self, source: ModelSource) -> Model:
         raise BadParameterError(_ELSEWHERE)

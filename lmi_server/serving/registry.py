@@ -85,6 +85,12 @@ class ModelRegistry:
     async def follow(self) -> None:
         """Follow what another process says of the models. Nobody does of the models of a single server."""
 
+    async def until_told(self) -> None:
+        """Return once it is known which models there are; a single server knows it from the start."""
+
+    def refuse_if_untold(self) -> None:
+        """Raise ModelNotReadyError while it is not known which models there are."""
+
     # --- look-ups ---
 
     @property
@@ -109,6 +115,7 @@ class ModelRegistry:
         """Return the model of that name or alias. Raises ModelNotFoundError."""
         endpoint = self._endpoints.get(name) or self._aliases.get(name)
         if endpoint is None:
+            self.refuse_if_untold()
             raise ModelNotFoundError(f"Model or workflow not found: {excerpt(name)}")
         return endpoint
 

@@ -147,6 +147,33 @@ def test_a_stream_comes_piece_by_piece_and_a_client_that_leaves_frees_its_place(
     wait_until(lambda: cluster.front_end.metric("lmi_handler_running_requests") == 0, "the engine runs nothing")
 
 
+def test_a_front_end_is_not_ready_before_it_knows_its_models(cluster: Cluster) -> None:
+    starting, replica = FrontEndProcess(), cluster.serving["a"]
+    chat = {"model": "model", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 2}
+    with ending(starting):
+        http = starting.http
+        assert [http.get(path).status_code for path in ("/ping", "/health", "/health/ready")] == [503] * 3
+        assert http.get("/v2/health/ready").json() == {"ready": False}
+        assert http.get("/health/live").status_code == 200
+        unknown = [
+            http.post("/v1/chat/completions", json=chat),
+            http.post("/predictions/model", json={"inputs": "a"}),
+            http.post("/invocations", json={"inputs": "a"}),
+            http.options("/predictions/model"),
+            http.get("/v1/models/model"),
+            http.get("/models/model"),
+            http.get("/info"),
+        ]
+        assert [answer.status_code for answer in unknown] == [503] * len(unknown)
+        assert all("retry-after" in answer.headers for answer in unknown)
+        starting.knows(replica.model, {"a": replica})
+        starting.log.wait_for("ready: API .*; try: curl ")
+        assert sum("ready: API" in line for line in starting.log.lines) == 1
+        assert http.get("/ping").status_code == 200
+        assert http.post("/v1/chat/completions", json=chat).status_code == 200
+        assert http.get("/v1/models/other").status_code == 404
+
+
 def test_models_are_managed_by_ray_alone(cluster: Cluster) -> None:
     http = cluster.front_end.http
     refused = [
