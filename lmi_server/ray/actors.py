@@ -165,7 +165,9 @@ class Ingress:
                 call.cancel()  # it would wait for ever, and the deployment may come back
         for deployment in models - self._handles.keys():
             watch(self._app, deployment, self._on_replicas)
-            handle = self._handles[deployment] = serve.get_deployment_handle(deployment, self._app)
+            # Whether it exists is not asked: it may be gone already, if the application ends while it is deployed.
+            handle = serve.get_deployment_handle(deployment, self._app, _check_exists=False)
+            self._handles[deployment] = handle
             handle._init()  # makes the router, which hears from Ray which replicas there are
         self._tell()
 

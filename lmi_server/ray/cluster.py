@@ -8,6 +8,8 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import ray
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 ADDRESS = "RAY_ADDRESS"
 EVERYWHERE = ("0.0.0.0", "::")
 
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 _THIS_MACHINE = ("127.0.0.1", "localhost")
 _CONNECT_S = 10.0
 _POLL_S = 5.0
@@ -50,28 +53,83 @@ _NO_ANSWER = (RayError, RayServeException, TimeoutError)
 def deploy(models: Sequence[Deployment], settings: IngressSettings, environment: Mapping[str, str]) -> Iterator[str]:
     """Deploy `models` on the cluster that RAY_ADDRESS names; yield lines about it.
 
-    Without RAY_ADDRESS a local cluster is started, which lives until SIGTERM or SIGINT. Raises ConfigurationError.
+    Without RAY_ADDRESS a local cluster is started, which lives until SIGTERM or SIGINT. Raises ConfigurationError, also
+    if a signal ends the wait for a cluster that has been joined.
     """
-    address = _join(environment)
     try:
-        # The front ends of this project take the requests; Ray's proxies would only take a port.
-        serve.start(proxy_location="Disabled")
-        with _messages_of_ray() if address is not None else contextlib.nullcontext():
-            serve.run(application(models, settings), name=APPLICATION, route_prefix=None)
-        front_end = serve.get_deployment_handle(INGRESS, APPLICATION).remote().result()
+        address = _join(environment)
+    except (SystemExit, KeyboardInterrupt) as error:  # what Ray's own handlers raise, before there is a cluster
+        if environment.get(ADDRESS):
+            raise ConfigurationError("a signal has ended this command; nothing is deployed") from error
+        return
+    woken = _signals()
+    deployed = _begin(models, settings, is_joined=address is not None)
+    deployed.add_done_callback(lambda _: woken.put(None))
+    if woken.get() is None:
+        yield _serving(models, settings, deployed)
+        if address is not None:
+            return
+        yield "this process keeps the cluster; SIGTERM or SIGINT ends it"
+        woken.get()
+    elif address is not None:
+        raise ConfigurationError(
+            "a signal has ended this command, and not the deployment; lmi-server ray status shows how it goes on"
+        )
+    _end_local()
+
+
+def _end_local() -> None:
+    """End the cluster of this process; a second signal ends the process at once, and the cluster with it."""
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_DFL)
+    serve.shutdown()
+    ray.shutdown()
+
+
+def _signals() -> SimpleQueue[int | None]:
+    """Return a queue that gets SIGTERM and SIGINT from now on; Ray's own handlers would abort the process."""
+    received = SimpleQueue[int | None]()
+    for number in _ENDING:
+        signal.signal(number, lambda number, _: received.put(number))
+    return received
+
+
+def _begin(models: Sequence[Deployment], settings: IngressSettings, is_joined: bool) -> Future[Mapping[str, Any]]:
+    """Begin to deploy `models`; the result is what the front end says of itself.
+
+    The thread is none of an executor, for which the interpreter would wait at its end.
+    """
+    deployed = Future[Mapping[str, Any]]()
+
+    def work() -> None:
+        try:
+            deployed.set_result(_deploy(models, settings, is_joined))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is read
+            deployed.set_exception(error)
+
+    threading.Thread(target=work, name="deploy", daemon=True).start()
+    return deployed
+
+
+def _deploy(models: Sequence[Deployment], settings: IngressSettings, is_joined: bool) -> Mapping[str, Any]:
+    # The front ends of this project take the requests; Ray's proxies would only take a port.
+    serve.start(proxy_location="Disabled")
+    with _messages_of_ray() if is_joined else contextlib.nullcontext():
+        serve.run(application(models, settings), name=APPLICATION, route_prefix=None)
+    front_end = serve.get_deployment_handle(INGRESS, APPLICATION).remote().result()
+    assert isinstance(front_end, Mapping), "the front end answers with its address"
+    return front_end
+
+
+def _serving(models: Sequence[Deployment], settings: IngressSettings, deployed: Future[Mapping[str, Any]]) -> str:
+    """Return the line that says what is served, and where. Raises ConfigurationError if nothing is."""
+    try:
+        front_end = deployed.result()
     except (RuntimeError, ValueError, *_NO_ANSWER) as error:
         reasons = "; ".join([_one_line(error), *_messages()])
         raise ConfigurationError(f"the models cannot be deployed: {reasons}") from error
     host = front_end["host"] if settings.host in EVERYWHERE else settings.host
-    yield f"serving {', '.join(model.model_id for model in models)} on http://{host}:{front_end['port']}"
-    if address is None:
-        yield "this process keeps the cluster; SIGTERM or SIGINT ends it"
-        ended = threading.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: ended.set())
-        ended.wait()
-        serve.shutdown()
-        ray.shutdown()
+    return f"serving {', '.join(model.model_id for model in models)} on http://{host}:{front_end['port']}"
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 from ray_helpers import LIMIT_S, RayCluster, echo_model, loaded, tiny_models_of_a_cluster
 from waiting import wait_until
 
@@ -119,6 +121,61 @@ def test_a_replica_that_cannot_start_is_told_in_one_line() -> None:
         "A replica failed. Retrying 2 more time(s). model.py is gone"
     )
     assert shortened("More than 30s to be scheduled.\nResources: {}") == "More than 30s to be scheduled. Resources: {}"
+
+
+MARK = "STARTED_BY_TEST"
+LOADING_FOR_EVER = """\
+import pathlib, time
+pathlib.Path(__file__).with_name("loading").touch()
+time.sleep(100_000)
+"""
+
+
+@pytest.fixture(scope="module")
+def loading(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model whose load never ends; there is a file `loading` in it once that has begun."""
+    directory = tmp_path_factory.mktemp("models") / "unfinished"
+    directory.mkdir()
+    (directory / "model.py").write_text(LOADING_FOR_EVER)
+    return directory
+
+
+def interrupted(loading: Path, number: signal.Signals, **variables: str) -> tuple[int, str]:
+    """Send a signal to `lmi-server ray deploy` while the model loads; return exit code and output."""
+    (loading / "loading").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "lmi_server", "ray", "deploy", str(loading), "--host", "127.0.0.1", "--port", "0"]
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = inherited | {MARK: str(loading), "PYTHONPATH": str(ROOT)} | variables
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            until(lambda: (loading / "loading").exists() or process.poll() is not None, "the model loads")
+            assert processes_with(f"{MARK}={loading}")
+            process.send_signal(number)
+            output, _ = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+        return process.returncode, output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_models_are_deployed_ends_the_local_cluster(loading: Path, number: signal.Signals) -> None:
+    code, output = interrupted(loading, number)
+    assert code == 0, output
+    assert "Traceback" not in output
+    assert "received at" not in output  # by the handler of Ray that aborts the process
+    until(lambda: not processes_with(f"{MARK}={loading}"), "every process of the cluster has ended")
+
+
+def processes_with(variable: str) -> list[Path]:
+    """Return the processes that have a variable, which processes of Ray inherit."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # one that has just ended
+            if variable.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process)
+    return found
 
 
 def test_models_are_served_as_on_one_machine(
@@ -296,3 +353,14 @@ def test_adapters_of_the_store_are_loaded_for_requests(cluster: RayCluster, tiny
     assert [completion(cluster, name) for name in names] == texts
     with pytest.raises(openai.NotFoundError, match="nobody"):
         completion(cluster, "team/tiny:nobody")
+
+
+def test_a_signal_while_models_are_deployed_leaves_a_joined_cluster_to_go_on(
+    cluster: RayCluster, loading: Path
+) -> None:
+    code, output = interrupted(loading, signal.SIGTERM, RAY_ADDRESS=cluster.environment["RAY_ADDRESS"])
+    assert code == 1
+    [said] = [line for line in output.splitlines() if "a signal has ended this command" in line]
+    assert "and not the deployment; lmi-server ray status shows" in said
+    assert "Traceback" not in output
+    assert cluster.replicas("unfinished")
