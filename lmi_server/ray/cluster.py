@@ -7,10 +7,10 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
@@ -23,6 +23,8 @@ from lmi_server.ray.application import INGRESS, IngressSettings, application
 from lmi_server.ray.deployment import APPLICATION, Deployment
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 ADDRESS = "RAY_ADDRESS"
 EVERYWHERE = ("0.0.0.0", "::")
@@ -47,6 +49,7 @@ _LOCAL_VARIABLES: Mapping[str, str] = {
     "RAY_task_events_report_interval_ms": "0",  # never
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
+_NO_MAIN_THREAD = "SIGTERM handler is not set"  # what Ray warns of; this module has a handler
 _NO_ANSWER = (RayError, RayServeException, TimeoutError)
 
 
@@ -56,26 +59,34 @@ def deploy(models: Sequence[Deployment], settings: IngressSettings, environment:
     Without RAY_ADDRESS a local cluster is started, which lives until SIGTERM or SIGINT. Raises ConfigurationError, also
     if a signal ends the wait for a cluster that has been joined.
     """
-    try:
-        address = _join(environment)
-    except (SystemExit, KeyboardInterrupt) as error:  # what Ray's own handlers raise, before there is a cluster
-        if environment.get(ADDRESS):
-            raise ConfigurationError("a signal has ended this command; nothing is deployed") from error
-        return
-    woken = _signals()
-    deployed = _begin(models, settings, is_joined=address is not None)
+    woken = SimpleQueue[int | None]()
+    _listen_to_signals(woken)
+    # In the main thread, Ray has SIGTERM end the process before it knows the processes that it has started.
+    address = _begin(lambda: _join(environment)).result()
+    _listen_to_signals(woken)  # again: Ray has handlers that abort the process
+    if woken.empty():
+        yield from _until_signal(models, settings, address is not None, woken)
+    elif address is not None:
+        raise ConfigurationError("a signal has ended this command; nothing is deployed")
+    if address is None:
+        _end_local()
+
+
+def _until_signal(
+    models: Sequence[Deployment], settings: IngressSettings, is_joined: bool, woken: SimpleQueue[int | None]
+) -> Iterator[str]:
+    """Deploy `models`; return once they are served by a cluster that has been joined, or at a signal."""
+    deployed = _begin(lambda: _deploy(models, settings, is_joined))
     deployed.add_done_callback(lambda _: woken.put(None))
     if woken.get() is None:
         yield _serving(models, settings, deployed)
-        if address is not None:
-            return
-        yield "this process keeps the cluster; SIGTERM or SIGINT ends it"
-        woken.get()
-    elif address is not None:
+        if not is_joined:
+            yield "this process keeps the cluster; SIGTERM or SIGINT ends it"
+            woken.get()
+    elif is_joined:
         raise ConfigurationError(
             "a signal has ended this command, and not the deployment; lmi-server ray status shows how it goes on"
         )
-    _end_local()
 
 
 def _end_local() -> None:
@@ -86,32 +97,31 @@ def _end_local() -> None:
     ray.shutdown()
 
 
-def _signals() -> SimpleQueue[int | None]:
-    """Return a queue that gets SIGTERM and SIGINT from now on; Ray's own handlers would abort the process."""
-    received = SimpleQueue[int | None]()
+def _listen_to_signals(received: SimpleQueue[int | None]) -> None:
     for number in _ENDING:
         signal.signal(number, lambda number, _: received.put(number))
-    return received
 
 
-def _begin(models: Sequence[Deployment], settings: IngressSettings, is_joined: bool) -> Future[Mapping[str, Any]]:
-    """Begin to deploy `models`; the result is what the front end says of itself.
+def _begin(work: Callable[[], _Result]) -> Future[_Result]:
+    """Begin to do `work` in a thread, for which the interpreter does not wait when it ends.
 
-    The thread is none of an executor, for which the interpreter would wait at its end.
+    The thread stays: processes that Ray starts end with the thread that has started them (PR_SET_PDEATHSIG).
     """
-    deployed = Future[Mapping[str, Any]]()
+    result = Future[_Result]()
 
-    def work() -> None:
+    def do() -> None:
         try:
-            deployed.set_result(_deploy(models, settings, is_joined))
+            result.set_result(work())
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is read
-            deployed.set_exception(error)
+            result.set_exception(error)
+        threading.Event().wait()
 
-    threading.Thread(target=work, name="deploy", daemon=True).start()
-    return deployed
+    threading.Thread(target=do, name="deploy", daemon=True).start()
+    return result
 
 
 def _deploy(models: Sequence[Deployment], settings: IngressSettings, is_joined: bool) -> Mapping[str, Any]:
+    """Deploy `models`; return what the front end says of itself."""
     # The front ends of this project take the requests; Ray's proxies would only take a port.
     serve.start(proxy_location="Disabled")
     with _messages_of_ray() if is_joined else contextlib.nullcontext():
@@ -211,6 +221,7 @@ def _join(environment: Mapping[str, str]) -> str | None:
         set_variables({name: value for name, value in _LOCAL_VARIABLES.items() if name not in environment})
     else:
         _refuse_if_silent(address)
+    logging.getLogger("ray._private.worker").addFilter(_is_news)
     try:
         ray.init(
             namespace="lmi-server", **(_LOCAL if address is None else {"address": address, "log_to_driver": False})
@@ -218,6 +229,10 @@ def _join(environment: Mapping[str, str]) -> str | None:
     except Exception as error:  # Ray raises no narrower class if a node or its dashboard does not start in time
         raise ConfigurationError(_why_none(address, error)) from error
     return address
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return _NO_MAIN_THREAD not in record.getMessage()
 
 
 def _refuse_if_silent(address: str) -> None:

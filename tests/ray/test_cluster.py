@@ -140,17 +140,28 @@ def loading(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def interrupted(loading: Path, number: signal.Signals, **variables: str) -> tuple[int, str]:
-    """Send a signal to `lmi-server ray deploy` while the model loads; return exit code and output."""
+def interrupted(
+    loading: Path, number: signal.Signals, process_of_ray: str | None = None, **variables: str
+) -> tuple[int, str]:
+    """Send a signal to `lmi-server ray deploy` while the model loads, or once a process of Ray runs.
+
+    Return exit code and output.
+    """
     (loading / "loading").unlink(missing_ok=True)
     command = [sys.executable, "-m", "lmi_server", "ray", "deploy", str(loading), "--host", "127.0.0.1", "--port", "0"]
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+
+    def has_begun() -> bool:
+        if process_of_ray is None:
+            return (loading / "loading").exists()
+        return any(process_of_ray in name for name in processes_with(f"{MARK}={loading}"))
+
     environment = inherited | {MARK: str(loading), "PYTHONPATH": str(ROOT)} | variables
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
-            until(lambda: (loading / "loading").exists() or process.poll() is not None, "the model loads")
+            until(lambda: has_begun() or process.poll() is not None, "it has begun")
             assert processes_with(f"{MARK}={loading}")
             process.send_signal(number)
             output, _ = process.communicate(timeout=LIMIT_S)
@@ -160,21 +171,24 @@ def interrupted(loading: Path, number: signal.Signals, **variables: str) -> tupl
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_models_are_deployed_ends_the_local_cluster(loading: Path, number: signal.Signals) -> None:
-    code, output = interrupted(loading, number)
+@pytest.mark.parametrize("process", ["gcs_server", None], ids=["starting", "loading"])
+def test_a_signal_while_models_are_deployed_ends_the_local_cluster(
+    loading: Path, number: signal.Signals, process: str | None
+) -> None:
+    code, output = interrupted(loading, number, process)
     assert code == 0, output
     assert "Traceback" not in output
-    assert "received at" not in output  # by the handler of Ray that aborts the process
+    assert "SIGTERM" not in output  # what Ray says if its own handler ends the process, and that it has none
     until(lambda: not processes_with(f"{MARK}={loading}"), "every process of the cluster has ended")
 
 
-def processes_with(variable: str) -> list[Path]:
-    """Return the processes that have a variable, which processes of Ray inherit."""
+def processes_with(variable: str) -> list[str]:
+    """Return the names of the processes that have a variable, which processes of Ray inherit."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # one that has just ended
             if variable.encode() in (process / "environ").read_bytes().split(b"\0"):
-                found.append(process)
+                found.append((process / "comm").read_text())
     return found
 
 
