@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from frontend.clients import Scope
 from frontend.parameters import check_name, integer, page, parameters, truth
 from frontend.registration_limits import RegistrationLimits
 from frontend.responses import json_response
@@ -21,7 +22,7 @@ from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
 from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS, masked_url
-from lmi_server.serving.model_store import ModelSource, name_of
+from lmi_server.serving.model_store import ModelSource, name_of, named_by_file
 from lmi_server.serving.models import Endpoint, Model
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
@@ -110,7 +111,7 @@ class Management:
 
     async def register(self, request: Request) -> Response:
         given = await parameters(request)
-        source = await asyncio.to_thread(self._limits.check_model, model_source(given), request.scope)
+        source = await asyncio.to_thread(self._source, given, request.scope)
         if truth(given, "synchronous", True):
             # In a task of its own, so that the registration is completed even if the client goes away meanwhile.
             await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))
@@ -119,6 +120,11 @@ class Management:
         answer = json_response({"status": f'Model "{source.name}" registration scheduled.'}, 202)
         answer.headers["location"] = _address(source)
         return answer
+
+    def _source(self, given: Mapping[str, str], scope: Scope) -> ModelSource:
+        """Return the model to register. Raises PermissionDeniedError before a file is read that it may not name."""
+        source = self._limits.check_model(model_source(given), scope)
+        return source if given.get("model_name") else named_by_file(source)
 
     async def describe(self, request: Request) -> Response:
         return json_response([_description(model) for model in self._named(request)])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lmi_server.configuration.model_file.read import path_name
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.machine.inventory import Machine
 
@@ -106,8 +107,8 @@ class Deployment:
 
     @property
     def path_name(self) -> str:
-        """Return the model_id as a path takes it: team--chat for team/chat, which stays a name of the model."""
-        return self.model_id.replace("/", "--")
+        """Return the model_id as a path takes it; the model_id stays a name of the model."""
+        return path_name(self.model_id)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import parse_qsl
 
 from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, RAY_MODEL_FILE, archive_stem, is_hub_id, path_of_file_url
+from lmi_server.configuration.model_file.read import name_in_file
+from lmi_server.configuration.model_layers import SERVING_PROPERTIES
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import is_multi_model
 
@@ -156,7 +158,9 @@ def parse_spec(text: str, store: Path | None = None) -> ModelSource:
     settings |= {key: value for key, value in zip(_SPEC_KEYS, more, strict=True) if value and value != "*"}
     given_name = settings.pop("model_name", "")
     url = _in_store(url, store)
-    return ModelSource(url, name or given_name or name_of(url), version or None, settings)
+    given_name = name or given_name
+    source = ModelSource(url, given_name or name_of(url), version or None, settings)
+    return source if given_name else named_by_file(source)
 
 
 def _prefix_and_url(spec: str) -> tuple[str, str]:
@@ -180,6 +184,15 @@ def name_of(url: str) -> str:
     return re.sub(r"\W", "_", stem or last, flags=re.ASCII) or "model"
 
 
+def _model_file(url: str) -> Path | None:
+    """Return the model file of Ray that a local path names, itself or as the configuration of its directory."""
+    if url.endswith(MODEL_FILE_SUFFIXES) and os.path.isfile(url):
+        return Path(url)
+    inside = os.path.join(url, RAY_MODEL_FILE)
+    is_configured = os.path.isfile(inside) and not os.path.exists(os.path.join(url, SERVING_PROPERTIES))
+    return Path(inside) if is_configured else None
+
+
 def _without_suffix(name: str) -> str:
     """Return the name of a file without the suffix of a model in one file."""
     suffix = next((suffix for suffix in (".gguf", *MODEL_FILE_SUFFIXES) if name.endswith(suffix)), "")
@@ -188,7 +201,15 @@ def _without_suffix(name: str) -> str:
 
 def _directory_source(directory: Path) -> ModelSource:
     path = directory.absolute()
-    return ModelSource(str(path), name_of(str(path)))
+    return named_by_file(ModelSource(str(path), name_of(str(path))))
+
+
+def named_by_file(source: ModelSource) -> ModelSource:
+    """Return a model to which nobody has given a name with the one that its model file of Ray says, if it has one."""
+    url = path_of_file_url(source.url) if source.url.startswith("file:") else source.url
+    file = _model_file(url)
+    name = None if file is None else name_in_file(file)
+    return source if name is None else replace(source, name=name)
 
 
 def _visible(directory: Path) -> list[Path]:

@@ -248,6 +248,18 @@ def test_a_registration_that_fails(
     assert any(f"model {name} could not be loaded: " in line for line in drained(server))
 
 
+@pytest.mark.parametrize(("parameters", "name"), [({}, "team--filed"), ({"model_name": "given"}, "given")])
+def test_a_model_file_names_its_model_unless_the_registration_does(
+    server: Server, tmp_path: Path, parameters: dict[str, str], name: str
+) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "m.yaml"
+    file.write_text("model_loading_config: {model_id: team/filed, model_source: /nowhere}\n")
+    scheduled = register(server, file, synchronous="false", **parameters)
+    assert scheduled.json() == {"status": f'Model "{name}" registration scheduled.'}
+    assert server.http.delete(f"/models/{name}").status_code == 200
+
+
 def drained(server: Server) -> list[str]:
     """Return the log so far."""
     server.http.get("/v1/nope")

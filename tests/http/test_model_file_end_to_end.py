@@ -43,7 +43,8 @@ def server(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def test_the_file_gives_the_model_its_name_and_its_context(server: Server) -> None:
     listed = server.http.get("/v1/models").json()["data"]
-    assert {(model["id"], model["max_model_len"]) for model in listed} >= {("team/smol", 512)}
+    assert [(model["id"], model["max_model_len"]) for model in listed] == [("team--smol", 512), ("team/smol", 512)]
+    assert server.http.get("/models/team--smol").status_code == 200
 
 
 def test_the_prompt_format_makes_the_prompt_of_a_chat(server: Server) -> None:

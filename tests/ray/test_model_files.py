@@ -20,6 +20,7 @@ from lmi_server.machine.inventory import Machine
 from lmi_server.ray.deployment import Deployment
 from lmi_server.ray.model_files import deployments, described
 from lmi_server.ray.serve_config import plain, serve_config
+from lmi_server.serving.model_store import Startup, startup_sources
 
 pytest.importorskip("yaml")
 
@@ -133,6 +134,21 @@ def test_a_folder_deploys_its_directories_and_its_enabled_files(tmp_path: Path, 
         deployments([str(folder / "a.yaml"), str(folder / "other.yaml")], environment, CPU)
     with pytest.raises(ConfigurationError, match="missing: there is no such file or directory"):
         deployments([str(tmp_path / "missing")], environment, CPU)
+
+
+def test_a_model_has_the_same_names_on_one_machine_and_on_a_cluster(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    folder = folder_with(tmp_path)
+    (folder / "off.yaml").unlink()
+    (folder / "b.yml").write_text(LLM_CONFIG)
+    (folder / "c").mkdir()
+    (folder / "c" / "ray-model.yaml").write_text(LLM_CONFIG.replace("qwen,", "team/other,"))
+    (folder / "c" / "config.json").write_text("{}")
+    on_cluster = {found.path_name for found in deployments([str(folder)], environment, CPU)}
+    assert on_cluster == {"team--name-1.5", "qwen", "team--other", "echo"}
+    sources, _ = startup_sources(Startup(model_store=folder), environment)
+    assert {source.name for source in sources} == on_cluster
 
 
 def test_the_config_file_holds_the_whole_deployment(tmp_path: Path, environment: dict[str, str]) -> None:

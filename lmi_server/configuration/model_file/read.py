@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,9 @@ _COMMON = frozenset(
     {"trust_remote_code", "revision", "dtype", "enable_lora", "max_rolling_batch_size", "tensor_parallel_degree"}
     | {"pipeline_parallel_degree", *_OUR_NAMES}
 )
+
+
+_NAME = re.compile(r"[A-Za-z0-9_][\w.:@+=-]{0,254}", re.ASCII)  # as in a registration
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,26 @@ def read_model_file(path: Path) -> ModelFile:
         warnings=tuple(without_effect(document, content)),
         only_on_clusters=tuple(_only_on_clusters(document, environment)),
     )
+
+
+def path_name(model_id: str) -> str:
+    """Return the name of a model as a path takes it: team--chat for team/chat, as RayLLM has it."""
+    return model_id.replace("/", "--")
+
+
+def name_in_file(path: Path) -> str | None:
+    """Return the name that a model file gives its model; None if there is none that a path can have.
+
+    What is wrong with the file, its reader says.
+    """
+    try:
+        data = read_document(path).data
+    except ConfigurationError:
+        return None
+    sections = [data.get(key) for key in ("engine_config", "model_loading_config")] if isinstance(data, dict) else []
+    ids = [section.get("model_id") for section in sections if isinstance(section, dict)]
+    names = [path_name(found) for found in ids if isinstance(found, str)]
+    return next((name for name in names if _NAME.fullmatch(name)), None)
 
 
 def _kind(document: Document) -> type[RayLlmFile | LlmConfigFile]:
