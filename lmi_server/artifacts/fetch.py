@@ -17,6 +17,7 @@ from lmi_server.artifacts.hub import fetch_hub_model
 from lmi_server.artifacts.interpreter import Interpreters, WorkerPython
 from lmi_server.artifacts.location import (
     RAY_MODEL_FILE,
+    RAY_MODEL_NAME,
     GgufFile,
     HubModel,
     LocalArchive,
@@ -174,8 +175,8 @@ def _bring(location: Location, revision: str | None, settings: ArtifactSettings,
             return _extracted(path, settings, activity)
         case GgufFile(path):
             return path
-        case ModelFile(path):
-            return _directory_of_model_file(path, settings)
+        case ModelFile(path, member):
+            return _directory_of_model_file(path, member, settings)
         case HubModel():
             return fetch_hub_model(location, revision, activity)
         case S3Location():
@@ -192,14 +193,20 @@ def _from_s3(location: S3Location, settings: ArtifactSettings, activity: Activit
     return directory
 
 
-def _directory_of_model_file(path: Path, settings: ArtifactSettings) -> Path:
-    """Return a model directory with nothing but a link to the model file, so that messages name the file itself."""
-    directory = entry(settings.root, "model-files", str(path), path.stem).files
+def _directory_of_model_file(path: Path, member: str | None, settings: ArtifactSettings) -> Path:
+    """Return a model directory with nothing but a link to the model file, so that messages name the file itself.
+
+    Of an application file, it also says which of the models it has.
+    """
+    identity = str(path) if member is None else f"{path}\0{member}"
+    directory = entry(settings.root, "model-files", identity, path.stem).files
     link = directory / RAY_MODEL_FILE
     with file_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # of an earlier start, or of another server
             link.symlink_to(path)
+        if member is not None:
+            (directory / RAY_MODEL_NAME).write_text(member, encoding="utf-8")
     return directory
 
 

@@ -18,6 +18,8 @@ ARCHIVE_SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip", ".mar")
 MODEL_FILE_SUFFIXES = (".yaml", ".yml")
 RAY_MODEL_FILE = "ray-model.yaml"
 """The name of a model file in a model directory, which takes the place of serving.properties."""
+RAY_MODEL_NAME = "ray-model.name"
+"""The name of a file beside it that says which model of an application file the directory has."""
 
 WORKFLOW_SUFFIXES = (".json", ".yml", ".yaml")
 NO_WORKFLOWS = "workflows are not served; register each of its models by itself, and call one after the other"
@@ -52,9 +54,13 @@ class GgufFile:
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model file of Ray, by its absolute path: YAML that describes a model and says where its weights are."""
+    """A model file of Ray, by its absolute path: YAML that describes a model and says where its weights are.
+
+    Of an application file, which describes several, `member` names one.
+    """
 
     path: Path
+    member: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,14 @@ def parse_location(text: str, base: Path) -> Location:
         return _local(text, base)
     repo_id, _, quantization = text.partition(":")
     return HubModel(repo_id, quantization or None)
+
+
+def names_model_file(text: str) -> bool:
+    """Return whether `text` names a model file of Ray, or a model of an application file."""
+    try:
+        return isinstance(parse_location(text, Path.cwd()), ModelFile)
+    except ValueError:
+        return False
 
 
 def has_scheme(text: str) -> bool:
@@ -167,6 +181,9 @@ def _local(path: str, base: Path) -> LocalDirectory | LocalArchive | GgufFile | 
         return GgufFile(local)
     if local.suffix in MODEL_FILE_SUFFIXES and os.path.isfile(local):
         return ModelFile(local)  # whether it is one, or a workflow, says its reader
+    file, _, member = path.partition("#")
+    if member and file.endswith(MODEL_FILE_SUFFIXES) and os.path.isfile(base / file):
+        return ModelFile(Path(os.path.abspath(base / file)), member)
     if local.suffix in WORKFLOW_SUFFIXES and os.path.isfile(local):
         raise ValueError(f"is not available: {local} defines a workflow; {NO_WORKFLOWS}")
     if archive_stem(local.name) is None:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from frontend.server_log import LOG_FORMAT, LineFormatter
-from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, MODEL_FORMS
+from lmi_server.artifacts.location import MODEL_FORMS, names_model_file
 from lmi_server.commands import ray
 from lmi_server.commands.advise import advise_server
 from lmi_server.commands.bench import bench
@@ -146,7 +146,7 @@ def serve(
 
 def _check_directory(source: ModelSource, environment: Mapping[str, str]) -> None:
     """Report errors of a single model before the server starts; an archive is read only when it is loaded."""
-    if Path(source.url).suffix in MODEL_FILE_SUFFIXES and Path(source.url).is_file():
+    if names_model_file(source.url):
         from lmi_server.commands.local_model import inspect_local, local_model
 
         local = replace(local_model(source.url, environment), variables=source.variables)

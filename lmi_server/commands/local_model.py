@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings, fetch_artifacts
-from lmi_server.artifacts.location import HubModel, parse_location
+from lmi_server.artifacts.location import HubModel, names_model_file, parse_location
 from lmi_server.artifacts.progress import shown_progress
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
@@ -25,7 +25,7 @@ def local_model(argument: str, environment: Mapping[str, str]) -> ModelSource:
     that the server finds it there. Raises ConfigurationError.
     """
     source = named_source(argument)
-    if not is_spec(argument) and not Path(source.url).is_file():
+    if not is_spec(argument) and not Path(source.url).is_file() and not names_model_file(source.url):
         return source  # a directory; if it is missing, the reader of its configuration says so
     try:
         return asyncio.run(_fetched(source, environment, artifact_settings(None, environment)))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lmi_server.artifacts.fetch import artifact_settings, fetch_model_directory
-from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, RAY_MODEL_FILE
+from lmi_server.artifacts.location import RAY_MODEL_FILE, names_model_file
+from lmi_server.configuration.model_file.application import models_of
 from lmi_server.configuration.model_file.llm_config import LlmConfigFile
 from lmi_server.configuration.model_file.rayllm import RayLlmFile
 from lmi_server.configuration.model_file.read import ModelFile, read_model_file
@@ -73,7 +74,7 @@ def described(
     models: Sequence[str], environment: Mapping[str, str], machine: Machine | None = None
 ) -> tuple[Described, ...]:
     """Return the same deployments, each with what is known of its model."""
-    found = [model for argument in models for model in _of_argument(Path(argument), environment, machine)]
+    found = [model for argument in models for model in _of_argument(argument, environment, machine)]
     for model in found:
         _refuse_executor_of_ray(model)
     for names in ([[model.deployment.name] for model in found], [model.deployment.names for model in found]):
@@ -93,29 +94,34 @@ def _refuse_executor_of_ray(model: Described) -> None:
         )
 
 
-def _of_argument(path: Path, environment: Mapping[str, str], machine: Machine | None) -> Iterator[Described]:
-    if not path.exists():
+def _of_argument(argument: str, environment: Mapping[str, str], machine: Machine | None) -> Iterator[Described]:
+    path = Path(argument)
+    if names_model_file(argument):
+        for url in models_of(path) if path.is_file() else [argument]:
+            yield _of_file(url, environment, machine)
+    elif not path.exists():
         raise ConfigurationError(f"{path}: there is no such file or directory; name {_FORMS}")
-    if path.is_file():
-        yield _of_file(path, environment, machine)
+    elif path.is_file():
+        raise ConfigurationError(f"{path}: is no model file of Ray (.yaml); name {_FORMS}")
     elif is_one_model(path) or not any(path.iterdir()):
         yield _of_directory(path, environment, machine)
     else:
         for source in discover(path)[0]:
-            yield from _enabled(Path(source.url), environment, machine)
+            yield from _enabled(source.url, environment, machine)
 
 
 _FORMS = "model directories, model files of Ray, or folders of them"
 
 
-def _enabled(path: Path, environment: Mapping[str, str], machine: Machine | None) -> Iterator[Described]:
+def _enabled(url: str, environment: Mapping[str, str], machine: Machine | None) -> Iterator[Described]:
     """Yield the deployment of one entry of a folder, unless its file says enabled: false."""
+    path = Path(url)
     if path.is_dir():
         yield _of_directory(path, environment, machine)
         return
-    content = read_model_file(path).content
+    content = read_model_file(path).content if path.is_file() else None  # not that of a model of an application
     if not isinstance(content, RayLlmFile) or content.enabled:
-        yield _of_file(path, environment, machine)
+        yield _of_file(url, environment, machine)
 
 
 def _of_directory(directory: Path, environment: Mapping[str, str], machine: Machine | None) -> Described:
@@ -126,16 +132,15 @@ def _of_directory(directory: Path, environment: Mapping[str, str], machine: Mach
     return Described(deployment_from(found, str(directory.absolute()), {}), found, found.warnings)
 
 
-def _of_file(path: Path, environment: Mapping[str, str], machine: Machine | None) -> Described:
-    if path.suffix not in MODEL_FILE_SUFFIXES:
-        raise ConfigurationError(f"{path}: is no model file of Ray (.yaml); name {_FORMS}")
+def _of_file(url: str, environment: Mapping[str, str], machine: Machine | None) -> Described:
+    path = str(Path(url).absolute())
     try:
-        directory = asyncio.run(fetch_model_directory(str(path.absolute()), artifact_settings(None, environment)))
+        directory = asyncio.run(fetch_model_directory(path, artifact_settings(None, environment)))
     except ArtifactError as error:
         raise ConfigurationError(error.message) from error
     found = inspect_model(directory, environment, machine=machine)
     found.resolved()
-    return _from_file(read_model_file(path), found)
+    return _from_file(read_model_file(directory / RAY_MODEL_FILE), found)
 
 
 def _from_file(file: ModelFile, found: Inspection) -> Described:

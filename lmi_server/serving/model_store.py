@@ -10,7 +10,8 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, RAY_MODEL_FILE, archive_stem, is_hub_id, path_of_file_url
-from lmi_server.configuration.model_file.read import name_in_file
+from lmi_server.configuration.model_file.application import models_of
+from lmi_server.configuration.model_file.read import name_in_file, name_of_member
 from lmi_server.configuration.model_layers import SERVING_PROPERTIES
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import is_multi_model
@@ -75,7 +76,7 @@ def startup_sources(startup: Startup, environment: Mapping[str, str]) -> tuple[l
     of its own. `OPTION_MODEL_ID` is the model if there is no other one. Raises ConfigurationError if a spec cannot be
     read, or two models have one name and version.
     """
-    plain = [_directory_source(directory) for directory in startup.directories]
+    plain = [source for directory in startup.directories for source in _sources_at(directory)]
     named = [parse_spec(text, startup.model_store) for text in _specs(startup)]
     warnings: list[str] = []
     store = startup.store
@@ -107,16 +108,16 @@ def _specs(startup: Startup) -> Iterator[str]:
 
 def discover(store: Path) -> tuple[list[ModelSource], list[str]]:
     """Return the models in `store`, each a directory or an archive, and warnings about entries that are neither."""
-    sources = []
+    sources = list[ModelSource]()
     warnings = []
     for entry in _visible(store):
         if entry.is_dir() and not _visible(entry):
             warnings.append(f"{entry}: is empty and is no model")
         else:
-            sources.append(_directory_source(_nested(entry)))
+            sources += _sources_at(_nested(entry))
     if not sources:
         warnings.append(f"model_store {store} holds no model")
-    return sources, warnings
+    return list({source.url: source for source in sources}.values()), warnings
 
 
 def is_one_model(store: Path) -> bool:
@@ -199,6 +200,12 @@ def _without_suffix(name: str) -> str:
     return name.removesuffix(suffix)
 
 
+def _sources_at(path: Path) -> list[ModelSource]:
+    """Return the models at a path: several if it is an application file of Ray Serve LLM."""
+    is_file = path.suffix in MODEL_FILE_SUFFIXES and path.is_file()
+    return [_directory_source(Path(url)) for url in (models_of(path) if is_file else [str(path)])]
+
+
 def _directory_source(directory: Path) -> ModelSource:
     path = directory.absolute()
     return named_by_file(ModelSource(str(path), name_of(str(path))))
@@ -208,7 +215,7 @@ def named_by_file(source: ModelSource) -> ModelSource:
     """Return a model to which nobody has given a name with the one that its model file of Ray says, if it has one."""
     url = path_of_file_url(source.url) if source.url.startswith("file:") else source.url
     file = _model_file(url)
-    name = None if file is None else name_in_file(file)
+    name = name_of_member(url) if file is None else name_in_file(file)
     return source if name is None else replace(source, name=name)
 
 

@@ -198,7 +198,10 @@ scaling_config:
             "model_loading_config: {model_id: a}\naccelerator_config: {kind: tpu}\n",
             "m.yaml:2: accelerator_config is not available; use GPUs, Neuron cores or kind: cpu",
         ),
-        ("- 1\n", "m.yaml: is no model file; it needs engine_config (RayLLM) or model_loading_config (LLMConfig)"),
+        (
+            "- 1\n",
+            "m.yaml: is no model file; it needs engine_config (RayLLM), model_loading_config (LLMConfig), or llm_",
+        ),
         (
             "engine_config:\n  model_id: a/b\n  gcs_mirror_config:\n    bucket_uri: gs://a/b\n",
             "m.yaml:3: engine_config.gcs_mirror_config is not available; the server fetches from S3, the Hub and",

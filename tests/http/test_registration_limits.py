@@ -90,6 +90,16 @@ def test_a_linked_file_keeps_its_suffix_by_which_it_is_read(home: Path) -> None:
     assert limits(home).check_model(ModelSource(url, "m"), FAR).url == url
 
 
+def test_a_model_of_an_application_file_is_for_clients_that_name_everything(home: Path) -> None:
+    """FILE#MODEL is no path: its links would not be followed."""
+    (home / "app.yaml").write_text("llm_configs: []")
+    (home / "store" / "app.yaml").symlink_to(home / "app.yaml")
+    model = ModelSource(f"{home}/store/app.yaml#a", "m")
+    assert limits(home).check_model(model, NEAR) is model
+    with refusal():
+        limits(home).check_model(model, FAR)
+
+
 def test_a_client_here_names_everything_as_it_is_unless_sources_are_listed(home: Path) -> None:
     model = ModelSource("owner/model", "m", settings={"option.env": "A=1", "option.worker_cls": "a.B"})
     assert limits(home).check_model(model, NEAR) is model

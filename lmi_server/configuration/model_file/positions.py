@@ -18,8 +18,9 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The content of a file. `lines` has the line of each key, and of each item of a list.
+    """The content of a file, or of a part of it, which begins in the line `first`.
 
+    `lines` has the line of each key, and of each item of a list.
     `renamed` has the keys as the file spells them, where `data` has them by their present names.
     """
 
@@ -27,10 +28,19 @@ class Document:
     data: Any
     lines: Mapping[KeyPath, int]
     renamed: Mapping[KeyPath, str] = field(default_factory=dict)
+    first: int = 1
+
+    def within(self, path: KeyPath) -> Document:
+        """Return the part of the document at `path`."""
+        data, depth = self.data, len(path)
+        for key in path:
+            data = data[key]
+        lines = {key[depth:]: line for key, line in self.lines.items() if len(key) > depth and key[:depth] == path}
+        return Document(self.file, data, lines, first=self.line(path))
 
     def line(self, path: KeyPath) -> int:
         """Return the line of the value at `path`, or of the nearest that stands in the file."""
-        return next((self.lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.lines), 1)
+        return next((self.lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.lines), self.first)
 
     def name(self, path: KeyPath) -> str:
         """Return the path as the file spells it: engine_config.engine_kwargs.max_num_seqs."""

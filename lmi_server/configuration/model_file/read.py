@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmi_server.artifacts.location import NO_WORKFLOWS
+from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, NO_WORKFLOWS, RAY_MODEL_NAME
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.layers import Given, Source, nearest_key, spellings
+from lmi_server.configuration.model_file.application import MEMBER, is_application, member
 from lmi_server.configuration.model_file.chat_template import chat_template
 from lmi_server.configuration.model_file.checking import validated, without_effect
 from lmi_server.configuration.model_file.llm_config import LlmConfigFile, LoraSection
@@ -69,7 +70,9 @@ class ModelFile:
 
 def read_model_file(path: Path) -> ModelFile:
     """Read RayLLM's YAML, or an LLMConfig. Raises ConfigurationError with all problems, one per line."""
-    document = read_document(path)
+    document, of_application = read_document(path), tuple[str, ...]()
+    if is_application(document):
+        document, of_application = member(document, _named_beside(path))
     kind = _kind(document)
     content, document = validated(document, kind)
     keys = _Keys(document)
@@ -82,9 +85,15 @@ def read_model_file(path: Path) -> ModelFile:
         content=content,
         document=document,
         given=keys.given,
-        warnings=tuple(without_effect(document, content)),
+        warnings=(*of_application, *without_effect(document, content)),
         only_on_clusters=tuple(_only_on_clusters(document, environment)),
     )
+
+
+def _named_beside(path: Path) -> str | None:
+    """Return which model of an application file a model directory has; None if it is not said."""
+    name = path.with_name(RAY_MODEL_NAME)
+    return name.read_text(encoding="utf-8") if name.is_file() else None
 
 
 def path_name(model_id: str) -> str:
@@ -103,8 +112,17 @@ def name_in_file(path: Path) -> str | None:
         return None
     sections = [data.get(key) for key in ("engine_config", "model_loading_config")] if isinstance(data, dict) else []
     ids = [section.get("model_id") for section in sections if isinstance(section, dict)]
-    names = [path_name(found) for found in ids if isinstance(found, str)]
-    return next((name for name in names if _NAME.fullmatch(name)), None)
+    return next((_allowed_name(found) for found in ids if isinstance(found, str)), None)
+
+
+def name_of_member(url: str) -> str | None:
+    """Return the name of a model of an application file, FILE#MODEL_ID; None for any other URL."""
+    file, _, member_id = url.partition(MEMBER)
+    return _allowed_name(member_id) if file.endswith(MODEL_FILE_SUFFIXES) else None
+
+
+def _allowed_name(model_id: str) -> str | None:
+    return name if _NAME.fullmatch(name := path_name(model_id)) else None
 
 
 def _kind(document: Document) -> type[RayLlmFile | LlmConfigFile]:
@@ -116,7 +134,8 @@ def _kind(document: Document) -> type[RayLlmFile | LlmConfigFile]:
     if "model_loading_config" in data:
         return LlmConfigFile
     raise ConfigurationError(
-        f"{document.file}: is no model file; it needs engine_config (RayLLM) or model_loading_config (LLMConfig)"
+        f"{document.file}: is no model file; it needs engine_config (RayLLM), model_loading_config (LLMConfig),"
+        " or llm_configs (build_openai_app)"
     )
 
 
