@@ -293,14 +293,21 @@ class StatusEndpoints:
         """Return OpenAI's list of models, in which adapters are models too."""
         named = [(name, self._models.named(name)) for name in self._models.names]
         named += [(name, parent) for parent in self._models.models for name in parent.adapter_names]
-        entries = [_entry(name, model, request.scope) for name, model in named]
+        parents = self._models.models
+        stores = await asyncio.gather(*(parent.stored_adapters() for parent in parents))
+        named += [(name, parent) for parent, names in zip(parents, stores, strict=True) for name in names]
+        entries = [self._entry(name, model, request.scope) for name, model in named]
         return json_response({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
         """Return OpenAI's description of a model or an adapter."""
         name = request.path_params["model"]
         model = self._models.named_as_model(name)
-        return json_response(_entry(name, model, request.scope))
+        return json_response(self._entry(name, model, request.scope))
+
+    def _entry(self, name: str, model: Model, scope: Scope) -> dict[str, Any]:
+        """Return OpenAI's model object; what is no name of a model is an adapter of one."""
+        return _entry(name, model, scope, None if name in self._models.names else model.name)
 
     async def root(self, request: Request) -> Response:
         """Answer OPTIONS, which asks about the server as a whole; LMI has nothing else at this path."""
@@ -365,7 +372,7 @@ def _ping_codes(settings: ServerSettings) -> dict[ModelStatus, int]:
     }
 
 
-def _entry(name: str, model: Model, scope: Scope) -> dict[str, Any]:
+def _entry(name: str, model: Model, scope: Scope, parent: str | None) -> dict[str, Any]:
     """Return OpenAI's model object, with the additional fields of vLLM that its clients read.
 
     `root` is the path or hub id of the weights, as far as it is known, and this client may know it. `max_model_len` is
@@ -373,7 +380,7 @@ def _entry(name: str, model: Model, scope: Scope) -> dict[str, Any]:
     """
     entry: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "lmi-server"}
     entry["root"] = _place(name, model, scope)
-    entry["parent"] = model.name if name in model.adapter_names else None
+    entry["parent"] = parent
     if model.pool is not None and model.pool.max_model_len:
         entry["max_model_len"] = model.pool.max_model_len
     return entry

@@ -130,6 +130,20 @@ async def fetch_model_directory(
     return await _in_thread(fetch, on_progress)
 
 
+async def fetched_folders(url: str, settings: ArtifactSettings) -> frozenset[str]:
+    """Return the names of the folders right below s3://bucket/prefix. Raises ArtifactError."""
+    location = _location(url.rstrip("/"), Path.cwd())
+    assert isinstance(location, S3Location), "a store that is no directory"
+    beginning = f"{location.prefix}/" if location.prefix else ""
+
+    def listed(activity: Activity) -> frozenset[str]:
+        objects = find_client(settings.environment).list_objects(location, activity)
+        keys = (found.key.removeprefix(beginning) for found in objects if found.key.startswith(beginning))
+        return frozenset(key.partition("/")[0] for key in keys if "/" in key)
+
+    return await _in_thread(listed, lambda _: None)
+
+
 def only_archive(directory: Path) -> Path | None:
     """Return the archive that is all that a directory holds, and that is the model then; None if there is none.
 

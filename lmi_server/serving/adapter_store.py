@@ -29,7 +29,7 @@ from lmi_server.supervisor.job import Deadline
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,254}", re.ASCII)  # never a path that leads elsewhere
-_S3 = "s3://"
+S3 = "s3://"
 
 
 class OnDemand(Protocol):
@@ -203,15 +203,20 @@ def _heard(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
+def is_adapter_name(name: str) -> bool:
+    """Return whether a folder of a store with this name can be an adapter."""
+    return _NAME.fullmatch(name) is not None
+
+
 async def fetch_from_store(store: str, name: str, model_dir: str, settings: ArtifactSettings) -> str:
     """Return the directory of the adapter `name` in `store`, a directory or s3://bucket/prefix.
 
     Raises ModelNotFoundError if the store does not have it, RequestError if it cannot be fetched.
     """
     missing = ModelNotFoundError(f"The adapter {excerpt(name)} is neither registered nor in the store of adapters")
-    if _NAME.fullmatch(name) is None:
+    if not is_adapter_name(name):
         raise missing
-    if not store.startswith(_S3):
+    if not store.startswith(S3):
         directory = Path(model_dir, store, name)
         if not await asyncio.to_thread(directory.is_dir):
             raise missing

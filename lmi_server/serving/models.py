@@ -71,7 +71,19 @@ class Model:
 
     @property
     def adapter_names(self) -> list[str]:
-        return [] if self.pool is None else self.pool.adapters.names
+        """Return the adapters that calls or the directory of the model have brought, and no request."""
+        if self.pool is None:
+            return []
+        on_demand = self.pool.on_demand
+        return [name for name in self.pool.adapters.names if on_demand is None or not on_demand.keeps(name)]
+
+    async def stored_adapters(self) -> list[str]:
+        """Return the names of the adapters in its store, as a request names them: MODEL:ADAPTER."""
+        if self.pool is None or self.pool.store_listing is None or self.resolved is None:
+            return []
+        base = next(iter(self.resolved.options.served_model_name), self.name)
+        known = set(self.adapter_names)
+        return [f"{base}:{name}" for name in await self.pool.store_listing.names() if name not in known]
 
     @property
     def is_reloading(self) -> bool:

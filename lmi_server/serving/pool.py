@@ -31,6 +31,7 @@ from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
 from lmi_server.serving.progress_watch import ProgressWatch
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.serving.scaling import WorkerScaling
+from lmi_server.serving.store_listing import StoreListing
 from lmi_server.serving.worker_metrics import engine_metrics, worker_gauges
 from lmi_server.supervisor.job import Deadline, Job, ReplySlot
 from lmi_server.supervisor.remote import RemotePlace
@@ -68,6 +69,7 @@ class WorkerPool:
         self.max_model_len = 0
         self.batch_size: int | None = None
         self.on_demand: OnDemand | None = None
+        self.store_listing: StoreListing | None = None
         self.stopping = False
         self.deaths = 0
         self.load_times = Histogram(_LOAD_TIMES)

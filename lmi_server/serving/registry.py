@@ -42,6 +42,7 @@ from lmi_server.serving.plan_pool import plan_pool, refuse_adapters_without_lora
 from lmi_server.serving.pool import SHUTTING_DOWN, WORKER_STOP_S, WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.reload import Reload, configuration_state
+from lmi_server.serving.store_listing import StoreListing
 from lmi_server.supervisor.log import LEVELS
 
 logger = logging.getLogger(__name__)
@@ -349,6 +350,7 @@ class ModelRegistry:
             refuse_adapters_without_lora(settings, fetched.resolved)
         pool = WorkerPool(settings, self._on_metric)
         pool.on_demand = self._adapter_store(pool, fetched.resolved)
+        pool.store_listing = self._store_listing(fetched.resolved)
         return pool
 
     def _adapter_store(self, pool: WorkerPool, resolved: ResolvedModel) -> AdapterStore | None:
@@ -364,6 +366,11 @@ class ModelRegistry:
 
         most_waiting = resolved.serving.job_queue_size
         return AdapterStore(pool.adapters, fetch, pool.until_ready, options.adapters_on_demand, most_waiting)
+
+    def _store_listing(self, resolved: ResolvedModel) -> StoreListing | None:
+        store = resolved.options.dynamic_lora_loading_path
+        is_store = store is not None and resolved.options.adapters_on_demand
+        return StoreListing(store or "", resolved.model_dir, self.artifacts) if is_store else None
 
     def _settle_configuration(self, model: Model, resolved: ResolvedModel) -> None:
         """Record the configuration of `model`. Raises ConfigurationError if another model has one of its names."""

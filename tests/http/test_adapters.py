@@ -82,6 +82,26 @@ def test_openais_model_names_an_adapter_and_the_list_has_it(server: Server) -> N
     assert server.http.post("/v1/completions", json={**body, "model": "nobody"}).status_code == 404
 
 
+def test_the_list_of_models_has_the_adapters_of_a_store(tmp_path: Path) -> None:
+    """Also once one of them is loaded; it makes room for others later."""
+    for name in ("red", "blue"):
+        (tmp_path / "stored" / name).mkdir(parents=True)
+        (tmp_path / "stored" / name / "adapter_config.json").write_text("{}")
+    keys = {"dynamic_lora_loading_path": tmp_path / "stored", "served_model_name": "team/model"}
+    with serving(tmp_path, enable_lora="true", **keys) as server:
+        chat = {"model": "team/model:red", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        for _ in range(2):
+            found = server.http.get("/v1/models").json()["data"]
+            assert [(entry["id"], entry["parent"]) for entry in found] == [
+                ("model", None),
+                ("team/model", None),
+                ("team/model:blue", "model"),
+                ("team/model:red", "model"),
+            ]
+            assert server.http.post("/v1/chat/completions", json=chat).status_code == 200
+        assert server.http.get("/v1/models/team/model:red").json()["parent"] == "model"
+
+
 def test_one_that_is_not_registered_fails_its_request_alone(server: Server) -> None:
     reply = server.http.post("/invocations?adapter=nobody", json=ECHOED)
     assert reply.status_code == 424

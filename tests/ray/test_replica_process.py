@@ -133,7 +133,8 @@ def test_dialects_and_codes_are_those_of_one_machine(cluster: Cluster) -> None:
     assert http.post("/v1/chat/completions", json=chat | {"max_tokens": -1}).status_code == 400
     assert http.post("/v1/chat/completions", json=chat | {"model": "other"}).status_code == 404
     assert http.post("/invocations", json={"inputs": 1}).status_code == 424
-    assert [entry["id"] for entry in http.get("/v1/models").json()["data"]] == ["model"]
+    listed = [(entry["id"], entry["parent"]) for entry in http.get("/v1/models").json()["data"]]
+    assert listed == [("model", None), *((f"model:{name}", "model") for name in sorted(STORED))]
 
 
 def test_a_stream_comes_piece_by_piece_and_a_client_that_leaves_frees_its_place(cluster: Cluster) -> None:
