@@ -270,6 +270,11 @@ class StatusEndpoints:
         ready = self._models.startup_statuses <= {ModelStatus.HEALTHY}
         return json_response({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
+    async def proxy(self, request: Request) -> Response:
+        """Return what a proxy of Ray Serve answers: "success" if every model of the start can serve now, else 503."""
+        ready = self._models.startup_statuses <= {ModelStatus.HEALTHY}
+        return Response("success" if ready else "not ready", 200 if ready else 503, media_type="text/plain")
+
     async def info(self, request: Request) -> Response:
         """Return text-generation-inference's description of the model; `model_name` chooses one of several."""
         name = request.query_params.get("model_name")
@@ -324,6 +329,7 @@ def _health(status: StatusEndpoints, models: ModelRegistry) -> list[Route]:
         Route("/health", status.ready),  # that of text-generation-inference and vLLM
         Route("/health/live", status.live),
         Route("/health/ready", status.ready),
+        Route("/-/healthz", status.proxy),  # by which KubeRay finds the pods that serve
         *kserve.KServeEndpoints(models).health(),
     ]
 

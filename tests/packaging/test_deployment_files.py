@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from paths import DATA, ROOT
 from server_helpers import Server, serving
 
 from lmi_server.configuration.server_settings import ServerSettings, resolve_server
+from lmi_server.machine.inventory import Machine
+from lmi_server.ray.model_files import deployments
+from lmi_server.ray.serve_config import serve_config
 
-KUBERNETES, KSERVE, COMPOSE = (ROOT / "deploy" / name for name in ("kubernetes", "kserve", "compose"))
+KUBERNETES, KSERVE, COMPOSE, RAY = (ROOT / "deploy" / name for name in ("kubernetes", "kserve", "compose", "ray"))
 CONTAINER_PAGE = (ROOT / "docs" / "container.md").read_text(encoding="utf-8")
 VERSION = "1.37"
 
@@ -159,6 +163,73 @@ def test_kserves_pod_is_one_that_kubernetes_takes() -> None:
     kubernetes_validate.validate(
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "made"}, "spec": made}, VERSION, strict=True
     )
+
+
+# --- Ray on Kubernetes ---
+
+
+@pytest.fixture(scope="module")
+def ray_service() -> dict[str, Any]:
+    [document] = documents(RAY / "rayservice.yaml")
+    return document["spec"]
+
+
+@pytest.fixture(scope="module")
+def serve_config_of_service(ray_service: dict[str, Any]) -> dict[str, Any]:
+    config = yaml.safe_load(ray_service["serveConfigV2"])
+    assert isinstance(config, dict)
+    return config
+
+
+def groups_of(ray_service: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the groups of pods, that of the head first."""
+    cluster = ray_service["rayClusterConfig"]
+    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
+def test_the_ray_service_deploys_what_ray_build_makes_of_its_model_file(
+    serve_config_of_service: dict[str, Any], tmp_path: Path
+) -> None:
+    machine = Machine(total_bytes=2**34, available_bytes=2**33, cores=4, engines=frozenset({"torch", "transformers"}))
+    models = deployments([str(RAY / "model.yaml")], {"XDG_CACHE_HOME": str(tmp_path)}, machine)
+    [application] = serve_config_of_service["applications"]
+    front_end = application["args"]["front_end"]
+    arguments = [front_end[name] for name in ("host", "port", "count", "drain_timeout_s")]
+    assert serve_config_of_service == json.loads(json.dumps(serve_config(models, *arguments)))
+
+
+@pytest.mark.slow
+def test_ray_accepts_the_config_of_the_ray_service(
+    ray_service: dict[str, Any], serve_config_of_service: dict[str, Any]
+) -> None:
+    schema: Any = pytest.importorskip("ray.serve.schema")
+    schema.ServeDeploySchema.model_validate(serve_config_of_service)
+    with pytest.raises(ValueError, match="import_path"):
+        schema.ServeDeploySchema.model_validate({"applications": [{"name": "a"}]})
+    assert ray_service["rayClusterConfig"]["rayVersion"] == version("ray")
+
+
+def test_the_pods_of_the_ray_service_are_ones_that_kubernetes_takes(ray_service: dict[str, Any]) -> None:
+    """KubeRay's kinds have no schema here; their templates of pods have."""
+    for group in groups_of(ray_service):
+        metadata = {"name": "made"}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": group["template"]["spec"]}
+        kubernetes_validate.validate(pod, VERSION, strict=True)
+
+
+def test_every_pod_of_the_ray_service_has_a_front_end_that_kuberay_finds(
+    ray_service: dict[str, Any], serve_config_of_service: dict[str, Any], server: Server
+) -> None:
+    front_end = serve_config_of_service["applications"][0]["args"]["front_end"]
+    groups = groups_of(ray_service)
+    assert front_end["count"] == 1 + sum(group["replicas"] for group in groups[1:])
+    for group in groups:
+        spec = group["template"]["spec"]
+        [container] = spec["containers"]
+        assert {port["name"]: port["containerPort"] for port in container["ports"]}["serve"] == front_end["port"]
+        assert spec["terminationGracePeriodSeconds"] >= front_end["drain_timeout_s"] + 10
+    answer = server.http.get("/-/healthz")
+    assert (answer.status_code, answer.text) == (200, "success")
 
 
 # --- docker compose ---

@@ -320,7 +320,7 @@ def completion(cluster: RayCluster, model: str, **more: Any) -> str:
 def test_model_files_are_deployed_by_the_command_and_answer_openais_client(cluster: RayCluster, tiny: str) -> None:
     assert "serving team/tiny, split on http://127.0.0.1:" in tiny
     listed = [entry["id"] for entry in cluster.http.get("/v1/models").json()["data"]]
-    assert listed == ["split", "team--tiny", "team/tiny"]
+    assert listed == ["split", "team--tiny", "team/tiny", *(f"team/tiny:{name}" for name in ("blue", "green", "red"))]
     assert completion(cluster, "team/tiny") == completion(cluster, "team--tiny")
     generated = cluster.http.post(
         "/predictions/team--tiny", json={"inputs": "ab", "parameters": {"max_new_tokens": 12}}

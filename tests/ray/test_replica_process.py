@@ -153,7 +153,7 @@ def test_a_front_end_is_not_ready_before_it_knows_its_models(cluster: Cluster) -
     chat = {"model": "model", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 2}
     with ending(starting):
         http = starting.http
-        assert [http.get(path).status_code for path in ("/ping", "/health", "/health/ready")] == [503] * 3
+        assert [http.get(path).status_code for path in ("/ping", "/health", "/-/healthz")] == [503] * 3
         assert http.get("/v2/health/ready").json() == {"ready": False}
         assert http.get("/health/live").status_code == 200
         unknown = [
@@ -171,6 +171,7 @@ def test_a_front_end_is_not_ready_before_it_knows_its_models(cluster: Cluster) -
         starting.log.wait_for("ready: API .*; try: curl ")
         assert sum("ready: API" in line for line in starting.log.lines) == 1
         assert http.get("/ping").status_code == 200
+        assert http.get("/-/healthz").text == "success"
         assert http.post("/v1/chat/completions", json=chat).status_code == 200
         assert http.get("/v1/models/other").status_code == 404
 
