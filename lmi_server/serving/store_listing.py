@@ -17,7 +17,7 @@ from lmi_server.serving.adapter_store import S3, is_adapter_name
 logger = logging.getLogger(__name__)
 
 _MOST = 1000
-_KEPT_S = 10.0  # a list of models is asked for often, and a store on S3 is far
+_KEPT_S = 30.0  # a list of models is asked for often, and a store on S3 is far
 _WAIT_S = 5.0
 
 

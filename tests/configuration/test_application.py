@@ -107,7 +107,9 @@ def test_the_arguments_of_the_builder_alone_are_an_application(tmp_path: Path, e
 
 def test_a_file_with_several_models_is_none_by_itself(file: Path, environment: dict[str, str]) -> None:
     for url in (str(file), f"{file}#nothing"):
-        with pytest.raises(ConfigurationError, match=r"app\.yaml: name one of its models: .*#team/small, .*#large"):
+        with pytest.raises(
+            ConfigurationError, match=r"app\.yaml: name one of its models, as .*#NAME: team/small, large"
+        ):
             read(url, environment)
 
 
@@ -129,6 +131,7 @@ def test_other_files_are_models_themselves(file: Path) -> None:
         ("    llm_configs:", "    llm_config:", "app.yaml:9: unknown key args.llm_config; did you mean llm_configs?"),
         ("      accelerator_type: A10G", "      accelerator: A10G", "app.yaml:17: unknown key accelerator"),
         ("        model_id: large", "        id: large", "app.yaml:15: is no LLMConfig and no path of one"),
+        ("        model_id: large", "        model_id: team/small", "app.yaml: two of its models are "),
         ("- name: llms", "- 7\n- name: llms", 'applications = "7" is not allowed'),
     ],
 )

@@ -5,8 +5,9 @@ Each of their models is named FILE#MODEL_ID; the rest of the file says how Ray's
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from lmi_server.configuration.model_file.checking import validated, without_effe
 from lmi_server.configuration.model_file.positions import Document, KeyPath, read_document
 from lmi_server.configuration.model_file.serve_sections import Anything, Section
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.quoting import excerpt
 
 MEMBER = "#"
 """Stands between an application file and the name of one of its models."""
@@ -80,7 +82,11 @@ def models_of(file: Path) -> list[str]:
         return [str(file)]  # its reader says what is wrong with it
     if not is_application(document):
         return [str(file)]
-    return [each.url for each in _members(document, str(file))]
+    urls = [each.url for each in _members(document, str(file))]
+    twice = next((url for url, count in Counter(urls).items() if count > 1), None)
+    if twice is not None:
+        raise ConfigurationError(f"{document.file}: two of its models are {excerpt(twice, 500)}; rename one")
+    return urls
 
 
 def member(document: Document, name: str | None) -> tuple[Document, tuple[str, ...]]:
@@ -91,30 +97,29 @@ def member(document: Document, name: str | None) -> tuple[Document, tuple[str, .
     found = {each.name: each for each in _members(document, document.file) if each.name is not None}
     chosen = next(iter(found.values()), None) if name is None and len(found) == 1 else found.get(name or "")
     if chosen is None:
-        urls = ", ".join(f"{document.file}{MEMBER}{each}" for each in found)
-        raise ConfigurationError(f"{document.file}: name one of its models: {urls or 'it has none of its own'}")
-    return chosen.config, chosen.warnings
+        names = excerpt(", ".join(found), 500)
+        raise ConfigurationError(f"{document.file}: name one of its models, as {document.file}{MEMBER}NAME: {names}")
+    return _with_environment(document.within(chosen.path), chosen.environment), chosen.warnings
 
 
+@dataclass(frozen=True, slots=True)
 class _Member:
     """One entry of llm_configs: an LLMConfig with its name, or the URL of a file."""
 
-    def __init__(self, url: str, name: str | None, config: Document, warnings: tuple[str, ...]) -> None:
-        self.url = url
-        self.name = name
-        self.config = config
-        self.warnings = warnings
+    url: str
+    name: str | None
+    path: KeyPath
+    environment: Mapping[str, Any]
+    warnings: tuple[str, ...]
 
 
 def _members(document: Document, file: str) -> Iterator[_Member]:
     for arguments, path, environment, warnings in _arguments(document):
         for index, entry in enumerate(arguments.llm_configs):
-            config = document.within((*path, "llm_configs", index))
-            if isinstance(entry, str):
-                yield _Member(str(Path(document.file).parent / entry), None, config, warnings)
-            else:
-                name = _name(config)
-                yield _Member(f"{file}{MEMBER}{name}", name, _with_environment(config, environment), warnings)
+            here = (*path, "llm_configs", index)
+            name = None if isinstance(entry, str) else _name(entry, document.place(here))
+            url = str(Path(document.file).parent / entry) if name is None else f"{file}{MEMBER}{name}"
+            yield _Member(url, name, here, environment, warnings)
 
 
 def _arguments(document: Document) -> Iterator[tuple[ServingArguments, KeyPath, Mapping[str, Any], tuple[str, ...]]]:
@@ -131,12 +136,12 @@ def _arguments(document: Document) -> Iterator[tuple[ServingArguments, KeyPath, 
         yield section.args, ("applications", index, "args"), section.runtime_env, warnings
 
 
-def _name(config: Document) -> str:
-    loading = config.data.get("model_loading_config") if isinstance(config.data, dict) else None
+def _name(config: Any, place: str) -> str:
+    loading = config.get("model_loading_config") if isinstance(config, dict) else None
     name = loading.get("model_id") if isinstance(loading, dict) else None
     if not isinstance(name, str):
         raise ConfigurationError(
-            f"{config.place(())}: is no LLMConfig and no path of one; it needs model_loading_config with model_id"
+            f"{place}: is no LLMConfig and no path of one; it needs model_loading_config with model_id"
         )
     return name
 
