@@ -61,7 +61,8 @@ function Key() {
       <h2 id="key-title">Management key</h2>
       ${wanted && html`<p class="error" role="alert">${store.error}</p>`}
       <label class="wide">One of management_api_keys
-        <input name="key" type="password" autocomplete="off" /></label>
+        <input name="key" type="password" autocomplete="off" pattern="\\s*[!-~]*\\s*"
+          title="Letters, digits and signs of ASCII" /></label>
       <p class="note">It stays in this tab until you close it.</p>
       <div class="row"><button class="main">Use this key</button>
         <button type="button" onClick=${() => dialog.current.close()}>Cancel</button></div>
@@ -83,12 +84,23 @@ function Stale() {
     moment(store.time)}.`}</p>`;
 }
 
+const SHOWN = { models: Models, model: Model, live: Live, chat: null };
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;  // an address that somebody typed
+  }
+}
+
 function App() {
   useStore();
-  const fragment = useFragment() || "models";
-  const [part, ...rest] = fragment.split("/");
-  const shown = { models: Models, model: Model, live: Live }[part];
-  const label = decodeURIComponent(rest.join("/"));
+  const fragment = useFragment();
+  const [named, ...rest] = fragment.split("/");
+  const part = Object.hasOwn(SHOWN, named) ? named : "models";
+  const shown = SHOWN[part];
+  const label = decoded(rest.join("/"));
   const stale = store.state !== "open" && store.time !== null;
   useEffect(() => { document.title = `${label || part} - lmi-server`; }, [fragment]);
   return html`<a class="skip" href="#main" onClick=${(event) => {

@@ -37,7 +37,7 @@ export function Models() {
         <th scope="col" class="number">Tokens/s</th><th scope="col" class="number less">TTFT p50</th>
         <th scope="col" class="number less">KV cache</th><th scope="col" class="less">Handler</th></tr></thead>
       <tbody>${shown.map((row) => html`<tr key=${row.label} class=${row.status}>
-        <th scope="row"><a href=${link(row.label)}>${row.label}</a>
+        <th scope="row"><a class="name" title=${row.label} href=${link(row.label)}>${row.label}</a>
           ${row.reason && html`<p class="error reason">${row.reason}</p>`}</th>
         <td><${State} row=${row} /><${Loading} row=${row} /></td>
         <td class="number less">${row.workers ? row.workers.ready : "–"}</td>
@@ -70,9 +70,12 @@ export function Loading({ row }) {
 export function Outcome() {
   const { label, text } = store.outcome ?? {};
   const row = label === undefined ? undefined : store.models.get(label);
+  const known = useRef(null);  // the last outcome whose model was in the list
+  if (row) known.current = store.outcome;
+  const gone = !row && store.outcome !== null && known.current === store.outcome;
   const failed = row?.status === "FAILED";
-  const said = text ?? (label === undefined || failed ? "" : row?.status === "Healthy" ? `${label} can serve.`
-    : `${label} is loading.`);
+  const said = text ?? (label === undefined || failed ? "" : gone ? `${label} is no longer registered.`
+    : row?.status === "Healthy" ? `${label} can serve.` : `${label} is loading.`);
   return html`<div class=${`outcome ${failed ? "FAILED" : ""}`} hidden=${!store.outcome}>
     <p class="done" role="status">${said}</p>
     ${failed && html`<p class="error" role="alert">${label} could not be loaded: ${row.reason}</p>`}
@@ -107,15 +110,23 @@ const statusOf = async (response) => (await response.json()).status;
 const labelOf = (response) =>
   response.headers.get("location").split("/").slice(1).map(decodeURIComponent).join(":");
 
+// The options of a text with NAME=VALUE in each line, as in serving.properties.
+function optionsOf(text) {
+  const lines = text.split("\n").map((line) => line.trim()).filter((line) => line && !line.startsWith("#"));
+  return Object.fromEntries(lines.map((line) => {
+    const [name, ...value] = line.split("=");
+    if (!name.trim() || !value.length) throw new Error(`"${line}" is no option; it takes NAME=VALUE`);
+    return [name.trim(), value.join("=").trim()];
+  }));
+}
+
 function Register() {
   const run = async ({ settings, ...given }) => {
     announce(null);
-    const more = {};
-    for (const line of settings.split("\n").map((text) => text.trim()).filter(Boolean)) {
-      const [name, ...value] = line.split("=");
-      more[name.trim()] = value.join("=").trim();
-    }
+    const more = optionsOf(settings);
     const filled = Object.fromEntries(Object.entries(given).filter(([, text]) => text !== ""));
+    const twice = Object.keys(more).find((name) => Object.hasOwn(filled, name));
+    if (twice) throw new Error(`${twice} stands in the options and in a field of its own; give it once`);
     const body = { ...filled, ...more, synchronous: false };
     announce({ label: labelOf(await call("models", { method: "POST", body })) });
   };
@@ -123,8 +134,8 @@ function Register() {
     <${Action} title="Register a model" run=${run} button="Register">
       <label class="wide">URL: a directory, s3://bucket/prefix, or owner/name<input name="url" required size="40" /></label>
       <label>Name<input name="model_name" /></label><label>Version<input name="model_version" size="6" /></label>
-      <label>Workers, least<input name="min_worker" inputmode="numeric" size="4" /></label>
-      <label>most<input name="max_worker" inputmode="numeric" size="4" /></label>
+      <label>Minimum workers<input name="min_worker" inputmode="numeric" size="4" /></label>
+      <label>Maximum workers<input name="max_worker" inputmode="numeric" size="4" /></label>
       <label class="wide">Options, one in each line (option.dtype=bf16)
         <textarea name="settings" rows="3" cols="40" spellcheck="false"></textarea></label>
     <//></details>`;
@@ -142,11 +153,12 @@ export function Model({ label }) {
   useEffect(() => {
     if (!path) return;
     const controller = new AbortController();
+    let timer = 0;
     call(`console/models/${path}`, { signal: controller.signal })
       .then((response) => response.json())
       .then((body) => { setFound(body); setError(""); })
-      .catch((raised) => { if (!controller.signal.aborted) setError(raised.message); });
-    const timer = setTimeout(refresh, REFRESH_MS);
+      .catch((raised) => { if (!controller.signal.aborted) setError(raised.message); })
+      .finally(() => { if (!controller.signal.aborted) timer = setTimeout(refresh, REFRESH_MS); });
     return () => { controller.abort(); clearTimeout(timer); };
   }, [path, turn, row?.status]);
   if (!row) {
@@ -204,9 +216,9 @@ function Memory({ found }) {
 function Manage({ row, path, refresh }) {
   const dialog = useRef();
   const scale = async (given) => {
-    const status = await statusOf(await call(`models/${path}`, { method: "PUT", query: given }));
+    await call(`models/${path}`, { method: "PUT", query: given });
     refresh();
-    return status;
+    return `${row.label} is scaled.`;
   };
   const unregister = async () => {
     announce(null);
@@ -217,8 +229,8 @@ function Manage({ row, path, refresh }) {
   };
   return html`<h3>Scale and unregister</h3><div class="panel">
     <${Action} title="Scale" run=${scale} button="Scale">
-      <label>Workers, least<input name="min_worker" inputmode="numeric" size="4" /></label>
-      <label>most<input name="max_worker" inputmode="numeric" size="4" /></label>
+      <label>Minimum workers<input name="min_worker" inputmode="numeric" size="4" /></label>
+      <label>Maximum workers<input name="max_worker" inputmode="numeric" size="4" /></label>
     <//>
     <button class="danger" onClick=${() => dialog.current.showModal()}>Unregister</button>
     <dialog ref=${dialog} aria-labelledby="unregister-title">
