@@ -5,7 +5,7 @@ import { connect, setKey, store } from "./connection.js";
 import { Chat } from "./chat.js";
 import { Live } from "./live.js";
 import { Model, Models, Outcome } from "./models.js";
-import { counted, moment } from "./text.js";
+import { counted, moment, number } from "./text.js";
 
 const THEME = "lmi-server theme";
 const PARTS = [["models", "Models"], ["live", "Live"], ["chat", "Chat"]];
@@ -75,7 +75,7 @@ function Status() {
   const failed = withStatus("FAILED");
   const text = { open: "", connecting: store.time ? "No connection" : "Connecting", key: "A key is needed" }[store.state];
   return html`<span role="status" class=${text || failed ? "error" : "quiet"}>
-    ${text || `${withStatus("Healthy")} of ${counted(models.length, "model")} can serve${failed ? `, ${failed} failed` : ""}`}
+    ${text || `${withStatus("Healthy")} of ${counted(models.length, "model")} can serve${failed ? `, ${number(failed)} failed` : ""}`}
   </span>`;
 }
 

@@ -1,6 +1,6 @@
 // The list of models, and one model: its workers, values and memory, and what the management API can do with it.
 
-import { html, useEffect, useRef, useState } from "./htm-preact.js";
+import { html, useEffect, useReducer, useRef, useState } from "./htm-preact.js";
 import { announce, call, store } from "./connection.js";
 import { counted, elapsed, gib, moment, number, percent, size } from "./text.js";
 
@@ -13,27 +13,34 @@ const link = (label) => `#model/${encodeURIComponent(label)}`;
 
 // --- the list ---
 
+const filters = { wanted: "", status: "", page: 0 };  // they stay while a model is shown
+
 export function Models() {
-  const [wanted, setWanted] = useState("");
-  const [status, setStatus] = useState("");
-  const [page, setPage] = useState(0);
+  const [, update] = useReducer((count) => count + 1, 0);
+  const place = useRef();
+  const { wanted, status, page } = filters;
+  const change = (more) => { Object.assign(filters, more); update(); };
+  const turn = (to) => {
+    change({ page: to });
+    place.current.scrollIntoView({ block: "start", behavior: "instant" });  // the button is below the last row
+  };
   const matching = [...store.models.values()].filter((row) =>
     row.label.toLowerCase().includes(wanted.toLowerCase()) && (!status || row.status === status));
   const pages = Math.max(1, Math.ceil(matching.length / PAGE));
   const here = Math.min(page, pages - 1);
   const shown = matching.slice(here * PAGE, (here + 1) * PAGE);
-  const filter = (set) => (event) => { set(event.target.value); setPage(0); };
+  const filter = (name) => (event) => change({ [name]: event.target.value, page: 0 });
   return html`<h2>Models</h2>
     <div class="row">
-      <label>Find<input type="search" value=${wanted} onInput=${filter(setWanted)} /></label>
-      <label>State<select value=${status} onChange=${filter(setStatus)}>
+      <label>Find<input type="search" value=${wanted} onInput=${filter("wanted")} /></label>
+      <label>State<select value=${status} onChange=${filter("status")}>
         <option value="">all</option>
         ${Object.entries(STATUSES).map(([name, title]) => html`<option value=${name}>${title}</option>`)}</select></label>
     </div>
-    <div class="scroll"><table>
+    <div class="scroll" ref=${place}><table>
       <caption aria-live="polite">${counted(matching.length, "model")}${pages > 1 ? `, page ${here + 1} of ${pages}` : ""}</caption>
       <thead><tr><th scope="col">Model</th><th scope="col">State</th><th scope="col" class="number less">Workers</th>
-        <th scope="col" class="number">Running</th><th scope="col" class="number less">Queue</th>
+        <th scope="col" class="number less">Running</th><th scope="col" class="number less">Queue</th>
         <th scope="col" class="number">Tokens/s</th><th scope="col" class="number less">TTFT p50</th>
         <th scope="col" class="number less">KV cache</th><th scope="col" class="less">Handler</th></tr></thead>
       <tbody>${shown.map((row) => html`<tr key=${row.label} class=${row.status}>
@@ -41,15 +48,15 @@ export function Models() {
           ${row.reason && html`<p class="error reason">${row.reason}</p>`}</th>
         <td><${State} row=${row} /><${Loading} row=${row} /></td>
         <td class="number less">${row.workers ? row.workers.ready : "–"}</td>
-        <td class="number">${number(row.running)}</td><td class="number less">${number(row.queue)}</td>
+        <td class="number less">${number(row.running)}</td><td class="number less">${number(row.queue)}</td>
         <td class="number">${number(row.tokens, 1)}</td>
         <td class="number less">${row.ttft ? `${number(row.ttft[0])} ms` : "–"}</td>
         <td class="number less">${percent(row.kv)}</td><td class="less">${row.handler}</td></tr>`)}</tbody>
     </table></div>
     ${pages > 1 && html`<nav class="row" aria-label="Pages">
-      <button disabled=${!here} onClick=${() => setPage(here - 1)}>Previous</button>
+      <button disabled=${!here} onClick=${() => turn(here - 1)}>Previous</button>
       <span>Page ${here + 1} of ${pages}</span>
-      <button disabled=${here === pages - 1} onClick=${() => setPage(here + 1)}>Next</button></nav>`}
+      <button disabled=${here === pages - 1} onClick=${() => turn(here + 1)}>Next</button></nav>`}
     <${Register} />`;
 }
 
@@ -270,7 +277,7 @@ const written = (value) => (typeof value === "string" ? value : JSON.stringify(v
 function Configuration({ options }) {
   const [wanted, setWanted] = useState("");
   const [all, setAll] = useState(false);
-  const shown = options.filter((option) => (all || option.layer !== "default") && option.key.includes(wanted));
+  const shown = options.filter((option) => (all || option.layer !== "default") && option.key.toLowerCase().includes(wanted.toLowerCase()));
   return html`<h3>Configuration</h3>
     <div class="row"><label>Find a key<input type="search" onInput=${(event) => setWanted(event.target.value)} /></label>
       <label class="check"><input type="checkbox" checked=${all} onChange=${(event) => setAll(event.target.checked)} />

@@ -742,9 +742,41 @@ def test_a_thousand_models_are_found_and_shown(browser: Browser, server: Server)
         assert page.get_by_role("row").count() == 51
         page.get_by_role("button", name="Next").click()
         page.get_by_role("link", name="m0050").wait_for()
+        assert page.get_by_role("link", name="m0050").evaluate("link => link.getBoundingClientRect().top >= 0")
         page.get_by_role("searchbox", name="Find").fill("0777")
+        page.get_by_role("link", name="m0777").click()
+        page.get_by_role("link", name="All models").click()
         page.get_by_role("link", name="m0777").wait_for()
         assert page.get_by_role("row").count() == 2
+
+
+def test_counts_of_failed_models_read_as_other_counts(browser: Browser, server: Server) -> None:
+    rows = [
+        {"label": f"m{number}", "name": f"m{number}", "version": None, "status": "FAILED", "reason": "absent",
+         "handler": "", "loading": None, "reloading": False}
+        for number in range(1000)
+    ]  # fmt: skip
+    with opened(browser, server) as page:
+        tell(page, {**MESSAGE, "models": rows})
+        page.get_by_role("status").filter(has_text="0 of 1,000 models can serve, 1,000 failed").wait_for()
+
+
+def test_a_failure_is_read_on_a_narrow_screen(browser: Browser, server: Server) -> None:
+    row = {"label": "m", "name": "m", "version": None, "status": "FAILED", "reason": "there is no directory /models/m",
+           "handler": "", "loading": None, "reloading": False}  # fmt: skip
+    with opened(browser, server, viewport=NARROW) as page:
+        tell(page, {**MESSAGE, "models": [row]})
+        page.locator(".reason").wait_for()
+        assert page.locator(".reason").evaluate("reason => reason.scrollHeight <= reason.clientHeight")
+
+
+def test_keys_are_found_in_any_case_and_stand_in_one_line(browser: Browser, server: Server) -> None:
+    with opened(browser, server) as page:
+        page.evaluate("location.hash = 'model/model'")
+        page.get_by_role("checkbox", name="Defaults, too").check()
+        page.get_by_label("Find a key").fill("MAX_ROLLING")
+        key = page.get_by_role("rowheader", name="option.max_rolling_batch_size", exact=True).locator("code")
+        assert key.evaluate("code => code.getClientRects().length") == 1
 
 
 MESSAGE = {"server": {"version": "1", "since": 1}, "time": 1, "whole": True, "models": [], "totals": {}, "log": []}
