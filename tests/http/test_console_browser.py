@@ -777,6 +777,10 @@ def test_keys_are_found_in_any_case_and_stand_in_one_line(browser: Browser, serv
         page.get_by_label("Find a key").fill("MAX_ROLLING")
         key = page.get_by_role("rowheader", name="option.max_rolling_batch_size", exact=True).locator("code")
         assert key.evaluate("code => code.getClientRects().length") == 1
+        page.get_by_label("Find a key").fill("")
+        for width in (1280, 1030, 900, 700):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 MESSAGE = {"server": {"version": "1", "since": 1}, "time": 1, "whole": True, "models": [], "totals": {}, "log": []}
