@@ -174,13 +174,13 @@ class ConsoleFeed:
         """Return the counters of a model. Those before its first request are needed to show this one."""
         series = self._metrics.counted(model)
         if series is None:
-            return _Counts(now, gauges.get("generated_tokens", 0.0))
+            return _Counts(now, gauges.get("generated_tokens_total", 0.0))
         series.settle()
         adapters = series.adapters.values()
         # An engine that counts its tokens does so while it generates them, the front end when a request has ended.
         return _Counts(
             now,
-            gauges.get("generated_tokens", sum(each.output_tokens for each in adapters)),
+            gauges.get("generated_tokens_total", sum(each.output_tokens for each in adapters)),
             sum(each.prompt_tokens for each in adapters),
             sum(each.cached_tokens for each in adapters),
             sum(series.by_code.values()),

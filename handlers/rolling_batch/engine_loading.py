@@ -70,20 +70,20 @@ class LoadedEngine:
     chats: ModelChats | None = None  # None: the answers of chats are plain text, and requests with tools are refused
 
     def stats(self) -> Mapping[str, float]:
-        """Return the engine's gauges."""
+        """Return the engine's gauges and counters."""
         stats = self.engine.stats
         return {
             "running_requests": stats.running,
             "waiting_requests": stats.waiting,
             "kv_cache_used_tokens": stats.used_tokens,
             "kv_cache_usage": stats.used_tokens / self.kv_tokens,
-            "engine_steps": stats.steps,
-            "generated_tokens": stats.generated_tokens,
-            "computed_prompt_tokens": stats.prompt_tokens,
-            "cached_prompt_tokens": stats.cached_prompt_tokens,
-            "retracted_requests": stats.retracted_requests,
-            "drafted_tokens": stats.drafted_tokens,
-            "accepted_draft_tokens": stats.accepted_tokens,
+            "engine_steps_total": stats.steps,
+            "generated_tokens_total": stats.generated_tokens,
+            "computed_prompt_tokens_total": stats.prompt_tokens,
+            "cached_prompt_tokens_total": stats.cached_prompt_tokens,
+            "retracted_requests_total": stats.retracted_requests,
+            "drafted_tokens_total": stats.drafted_tokens,
+            "accepted_draft_tokens_total": stats.accepted_tokens,
             "kv_cache_kept_tokens": stats.kept_tokens,
             "new_token_ratio": stats.new_token_ratio,
             "gen_throughput": stats.throughput if stats.running else 0.0,

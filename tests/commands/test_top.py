@@ -19,8 +19,8 @@ lmi_queue_depth{model="a:1"} 2.0
 lmi_requests_in_flight{model="a:1"} 4.0
 lmi_workers{model="a:1",state="ready"} 2.0
 lmi_workers{model="a:1",state="starting"} 1.0
-lmi_handler_generated_tokens{model="a:1",worker="a:1-0"} 100.0
-lmi_handler_generated_tokens{model="a:1",worker="a:1-1"} 50.0
+lmi_handler_generated_tokens_total{model="a:1",worker="a:1-0"} 100.0
+lmi_handler_generated_tokens_total{model="a:1",worker="a:1-1"} 50.0
 lmi_handler_kv_cache_usage{model="a:1",worker="a:1-0"} 0.25
 lmi_handler_kv_cache_usage{model="a:1",worker="a:1-1"} 0.5
 lmi_output_tokens_total{adapter="",model="a:1"} 7.0
@@ -33,8 +33,8 @@ lmi_time_to_first_token_seconds_bucket{le="+Inf",model="a:1"} 10.0
 """
 AFTER = """
 lmi_requests_in_flight{model="a:1"} 4.0
-lmi_handler_generated_tokens{model="a:1",worker="a:1-0"} 160.0
-lmi_handler_generated_tokens{model="a:1",worker="a:1-1"} 70.0
+lmi_handler_generated_tokens_total{model="a:1",worker="a:1-0"} 160.0
+lmi_handler_generated_tokens_total{model="a:1",worker="a:1-1"} 70.0
 lmi_output_tokens_total{adapter="",model="b"} 3.0
 lmi_prompt_tokens_total{adapter="",model="a:1"} 150.0
 lmi_prompt_tokens_total{adapter="x",model="a:1"} 50.0
