@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
-from typing import Protocol
+from typing import Any, Protocol
 
+from lmi_server.contract import log_fields
 from lmi_server.contract.secrets import SECRETS
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -84,14 +85,24 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if isinstance(record, WrittenLines):
             return record.getMessage()
-        entry = {
+        entry: dict[str, Any] = {
             "log": "server",
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "message": SECRETS.masked(record.getMessage()),
+            **_fields(record),
         }
+        entry["message"] = SECRETS.masked(entry.pop("message"))  # the last one
         return json.dumps(entry)  # in ASCII, so that no character means anything to a terminal
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """Return the fields of the record itself, and its text without the worker that stands in front of it as well."""
+    fields = log_fields.of_record(record)
+    message = record.getMessage().removeprefix(f"[{fields.get('worker', fields.get('model'))}] ")
+    if record.exc_info:  # of a record that has gone through no queue
+        message += f"\n{logging.Formatter().formatException(record.exc_info)}"
+    return {"message": message, **fields}
 
 
 class LineFormatter(logging.Formatter):

@@ -23,6 +23,7 @@ from lmi_server.contract.errors import (
     RequestError,
     WorkerDiedError,
 )
+from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.protocol import Adapter, AddAdapter, RemoveAdapter
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class Adapters:
                 return (await worker.controls.call(command)).decode()
         except TimeoutError:
             late = f"did not finish {command.operation} within {self._timeout_s:g} seconds"
-            logger.error("[%s] %s; killing it", worker.name, late)
+            WorkerLogger(logger, worker.name).error("%s; killing it", late)
             worker.kill()
             raise WorkerDiedError(f"The worker {late}") from None
 

@@ -21,6 +21,7 @@ import msgspec
 
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelNotReadyError
 from lmi_server.contract.histogram import Histogram
+from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.protocol import Input, Ready
 from lmi_server.machine.devices import DeviceSet
@@ -362,9 +363,8 @@ class WorkerPool:
         if worker.is_ending:
             raise ModelLoadError("the worker process ended right after it had loaded the model")
         details = " ".join(f"{key}={value}" for key, value in ready.details.items())
-        logger.info(
-            "[%s] ready: process %s, max_model_len=%d %s", worker.name, worker.pid, ready.max_model_len, details
-        )
+        about = WorkerLogger(logger, worker.name)
+        about.info("ready: process %s, max_model_len=%d %s", worker.pid, ready.max_model_len, details)
         self.was_ready = True
         self.load_times.observe(worker.load_s)
         self.max_model_len = ready.max_model_len

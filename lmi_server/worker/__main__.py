@@ -42,7 +42,7 @@ logger = logging.getLogger("lmi_server.worker")
 def main() -> int:
     arguments = _arguments()
     faulthandler.enable()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    _log_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
     end_with_parent()
     model_imports.prepare()
@@ -53,6 +53,19 @@ def main() -> int:
             return follow(link)
         return _lead(link, arguments.progress)
     return _lead(socket.socket(fileno=_inherited(arguments.link)), arguments.progress)
+
+
+class _Formatter(logging.Formatter):
+    """Indents the further lines of a record, so that the front end finds its end."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", "\n  ")
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
