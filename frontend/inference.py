@@ -112,7 +112,7 @@ class Relay:
         traceparent = properties.get("traceparent")
         trace, tracing = None, self._tracing
         if tracing is not None and (traceparent is not None or random() < tracing.ratio):
-            trace = tracing.begin(properties)
+            trace = tracing.begin(properties, scope)
         connection = connection_of(scope)
         response = self._response(route, request_id, scope, send, trace)
         model: Model | None = None
