@@ -150,7 +150,10 @@ class Management:
         return json_response({"status": f'Model "{name}" reload scheduled.'}, 202)
 
     async def unregister(self, request: Request) -> Response:
+        """Unregister a version, or all. The parameter model_version names one as the path does; empty, that without."""
         name, version = _path(request)
+        if version is None:
+            version = request.query_params.get("model_version")
         await asyncio.shield(asyncio.ensure_future(self._models.unregister(name, version)))
         return json_response({"status": f'Model or workflow "{name}" unregistered'})
 

@@ -176,7 +176,8 @@ function Manage({ row, path, refresh }) {
     return status;
   };
   const unregister = async () => {
-    const status = await statusOf(await call(`models/${path}`, { method: "DELETE" }));
+    const only = row.version === null ? "?model_version=" : "";  // without it, versions beside this one would go, too
+    const status = await statusOf(await call(`models/${path}${only}`, { method: "DELETE" }));
     dialog.current?.close();
     location.hash = "models";
     return status;

@@ -175,12 +175,13 @@ class ModelRegistry:
     async def unregister(self, name: str, version: str | None = None) -> None:
         """Remove one version of a model, or all of them; return once their workers have ended.
 
-        Requests that were accepted finish first, within `drain_timeout_s`. Raises ModelNotFoundError.
+        The version "" is the model without a version, which may stand beside others. Requests that were accepted finish
+        first, within `drain_timeout_s`. Raises ModelNotFoundError.
         """
         endpoint = self._endpoints.get(name)
         if endpoint is None:
             raise ModelNotFoundError(f"Model or workflow not found: {name}")
-        await self._remove([endpoint.version(version)] if version is not None else list(endpoint.models))
+        await self._remove([endpoint.version(version or None)] if version is not None else list(endpoint.models))
 
     async def _remove(self, models: Sequence[Model]) -> None:
         for model in models:

@@ -188,6 +188,17 @@ def test_zero_and_minus_one_leave_a_number_as_it_is_configured(server: Server, s
         server.http.delete("/models/echo")
 
 
+def test_a_model_without_a_version_goes_and_its_versions_stay(server: Server, store: Path) -> None:
+    for version in ("", "1"):
+        assert register(server, store / "echo", model_name="both", model_version=version).status_code == 200
+    assert server.http.delete("/models/both?model_version=2").status_code == 404
+    assert server.http.delete("/models/both?model_version=").status_code == 200
+    assert [element["version"] for element in server.http.get("/models/both").json()] == ["1"]
+    assert server.http.delete("/models/both?model_version=").status_code == 404
+    assert server.http.delete("/models/both?model_version=1").status_code == 200
+    assert server.http.get("/models/both").status_code == 404
+
+
 def test_versions_take_turns(server: Server, store: Path) -> None:
     for version in ("1", "2"):
         assert register(server, store / "echo", model_name="m", model_version=version).status_code == 200
