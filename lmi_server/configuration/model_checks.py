@@ -76,6 +76,8 @@ class ModelChecks:
         if not self.spec.reads_checkpoint or self.location != str(directory) or (directory / "config.json").is_file():
             return
         missing = "holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
+        if (directory / "model_index.json").is_file():
+            missing = "holds a pipeline of diffusers; set option.entryPoint=djl_python.stable_diffusion"
         if (directory / "MAR-INF").is_dir():
             missing = "is an archive of TorchServe (MAR-INF), which is not served; put a model.py beside its files"
         in_gguf = ", ".join(path.name for path in gguf_files(directory))

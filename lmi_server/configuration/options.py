@@ -169,7 +169,11 @@ class ServingOptions(Options):
             "Rust",
         ],
         Key(also=("option.engine",)),
-        DeprecatedValue("DeepSpeed", "use engine=MPI with option.entryPoint=djl_python.deepspeed"),
+        DeprecatedValue(
+            "DeepSpeed",
+            "use engine=MPI with option.entryPoint=djl_python.deepspeed, "
+            "for images engine=Python with option.entryPoint=djl_python.stable_diffusion",
+        ),
         Unavailable(lambda engine: engine not in ("Python", "MPI", "DeepSpeed"), "use engine=Python"),
     ] = Field("Python", description="Runtime of the model's code; MPI starts one process per device.")
     job_queue_size: Count = Field(

@@ -24,6 +24,7 @@ from lmi_server.configuration.layers import (
     sort_keys,
     spellings,
     unknown_key_warning,
+    value_advice,
 )
 from lmi_server.configuration.options import NonNegativeInt, PositiveInt
 from lmi_server.configuration.properties import read_properties
@@ -460,7 +461,9 @@ def _address(key: str, source: Source, problems: list[str]) -> dict[str, Source]
     match = _ADDRESS.fullmatch(source.raw)
     if match is None:
         allowed = "http://host:port, https://host:port or unix:/path"
-        problems.append(f'{source.place}: {key} = "{source.raw}" is not allowed; allowed: {allowed}')
+        problems.append(
+            f'{source.place}: {key} = "{source.raw}" is not allowed; allowed: {allowed}{value_advice(source, allowed)}'
+        )
         return {}
     scheme, host, port = match.groups()
     values = {"host": host.strip("[]"), "port": port or _PORTS[scheme], "tls": str(scheme == "https").lower()}

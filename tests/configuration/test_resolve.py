@@ -193,6 +193,7 @@ def test_served_names(write: Write) -> None:
         ("option.entry_point=huggingface", "did you mean option.entryPoint?"),
         ("dtype=fp16", "unknown key dtype, it is ignored; did you mean option.dtype?"),
         ("minworkers=2", "did you mean minWorkers?"),
+        ("option.max_rolling_batch=8", "did you mean option.max_rolling_batch_size?"),
         ("option.zzz=1", "unknown key option.zzz, it is ignored"),
         ("option.data_type=fp16\noption.dtype=fp32", "option.data_type is ignored, because option.dtype is given too"),
         ("option.dtype=", "option.dtype has no value and is ignored"),
