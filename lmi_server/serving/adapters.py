@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +62,7 @@ class Adapters:
         self, given: Sequence[RegisteredAdapter], workers: Callable[[], Sequence[WorkerProcess]], timeout_s: float
     ) -> None:
         self._adapters = {registered.name: registered for registered in given}
+        self._since = dict.fromkeys(self._adapters, time.time())
         self._workers = workers
         self._timeout_s = timeout_s
         self._changing = asyncio.Lock()
@@ -71,6 +73,10 @@ class Adapters:
     @property
     def names(self) -> list[str]:
         return sorted(self._adapters)
+
+    def registered_at(self, name: str) -> float:
+        """Return when the adapter was registered, by time.time(). Raises KeyError."""
+        return self._since[name]
 
     def get(self, name: str) -> RegisteredAdapter:
         """Return an adapter. Raises ModelNotFoundError."""
@@ -121,7 +127,7 @@ class Adapters:
             if refusals:
                 await self._restore(name, workers, outcomes)
                 raise refusals[0]
-            del self._adapters[name]
+            del self._adapters[name], self._since[name]
             return _first_message(outcomes)
 
     async def equip(self, worker: WorkerProcess) -> None:
@@ -146,6 +152,7 @@ class Adapters:
             await self._restore(registered.name, workers, outcomes)
             raise (refusals or dead)[0]
         self._adapters[registered.name] = registered
+        self._since.setdefault(registered.name, time.time())
         return _first_message(outcomes)
 
     async def _restore(

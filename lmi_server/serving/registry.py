@@ -30,6 +30,7 @@ from lmi_server.contract.errors import (
     ModelNotFoundError,
 )
 from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
+from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.environment import is_multi_model
 from lmi_server.serving.adapter_store import AdapterStore, fetch_from_store
 from lmi_server.serving.fetch_model import FetchedModel, Inspect, fetch_directory, fetch_model
@@ -98,6 +99,11 @@ class ModelRegistry:
         """Return every name under which requests may ask for a model: each model's own name, then its aliases."""
         return [name for endpoint in self.endpoints for name in self._names_of(endpoint)]
 
+    def has(self, name: str) -> bool:
+        """Return whether a model or an adapter has that name."""
+        own = name in self._endpoints or name in self._aliases
+        return own or any(model.pool is not None and name in model.pool.adapters for model in self.models)
+
     def _names_of(self, endpoint: Endpoint) -> Iterator[str]:
         yield endpoint.name
         yield from (alias for alias, target in self._aliases.items() if target is endpoint)
@@ -106,7 +112,7 @@ class ModelRegistry:
         """Return the model of that name or alias. Raises ModelNotFoundError."""
         endpoint = self._endpoints.get(name) or self._aliases.get(name)
         if endpoint is None:
-            raise ModelNotFoundError(f"Model or workflow not found: {name}")
+            raise ModelNotFoundError(f"Model or workflow not found: {excerpt(name)}")
         return endpoint
 
     def named_as_model(self, name: str, version: str | None = None) -> Model:
@@ -122,6 +128,10 @@ class ModelRegistry:
     def named(self, name: str, version: str | None = None) -> Model:
         """Return the model that a request names. Raises ModelNotFoundError."""
         return self.endpoint(name).choose(version)
+
+    def reads_by_code(self, model: Model) -> bool:
+        """Return whether code of the user may read the bodies for `model`, and so take any name of a model in them."""
+        return model.runs_user_code or model.has_code
 
     @property
     def startup_statuses(self) -> set[ModelStatus]:

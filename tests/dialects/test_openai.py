@@ -51,7 +51,7 @@ def client_of(deltas: Any, served: ServedModel = SERVED, breaks: bool = False) -
 # --- requests ---
 
 
-@pytest.mark.parametrize("name", ["tiny", "lmi", "tgi", "dummy"])
+@pytest.mark.parametrize("name", ["tiny", "lmi", "tgi", "dummy", "http://127.0.0.1:8080/v1"])
 def test_names_that_mean_the_only_model(name: str) -> None:
     assert chat(model=name).requests[0].messages == MESSAGES
 
