@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from handlers.chats.model import ModelChats
+from handlers.checkpoints.rotary import steady_length
 from handlers.checkpoints.transformers_loading import eos_token_ids
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.communicator import Communicator
@@ -221,11 +222,8 @@ def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
     With them the output of a request would depend on the other requests in the batch. Raises UnsupportedAttentionError
     naming the length up to which they are constant.
     """
-    text_config = config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type"), *(entry.get("rope_type") for entry in rope.values() if isinstance(entry, dict))}
-    steady = rope.get("original_max_position_embeddings") or text_config.max_position_embeddings
-    if kinds & {"dynamic", "longrope"} and max_len > steady:
+    steady = steady_length(config.get_text_config().to_dict())
+    if steady is not None and max_len > steady:
         raise UnsupportedAttentionError(
             f"its rotary embeddings change with the length; set option.max_model_len={steady}"
         )

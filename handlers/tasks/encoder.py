@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModel
 
 from handlers.checkpoints.placement import main_device
+from handlers.checkpoints.rotary import RotaryEmbeddings
 from handlers.checkpoints.text_length import TextLength
 from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
 from handlers.tasks.batches import even_batches
@@ -34,6 +35,7 @@ class Encoder:
         self._text_length = TextLength(self.tokenizer)
         model = load_model(AutoModel, path, options)
         self.model = model.get_encoder() if model.config.is_encoder_decoder else model
+        self._rotary = RotaryEmbeddings(model)
         positions = getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT
         longest = min(positions - _positions_lost(model), self.tokenizer.model_max_length)
         self.max_length = min(options.max_model_len or max_length or longest, longest)
@@ -75,6 +77,7 @@ class Encoder:
 
         The mask is False at padding.
         """
+        self._rotary.forget()
         lengths = torch.tensor([len(ids) for ids in batch])
         longest = int(lengths.max())
         ids = torch.full((len(batch), longest), self.tokenizer.pad_token_id or 0)
@@ -89,11 +92,14 @@ class Encoder:
 
     def batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Yield the indices of sequences that run together, without those that are too long for the model."""
-        fitting = [index for index, ids in enumerate(sequences) if len(ids) <= self.max_length]
-        for batch in even_batches(
-            [len(sequences[index]) for index in fitting], _MAX_TOKENS, main_device(self.model).type
-        ):
-            yield [fitting[index] for index in batch]
+        kinds: dict[int, list[int]] = {}
+        for index, length in enumerate(map(len, sequences)):
+            if length <= self.max_length:
+                kinds.setdefault(0 if self._rotary.may_mix(length) else length, []).append(index)
+        for fitting in kinds.values():
+            lengths = [len(sequences[index]) for index in fitting]
+            for batch in even_batches(lengths, _MAX_TOKENS, main_device(self.model).type):
+                yield [fitting[index] for index in batch]
 
     def too_long(self, ids: Sequence[int]) -> ContextLengthError:
         count = f"{len(ids)} tokens or more" if isinstance(ids, range) else f"{len(ids)} tokens"

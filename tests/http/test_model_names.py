@@ -49,7 +49,8 @@ def asleep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     make_model(model, FAULTS, minWorkers=0, maxWorkers=1, served_model_name="alias", enable_lora="true")
     (model / "adapters" / "own").mkdir(parents=True)
     with running(model, variables={"SERVING_ACCESS_LOG": "json"}) as server:
-        wait_until(lambda: server.http.get("/ping").json() == {"model": {"status": "Healthy"}}, "the model can be asked")
+        able = {"model": {"status": "Healthy"}}
+        wait_until(lambda: server.http.get("/ping").json() == able, "the model can be asked")
         yield server
 
 
