@@ -1,6 +1,6 @@
 """Rotary embeddings whose frequencies depend on the longest position of a pass, as those of Phi 3 and dynamic NTK.
 
-What they compute for one sequence then depends on the others of its batch. `steady_length` reads a config.json alone, so
+What they compute for a sequence depends on the others of its batch then. `steady_length` reads a config.json alone, so
 that a handler can be chosen by it; the module imports no torch.
 """
 
