@@ -40,6 +40,7 @@ from lmi_server.contract.errors import (
     LmiServerError,
     ModelLoadError,
     ModelMemoryError,
+    RollingBatchError,
     describe,
     first_line,
     is_device_failure,
@@ -176,8 +177,8 @@ def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOpti
 
 
 @contextmanager
-def _refusals(model: Any) -> Iterator[None]:
-    """Turn what a model under the rolling batch raises into a ModelLoadError that names the other ways to serve it."""
+def _refusals(model: Any, refusal: type[ModelLoadError] = RollingBatchError) -> Iterator[None]:
+    """Turn what a model under the rolling batch raises into a `refusal` that names the other ways to serve it."""
     try:
         yield
     except LmiServerError:
@@ -191,7 +192,7 @@ def _refusals(model: Any) -> Iterator[None]:
                 " kernel's log (dmesg, NVRM: Xid) say more"
             ) from error
         reason = str(error) if isinstance(error, UnsupportedAttentionError) else f"its code raised {describe(error)}"
-        raise ModelLoadError(
+        raise refusal(
             f"{type(model).__name__} cannot run under the rolling batch: {reason}; other ways to serve it are"
             " option.rolling_batch=disable, for static batches, and option.rolling_batch=vllm"
         ) from error
@@ -312,7 +313,7 @@ def _drafting_runner(loaded: LoadedModel, slots: int) -> ModelRunner | None:
     """Return the runner of the draft model, if there is one."""
     if loaded.draft is None:
         return None
-    with _refusals(loaded.draft.model):
+    with _refusals(loaded.draft.model, ModelLoadError):
         drafting = loaded.draft.runner()
         drafting.prepare(slots, loaded.draft.max_len)
     return drafting

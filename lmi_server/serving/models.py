@@ -34,6 +34,7 @@ class Model:
         self.reloads: Counter[ReloadStatus] = Counter()
         self.resolved: ResolvedModel | None = None
         self.pool: WorkerPool | None = None
+        self.batches_statically = False  # because the rolling batch has refused it
         self.failed: LmiServerError | None = None  # why there will be no pool
         self.settled = asyncio.Event()
         self.task: asyncio.Task[None] | None = None

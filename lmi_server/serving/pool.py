@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelNotReadyError
+from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelNotReadyError, RollingBatchError
 from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.protocol import Input, Ready
@@ -407,7 +407,8 @@ class WorkerPool:
         if self.failure is not None:
             return
         what = "has failed" if self.was_ready else "could not be loaded"
-        logger.error("model %s %s: %s", self.label, what, error)
+        if not isinstance(error, RollingBatchError):  # it need not be the end, and the registry logs whether it is
+            logger.error("model %s %s: %s", self.label, what, error)
         self.failure = error
         for replicas in self.replica_sets:
             replicas.close()

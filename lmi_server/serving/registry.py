@@ -19,6 +19,7 @@ from typing import Any
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
 from lmi_server.artifacts.progress import shown_progress
+from lmi_server.configuration.layers import DERIVED
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.configuration.secure_mode import secure_mode
 from lmi_server.contract.errors import (
@@ -28,6 +29,7 @@ from lmi_server.contract.errors import (
     ModelLoadError,
     ModelMemoryError,
     ModelNotFoundError,
+    RollingBatchError,
 )
 from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
 from lmi_server.contract.quoting import excerpt
@@ -45,6 +47,8 @@ from lmi_server.supervisor.log import LEVELS
 
 logger = logging.getLogger(__name__)
 
+_ROLLING_BATCH = "option.rolling_batch"
+_STATIC = {_ROLLING_BATCH: "disable"}
 _RELOAD_DRAIN_S = 600.0  # for the requests of the workers that a reload replaces; as when a model is scaled down
 
 
@@ -267,7 +271,11 @@ class ModelRegistry:
         try:
             after.pool = await self._make_pool(after, model.pool)
             after.pool.start()
-            await after.pool.complete()
+            try:
+                await after.pool.complete()
+            except RollingBatchError as error:
+                await self._batch_statically(after, error, model.pool)
+                await after.pool.complete()
             self._replace(model, after)
             failure = None
         except LmiServerError as error:
@@ -312,6 +320,8 @@ class ModelRegistry:
             made_at = time.monotonic()
             model.pool.start()
             await model.pool.settled()
+            if isinstance(model.failure, RollingBatchError):
+                await self._batch_statically(model, model.failure)
             if model.failure is None:
                 self._measure("LoadModel", model, made_at)
                 self._measure("RegisterWorkflow", model, began)
@@ -322,6 +332,34 @@ class ModelRegistry:
             self._fail(model, ModelLoadError(f"{type(error).__name__}: {error}"))
         finally:
             model.settled.set()
+
+    async def _batch_statically(
+        self, model: Model, refusal: RollingBatchError, before: WorkerPool | None = None
+    ) -> None:
+        """Load a model in static batches that the rolling batch has refused. Raises `refusal` if it cannot be.
+
+        It cannot if the configuration names a rolling batch, or if its handler has no static batches.
+        """
+        failed, refused = model.pool, model.resolved
+        assert failed is not None
+        assert refused is not None
+        if refused.sources[_ROLLING_BATCH].layer not in DERIVED:
+            raise refusal
+        model.pool, model.batches_statically = None, True
+        await failed.stop()
+        try:
+            model.pool = await self._make_pool(model, before)
+        except ConfigurationError:
+            raise refusal from None
+        if model.resolved is None or model.resolved.spec is refused.spec:
+            model.pool = None
+            raise refusal
+        logger.warning(
+            "model %s is loaded again, for static batches: %s; %s=disable says so without this warning",
+            model.label, refusal, _ROLLING_BATCH,
+        )  # fmt: skip
+        model.pool.start()
+        await model.pool.settled()
 
     async def _make_pool(self, model: Model, before: WorkerPool | None = None) -> WorkerPool:
         """Fetch `model` and return its pool, not started yet, which may take the place of another one.
@@ -417,7 +455,7 @@ class ModelRegistry:
         with shown_progress(source.label, sys.stderr) as on_progress:
             model.directory, more = await fetch_directory(location, source.url, self.artifacts, on_progress)
             model.configured_by = configuration_state(model.directory)
-            settings = {**source.settings, **more}
+            settings = {**source.settings, **more, **(_STATIC if model.batches_statically else {})}
             return await fetch_model(
                 model.directory, environment, settings, self.artifacts, inspect=self._inspect, on_progress=on_progress
             )
