@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_helpers import LoadTask, ask, content_of, request, started
 from safetensors.torch import save_file
-from tiny_tasks import CONTEXT, make_task_model, sentence_transformer
+from tiny_models import random_model
+from tiny_tasks import CONTEXT, make_task_model, sentence_transformer, seq2seq_tokenizer
+from transformers import Phi3Config
 
 from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
 from lmi_server.contract.handler import RequestHandler
@@ -258,3 +260,25 @@ def test_a_real_model_gives_the_vectors_of_sentence_transformers(embedding_model
     found = vectors(started(embedding_model_dir), texts, truncate=True)
     assert found == pytest.approx(expected, abs=1e-5)
     assert found[0] @ found[1] > 0.7 > found[0] @ found[2]
+
+
+def test_rotary_embeddings_that_change_with_the_length_let_no_vector_depend_on_its_neighbours(tmp_path: Path) -> None:
+    """A long text beside a short one must not give the short one the frequencies of long texts."""
+    config = Phi3Config(
+        vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=257, eos_token_id=258, pad_token_id=0, max_position_embeddings=96,
+        original_max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [9.0] * 8,
+        },
+    )  # fmt: skip
+    random_model(config).save_pretrained(tmp_path)
+    seq2seq_tokenizer().save_pretrained(tmp_path)
+    handler = started(tmp_path, task="text-embedding")
+    texts = [
+        "sphinx of black quartz",
+        "judge my vow; pack my box with five dozen liquor jugs",
+        "the quick brown fox jumps",
+    ]
+    alone = [vectors(handler, [text])[0] for text in texts]
+    assert np.allclose(vectors(handler, texts), alone, atol=1e-5)
