@@ -31,6 +31,8 @@ _HELD = "lmi_server.held_bytes"
 _MAX_HEAD = 64 * 1024  # bytes of request line and headers, or of what is around the chunks of a body
 _MAX_HEADERS = 500  # of a request: each takes time and memory, however short it is
 _MAX_WAITING = 1000  # requests that a client has sent before the answer to an earlier one
+_MAX_PARTS = 2000  # of a body, beside those of _SMALL_PART bytes: each takes time, as a chunk of one byte does
+_SMALL_PART = 64
 _WAITING_SIZE = 4 * 1024  # bytes that Python takes for each of them
 _SMALL_HEAD = 8 * 1024  # bytes that are not counted: nearly all heads are smaller
 _HEAD_COPIES = 2  # the headers of the connection, and the properties that are made of them
@@ -47,6 +49,7 @@ _TOO_LONG = "Request line and headers are longer than 64 KiB."
 _INVALID = "Invalid HTTP message."
 _TOO_MANY_HEADERS = f"The request has more than {_MAX_HEADERS} headers."
 _TOO_MANY_WAITING = f"More than {_MAX_WAITING} requests wait for an earlier one on this connection."
+_TOO_MANY_PARTS = f"The body comes in more than {_MAX_PARTS} chunks that are shorter than {_SMALL_PART} bytes."
 _TOO_MUCH_FRAMING = "Chunk extensions or trailers are longer than 64 KiB."
 # Two proxies, or a proxy and this server, could take different ones for the host (RFC 9112, section 3.2). A request
 # without any is served, as in LMI.
@@ -80,6 +83,7 @@ class RelayProtocol(HttpToolsProtocol):
         self._checks_without_data = 0
         self._checks_in_head = 0  # or without any request
         self._checks_in_body = self._arrived = 0  # of one request, and the bytes that have come of it
+        self._parts = 0  # of the body of one request, as they have come
         self._checks_closing = 0  # since the connection is closed, as far as the client lets it
         self._had_body = False  # in this read
         self._framing_size = 0  # bytes of reads without any of the body, since the last one with some
@@ -237,6 +241,10 @@ class RelayProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Count the bytes until the answer is complete: the request may be sent to another worker till then."""
         self._had_body = True
+        self._parts += 1
+        if self._parts > _MAX_PARTS + self._arrived // _SMALL_PART:
+            self._refusal = (HTTPStatus.BAD_REQUEST, "BadRequestException", _TOO_MANY_PARTS)
+            raise _RefusedError
         if not self.cycle.response_complete and not held_by(self.scope).add(len(body)):
             self._refuse_full()
         super().on_body(body)
@@ -381,7 +389,7 @@ class RelayProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = self._head_began = True
-        self._checks_in_head = self._framing_size = self._checks_in_body = self._arrived = 0
+        self._checks_in_head = self._framing_size = self._checks_in_body = self._arrived = self._parts = 0
         self._first_read, self._head_read = self._read_size, 0
         self._names = []
         self._release_head()

@@ -206,6 +206,7 @@ def refused(server: Server, code: int) -> float:
         (b"POST /invocations HTTP/1.1\r\nhost: x\r\n", 408),
         (head(100) + b"{", 408),
         (head(2, f"x: {'y' * 70_000}") + b"{}", 431),
+        (CHUNKED + b"1\r\na\r\n" * 4000, 400),
         (head(2, *["x: y"] * 499) + b"{}", 431),
         (b"no http\r\n\r\n", 400),
     ],
