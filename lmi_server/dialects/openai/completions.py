@@ -107,9 +107,7 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
     return CompletionStream(parsed, form, stream_framing(request, served)) if stream else CompletionBody(parsed, form)
 
 
-def completion_lines(
-    requests: Sequence[GenerationRequest], warnings: tuple[str, ...], served: ServedModel
-) -> Exchange:
+def completion_lines(requests: Sequence[GenerationRequest], warnings: tuple[str, ...], served: ServedModel) -> Exchange:
     """Return the chunks, as JSON lines, of a completion that a request in LMI's form asks for.
 
     They have what LMI's asynchronous service has vLLM write: log probabilities by the id of each token, and the usage.

@@ -18,7 +18,8 @@ from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.choices import CHOICES
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
-from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
+from lmi_server.dialects.framing import SSE, Framing
+from lmi_server.dialects.lmi.formatters import unnamed_framing
 from lmi_server.dialects.routes import ANY_MODEL, MODEL_IN_BODY
 
 
@@ -121,8 +122,8 @@ def read(
 
 
 def stream_framing(request: Input, served: ServedModel) -> Framing:
-    """Return the framing of a stream: OpenAI's events, or JSON lines where LMI's asynchronous service writes these."""
-    return JSON_LINES if served.async_service and not is_openai(request.route) else SSE
+    """Return the framing of a stream: OpenAI's events, or what LMI's routes have for every body."""
+    return SSE if is_openai(request.route) else unnamed_framing(request, served)
 
 
 def model_warnings(request: Input, model: str | None, served: ServedModel) -> tuple[str, ...]:
