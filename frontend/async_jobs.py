@@ -27,6 +27,7 @@ from frontend.request_ids import new_request_id
 from frontend.responses import error_response, json_response
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
+from lmi_server.contract.protocol import SYNCHRONOUS_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ Answer = Callable[[Response, Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 _ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
-_SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS = b"x-synchronous", b"x-starting-token", b"x-max-items"
+_SYNCHRONOUS = SYNCHRONOUS_HEADER.encode()
+_STARTING_TOKEN, _MAX_ITEMS = b"x-starting-token", b"x-max-items"
 _NAMES = frozenset({_SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS, _ATTRIBUTES})
 _NEXT_TOKEN = "x-next-token"
 _THREADS = 8  # that read and write in the store
@@ -56,10 +58,6 @@ class _Job:
     @property
     def record(self) -> JobRecord:
         return self.request.record
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.record.items))
 
 
 class AsyncJobs:
@@ -200,7 +198,9 @@ class AsyncJobs:
             )
 
     def _is_full(self) -> bool:
-        return len(self._jobs) >= self._capacity or sum(job.size for job in self._jobs.values()) >= self._max_size
+        return (
+            len(self._jobs) >= self._capacity or sum(job.request.size for job in self._jobs.values()) >= self._max_size
+        )
 
     async def _end(self, token: str) -> None:
         job = self._jobs.pop(token, None)

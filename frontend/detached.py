@@ -17,6 +17,7 @@ Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Aw
 
 # What belongs to one answer over HTTP, and not to that of the model.
 _OF_AN_ANSWER = frozenset({"content-length", "connection", "x-request-id", "pragma", "cache-control", "expires"})
+_ITEM_SIZE = 64  # bytes that a piece of an answer takes beside its content
 
 
 class DetachedRequest:
@@ -30,6 +31,8 @@ class DetachedRequest:
     def __init__(self, record: JobRecord) -> None:
         """Its answer goes into `record`."""
         self.record = record
+        self.size = 0  # bytes of memory that the answer takes
+        self._parts: list[bytes] | None = None  # those of a whole answer, which is one piece
         self.accepted = asyncio.Event()
         self.cancel: Callable[[], None] | None = None
 
@@ -42,13 +45,19 @@ class DetachedRequest:
             headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in message["headers"]]
             self.record.status = message["status"]
             self.record.headers = [header for header in headers if header[0].lower() not in _OF_AN_ANSWER]
-        elif message.get("body"):
-            self.record.items.append(message["body"])
+            self._parts = [] if any(name.lower() == "content-length" for name, _ in headers) else None
+            return
+        if body := message.get("body", b""):
+            self.size += len(body) + _ITEM_SIZE
+            (self.record.items if self._parts is None else self._parts).append(body)
+        if self._parts and not message.get("more_body"):
+            self.record.items.append(b"".join(self._parts))
 
     # --- as a connection ---
 
     def watch(self, on_gone: Callable[[], None], reply: ReplySlot) -> None:
-        """Note that a queue has the request, which `on_gone` cancels."""
+        """Note that a queue has the request, which `on_gone` cancels. Its answer arrives as it was sent."""
+        reply.keeps_chunks = True
         self.cancel = on_gone
         self.accepted.set()
 

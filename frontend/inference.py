@@ -340,7 +340,7 @@ async def _relay(route: str, job: Job, response: Response, statuses: Mapping[typ
     while True:
         terminal = reply.terminal
         data = reply.take()
-        if terminal is not None:
+        if terminal is not None and not reply.unread:
             if isinstance(terminal, End) and terminal.message:
                 data = response.shown_answer(data, terminal.message)
             await response.end(data + _ending(route, head, terminal, response))

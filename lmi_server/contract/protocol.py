@@ -59,6 +59,14 @@ class Input(msgspec.Struct, array_like=True, frozen=True):
                 return value
         return self.content[0][1] if self.content else b""
 
+    @property
+    def keeps_chunks(self) -> bool:
+        """True if each chunk of a stream arrives as it was sent; otherwise those that are ready go together."""
+        return self.properties.get(SYNCHRONOUS_HEADER, "").lower() == "false"
+
+
+SYNCHRONOUS_HEADER = "x-synchronous"
+"""DJL Serving's header: if it is "false", the answer is kept and read later, in pages of the chunks that were sent."""
 
 ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 """SageMaker's header that names the LoRA adapter of a request; it goes before every other place."""
