@@ -980,6 +980,27 @@ def test_workers_by_kind_of_machine(write: Write, machine: Machine, workers: tup
     assert (serving.min_workers, serving.max_workers) == workers
 
 
+@pytest.mark.parametrize("key", ["option.enable_lora=true", "option.enable_stateful_sessions=true"])
+@pytest.mark.parametrize(
+    ("config", "line", "on_cpu", "devices"),
+    [
+        (None, "", 2, "*"),
+        (LLAMA, "", 1, "0"),
+        (None, "option.model_id=some/model", 1, "0"),
+        (None, "option.mpi_mode=true", 1, "*"),
+    ],
+    ids=["code alone", "with config.json", "with model_id", "under MPI"],
+)
+def test_code_that_names_no_model_has_further_workers_with_adapters_and_sessions(
+    write: Write, key: str, config: object, line: str, on_cpu: int, devices: str
+) -> None:
+    directory = write(f"engine=Python\noption.entryPoint=model.py\n{key}\n{line}", config)
+    (directory / "model.py").write_text("def handle(inputs):\n    return None\n")
+    cpu = inspect_model(directory, {}, machine=replace(NO_GPU, cpu_workers=2))
+    assert cpu.serving.max_workers == on_cpu
+    assert inspect_model(directory, {}, machine=FOUR_GPUS).serving.load_on_devices == devices
+
+
 def test_variables_of_text_generation_inference(write: Write) -> None:
     environment = {
         "MAX_BATCH_SIZE": "7",
