@@ -10,7 +10,8 @@ from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from frontend.parameters import check_name, integer, page, parameters, truth
 from frontend.registration_limits import RegistrationLimits
@@ -185,6 +186,17 @@ class MethodRoute(Route):
         self.handlers = handlers
 
 
+class WholePathRoute(MethodRoute):
+    """A MethodRoute that answers its path whatever the method is; 405 if it has none for it.
+
+    Otherwise a route behind it may take the path for one of its own.
+    """
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child_scope = super().matches(scope)
+        return (Match.NONE if match is Match.NONE else Match.FULL), child_scope
+
+
 def _heard(task: asyncio.Future[Any]) -> None:
     """Look at the error, if any, which the description of the model tells: asyncio would log it."""
     if not task.cancelled():
@@ -306,10 +318,11 @@ def _serving(model: Model) -> dict[str, int]:
 
 
 def _replicas(replicas: Replicas, pool: WorkerPool) -> dict[str, Any]:
+    min_workers, max_workers = pool.bounds_of(replicas)
     return {
         "device": {"deviceType": replicas.devices.kind, "deviceId": replicas.devices.first},
-        "minWorkers": replicas.min_workers,
-        "maxWorkers": replicas.max_workers,
+        "minWorkers": min_workers,
+        "maxWorkers": max_workers,
         "workers": [
             {
                 "id": pool.worker_number(worker) + 1,

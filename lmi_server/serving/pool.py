@@ -159,6 +159,16 @@ class WorkerPool:
         """Return the metrics of each ready worker's engine, as `worker_metrics.engine_metrics` does."""
         return await engine_metrics(list(self._roster.ready))
 
+    def bounds_of(self, replicas: Replicas) -> tuple[int, int]:
+        """Return minWorkers and maxWorkers of a device set; those that it had if the model is given up since."""
+        if self.failure is None:
+            return replicas.min_workers, replicas.max_workers
+        return self._configured_bounds(replicas)
+
+    def _configured_bounds(self, replicas: Replicas) -> tuple[int, int]:
+        configured = (self._settings.min_workers, self._settings.max_workers)
+        return self._bounds.get(replicas.devices.first, configured)
+
     def worker_number(self, worker: WorkerProcess) -> int:
         """Return the number of a worker that is not reaped yet; no two have the same."""
         return self._roster.number_of(worker)
@@ -300,9 +310,8 @@ class WorkerPool:
 
     def start(self) -> None:
         """Spawn the workers; `settled` returns once they are loaded, or at once if the first request starts one."""
-        configured = (self._settings.min_workers, self._settings.max_workers)
         for replicas in self.replica_sets:
-            replicas.scale(*self._bounds.get(replicas.devices.first, configured))
+            replicas.scale(*self._configured_bounds(replicas))
         self._watch.start()
         if self._starts_on_demand:
             logger.info("model %s: minWorkers is 0, so that the first request starts a worker", self.label)
