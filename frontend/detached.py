@@ -17,6 +17,7 @@ Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Aw
 
 # What belongs to one answer over HTTP, and not to that of the model.
 _OF_AN_ANSWER = frozenset({"content-length", "connection", "x-request-id", "pragma", "cache-control", "expires"})
+_TURN = 256  # pieces, after which other requests have their turn: nothing else here waits
 _ITEM_SIZE = 64  # bytes that a piece of an answer takes beside its content
 
 
@@ -50,6 +51,8 @@ class DetachedRequest:
         if body := message.get("body", b""):
             self.size += len(body) + _ITEM_SIZE
             (self.record.items if self._parts is None else self._parts).append(body)
+            if not len(self.record.items) % _TURN:
+                await asyncio.sleep(0)
         if self._parts and not message.get("more_body"):
             self.record.items.append(b"".join(self._parts))
 
