@@ -91,7 +91,7 @@ class Encoder:
         return self.model(input_ids=ids, **attention).last_hidden_state, mask
 
     def batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yield the indices of sequences that run together, without those that do not fit the model."""
+        """Yield the indices of sequences that run together, without any that does not fit the model."""
         fitting = [index for index, ids in enumerate(sequences) if 0 < len(ids) <= self.max_length]
         for batch in even_batches(
             [len(sequences[index]) for index in fitting], _MAX_TOKENS, main_device(self.model).type

@@ -62,7 +62,7 @@ class Input(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def keeps_chunks(self) -> bool:
-        """True if each chunk of a stream arrives as it was sent; otherwise those that are ready go together."""
+        """True if each chunk of a stream arrives as it was sent; otherwise ready chunks go together."""
         return self.properties.get(SYNCHRONOUS_HEADER, "").lower() == "false"
 
 

@@ -160,7 +160,7 @@ class WorkerPool:
         return await engine_metrics(list(self._roster.ready))
 
     def bounds_of(self, replicas: Replicas) -> tuple[int, int]:
-        """Return minWorkers and maxWorkers of a device set; those that it had if the model is given up since."""
+        """Return minWorkers and maxWorkers of a device set, as they were if the model is given up."""
         if self.failure is None:
             return replicas.min_workers, replicas.max_workers
         return self._configured_bounds(replicas)
