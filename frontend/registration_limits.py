@@ -42,6 +42,8 @@ from lmi_server.serving.model_store import ModelSource
 _PLAIN = re.compile(r"[+-]?\d{1,20}(\.\d{1,20})?|true|false", re.IGNORECASE | re.ASCII)
 _KEY = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+# Everybody may propose a change to a model on the Hub, which is a revision of it: refs/pr/1, or the id of its commit.
+_OF_ANYBODY = re.compile(r"refs/.*|[0-9a-f]{7,64}", re.IGNORECASE | re.DOTALL)
 _OWN_MODULES = "djl_python."
 _LONGEST_PATH = 4096  # PATH_MAX of Linux; the time to follow links grows with the square of the length
 
@@ -170,6 +172,8 @@ class _Options:
     def text(self, key: str, text: str, kind: Kind) -> str:
         """Return a text of this kind to use. Raises PermissionDeniedError."""
         if kind is Kind.NOTHING or (kind is Kind.TEMPLATE and "{" in text):
+            return text
+        if kind is Kind.REVISION and _OF_ANYBODY.fullmatch(text) is None:
             return text
         if kind is Kind.MODEL:
             return self.allowed.model(key, text, self.directory or Path.cwd())

@@ -31,6 +31,7 @@ from lmi_server.configuration.references import (
     NAMES_NOTHING,
     NAMES_PATH,
     NAMES_PYTHON,
+    NAMES_REVISION,
 )
 from lmi_server.machine.devices import CUDA_VISIBLE_DEVICES
 from lmi_server.machine.inventory import Machine
@@ -282,7 +283,7 @@ class ModelOptions(Options):
         str | None,
         Field(pattern=r"^[^\s~^:?*\[\\-][^\s~^:?*\[\\]*$"),
         Allowed("the name of a branch or tag, or a commit"),
-        NAMES_NOTHING,
+        NAMES_REVISION,
     ] = Field(None, description="Branch, tag or commit of a Hugging Face model.")
     trust_remote_code: bool = Field(False, description="Run the Python code in the repository of a Hugging Face model.")
     entry_point: Annotated[str | None, Key("entryPoint"), NAMES_CODE] = Field(

@@ -217,7 +217,7 @@ def _pickles(files: Iterable[Path]) -> Iterator[str]:
 def _holds_pickle(path: Path) -> bool:
     """Return whether a file with any other name is a pickle, or an archive of torch: an index may name it as weights.
 
-    A file in safetensors begins with a length, which may look like a pickle, but by its name it is read as nothing else.
+    A file in safetensors begins with a length, which may look like a pickle, but is read as nothing else.
     """
     if path.suffix == _SAFETENSORS:
         return False

@@ -56,6 +56,16 @@ def refusal() -> Iterator[None]:
 # --- models ---
 
 
+@pytest.mark.parametrize("revision", ["refs/pr/7", "refs/heads/main", "0123abc", "0123456789abcdef" * 2 + "01234567"])
+def test_a_revision_may_not_be_what_a_stranger_proposes(home: Path, revision: str) -> None:
+    for key in ("option.revision", "option.tokenizer_revision"):
+        with refusal():
+            checked(home, key, revision, str(home / "store"), "owner/")
+        assert checked(home, key, "v1.0", str(home / "store"), "owner/") == "v1.0"
+    with refusal():
+        checked(home, "option.speculative_config", json.dumps({"revision": revision}), str(home / "store"), "owner/")
+
+
 def test_a_source_allows_whole_parts_and_nothing_beside_them(tmp_path: Path) -> None:
     sources = ("s3://bucket/models", "owner/", "someone/model", str(tmp_path / "store"))
     limits = RegistrationLimits(ServerSettings(registration_sources=sources), {})
