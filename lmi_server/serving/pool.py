@@ -21,7 +21,7 @@ import msgspec
 
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelNotReadyError
 from lmi_server.contract.histogram import Histogram
-from lmi_server.contract.metrics import MetricSink, unrecorded
+from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import Input, Ready
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.serving.adapter_store import OnDemand, hold_in_time
@@ -338,6 +338,9 @@ class WorkerPool:
 
     # --- what a replica set needs of its pool (see `replicas.Owner`) ---
 
+    def _on_printed(self, metric: Metric) -> None:
+        self._on_metric(metric._replace(model=self.name))
+
     def new_worker(self, devices: DeviceSet, remote: RemotePlace | None = None) -> WorkerProcess:
         number = self._roster.free_number()
         worker = WorkerProcess(
@@ -348,7 +351,7 @@ class WorkerPool:
             self._settings.heartbeat_timeout_s,
             {**self._settings.environment, **devices.environment},
             self._settings.mpi,
-            self._on_metric,
+            self._on_printed,
             self._settings.python,
             remote,
         )
