@@ -72,6 +72,15 @@ def says(*texts: str) -> list[Delta]:
             StructuredOutputs(kind="json", value=SCHEMA),
         ),
         ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "text", "json_schema": None, "strict": True}}, None),
+        *(
+            ({"response_format": {"type": kind, name: schema}}, StructuredOutputs(kind="json", value=SCHEMA))
+            for kind in ("json_object", "json_schema")
+            for name, schema in (("schema", SCHEMA), ("value", SCHEMA), ("json_schema", {"schema": SCHEMA}))
+        ),
+        ({"response_format": {"type": "json_object", "schema": {}}}, StructuredOutputs(kind="json_object", value=True)),
+        ({"response_format": {"type": "json", "value": SCHEMA}}, StructuredOutputs(kind="json", value=SCHEMA)),
+        ({"response_format": {"type": "regex", "value": "a+"}}, StructuredOutputs(kind="regex", value="a+")),
         ({"guided_json": SCHEMA}, StructuredOutputs(kind="json", value=SCHEMA)),
         ({"guided_json": json.dumps(SCHEMA)}, StructuredOutputs(kind="json", value=json.dumps(SCHEMA))),
         ({"guided_regex": "[a-z]+"}, StructuredOutputs(kind="regex", value="[a-z]+")),
@@ -99,6 +108,16 @@ def test_constraints_on_the_output(make: Any, body: dict[str, Any], constraint: 
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "json_schema.schema"),
+        (
+            {"response_format": {"type": "text", "schema": SCHEMA}},
+            "response_format.schema has no meaning with type text",
+        ),
+        ({"response_format": {"type": "json_object", "pattern": "a"}}, "response_format.pattern has no meaning"),
+        ({"response_format": {"type": "json_object", "schema": 3}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_object", "value": {}, "schema": {}}},
+            "schema and value exclude each other",
+        ),
         ({"guided_json": "{"}, "guided_json is not valid JSON"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [1]}, "guided_choice[0]"),
