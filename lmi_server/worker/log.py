@@ -6,7 +6,7 @@ import logging
 import sys
 
 from lmi_server.contract.metrics import MARK
-from lmi_server.contract.quoting import as_record
+from lmi_server.contract.quoting import LONGEST_RECORD, as_record, shorten
 
 
 class RecordFormatter(logging.Formatter):
@@ -23,7 +23,7 @@ class RecordFormatter(logging.Formatter):
         text = super().format(record)
         if isinstance(record.msg, str) and record.msg.startswith(MARK):
             text = text[text.index(MARK) :]
-        return as_record(text)
+        return as_record(shorten(text, LONGEST_RECORD))
 
 
 def log_to_stderr() -> None:
