@@ -116,7 +116,9 @@ class Management:
             await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))
             return json_response({"status": f'Model "{source.name}" registered.'})
         self._models.register(source)
-        return json_response({"status": f'Model "{source.name}" registration scheduled.'}, 202)
+        answer = json_response({"status": f'Model "{source.name}" registration scheduled.'}, 202)
+        answer.headers["location"] = _address(source)
+        return answer
 
     async def describe(self, request: Request) -> Response:
         return json_response([_description(model) for model in self._named(request)])
@@ -259,6 +261,11 @@ def _url(model: Model) -> str:
     if not model.at_startup or not url.startswith("/"):
         return url
     return f"file:{quote(url)}{'/' if archive_stem(url) is None else ''}"
+
+
+def _address(source: ModelSource) -> str:
+    """Return where a model is described, relative to the address of all models."""
+    return "/".join(quote(part, safe="") for part in ("models", source.name, source.version) if part is not None)
 
 
 def _version(model: Model) -> dict[str, str]:

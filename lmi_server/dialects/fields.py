@@ -65,11 +65,12 @@ def not_allowed(name: str, value: Any, remedy: str) -> RequestError:
     return RequestError(f"{name}: {show(value)} is not allowed; {remedy}")
 
 
-def unsupported(name: str) -> RequestError:
+def unsupported(name: str, feature: Feature | None = None) -> RequestError:
     """Return the error about a field that needs a feature which the model's handler lacks."""
+    parser = " and option.reasoning_parser" if feature == "reasoning" else ""
     return RequestError(
         f"{name} is not supported by the handler that serves this model; leave it out, or serve the model with"
-        " option.rolling_batch=vllm"
+        f" option.rolling_batch=vllm{parser}"
     )
 
 
@@ -166,7 +167,7 @@ def read_fields(
             continue
         read = field.read(prefix + name, value)
         if field.needs is not None and field.lacks(read, features):
-            raise unsupported(prefix + name)
+            raise unsupported(prefix + name, known[name].needs)
         if field.target is not None:
             values[field.target] = read
     return values, unknown

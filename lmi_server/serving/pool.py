@@ -365,9 +365,8 @@ class WorkerPool:
         if worker.is_ending:
             raise ModelLoadError("the worker process ended right after it had loaded the model")
         details = " ".join(f"{key}={value}" for key, value in ready.details.items())
-        logger.info(
-            "[%s] ready: process %s, max_model_len=%d %s", worker.name, worker.pid, ready.max_model_len, details
-        )
+        logger.info("[%s] loaded: max_model_len=%d %s", worker.name, ready.max_model_len, details)
+        logger.info("[%s] ready: process %s", worker.name, worker.pid)
         self.was_ready = True
         self.load_times.observe(worker.load_s)
         self.max_model_len = ready.max_model_len

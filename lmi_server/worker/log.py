@@ -8,11 +8,9 @@ import threading
 from typing import Any
 
 from lmi_server.contract.metrics import MARK
-from lmi_server.contract.quoting import as_record, shorten
+from lmi_server.contract.quoting import LONGEST_RECORD, as_record, shorten
 
 logger = logging.getLogger(__name__)
-
-_LONGEST_RECORD = 128 * 1024  # characters
 
 
 class RecordFormatter(logging.Formatter):
@@ -29,7 +27,7 @@ class RecordFormatter(logging.Formatter):
         text = super().format(record)
         if isinstance(record.msg, str) and record.msg.startswith(MARK):
             text = text[text.index(MARK) :]
-        return as_record(shorten(text, _LONGEST_RECORD))
+        return as_record(shorten(text, LONGEST_RECORD))
 
 
 def log_to_stderr() -> None:

@@ -206,6 +206,33 @@ def test_an_option_names_nothing_beyond_the_store(home: Path, key: str, value: s
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("option.model_id", "model", "name a directory or file of the model store by its full path"),
+        ("option.chat_template", "/etc/passwd", "name a directory or file of the model store by its full path"),
+        ("option.entryPoint", "json.tool", "name a handler of this server or a file of the model, or set the key in"),
+        ("option.pythonExecutable", "/usr/bin/python3", "set the key in the serving.properties of the model"),
+        ("option.env", "A=1", "set the key in the serving.properties of the model"),
+        ("option.own_key", "five", "set the key in the serving.properties of the model"),
+        ("option.speculative_config", "{'model': 'x'}", "set the key in the serving.properties of the model"),
+        ("option.speculative_config", '{"model": "owner/model"}', "name a directory or file of the model store"),
+    ],
+)
+def test_a_refusal_says_what_works_instead(home: Path, key: str, value: str, remedy: str) -> None:
+    with pytest.raises(PermissionDeniedError) as refused:
+        checked(home, key, value)
+    assert f"Parameter {key}" in str(refused.value)
+    assert remedy in str(refused.value)
+
+
+def test_a_model_of_the_store_is_named_by_its_path(home: Path) -> None:
+    with pytest.raises(PermissionDeniedError, match=r'url is "model", .* of the model store by its full path'):
+        limits(home).check_model(ModelSource("model", "m"), FAR)
+    path = str(home / "store" / "model")
+    assert limits(home).check_model(ModelSource(path, "m"), FAR).url == path
+
+
+@pytest.mark.parametrize(
     ("key", "value", "used"),
     [
         ("option.model_id", "{home}/store/other", "{home}/store/other"),
