@@ -19,6 +19,7 @@ from frontend.async_invocations import AsyncInvocations
 from frontend.async_jobs import AsyncJobs
 from frontend.clients import Receive, Scope, Send, shown_path
 from frontend.console import CHAT, Console, is_for_people, to_console
+from frontend.detached import memory_for_answers
 from frontend.error_rates import ErrorRates
 from frontend.inference import Relay
 from frontend.listeners import Place
@@ -32,7 +33,9 @@ from frontend.sagemaker_runtime import ENDPOINTS, SageMakerRuntime
 from frontend.sagemaker_runtime import PATHS as SAGEMAKER_PATHS
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, ModelNotFoundError, RouteNotFoundError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
+from lmi_server.dialects.forms import MOST_FIELDS, too_many_fields
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.registry import ModelRegistry
@@ -41,6 +44,7 @@ _EXACT = {
     "/invocations": routes.INVOCATIONS,
     "/v1/completions": routes.COMPLETIONS,
     "/v1/chat/completions": routes.CHAT_COMPLETIONS,
+    "/invocations/v1/chat/completions": routes.CHAT_COMPLETIONS,  # clients that have /invocations as their address
     "/v1/responses": routes.RESPONSES,
     "/v1/messages": routes.MESSAGES,
     "/v1/messages/count_tokens": routes.COUNT_TOKENS,
@@ -103,8 +107,9 @@ class App:
         keys = access.keys
         infer = relay if keys is None else keys.protect(relay, relay.refuse)
         check = _check_of_requests(access)
-        self._infer = AsyncJobs(infer, self._answer, check, settings)
-        self._invocations = AsyncInvocations(infer, check, settings)
+        answers = memory_for_answers(settings)
+        self._infer = AsyncJobs(infer, self._answer, check, settings, answers)
+        self._invocations = AsyncInvocations(infer, check, settings, answers)
         self._sagemaker = SageMakerRuntime(models, self._infer, self._invocations, self._answer, _signatures(settings))
         serving, managing = _serving_routes(status, models), _managing_routes(status, models, access)
         managing += [] if console is None else console.routes()
@@ -197,6 +202,8 @@ class App:
 
     async def _answer(self, application: Any, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with a Starlette application or response, and add the headers that every answer has."""
+        if scope["query_string"].count(b"&") >= MOST_FIELDS:
+            application = error_response(scope["path"], too_many_fields())
         request_id = self._relay.request_id(scope).encode("latin-1")
 
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
@@ -297,7 +304,7 @@ class StatusEndpoints:
     async def root(self, request: Request) -> Response:
         """Answer OPTIONS, which asks about the server as a whole; LMI has nothing else at this path."""
         if request.method != "OPTIONS":
-            raise RouteNotFoundError(f"Requested resource is not found: {request.url.path}")
+            raise RouteNotFoundError(f"Requested resource is not found: {excerpt(request.url.path)}")
         return json_response({})
 
 

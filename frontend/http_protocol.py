@@ -20,15 +20,18 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from frontend.clients import Send
 from frontend.connection_limits import ConnectionLimits
+from frontend.held_bytes import HeldBytes
 from frontend.request_ids import new_request_id
 from frontend.responses import CACHE_HEADERS
 from lmi_server.supervisor.job import ReplySlot
 
 _EXTENSION = "lmi_server.connection"
 _NAMES = "lmi_server.header_names"
+_HELD = "lmi_server.held_bytes"
 _MAX_HEAD = 64 * 1024  # bytes of request line and headers, or of what is around the chunks of a body
+_SMALL_HEAD = 8 * 1024  # bytes that are not counted: nearly all heads are smaller
+_HEAD_COPIES = 2  # the headers of the connection, and the properties that are made of them
 _WRITE_BUFFER = 64 * 1024  # bytes that wait for a client, from which on more is not written
-_SMALL_BODY = 64 * 1024  # bytes that a request may have whatever the others have
 _LINGER_S = 30  # for a client to send the rest of a request that was refused
 _LAST_LINGER_S = 0.2  # the same, when the server ends
 _PROBE_S = 0.1
@@ -73,7 +76,6 @@ class RelayProtocol(HttpToolsProtocol):
         self._checks_in_head = 0  # or without any request
         self._checks_in_body = self._arrived = 0  # of one request, and the bytes that have come of it
         self._checks_closing = 0  # since the connection is closed, as far as the client lets it
-        self._body_size = 0  # bytes of bodies that `limits` counts
         self._had_body = False  # in this read
         self._framing_size = 0  # bytes of reads without any of the body, since the last one with some
         self._unread = self._checks_unread = 0  # bytes that the client has not read; checks since it read some
@@ -229,22 +231,14 @@ class RelayProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Count the bytes until the answer is complete: the request may be sent to another worker till then."""
         self._had_body = True
-        if not self.cycle.response_complete:
-            self._body_size += len(body)
-            self._limits.buffered += len(body)
-            if self._body_size > _SMALL_BODY and self._limits.is_full:
-                self._refusal = (HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", self._limits.no_room)
-                raise _RefusedError
+        if not self.cycle.response_complete and not held_by(self.scope).add(len(body)):
+            self._refuse_full()
         super().on_body(body)
 
     def on_response_complete(self) -> None:
-        if not self.pipeline:
-            self._forget_bodies()
+        if self._answering is not None:
+            _release(self._answering)
         super().on_response_complete()
-
-    def _forget_bodies(self) -> None:
-        self._limits.buffered -= self._body_size
-        self._body_size = 0
 
     # --- what arrives ---
 
@@ -306,14 +300,25 @@ class RelayProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         bound = self._first_read + self._head_read + (0 if self._head_began else self._read_size)
-        if bound > _MAX_HEAD and self._head_size() > _MAX_HEAD:
-            self._refusal = (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
-            raise _RefusedError
+        if bound > _SMALL_HEAD:
+            self._count_head(self._head_size())
         if not self.parser.get_http_version().startswith("1."):
             self._refusal = (HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "BadRequestException", _OTHER_VERSION)
             raise _RefusedError
         self._check_host()
         super().on_headers_complete()
+
+    def _count_head(self, size: int) -> None:
+        """Count a head that is not small like a body. Raises _RefusedError if it is too long, or there is no room."""
+        if size > _MAX_HEAD:
+            self._refusal = (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
+            raise _RefusedError
+        if size > _SMALL_HEAD and not held_by(self.scope).add(_HEAD_COPIES * size):
+            self._refuse_full()
+
+    def _refuse_full(self) -> None:
+        self._refusal = (HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", self._limits.bodies.full)
+        raise _RefusedError
 
     def _check_host(self) -> None:
         known = False
@@ -333,11 +338,14 @@ class RelayProtocol(HttpToolsProtocol):
         self._checks_in_head = self._framing_size = self._checks_in_body = self._arrived = 0
         self._first_read, self._head_read = self._read_size, 0
         self._names = []
-        self.scope["extensions"] = cast("dict[str, dict[object, object]]", {_EXTENSION: self, _NAMES: self._names})
+        extensions = {_EXTENSION: self, _NAMES: self._names, _HELD: HeldBytes(self._limits.bodies)}
+        self.scope["extensions"] = cast("dict[str, dict[object, object]]", extensions)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._forget_bodies()
+        for cycle in (self._answering, self.cycle, *(waiting for waiting, _ in self.pipeline)):
+            if cycle is not None:
+                _release(cycle)
         self._forget_unread()
         _disconnect(self._answering)  # with pipelined requests it is not the last one, which alone uvicorn tells
         on_gone, self._on_gone = self._on_gone, None
@@ -572,9 +580,33 @@ def connection_of(scope: Any) -> RelayProtocol:
     return cast(RelayProtocol, scope["extensions"][_EXTENSION])
 
 
-def detached_scope(scope: MutableMapping[str, Any], connection: object) -> MutableMapping[str, Any]:
-    """Return the scope with `connection` in place of that of the client, which need not wait for the answer."""
-    extensions = {_EXTENSION: connection, _NAMES: header_names(scope)}
+def held_by(scope: Any) -> HeldBytes:
+    """Return what a request holds of the memory for bodies."""
+    return cast(HeldBytes, scope["extensions"][_HELD])
+
+
+def keep_held(scope: Any) -> HeldBytes:
+    """Return what a request holds, which the caller releases: it may be served after its connection has ended."""
+    held = held_by(scope)
+    held.is_kept = True
+    return held
+
+
+def _release(cycle: RequestResponseCycle) -> None:
+    """Count the body of a request no more, unless the one that serves it does that."""
+    held = held_by(cycle.scope)
+    if not held.is_kept:
+        held.release()
+
+
+def detached_scope(
+    scope: MutableMapping[str, Any], connection: object, held: HeldBytes | None = None
+) -> MutableMapping[str, Any]:
+    """Return the scope with `connection` in place of that of the client, which need not wait for the answer.
+
+    `held` is what the request holds, if its body is not that of the scope.
+    """
+    extensions = {_EXTENSION: connection, _NAMES: header_names(scope), _HELD: held or held_by(scope)}
     return {**scope, "extensions": extensions}
 
 

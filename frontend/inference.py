@@ -7,12 +7,12 @@ name of the model, if several models are served and nothing else names one, and 
 from __future__ import annotations
 
 import codecs
+import io
 import logging
 import re
 import time
 from collections.abc import Callable, Mapping
 from random import random
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -21,8 +21,9 @@ from frontend.clients import Receive, Scope, Send
 from frontend.compression import decoded_body
 from frontend.deadlines import deadline_of
 from frontend.error_rates import ErrorRates
-from frontend.http_protocol import connection_of, header_names
-from frontend.implicit_registration import ImplicitRegistration
+from frontend.held_bytes import HeldBytes
+from frontend.http_protocol import connection_of, header_names, keep_held
+from frontend.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
 from frontend.inference_response import Response
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.management_access import Access
@@ -43,9 +44,10 @@ from lmi_server.contract.errors import (
     RouteNotFoundError,
 )
 from lmi_server.contract.protocol import CANCELLED, DEFAULT_PRIORITY, End, Error, Head, Input, Reply
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects.adapters import naming_adapter
 from lmi_server.dialects.errors import error_event, error_reply
-from lmi_server.dialects.forms import form_fields, is_form
+from lmi_server.dialects.forms import form_fields, is_form, split_pairs
 from lmi_server.dialects.routes import ANTHROPIC_ROUTES, ANY_MODEL, MODEL_IN_BODY, PREDICTIONS, TGI
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool
@@ -60,6 +62,7 @@ _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 
 # Bounded in length, because int() takes quadratic time in the number of digits.
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
+_MODEL_IN_FORMS = ("model_name", "model")
 _SHORT_BODY = 64 * 1024
 _MALFORMED = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PRIORITIES = range(-(2**31), 2**31)
@@ -106,6 +109,22 @@ class Relay:
         self, route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Serve one request. `route` is that of Input; `name` and `version` come from the path, None if it has none."""
+        held = keep_held(scope)
+        try:
+            await self._serve(route, name, version, scope, receive, send, held)
+        finally:
+            held.release()
+
+    async def _serve(
+        self,
+        route: str,
+        name: str | None,
+        version: str | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        held: HeldBytes,
+    ) -> None:
         arrived = time.monotonic()
         properties, names, attributes = _properties(scope)
         request_id = properties.get(self._request_id_header) or properties.get(_INFERENCE_ID) or new_request_id()
@@ -129,13 +148,13 @@ class Relay:
                     model = self._choose(route, name, asked, properties, query)
                 body = await self._body(scope, receive)
                 if "content-encoding" in properties and (model is None or not model.runs_user_code):
-                    body = await decoded_body(body, properties, self._max_request_size)
+                    body = await decoded_body(body, properties, self._max_request_size, held)
                 model = model or self._named_in(route, body, asked, properties)
             except ModelNotFoundError as error:
                 if self._implicit is None:
                     raise
                 body = await self._body(scope, receive) if body is None else body
-                fields = form_fields(properties.get("content-type", ""), body) or []
+                fields = form_fields(properties.get("content-type", ""), body, REGISTERED_IN_FORMS) or []
                 model = await self._implicit.register(name, version, properties, [*query, *fields])
                 if model is None:
                     raise error from None
@@ -221,7 +240,7 @@ class Relay:
 
         An OpenAI request names it in `model`, also if it is a form; another form names it in `model_name`.
         """
-        fields = form_fields(properties["content-type"], body) if _has_form(properties) else None
+        fields = form_fields(properties["content-type"], body, _MODEL_IN_FORMS) if _has_form(properties) else None
         if fields is not None and (name := _last(fields, "model_name")):
             return self._models.named(name, version)
         name = model_named_in(body) if fields is None else None
@@ -269,18 +288,17 @@ class Relay:
                 return bool(message["type"] == "http.request")
 
     async def _rest_of_body(self, start: bytes, receive: Receive) -> bytes:
-        parts = [start]
-        size = len(start)
+        parts = io.BytesIO()  # which gives its bytes away without a copy
+        size = parts.write(start)
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
-            parts.append(message["body"])
-            size += len(message["body"])
+            size += parts.write(message["body"])
             if size > self._max_request_size:
                 raise self._too_large()
             if not message["more_body"]:
-                return b"".join(parts)
+                return parts.getvalue()
 
     def _too_large(self) -> LmiServerError:
         return PayloadTooLargeError(
@@ -447,7 +465,7 @@ def parse_priority(value: str | None) -> int:
         return DEFAULT_PRIORITY
     if _INTEGER.fullmatch(value) is None or int(value) not in _PRIORITIES:
         raise RequestError(
-            f"Header x-priority is {value[:60]!r}; it takes an integer (lower is served sooner) "
+            f"Header x-priority is '{excerpt(value)}'; it takes an integer (lower is served sooner) "
             f"from {_PRIORITIES.start} to {_PRIORITIES.stop - 1}"
         )
     return int(value)
@@ -467,14 +485,16 @@ def _query(scope: Scope) -> list[tuple[str, bytes]]:
         _check_percent_signs(scope["raw_path"], query)
     if not query:
         return []
-    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    pairs = split_pairs(query.decode("latin-1"))
     return [(name, value.encode()) if name else (value, b"") for name, value in pairs]  # "=x" is a name, as in LMI
 
 
 def _check_percent_signs(*parts: bytes) -> None:
     for part in parts:
         if _MALFORMED.search(part):
-            raise MalformedUrlError(f"a percent sign in {part[:60].decode('latin-1')} encodes no byte; send it as %25")
+            raise MalformedUrlError(
+                f"a percent sign in {excerpt(part.decode('latin-1'))} encodes no byte; send it as %25"
+            )
 
 
 def _last(entries: list[tuple[str, bytes]], key: str) -> str | None:

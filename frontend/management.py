@@ -20,6 +20,7 @@ from lmi_server.artifacts.location import NO_WORKFLOWS, archive_stem
 from lmi_server.configuration.options import MOST_WORKERS
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
+from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS, masked_url
 from lmi_server.serving.model_store import ModelSource, name_of
 from lmi_server.serving.models import Endpoint, Model
@@ -116,7 +117,9 @@ class Management:
             await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))
             return json_response({"status": f'Model "{source.name}" registered.'})
         self._models.register(source)
-        return json_response({"status": f'Model "{source.name}" registration scheduled.'}, 202)
+        answer = json_response({"status": f'Model "{source.name}" registration scheduled.'}, 202)
+        answer.headers["location"] = _address(source)
+        return answer
 
     async def describe(self, request: Request) -> Response:
         return json_response([_description(model) for model in self._named(request)])
@@ -163,7 +166,7 @@ class Management:
         given = request.query_params.get("level", "").strip().lower() or "info"
         level = _LOG_LEVELS.get(given)
         if level is None:
-            raise BadParameterError(f'Parameter level is "{given}"; it takes {", ".join(_LOG_LEVELS)}')
+            raise BadParameterError(f'Parameter level is "{excerpt(given)}"; it takes {", ".join(_LOG_LEVELS)}')
         self._models.set_log_level(level, request.query_params.get("logger", "").strip())
         return json_response({"status": "OK"})
 
@@ -254,7 +257,7 @@ def _device(given: Mapping[str, str]) -> int | None:
         return -1
     if digits.isdecimal() and len(digits) <= _MOST_DIGITS:
         return int(digits)
-    raise BadParameterError(f'Parameter device is "{text[:100]}"; it takes cpu, or a GPU as 0 or gpu0')
+    raise BadParameterError(f'Parameter device is "{excerpt(text)}"; it takes cpu, or a GPU as 0 or gpu0')
 
 
 # --- descriptions ---
@@ -270,6 +273,11 @@ def _url(model: Model) -> str:
     if not model.at_startup or not url.startswith("/"):
         return url
     return f"file:{quote(url)}{'/' if archive_stem(url) is None else ''}"
+
+
+def _address(source: ModelSource) -> str:
+    """Return where a model is described, relative to the address of all models."""
+    return "/".join(quote(part, safe="") for part in ("models", source.name, source.version) if part is not None)
 
 
 def _version(model: Model) -> dict[str, str]:

@@ -11,6 +11,7 @@ from djl_python.properties import Properties
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import CUSTOM_ATTRIBUTES
 from lmi_server.contract.protocol import Input as Request
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects.forms import form_fields
 
 ADAPTER = "adapter"  # a query parameter, or a field of a form
@@ -93,7 +94,7 @@ class InputBuilder:
         for key, value in content:
             name = value.decode(errors="replace") if key == ADAPTER else ""
             if name and name not in adapters:
-                raise RequestError(f"The adapter {name} has not been registered")
+                raise RequestError(f"The adapter {excerpt(name)} has not been registered")
 
 
 def sent_properties(request: Request) -> dict[str, str]:

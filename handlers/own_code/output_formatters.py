@@ -10,7 +10,6 @@ The last form gets each chunk of a stream as LMI's asynchronous service does if 
 from __future__ import annotations
 
 import inspect
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -53,10 +52,9 @@ def exchange_writer(function: Callable[..., Any]) -> Write:
     if name.rpartition(".")[2] in _OUTPUT_TYPES:
         return lambda inner, given, streams, _: _Stepwise(inner, given, streams, _Reading(function))
     if len(parameters) >= _TOKEN_ARGUMENTS:
-        ids = itertools.count()  # LMI numbers its requests, and some functions tell them apart by the number
         with_id = len(parameters) > _TOKEN_ARGUMENTS
         return lambda inner, given, streams, _: _Stepwise(
-            inner, given, streams, _Tokenwise(function, next(ids) if with_id else None)
+            inner, given, streams, _Tokenwise(function, given.request_id if with_id else None)
         )
     return lambda inner, given, streams, served: _rewritten(inner, function, served)
 
@@ -130,7 +128,7 @@ class _Stepwise(Exchange):
         self._streams = streams
         self._unfinished = len(self.requests)
         sequences = {index: Sequence() for index in range(len(self.requests))}
-        self._output = TextGenerationOutput(self.requests[0].request_id, given, False, sequences)
+        self._output = TextGenerationOutput(given.request_id, given, False, sequences)
         self._output.other_sequences_indices = list(range(1, len(sequences)))
 
     def add(self, index: int, delta: Delta) -> bytes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmi_server.artifacts.location import RAY_MODEL_FILE
+from lmi_server.configuration.check import describe_source
 from lmi_server.configuration.declaration import Deprecated, Option
-from lmi_server.configuration.handler_choice import ENTRY_POINT, engine_alias
+from lmi_server.configuration.handler_choice import ENTRY_POINT, ROLLING_BATCH, engine_alias
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.configuration.layers import (
     Given,
@@ -23,7 +24,7 @@ from lmi_server.configuration.layers import (
 from lmi_server.configuration.model_code import MODEL_CODE, framework_script
 from lmi_server.configuration.model_file.read import read_model_file
 from lmi_server.configuration.properties import read_properties
-from lmi_server.configuration.recommender import is_true, recommend, with_max_resolved
+from lmi_server.configuration.recommender import batches_statically, is_true, recommend, with_max_resolved
 from lmi_server.machine import environment as env
 from lmi_server.machine.inventory import Machine
 
@@ -139,9 +140,22 @@ def merge_layers(
     return SortedKeys(
         known=with_max_resolved(merge([decided, recommended, lower.known]), spec, machine),
         unknown=merge([layer.unknown for layer in (*own, alias, lower)]),
-        warnings=(*(text for layer in ordered for text in layer.warnings), *_idle_variables(guests)),
+        warnings=(
+            *(text for layer in ordered for text in layer.warnings),
+            *_idle_variables(guests),
+            *_closed_by_batches(above, left_open, given),
+        ),
         problems=tuple(text for layer in ordered for text in layer.problems),
     )
+
+
+def _closed_by_batches(above: Given, left_open: Collection[str], given: Given) -> Iterator[str]:
+    """Yield a warning if a dynamic batch has decided what option.rolling_batch=auto leaves open."""
+    if ROLLING_BATCH in left_open and batches_statically(given):
+        yield (
+            f"{describe_source(above[ROLLING_BATCH], ROLLING_BATCH)} means disable beside batch_size, which makes"
+            " dynamic batches; remove batch_size for a rolling batch"
+        )
 
 
 def _with_replacements_of_deprecated(given: Given, declared: Sequence[Option]) -> Given:

@@ -21,7 +21,7 @@ import msgspec
 
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelNotReadyError
 from lmi_server.contract.histogram import Histogram
-from lmi_server.contract.metrics import MetricSink, unrecorded
+from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import Input, Ready
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.serving.adapter_store import OnDemand, hold_in_time
@@ -347,6 +347,9 @@ class WorkerPool:
 
     # --- what a replica set needs of its pool (see `replicas.Owner`) ---
 
+    def _on_printed(self, metric: Metric) -> None:
+        self._on_metric(metric._replace(model=self.name))
+
     def new_worker(self, devices: DeviceSet, remote: RemotePlace | None = None) -> WorkerProcess:
         number = self._roster.free_number()
         worker = WorkerProcess(
@@ -357,7 +360,7 @@ class WorkerPool:
             self._settings.heartbeat_timeout_s,
             {**self._settings.environment, **devices.environment},
             self._settings.mpi,
-            self._on_metric,
+            self._on_printed,
             self._settings.python,
             remote,
         )
@@ -371,9 +374,8 @@ class WorkerPool:
         if worker.is_ending:
             raise ModelLoadError("the worker process ended right after it had loaded the model")
         details = " ".join(f"{key}={value}" for key, value in ready.details.items())
-        logger.info(
-            "[%s] ready: process %s, max_model_len=%d %s", worker.name, worker.pid, ready.max_model_len, details
-        )
+        logger.info("[%s] loaded: max_model_len=%d %s", worker.name, ready.max_model_len, details)
+        logger.info("[%s] ready: process %s", worker.name, worker.pid)
         self.was_ready = True
         self.load_times.observe(worker.load_s)
         self.max_model_len = ready.max_model_len

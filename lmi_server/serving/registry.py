@@ -18,7 +18,7 @@ from typing import Any
 
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
-from lmi_server.artifacts.progress import shown_progress
+from lmi_server.artifacts.progress import OnProgress, Progress, shown_progress
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.configuration.secure_mode import secure_mode
 from lmi_server.contract.errors import (
@@ -31,6 +31,7 @@ from lmi_server.contract.errors import (
     ModelNotReadyError,
 )
 from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
+from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.environment import is_multi_model
 from lmi_server.serving.adapter_store import AdapterStore, fetch_from_store
 from lmi_server.serving.fetch_model import FetchedModel, Inspect, fetch_directory, fetch_model
@@ -108,7 +109,7 @@ class ModelRegistry:
         """Return the model of that name or alias. Raises ModelNotFoundError."""
         endpoint = self._endpoints.get(name) or self._aliases.get(name)
         if endpoint is None:
-            raise ModelNotFoundError(f"Model or workflow not found: {name}")
+            raise ModelNotFoundError(f"Model or workflow not found: {excerpt(name)}")
         return endpoint
 
     def named_as_model(self, name: str, version: str | None = None) -> Model:
@@ -179,7 +180,7 @@ class ModelRegistry:
         """
         endpoint = self._endpoints.get(name)
         if endpoint is None:
-            raise ModelNotFoundError(f"Model or workflow not found: {name}")
+            raise ModelNotFoundError(f"Model or workflow not found: {excerpt(name)}")
         await self._remove([endpoint.version(version)] if version is not None else list(endpoint.models))
 
     async def _remove(self, models: Sequence[Model]) -> None:
@@ -408,14 +409,16 @@ class ModelRegistry:
         try:
             location = await asyncio.to_thread(parse_location, source.url, Path.cwd())
         except ValueError as error:
-            raise ModelNotFoundError(f'url = "{source.url}" {error}') from error
+            raise ModelNotFoundError(f'url = "{excerpt(source.url, 200)}" {error}') from error
         if isinstance(location, HubModel) and "/" not in source.url and not model.at_startup:
             raise ModelNotFoundError(
-                f'url = "{source.url}" is not allowed; there is no such directory, and a registration '
-                "names a model of the Hugging Face Hub by owner/name"
+                f'url = "{excerpt(source.url, 200)}" is not allowed; there is no such directory; a registration '
+                "names one, also of the model store, by its full path, and a model of the Hugging Face Hub by "
+                "owner/name"
             )
         environment = {**self._environment, **source.variables}
-        with shown_progress(source.label, sys.stderr) as on_progress:
+        with shown_progress(source.label, sys.stderr) as show:
+            on_progress = _recorded(model, show)
             model.directory, more = await fetch_directory(location, source.url, self.artifacts, on_progress)
             model.configured_by = configuration_state(model.directory)
             settings = {**source.settings, **more}
@@ -487,6 +490,16 @@ class ModelRegistry:
     def _pools(self) -> list[WorkerPool]:
         models = [*self.models, *self._coming.values()]
         return [*(model.pool for model in models if model.pool is not None), *self._ending]
+
+
+def _recorded(model: Model, show: OnProgress) -> OnProgress:
+    """Return a callback that shows progress and keeps it with the model."""
+
+    def report(progress: Progress) -> None:
+        model.progress = progress
+        show(progress)
+
+    return report
 
 
 def _unregistered(model: Model) -> ModelNotFoundError:

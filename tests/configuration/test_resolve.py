@@ -398,7 +398,6 @@ def test_the_task_follows_from_the_architecture(write: Write, architecture: str,
         ("option.task=ner\noption.rolling_batch=auto", "token-classification"),
         ("option.rolling_batch=disable", "text-generation"),
         ("batch_size=4", "text-generation"),
-        ("option.batch_size=4", "text-generation"),
         ("option.rolling_batch=disable\noption.task=auto", "text-generation"),
     ],
 )
@@ -954,6 +953,24 @@ def test_a_dynamic_batch_leaves_no_rolling_batch_to_auto(write: Write) -> None:
     neuron = "option.entryPoint=djl_python.transformers_neuronx\noption.rolling_batch=auto\nbatch_size=4"
     found = inspect_model(write(neuron), {}, machine=NO_GPU)
     assert (found.options.rolling_batch, found.problems) == ("disable", ())
+
+
+@pytest.mark.parametrize(
+    ("given", "spec", "rolling", "said"),
+    [
+        ("option.batch_size=4", "huggingface", "scheduler", "option.batch_size has no effect here: as in LMI"),
+        ("option.batch_size=4\noption.rolling_batch=scheduler", "huggingface", "scheduler", "option.batch_size has no"),
+        ("option.batch_size=4\noption.rolling_batch=auto", "huggingface", "scheduler", "option.batch_size has no"),
+        ("batch_size=4\noption.rolling_batch=auto", "huggingface pipeline", "disable", "disable beside batch_size"),
+        ("option.rolling_batch=vllm\noption.task=ner", "vllm", "vllm", "option.task has no effect: vLLM serves"),
+    ],
+)
+def test_modes_do_not_override_each_other_without_a_word(
+    write: Write, given: str, spec: str, rolling: str, said: str
+) -> None:
+    found = inspect_model(write(given, LLAMA), {}, machine=NO_GPU)
+    assert (found.spec.title, found.options.rolling_batch, found.problems) == (spec, rolling, ())
+    assert any(said in warning for warning in found.warnings), found.warnings
 
 
 @pytest.mark.parametrize(("graphs", "eager"), [("yes", False), ("on", False), ("0", True), ("False", True)])

@@ -17,7 +17,8 @@ from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
 from frontend.async_jobs import AsyncJobs, _Job
-from frontend.detached import DetachedRequest
+from frontend.detached import DetachedRequest, memory_for_answers
+from frontend.held_bytes import HeldBytes
 from frontend.job_store import DirectoryStore, DynamoStore, JobRecord, JobStore, S3Store, job_store
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
@@ -204,10 +205,11 @@ def test_the_end_of_an_answer_is_not_shown_before_it_is_stored(tmp_path: Path) -
             super().save(token, record)
 
     async def read() -> tuple[bool, bytes]:
-        jobs = AsyncJobs(lambda *_: asyncio.sleep(0), None, None, ServerSettings())  # type: ignore[arg-type, return-value]
+        answers = memory_for_answers(ServerSettings())
+        jobs = AsyncJobs(lambda *_: asyncio.sleep(0), None, None, ServerSettings(), answers)  # type: ignore[arg-type, return-value]
         jobs._store = SlowFakeStore(tmp_path)
         record = JobRecord(items=[b"answer"], status=200, finished=True, expires=time.time() + 60)
-        job = jobs._jobs["token"] = _Job("token", DetachedRequest(record))
+        job = jobs._jobs["token"] = _Job("token", DetachedRequest(record, HeldBytes(answers)))
         task = asyncio.create_task(jobs._save(job))
         await asyncio.to_thread(saving.wait, 10)
         last = asyncio.create_task(jobs._page("token", 0, None))

@@ -11,8 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+from growth import assert_linear
 from paths import MODEL_CODE
 from server_helpers import Server, make_model, running
+
+from handlers.own_code.answer_objects import StreamEvent, events
 
 CODE = MODEL_CODE
 
@@ -81,6 +84,14 @@ def test_a_formatter_that_raises_fails_its_request_alone(server: Server) -> None
     assert (stream.status_code, lines) == (200, ["0 a first"])
     assert (json.loads(error)["code"], json.loads(error)["error"]) == (424, "RuntimeError: no answer to that")
     assert server.http.post("/predictions/newer", json={"question": "a"}).status_code == 200
+
+
+def test_a_formatter_gets_a_number_of_the_servers_own(server: Server) -> None:
+    headers = {"x-request-id": "7"}
+    first, second = (
+        int(server.http.post("/predictions/newer", json={"question": "number"}, headers=headers).text) for _ in range(2)
+    )
+    assert second == first + 1
 
 
 def test_openais_paths_keep_openais_form(server: Server) -> None:
@@ -314,3 +325,14 @@ def test_a_handle_that_loads_an_engine_of_its_own_keeps_the_built_in_one_from_lo
     assert ask(server, "instead", "custom").json() == {"custom_handler_used": True}
     assert server.metric("fault_steps", "instead") is None
     assert ask(server, "instead", "a b").json() == {"generated_text": " a b"}
+
+
+@pytest.mark.parametrize("part", ["data:", "data:\n", "id:\n", "{", "}", "a\n", "\n"])
+def test_events_are_found_in_linear_time(part: str) -> None:
+    assert_linear(
+        lambda text: [getattr(StreamEvent(event, lambda _: {}), "token", None) for event in events(text)], part
+    )
+
+
+def test_events_end_with_a_blank_line_and_other_lines_with_their_own() -> None:
+    assert list(events("data: a\nid: 1\n\nb\n\n\nc\ndata: d")) == ["data: a\nid: 1\n\n", "b\n\n\n", "c\n", "data: d"]

@@ -13,6 +13,8 @@ from djl_python.np_util import from_nd_list, from_npz
 from djl_python.optional_packages import needs
 from djl_python.pair_list import PairList
 from djl_python.properties import Properties
+from lmi_server.media.budget import MediaBudget
+from lmi_server.media.images import open_image
 
 if TYPE_CHECKING:
     from djl_python.np_util import Array
@@ -138,11 +140,13 @@ class Input:
         return data
 
     def get_as_image(self, key: str | None = None) -> Any:
-        """Return a PIL image. Raises ImportError if Pillow is not installed."""
-        with needs("Pillow", "images"):
-            from PIL import Image
+        """Return a PIL image. Raises ImportError if Pillow is not installed.
 
-        return Image.open(io.BytesIO(self.get_as_bytes(key)))
+        Raises PayloadTooLargeError if the images of the request would take more than option.max_media_size.
+        """
+        self._media = self.__dict__.get("_media") or MediaBudget()
+        with needs("Pillow", "images"):
+            return open_image(self.get_as_bytes(key), self._media)
 
     def get_as_numpy(self, key: str | None = None) -> list[Array]:
         """Return the arrays of an NDList (or of an NPZ file)."""

@@ -192,10 +192,17 @@ def generation_request(
 
 
 def _sampling(values: dict[str, Any], max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParameters:
-    """Return the sampling parameters: what is left of `values`, then the model's own `defaults`, then OpenAI's."""
+    """Return the sampling parameters: what is left of `values`, then the model's own `defaults`, then OpenAI's.
+
+    As with vLLM, `max_new_tokens` of the model's own files is the longest answer that a request may ask for.
+    """
     extra = sampling.take_extras(values)
     constraint = constraints.take(values)
     values = {"temperature": 1.0, **defaults, **values}
+    longest = values.pop("max_new_tokens", None)
+    if longest is not None:
+        values["fit_context"] = max_tokens is None
+        max_tokens = longest if max_tokens is None else min(max_tokens, longest)
     return SamplingParameters(
         max_new_tokens=max_tokens,
         do_sample=values["temperature"] > 0,
