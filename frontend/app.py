@@ -44,6 +44,7 @@ _EXACT = {
     "/invocations": routes.INVOCATIONS,
     "/v1/completions": routes.COMPLETIONS,
     "/v1/chat/completions": routes.CHAT_COMPLETIONS,
+    "/invocations/v1/chat/completions": routes.CHAT_COMPLETIONS,  # clients that have /invocations as their address
     "/v1/responses": routes.RESPONSES,
     "/v1/messages": routes.MESSAGES,
     "/v1/messages/count_tokens": routes.COUNT_TOKENS,

@@ -126,7 +126,7 @@ class Relay:
         held: HeldBytes,
     ) -> None:
         arrived = time.monotonic()
-        properties, names = _properties(scope)
+        properties, names, attributes = _properties(scope)
         request_id = properties.get(self._request_id_header) or properties.get(_INFERENCE_ID) or new_request_id()
         traceparent = properties.get("traceparent")
         trace, tracing = None, self._tracing
@@ -164,7 +164,7 @@ class Relay:
                 priority = priority_named_in(body, priority)
             deadline = deadline_of(properties, arrived)
             pool = model.loaded()
-            received = Input(route, properties, content, request_id, priority, names)
+            received = Input(route, properties, content, request_id, priority, names, attributes)
             tenant = scope.get(TENANT, b"")
             if pool.on_demand is None:
                 job = pool.submit(received, connection.abort, deadline, tenant)
@@ -358,7 +358,7 @@ async def _relay(route: str, job: Job, response: Response, statuses: Mapping[typ
     while True:
         terminal = reply.terminal
         data = reply.take()
-        if terminal is not None:
+        if terminal is not None and not reply.unread:
             if isinstance(terminal, End) and terminal.message:
                 data = response.shown_answer(data, terminal.message)
             await response.end(data + _ending(route, head, terminal, response))
@@ -436,23 +436,24 @@ def _has_form(properties: dict[str, str]) -> bool:
     return is_form(properties.get("content-type", ""))
 
 
-def _properties(scope: Scope) -> tuple[dict[str, str], str]:
+def _properties(scope: Scope) -> tuple[dict[str, str], str, str]:
     """Return the headers (names in lower case, the last of several wins) with SageMaker's custom attributes.
 
-    Return also their names as the client wrote them, one per line. An attribute never replaces a header: it must not
-    change how the body is read. A header without any name=value, such as an id, stays as it is.
+    Return also their names as the client wrote them, one per line, and the attributes as they came. An attribute never
+    replaces a header: it must not change how the body is read. A header without any name=value, such as an id, stays
+    as it is.
     """
     properties = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     names = b"\n".join(header_names(scope)).decode("latin-1")
-    attributes = properties.get(_CUSTOM_ATTRIBUTES)
+    attributes, exploded = properties.get(_CUSTOM_ATTRIBUTES), ""
     if attributes is not None and "=" in attributes:
-        del properties[_CUSTOM_ATTRIBUTES]
+        exploded = properties.pop(_CUSTOM_ATTRIBUTES)
         for attribute in attributes.split(";"):
             name, separator, value = attribute.partition("=")
             if separator:
                 names += f"\n{name.strip()}"
                 properties.setdefault(name.strip().lower(), value.strip())
-    return properties, names
+    return properties, names, exploded
 
 
 def parse_priority(value: str | None) -> int:

@@ -10,7 +10,8 @@ from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from frontend.parameters import check_name, integer, page, parameters, truth
 from frontend.registration_limits import RegistrationLimits
@@ -116,7 +117,9 @@ class Management:
             await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))
             return json_response({"status": f'Model "{source.name}" registered.'})
         self._models.register(source)
-        return json_response({"status": f'Model "{source.name}" registration scheduled.'}, 202)
+        answer = json_response({"status": f'Model "{source.name}" registration scheduled.'}, 202)
+        answer.headers["location"] = _address(source)
+        return answer
 
     async def describe(self, request: Request) -> Response:
         return json_response([_description(model) for model in self._named(request)])
@@ -184,6 +187,17 @@ class MethodRoute(Route):
         super().__init__(path, call, methods=list(handlers))
         self.methods = set(handlers)
         self.handlers = handlers
+
+
+class WholePathRoute(MethodRoute):
+    """A MethodRoute that answers its path whatever the method is; 405 if it has none for it.
+
+    Otherwise a route behind it may take the path for one of its own.
+    """
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child_scope = super().matches(scope)
+        return (Match.NONE if match is Match.NONE else Match.FULL), child_scope
 
 
 def _heard(task: asyncio.Future[Any]) -> None:
@@ -261,6 +275,11 @@ def _url(model: Model) -> str:
     return f"file:{quote(url)}{'/' if archive_stem(url) is None else ''}"
 
 
+def _address(source: ModelSource) -> str:
+    """Return where a model is described, relative to the address of all models."""
+    return "/".join(quote(part, safe="") for part in ("models", source.name, source.version) if part is not None)
+
+
 def _version(model: Model) -> dict[str, str]:
     return {} if model.version is None else {"version": model.version}
 
@@ -307,10 +326,11 @@ def _serving(model: Model) -> dict[str, int]:
 
 
 def _replicas(replicas: Replicas, pool: WorkerPool) -> dict[str, Any]:
+    min_workers, max_workers = pool.bounds_of(replicas)
     return {
         "device": {"deviceType": replicas.devices.kind, "deviceId": replicas.devices.first},
-        "minWorkers": replicas.min_workers,
-        "maxWorkers": replicas.max_workers,
+        "minWorkers": min_workers,
+        "maxWorkers": max_workers,
         "workers": [
             {
                 "id": pool.worker_number(worker) + 1,

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from typing import Protocol
 
-from lmi_server.contract.quoting import as_record, shorten
+from lmi_server.contract.quoting import LONGEST_RECORD, as_record, shorten
 from lmi_server.contract.secrets import SECRETS
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -30,7 +30,6 @@ _RECORD_BYTES = 512  # of a record beside its text, roughly
 _CLOSE_LIMIT_S = 1.0
 _KEPT_LINES = 500
 _LONGEST_KEPT = 4096  # characters
-_LONGEST_MESSAGE = 128 * 1024  # characters: a line of a worker and more, which traces of Python's calls are not
 
 
 class Lines(Protocol):
@@ -73,7 +72,7 @@ class _MadeLines:
 
 def _shown_message(message: str) -> str:
     """Return the message of a record without secrets. One that is longer than any line of a worker is cut."""
-    return SECRETS.masked(shorten(message, _LONGEST_MESSAGE))
+    return SECRETS.masked(shorten(message, LONGEST_RECORD))
 
 
 class JsonFormatter(logging.Formatter):

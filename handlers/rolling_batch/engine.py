@@ -439,11 +439,14 @@ class RollingBatchEngine:
             request.grammar.accept(sampled.token)
         sequence.tokens.append(sampled.token)
         piece = request.detokenizer.feed(sampled.token)
-        text, stopped = request.stop.feed(piece)
+        may_stop = sequence.generated > parameters.min_tokens
+        text, stopped = request.stop.feed(piece, may_stop)
         reason = self._finish_reason(request, sampled.token, stopped)
         if reason and not stopped:
-            rest, stopped = self._rest(request)
-            text += rest
+            unfinished = request.detokenizer.flush()
+            piece += unfinished
+            tail, stopped = request.stop.feed(unfinished, may_stop)
+            text += tail if stopped else tail + request.stop.flush()
             reason = "stop_sequence" if stopped else reason
         first, request.started = not request.started, True
         sequence.may_reuse_prefix = (
@@ -455,7 +458,7 @@ class RollingBatchEngine:
             reason,
             self._usage(request) if reason else None,
             request.prompt_text if first else None,
-            tuple(request.prompt_tokens) if first and parameters.prompt_logprobs is not None else None,
+            self._prompt_tokens(request) if first and parameters.prompt_logprobs is not None else None,
             sequence.tokens[: sequence.prompt_len] if first else None,
             stop_reason=(request.stop.found or sampled.token) if reason == "stop_sequence" else None,
         )
@@ -482,15 +485,15 @@ class RollingBatchEngine:
             return "length"
         return None
 
-    @staticmethod
-    def _rest(request: _Request) -> tuple[str, bool]:
-        """Return the text held back that now belongs to the output, and whether a stop sequence cut it."""
-        tail, stopped = request.stop.feed(request.detokenizer.flush())
-        return (tail, True) if stopped else (tail + request.stop.flush(), False)
-
     def _token(self, sampled: Sampled, piece: str) -> Token:
         top = tuple(TopToken(token, self._piece(token), logprob) for token, logprob in sampled.top)
         return Token(sampled.token, piece, sampled.logprob, sampled.token in self._special_ids, top)
+
+    def _prompt_tokens(self, request: _Request) -> tuple[Token, ...]:
+        """Return the scored tokens of the prompt, whose texts join to its text."""
+        texts = IncrementalDetokenizer.texts(self._tokenizer, [token.id for token in request.prompt_tokens])
+        pairs = zip(request.prompt_tokens, texts, strict=True)
+        return tuple(replace(token, text=text) for token, text in pairs)
 
     def _piece(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))

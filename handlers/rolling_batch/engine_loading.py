@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from handlers.chats.model import ModelChats
-from handlers.checkpoints.transformers_loading import eos_token_ids
+from handlers.checkpoints.transformers_loading import eos_token_ids, sampling_defaults
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.communicator import Communicator
 from handlers.rolling_batch.decode_passes import CudaCapture
@@ -68,6 +68,7 @@ class LoadedEngine:
     kv_tokens: int
     details: dict[str, Any] = field(default_factory=dict)
     chats: ModelChats | None = None  # None: the answers of chats are plain text, and requests with tools are refused
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of OpenAI requests, by the model's files
 
     def stats(self) -> Mapping[str, float]:
         """Return the engine's gauges."""
@@ -161,7 +162,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         **drafts,
         "load_seconds": round(time.perf_counter() - began, 1),
     }
-    return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, chats)
+    return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, chats, sampling_defaults(model))
 
 
 def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOptions) -> dict[str, Any]:

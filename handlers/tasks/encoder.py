@@ -17,7 +17,7 @@ from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
 from handlers.tasks.batches import even_batches
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task import Task, named, read_text
-from lmi_server.contract.errors import ContextLengthError
+from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.dialects import fields
 
 _MAX_TOKENS = 16384  # of one forward pass, padding included
@@ -91,14 +91,19 @@ class Encoder:
         return self.model(input_ids=ids, **attention).last_hidden_state, mask
 
     def batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yield the indices of sequences that run together, without those that are too long for the model."""
-        fitting = [index for index, ids in enumerate(sequences) if len(ids) <= self.max_length]
+        """Yield the indices of sequences that run together, without any that does not fit the model."""
+        fitting = [index for index, ids in enumerate(sequences) if 0 < len(ids) <= self.max_length]
         for batch in even_batches(
             [len(sequences[index]) for index in fitting], _MAX_TOKENS, main_device(self.model).type
         ):
             yield [fitting[index] for index in batch]
 
-    def too_long(self, ids: Sequence[int]) -> ContextLengthError:
+    def unfit(self, ids: Sequence[int]) -> RequestError:
+        """Return the error of a sequence that `batches` leaves out."""
+        if not ids:
+            return RequestError(
+                "an input has no tokens, not even the model's own around a text; send one that has some"
+            )
         count = f"{len(ids)} tokens or more" if isinstance(ids, range) else f"{len(ids)} tokens"
         return ContextLengthError(
             f"an input has {count}, and the model takes at most {self.max_length}; send a shorter one, or have "
@@ -149,7 +154,7 @@ class FeatureExtraction(Task):
         sequences = encoder.tokenize_unless_too_long(inputs, [is_cut] * len(inputs))
         if is_cut:
             sequences = [encoder.cut(ids, self.max_length) for ids in sequences]
-        results: list[Any] = [encoder.too_long(ids) for ids in sequences]
+        results: list[Any] = [encoder.unfit(ids) for ids in sequences]
         with torch.inference_mode():
             for indices in encoder.batches(sequences):
                 states, _ = encoder.hidden_states([sequences[index] for index in indices])

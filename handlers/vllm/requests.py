@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 from collections.abc import Mapping
@@ -12,9 +13,10 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import ValidationError
 
+from handlers.chats.required import is_forced
 from handlers.checkpoints.text_length import LONG_TEXT_CHARS, TextLength
 from handlers.vllm import library
-from handlers.vllm.chats import ChatRenderer, RenderedRequest
+from handlers.vllm.chats import ChatRenderer, ForcedCallParser, RenderedRequest
 from lmi_server.contract.errors import ContextLengthError, PayloadTooLargeError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.media.budget import media_of_request
@@ -75,8 +77,14 @@ class PromptRenderer:
             return RenderedRequest(await self._render_text(request), request.sampling)
         self._chats.check(request)
         if self._chats.parses(request):
-            return await self._chats.render(request)
-        return RenderedRequest(await self._render_chat(request), request.sampling)
+            rendered = await self._chats.render(request)
+        else:
+            rendered = RenderedRequest(await self._render_chat(request), request.sampling)
+        if not is_forced(request):
+            return rendered
+        assert not isinstance(rendered.parser, ForcedCallParser)
+        parser = ForcedCallParser(request, self._chats.tools.name, rendered.parser)
+        return dataclasses.replace(rendered, parser=parser)
 
     async def detokenize(self, ids: list[int]) -> str:
         """Return the text of token ids, with special tokens. Raises RequestError if the vocabulary lacks one."""

@@ -40,7 +40,7 @@ def extract_archive(
     """
     # A file in memory: a container may have no directory for temporary files.
     with open(os.memfd_create("unpacking"), "w+b") as progress:
-        seen = _Progress(progress, archive.name, activity)
+        seen = _Progress(progress, archive.name, archive.stat().st_size, activity)
         try:
             ended = run_child(
                 _command(archive, target, limits, progress.fileno()),
@@ -51,11 +51,11 @@ def extract_archive(
             )
         except OSError as error:
             raise ArtifactError(f"{archive}: {sys.executable} cannot be started to unpack it: {error}") from error
-        seen.report()
-    if ended.code != 0:
-        raise ArtifactError(f"{archive}: {_why_ended(ended, archive, limits)}")
-    if ended.stdout:
-        _raise_problem(json.loads(ended.stdout), archive, target)
+        if ended.code != 0:
+            raise ArtifactError(f"{archive}: {_why_ended(ended, archive, limits)}")
+        if ended.stdout:
+            _raise_problem(json.loads(ended.stdout), archive, target)
+        seen.end()
 
 
 def _command(archive: Path, target: Path, limits: ArchiveLimits, progress: int) -> Sequence[str]:
@@ -72,19 +72,33 @@ def _environment(given: Mapping[str, str]) -> Mapping[str, str]:
 
 @dataclass(slots=True)
 class _Progress:
-    """Reports what the program has written to the file `source` since the last time."""
+    """Reports what the program has written to the file `source` since the last time: how far it is in the archive.
+
+    What the files take in all is known only at the end.
+    """
 
     source: BinaryIO
     name: str
+    size: int
     activity: Activity
     position: int = 0
+    reached: int = 0
 
     def report(self) -> None:
         data = os.pread(self.source.fileno(), 1 << 20, self.position)
         whole = data[: data.rfind(b"\n") + 1]
         self.position += len(whole)
         for done in whole.split():
-            self.activity.report(f"extracting {self.name}", int(done))
+            self._report(int(done))
+
+    def end(self) -> None:
+        """Report what is left, and the whole."""
+        self.report()
+        self._report(self.size)
+
+    def _report(self, done: int) -> None:
+        self.reached = min(max(self.reached, done), self.size)  # the entries of a zip lie in any order
+        self.activity.report(f"extracting {self.name}", self.reached, self.size)
 
 
 def _raise_problem(problem: Mapping[str, Any], archive: Path, target: Path) -> None:

@@ -59,6 +59,13 @@ MetricNames = Annotated[
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("texts separated by commas")]
+# One colon is that of a port; an IPv6 address has more.
+_HostName = Annotated[str, Field(pattern=r"^([^/:]+|[^/:]*:[^/:]*:[^/]*)$")]
+HostNames = Annotated[
+    tuple[_HostName, ...],
+    BeforeValidator(_names),
+    Allowed("names without https:// and without a port, separated by commas; * for any"),
+]
 
 _DURATION = r"P(?:(?P<days>\d+)D)?(?:T(?:(?P<hours>\d+)H)?(?:(?P<minutes>\d+)M)?(?:(?P<seconds>\d+)S)?)?"
 _ERROR_RATE = re.compile(rf"(?P<errors>\d{{1,6}})(?:/{_DURATION})?", re.IGNORECASE | re.ASCII)
@@ -137,9 +144,7 @@ class ServerSettings(Options):
         description="Who may manage models without management_api_keys: clients on this machine, or any. If not set, "
         "clients on this machine, or none once api_keys or api_keys_file is set.",
     )
-    allowed_hosts: Names = Field(
-        (), description="Further names under which the server is called (header Host); * for any."
-    )
+    allowed_hosts: HostNames = Field((), description="Further names under which the server is called (header Host).")
     registration_sources: Names | None = Field(
         None,
         description="What a registration may name, * for everything: directories, s3://bucket/prefix, hub ids, owner/. "

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from lmi_server.artifacts.progress import Progress
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError
 from lmi_server.contract.quoting import excerpt
@@ -22,6 +23,7 @@ class Model:
 
     `reload` is the last attempt to load it again, and `reloads` counts how they ended. `directory` is the local one
     with its configuration, None before it is there; `configured_by` is the state of that file when it was read.
+    `progress` is the last that a fetch of its files reported.
     """
 
     def __init__(self, source: ModelSource, at_startup: bool) -> None:
@@ -30,6 +32,7 @@ class Model:
         self.registered_at = time.time()
         self.directory: Path | None = None
         self.configured_by: FileState = None
+        self.progress: Progress | None = None
         self.reload: Reload | None = None
         self.reloads: Counter[ReloadStatus] = Counter()
         self.resolved: ResolvedModel | None = None

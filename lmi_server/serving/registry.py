@@ -18,7 +18,7 @@ from typing import Any
 
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
-from lmi_server.artifacts.progress import shown_progress
+from lmi_server.artifacts.progress import OnProgress, Progress, shown_progress
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.configuration.secure_mode import secure_mode
 from lmi_server.contract.errors import (
@@ -412,11 +412,13 @@ class ModelRegistry:
             raise ModelNotFoundError(f'url = "{excerpt(source.url, 200)}" {error}') from error
         if isinstance(location, HubModel) and "/" not in source.url and not model.at_startup:
             raise ModelNotFoundError(
-                f'url = "{excerpt(source.url, 200)}" is not allowed; there is no such directory, and a registration '
-                "names a model of the Hugging Face Hub by owner/name"
+                f'url = "{excerpt(source.url, 200)}" is not allowed; there is no such directory; a registration '
+                "names one, also of the model store, by its full path, and a model of the Hugging Face Hub by "
+                "owner/name"
             )
         environment = {**self._environment, **source.variables}
-        with shown_progress(source.label, sys.stderr) as on_progress:
+        with shown_progress(source.label, sys.stderr) as show:
+            on_progress = _recorded(model, show)
             model.directory, more = await fetch_directory(location, source.url, self.artifacts, on_progress)
             model.configured_by = configuration_state(model.directory)
             settings = {**source.settings, **more}
@@ -488,6 +490,16 @@ class ModelRegistry:
     def _pools(self) -> list[WorkerPool]:
         models = [*self.models, *self._coming.values()]
         return [*(model.pool for model in models if model.pool is not None), *self._ending]
+
+
+def _recorded(model: Model, show: OnProgress) -> OnProgress:
+    """Return a callback that shows progress and keeps it with the model."""
+
+    def report(progress: Progress) -> None:
+        model.progress = progress
+        show(progress)
+
+    return report
 
 
 def _unregistered(model: Model) -> ModelNotFoundError:

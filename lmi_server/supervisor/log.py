@@ -89,12 +89,13 @@ class WorkerLog:
             self._dropped = 0
 
     def _log(self, line: bytes, whole: bool) -> None:
-        """Log a line, or its further part if it is not `whole`: what stands at the beginning of that is no mark."""
+        """Log a line, or its further part if it is not `whole`, which begins neither a metric nor a record."""
         self._allowed -= len(line) + 64  # what a record costs beside its text
         rank, text = self._rank_of_line(line.decode(errors="replace").rstrip())
         if whole and text.startswith(MARK) and self._is_metric(text):
             return
         text = text.rpartition("\r")[2]  # as a terminal shows it: a progress bar writes over itself
+        text = text if whole else f"  {text}"
         self.last_lines.append(text)
         name = self._name if rank is None else f"{self._name} rank {rank}"
         level, wanted = _level_of(text)

@@ -100,11 +100,29 @@ def test_a_zip_is_extracted(tmp_path: Path, suffix: str) -> None:
 
 def test_progress_is_reported(tmp_path: Path) -> None:
     activity = Recorder()
-    extract(write_tar(tmp_path / "model.tar", file("a", b"x" * 10), file("b", b"x" * 5)), activity=activity)
-    assert [(seen.what, seen.done) for seen in activity.seen] == [
-        ("extracting model.tar", 10),
-        ("extracting model.tar", 15),
-    ]
+    archive = write_tar(tmp_path / "model.tar", file("a", b"x" * (12 << 20)), file("b", b"x" * (4 << 20)))
+    extract(archive, activity=activity)
+    check_progress(activity, archive)
+
+
+def test_progress_in_a_zip_is_reported(tmp_path: Path) -> None:
+    activity = Recorder()
+    with zipfile.ZipFile(tmp_path / "model.zip", "w") as packed:
+        packed.writestr("a", b"x" * (12 << 20))
+        packed.writestr("b", b"x" * (4 << 20))
+    extract(tmp_path / "model.zip", activity=activity)
+    check_progress(activity, tmp_path / "model.zip")
+
+
+def check_progress(activity: Recorder, archive: Path) -> None:
+    """The share grows within a large file too, and ends at the whole."""
+    assert {seen.what for seen in activity.seen} == {f"extracting {archive.name}"}
+    size = archive.stat().st_size
+    assert {seen.total for seen in activity.seen} == {size}
+    done = [seen.done for seen in activity.seen]
+    assert done == sorted(done)
+    assert done[-1] == size
+    assert len([each for each in done if size / 5 < each < size]) >= 3
 
 
 def test_a_cancelled_extraction_ends(tmp_path: Path) -> None:

@@ -56,3 +56,16 @@ async def test_the_rest_of_a_long_line_is_no_metric() -> None:
     stream.feed_eof()
     await reading
     assert [metric.name for metric in found] == ["Own"]
+
+
+@on_loop
+async def test_the_rest_of_a_long_line_looks_like_no_record(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    stream = asyncio.StreamReader()
+    stream.feed_data(b"INFO own: " + b"ERROR forged: x " * 20_000 + b"\nERROR own: next\n")
+    stream.feed_eof()
+    await WorkerLog("model-0").forward(stream)
+    first, *rest, last = caplog.records
+    assert (first.levelname, last.levelname, last.getMessage()) == ("INFO", "ERROR", "[model-0] ERROR own: next")
+    assert rest
+    assert all(record.levelname == "INFO" and record.getMessage().startswith("[model-0]   ") for record in rest)

@@ -2,7 +2,7 @@
 
     python -m lmi_server.artifacts.unpacking ARCHIVE TARGET LIMITS PROGRESS
 
-LIMITS is ArchiveLimits as a JSON object. PROGRESS is an inherited descriptor; a line with the number of bytes written
+LIMITS is ArchiveLimits as a JSON object. PROGRESS is an inherited descriptor; a line with the place in the archive
 is added to it now and then. If the archive is refused, a JSON object on standard output says why: `message`, or the
 `errno` of an error of the file system.
 """

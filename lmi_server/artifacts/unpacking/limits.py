@@ -12,7 +12,7 @@ from lmi_server.contract.sizes import in_words
 SMALL = 1 << 30  # bytes; an archive that unpacks to less is no bomb, whatever its compression ratio
 _BYTES_PER_SECOND = 8 << 20  # of processor time: less than what any of the decompressors does
 
-_REPORT_EVERY = 16 << 20  # bytes
+_REPORT_EVERY = 4 << 20  # bytes that are written
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,10 @@ def refused(name: str, error: UnsafeEntryError) -> ArtifactError:
 
 
 class Allowance:
-    """Counts entries and bytes, reports the bytes that are written, and raises BombError above the limits."""
+    """Counts entries and bytes, reports how far it is in the archive, and raises BombError above the limits.
+
+    `position` returns the place in the archive that was read last; the reader of its format sets it.
+    """
 
     def __init__(self, limits: ArchiveLimits, archive_size: int, report: Callable[[int], None]) -> None:
         self.entries = limits.entries
@@ -62,6 +65,7 @@ class Allowance:
         self._size = 0
         self._written = 0
         self._reported = 0
+        self.position: Callable[[], int] = lambda: 0
 
     def take(self, size: int = 0) -> None:
         """Count an entry of `size` bytes, before it is written."""
@@ -80,7 +84,7 @@ class Allowance:
 
     def entry_written(self) -> None:
         self._reported = self._written
-        self._report(self._written)
+        self._report(self.position())
 
     def too_many(self) -> BombError:
         return BombError(f"holds more than {self.entries} entries; it is refused as a bomb")

@@ -17,7 +17,7 @@ from lmi_server.artifacts.unpacking.limits import Allowance, UnsafeEntryError, r
 from lmi_server.artifacts.unpacking.names import safe_path
 from lmi_server.artifacts.unpacking.tree import Tree
 
-_OPENERS: tuple[tuple[bytes, Callable[[Path], object]], ...] = (
+_OPENERS: tuple[tuple[bytes, Callable[[BinaryIO], object]], ...] = (
     (b"\x1f\x8b", gzip.open),
     (b"BZh", bz2.open),
     (b"\xfd7zXZ\0", lzma.open),
@@ -31,7 +31,8 @@ class _Readable(Protocol):
 
 def unpack_tar(archive: Path, tree: Tree, allowance: Allowance) -> None:
     """Write the entries of the tar `archive`. Raises ArtifactError, and what tarfile raises for damaged ones."""
-    with _decompressed(archive) as source:
+    with archive.open("rb") as file, _decompressed(file) as source:
+        allowance.position = file.tell
         stream = ForwardStream(source, allowance)
         with tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r:") as tar:
             for member in _members(tar, stream):
@@ -42,15 +43,14 @@ def unpack_tar(archive: Path, tree: Tree, allowance: Allowance) -> None:
 
 
 @contextmanager
-def _decompressed(archive: Path) -> Iterator[BinaryIO]:
-    with archive.open("rb") as file:
-        start = file.read(8)
-        opener = next((opener for magic, opener in _OPENERS if start.startswith(magic)), None)
-        if opener is None:
-            file.seek(0)
-            yield file
-            return
-    with cast("BinaryIO", opener(archive)) as source:
+def _decompressed(file: BinaryIO) -> Iterator[BinaryIO]:
+    start = file.read(8)
+    file.seek(0)
+    opener = next((opener for magic, opener in _OPENERS if start.startswith(magic)), None)
+    if opener is None:
+        yield file
+        return
+    with cast("BinaryIO", opener(file)) as source:
         yield source
 
 

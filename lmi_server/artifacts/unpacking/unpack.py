@@ -28,8 +28,9 @@ _DAMAGED = (
 def unpack(archive: Path, target: Path, limits: ArchiveLimits, report: Callable[[int], None]) -> None:
     """Unpack `archive` (tar in any compression, or zip) into the empty directory `target`.
 
-    Calls `report` with the number of bytes written. Raises ArtifactError if an entry is unsafe, or if the archive is
-    damaged or over the limits; its message goes on after the archive's name. Raises OSError of the file system.
+    Calls `report` with the place in the archive that it has reached. Raises ArtifactError if an entry is unsafe, or if
+    the archive is damaged or over the limits; its message goes on after the archive's name. Raises OSError of the file
+    system.
     """
     allowance = Allowance(limits, archive.stat().st_size, report)
     try:

@@ -25,6 +25,7 @@ def unpack_zip(archive: Path, tree: Tree, allowance: Allowance) -> None:
     """Write the entries of the zip `archive`. Raises ArtifactError, and what zipfile raises for damaged ones."""
     with archive.open("rb") as file:
         source = DirectoryBound(file, allowance)
+        allowance.position = file.tell
         with zipfile.ZipFile(cast("IO[bytes]", source)) as packed:
             source.opened = True
             _check_places(packed.infolist())
