@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import asyncio
+from collections.abc import Callable, Mapping, MutableMapping
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +19,7 @@ from frontend.async_invocations import AsyncInvocations
 from frontend.async_jobs import AsyncJobs
 from frontend.clients import Receive, Scope, Send
 from frontend.console import CHAT, Console, is_for_people, to_console
+from frontend.detached import memory_for_answers
 from frontend.error_rates import ErrorRates
 from frontend.inference import Relay
 from frontend.listeners import Place
@@ -32,7 +34,9 @@ from frontend.sagemaker_runtime import ENDPOINTS, SageMakerRuntime
 from frontend.sagemaker_runtime import PATHS as SAGEMAKER_PATHS
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, ModelNotFoundError, RouteNotFoundError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
+from lmi_server.dialects.forms import MOST_FIELDS, too_many_fields
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.registry import ModelRegistry
@@ -41,6 +45,7 @@ _EXACT = {
     "/invocations": routes.INVOCATIONS,
     "/v1/completions": routes.COMPLETIONS,
     "/v1/chat/completions": routes.CHAT_COMPLETIONS,
+    "/invocations/v1/chat/completions": routes.CHAT_COMPLETIONS,  # clients that have /invocations as their address
     "/v1/responses": routes.RESPONSES,
     "/v1/messages": routes.MESSAGES,
     "/v1/messages/count_tokens": routes.COUNT_TOKENS,
@@ -102,16 +107,15 @@ class App:
         status = StatusEndpoints(models, metrics, relay.error_rates, settings)
         keys = access.keys
         infer = relay if keys is None else keys.protect(relay, relay.refuse)
-        check_key = None if keys is None else keys.check
-        self._infer = AsyncJobs(infer, self._answer, check_key, settings)
-        self._invocations = AsyncInvocations(infer, check_key, settings)
+        check = _check_of_requests(access)
+        answers = memory_for_answers(settings)
+        self._infer = AsyncJobs(infer, self._answer, check, settings, answers)
+        self._invocations = AsyncInvocations(infer, check, settings, answers)
         self._sagemaker = SageMakerRuntime(models, self._infer, self._invocations, self._answer, _signatures(settings))
         serving, managing = _serving_routes(status, models), _managing_routes(status, models, access)
         managing += [] if console is None else console.routes()
-        if keys is not None:
-            serving = protected(serving, keys.check)
-        elif access.pages is not None:
-            serving = protected(serving, access.pages.check_scope)
+        if check is not None:
+            serving = protected(serving, check)
         if management_place is None:
             self._routes = _application([*_health(status, models), *serving, *managing], _INFERENCE)
         else:
@@ -149,15 +153,20 @@ class App:
         else:
             await self._infer(*target, scope, receive, send)
 
-    async def finish(self) -> None:
-        """Wait until the requests that run without a client have ended, and their answers are stored.
-
-        The pages of the console get no more events.
-        """
+    def drain(self) -> None:
+        """Begin to end: the pages of the console get no more events, and what waits for a queue fails."""
         if self._console is not None:
             self._console.close()
-        await self._infer.finish()
-        await self._invocations.finish()
+        self._invocations.drain()
+
+    async def finish(self) -> None:
+        """Wait until the requests that run without a client have ended, and their answers are stored."""
+        await asyncio.gather(self._infer.finish(), self._invocations.finish())
+
+    def give_up(self) -> None:
+        """Log which answers are not stored."""
+        self._infer.give_up()
+        self._invocations.give_up()
 
     def _target(self, path: str, method: str) -> Target | None:
         """Return where an inference request goes, None if the path is not for inference.
@@ -194,6 +203,8 @@ class App:
 
     async def _answer(self, application: Any, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with a Starlette application or response, and add the headers that every answer has."""
+        if scope["query_string"].count(b"&") >= MOST_FIELDS:
+            application = error_response(scope["path"], too_many_fields())
         request_id = self._relay.request_id(scope).encode("latin-1")
 
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
@@ -202,6 +213,13 @@ class App:
             await send(message)
 
         await application(scope, receive, send_with_headers)
+
+
+def _check_of_requests(access: Access) -> Callable[[Scope], object] | None:
+    """Return what raises an LmiServerError for a request of a client, or of a web page, that may not use the models."""
+    if access.keys is not None:
+        return access.keys.check
+    return None if access.pages is None else access.pages.check_scope
 
 
 def _signatures(settings: ServerSettings) -> SignatureCheck | None:
@@ -274,7 +292,7 @@ class StatusEndpoints:
     async def root(self, request: Request) -> Response:
         """Answer OPTIONS, which asks about the server as a whole; LMI has nothing else at this path."""
         if request.method != "OPTIONS":
-            raise RouteNotFoundError(f"Requested resource is not found: {request.url.path}")
+            raise RouteNotFoundError(f"Requested resource is not found: {excerpt(request.url.path)}")
         return json_response({})
 
 

@@ -34,7 +34,7 @@ def text_format(families: Iterable[Family]) -> bytes:
                 lines += _histogram(family.name, labels, histogram, scale)
             continue
         lines += [f"{sample.name}{_labels(sample.labels)} {_number(sample.value)}\n" for sample in family.samples]
-    return "".join(lines).encode()
+    return "".join(lines).encode(errors="replace")
 
 
 def open_metrics(families: Iterable[Family]) -> bytes:
@@ -56,7 +56,7 @@ def open_metrics(families: Iterable[Family]) -> bytes:
         for sample in family.samples:
             exemplar = _exemplar(sample.exemplar) if sample.exemplar else ""
             lines.append(f"{sample.name}{_labels(sample.labels)} {_number(sample.value)}{exemplar}\n")
-    return "".join([*lines, "# EOF\n"]).encode()
+    return "".join([*lines, "# EOF\n"]).encode(errors="replace")
 
 
 def _head(name: str, kind: str, text: str) -> Iterator[str]:

@@ -45,9 +45,9 @@ def span(
     body = b"".join(
         (
             b"\x0a\x10", trace_id, b"\x12\x08", span_id,
-            _field(b"\x1a", state.encode()) if state else b"",
+            _field(b"\x1a", state.encode(errors="replace")) if state else b"",
             b"\x22\x08" + parent_id if parent_id else b"",
-            _field(b"\x2a", name.encode()),
+            _field(b"\x2a", name.encode(errors="replace")),
             b"\x30", _BYTE[kind],
             _TIMES(b"\x39", began, b"\x41", ended),
             attributes,
@@ -73,7 +73,7 @@ def request(resource: Mapping[str, Value], schema_url: str, scope: tuple[str, st
 
 
 def _pair(key: str, value: Value) -> bytes:
-    return _field(b"\x0a", key.encode()) + _field(b"\x12", _any(value))
+    return _field(b"\x0a", key.encode(errors="replace")) + _field(b"\x12", _any(value))
 
 
 def _any(value: Value) -> bytes:

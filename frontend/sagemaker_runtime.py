@@ -18,7 +18,14 @@ from starlette.responses import Response
 from frontend.async_invocations import AsyncInvocations
 from frontend.clients import Receive, Scope, Send
 from frontend.request_signatures import SignatureCheck, SignatureRefusedError
-from lmi_server.contract.errors import AuthenticationError, LmiServerError, ModelNotFoundError, QueueFullError
+from lmi_server.contract.errors import (
+    AuthenticationError,
+    LmiServerError,
+    ModelNotFoundError,
+    NoRoomError,
+    PermissionDeniedError,
+    QueueFullError,
+)
 from lmi_server.dialects import routes
 from lmi_server.serving.registry import ModelRegistry
 
@@ -53,7 +60,12 @@ _REFUSED = {
     "ForbiddenException": ("AccessDeniedException", 403),
     "ThrottlingException": ("ThrottlingException", 429),
 }
-_KINDS = {AuthenticationError: ("AccessDeniedException", 403), QueueFullError: ("ServiceUnavailable", 503)}
+_KINDS = {
+    AuthenticationError: ("AccessDeniedException", 403),
+    PermissionDeniedError: ("AccessDeniedException", 403),
+    NoRoomError: ("ServiceUnavailable", 503),
+    QueueFullError: ("ServiceUnavailable", 503),
+}
 _MODEL_ERROR = 424
 _SIGNING = frozenset({b"x-amz-date", b"x-amz-security-token", b"x-amz-content-sha256"})
 _STRING = 7  # the type of a header's value in an event

@@ -23,7 +23,7 @@ import uvicorn
 import uvloop
 
 from frontend.app import App
-from frontend.connection_limits import ConnectionLimits
+from frontend.connection_limits import ConnectionLimits, map_large_blocks
 from frontend.console import Console
 from frontend.console_feed import ConsoleFeed
 from frontend.embedded_metrics import EmbeddedMetrics
@@ -35,7 +35,9 @@ from frontend.management_access import Access
 from frontend.metric_log import AccessLog, MetricLog, log_files
 from frontend.metrics import Metrics
 from frontend.model_watch import ModelWatch
+from frontend.ready_line import ready_line
 from frontend.request_reports import RequestReports
+from frontend.server_end import ForcedEnd, ServerEnd
 from frontend.server_log import BackgroundLog, background_log
 from frontend.tls import Certificate, names_certificate
 from frontend.web_pages import is_loopback
@@ -53,7 +55,7 @@ from lmi_server.serving.fetch_model import Inspect
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.models import Model
 from lmi_server.serving.registry import ModelRegistry
-from lmi_server.supervisor.orphans import Orphans
+from lmi_server.supervisor.orphans import Orphans, kill_left
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ _FAILURE_CHECK_S = 0.5
 # The usual thresholds (700, 10, 10) have the garbage collector run 27 times for 1,000 short requests, and find nothing:
 # requests and connections that have ended leave no cycles.
 _COLLECTED_AT = (50_000, 20, 50)
-_CLIENT_GRACE_S = 5.0  # after the drain: for clients to read the last bytes of their answers
+_LOG_CLOSE_S = 0.2  # for the last lines of the log, if the end is forced
 
 
 def run(
@@ -111,9 +113,12 @@ def _run(
     if certificate is None and names_certificate(settings):
         logger.warning("the certificate has no effect, because no address begins with https:// (tls=true)")
     _allow_many_connections()
+    map_large_blocks()
     try:
         server = _Server(sources, settings, listeners, certificate, environment, inspect, registry, log)
-        return uvloop.run(server.serve())
+        code = uvloop.run(server.serve())
+        server.ended()
+        return code
     finally:
         for listener in listeners:
             listener.close()
@@ -146,6 +151,7 @@ class _Server:
         self._metrics = Metrics(lambda: self._models.models, MetricLog(logs) if logs else None, settings.metric_names)
         self._reports: RequestReports | None = None
         self._orphans = Orphans()
+        self._forced_end = ForcedEnd(settings.drain_timeout, self._before_forced_end)
         self._failed = False  # a model of the start could not be loaded
         artifacts = artifact_settings(settings.download_dir, environment)
         self._models = registry(
@@ -160,6 +166,15 @@ class _Server:
         finally:
             self._write_reports()
 
+    def ended(self) -> None:
+        """Note that the event loop has ended."""
+        self._forced_end.leave()
+
+    def _before_forced_end(self) -> None:
+        """Kill what this process has started, and write the log. It runs in another thread."""
+        kill_left()
+        self._log.close(_LOG_CLOSE_S)
+
     def _write_reports(self) -> None:
         """Write what waits to be logged of requests that have ended, however the server ends."""
         if self._reports is not None:
@@ -170,7 +185,7 @@ class _Server:
         relay = Relay(models, metrics, self._settings, self._access)
         self._reports = relay.reports
         management_place = self._listeners[1].place if len(self._listeners) > 1 else None
-        console = None
+        console = feed = None
         if self._settings.console:
             feed = ConsoleFeed(lambda: models.models, metrics, self._log.tail)
             console = Console(models, relay, self._access.guard, feed)
@@ -184,7 +199,10 @@ class _Server:
         starting = [models.register(source, at_startup=True) for source in self._sources]
         watches = [asyncio.create_task(self._measure_start(starting))]
         watches += [asyncio.create_task(self._end_if_unloadable(model)) for model in starting]
+        watches.append(asyncio.create_task(self._say_ready(starting)))
         watches.append(asyncio.create_task(models.follow()))
+        if feed is not None:
+            watches.append(asyncio.create_task(feed.run()))
         if self._settings.reload_on_change:
             watches.append(asyncio.create_task(ModelWatch(models).run()))
         if self._settings.emf_namespace is not None:
@@ -199,19 +217,16 @@ class _Server:
         gc.freeze()  # the modules live as long as the process; the collector need not visit them each time
         gc.set_threshold(*_COLLECTED_AT)
         failed = await self._end_of_service(starting)
+        self._forced_end.begin()
         for watch in watches:
             watch.cancel()
         logger.info("draining: up to %g seconds; a second signal ends at once", self._settings.drain_timeout)
         relay.draining = True
-        http.should_exit = True
-        await models.drain(self._settings.drain_timeout)
-        await app.finish()
-        await serving
-        await relay.reports.close()
-        await models.stop()
+        await ServerEnd(self._settings.drain_timeout, models, app, http).run(serving, relay.reports.close)
         self._orphans.end()
         logger.info("stopped")
-        return 1 if failed else 0
+        self._forced_end.code = 1 if failed else 0
+        return self._forced_end.code
 
     def _log_access(self) -> None:
         """Say who may manage models, and warn of what gives that away: a proxy without headers, parents with keys."""
@@ -230,6 +245,13 @@ class _Server:
                 "management_api_keys, or management_clients=local if there is no such proxy",
                 listener.url,
             )
+
+    async def _say_ready(self, models: Sequence[Model]) -> None:
+        """Say that the server is ready, once every model of the start is loaded or cannot be."""
+        for model in models:
+            await model.settled.wait()
+        if not self._ending.is_set():
+            logger.info(ready_line(self._listeners, self._settings, models))
 
     async def _end_if_unloadable(self, model: Model) -> None:
         """End the service if a model of the start cannot be loaded, unless the other models are to be served then."""
@@ -313,7 +335,6 @@ class _HttpServer(uvicorn.Server):
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=math.ceil(settings.keep_alive_timeout),
-                timeout_graceful_shutdown=math.ceil(settings.drain_timeout + _CLIENT_GRACE_S),
             )
         )
 
@@ -330,11 +351,25 @@ class _HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_S == 0:
-            for connection in list(self.server_state.connections):
-                cast(RelayProtocol, connection).check()
+            for connection in self._connections():
+                connection.check()
             self._limits.check_files()
             self._limits.give_memory_back()
         return await super().on_tick(counter)
+
+    def refuse_unfinished(self, message: str) -> None:
+        """Refuse requests that have not arrived as a whole: they would be refused at their end."""
+        for connection in self._connections():
+            if connection.waits_for_body:
+                connection.refuse_unanswered(message)
+
+    def refuse_unanswered(self, message: str) -> None:
+        """Refuse requests whose answers have not begun."""
+        for connection in self._connections():
+            connection.refuse_unanswered(message)
+
+    def _connections(self) -> list[RelayProtocol]:
+        return cast("list[RelayProtocol]", list(self.server_state.connections))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -10,6 +10,9 @@ from lmi_server.contract.errors import ContextLengthError
 LONG_TEXT_CHARS = 20_000
 """Shorter texts are tokenized at once, in milliseconds."""
 
+_ALWAYS_CHARS = 1_000_000  # take a tokenizer about a second
+_TOKEN_CHARS = 256  # of a tokenizer whose longest token is not known: so long is none on average
+
 _ASCII = "".join(map(chr, range(0x80)))
 # Two bytes each in UTF-8. The second ones are all bytes that may follow the first one of a character.
 _CONTINUATIONS = "".join(map(chr, range(0x80, 0xC0)))
@@ -47,8 +50,23 @@ class TextLength:
             return len(text.split())
         return 0
 
+    def most_chars(self, limit: int) -> int:
+        """Return how many characters are tokenized for a model whose context has `limit` tokens; 0 for any number."""
+        return limit and max(_ALWAYS_CHARS, limit * (self.longest_token or _TOKEN_CHARS))
+
+    def check_size(self, size: int, limit: int) -> None:
+        """Raise ContextLengthError if a text of `size` characters is too long to be tokenized."""
+        most = self.most_chars(limit)
+        if most and size > most:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens. However, the text has {size} characters;"
+                f" at most {most} are tokenized. Please shorten the text.",
+                limit=limit,
+            )
+
     def check(self, text: str, limit: int) -> None:
         """Raise ContextLengthError if a prompt has `limit` tokens or more in any case, which leaves no room."""
+        self.check_size(len(text), limit)
         # The beginning of a text says enough, and takes no more than milliseconds however long the text is.
         enough = max(2 * limit * self.longest_token, 2 * LONG_TEXT_CHARS)
         least = self.least_tokens(text[:enough] if self.longest_token else text)

@@ -13,6 +13,7 @@ from djl_python.outputs import ERROR_MESSAGE, Output
 from msgspec.structs import replace
 
 from lmi_server.contract.handler import Response
+from lmi_server.contract.quoting import sendable, sendable_message
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def respond(output: Any) -> Response:
         return Response(status=204)
     if not isinstance(output, Output):
         return failed(f"Invalid output type: {type(output)}")
-    if output.code not in _CODES:
+    if not isinstance(output.code, int) or output.code not in _CODES:
         return failed(f"Output.code is {output.code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
     reason = reason_of(output)
     response = Response(status=output.code, headers=headers_of(output.properties), after=_after(output), reason=reason)
@@ -169,11 +170,12 @@ def _header_name(name: Any) -> str | None:
 def _header_value(value: Any) -> str:
     text = str(value).replace("\r", " ").replace("\n", " ")  # a line break would begin another header
     # The server writes headers as latin-1, as LMI's does. A text with other characters is sent as UTF-8.
-    return text if ord(max(text, default="\0")) < _LATIN_1_END else text.encode("utf-8").decode("latin-1")
+    return text if ord(max(text, default="\0")) < _LATIN_1_END else sendable(text).encode().decode("latin-1")
 
 
 def failed(error: str, code: int = FAILED, message: str = ERROR_MESSAGE) -> Response:
     """Return LMI's answer to a request that made its handler fail."""
+    error = sendable_message(error)
     data = error_body(code, message, error)
     return Response(status=code, headers=[("content-type", "application/json")], data=data, reason=message, error=error)
 
@@ -183,12 +185,14 @@ def piece_error(error: str, code: int, headers: list[tuple[str, str]]) -> Respon
 
     It happens in a rolling batch and asynchronously. `headers` are those that the code set with the error.
     """
+    error = sendable_message(error)
     body = json.dumps({"error": error, "code": code}).encode()
     return Response(status=code, headers=headers, data=body, reason=_reason(error), error=error)
 
 
 def step_error(error: str, code: int) -> Response:
     """Return LMI's answer to a request that was in a step of a rolling batch that failed; it has no headers."""
+    error = sendable_message(error)
     return Response(status=code, data=error_body(code, STEP_FAILED, error), error=error)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from handlers.chats.model import ModelChats
 from handlers.checkpoints.rotary import steady_length
-from handlers.checkpoints.transformers_loading import eos_token_ids
+from handlers.checkpoints.transformers_loading import eos_token_ids, sampling_defaults
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.communicator import Communicator
 from handlers.rolling_batch.decode_passes import CudaCapture
@@ -70,6 +70,7 @@ class LoadedEngine:
     kv_tokens: int
     details: dict[str, Any] = field(default_factory=dict)
     chats: ModelChats | None = None  # None: the answers of chats are plain text, and requests with tools are refused
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of OpenAI requests, by the model's files
 
     def stats(self) -> Mapping[str, float]:
         """Return the engine's gauges."""
@@ -163,7 +164,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         **drafts,
         "load_seconds": round(time.perf_counter() - began, 1),
     }
-    return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, chats)
+    return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, chats, sampling_defaults(model))
 
 
 def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOptions) -> dict[str, Any]:
@@ -341,7 +342,7 @@ def _speculate(
 
 def step_seconds(runner: ModelRunner) -> tuple[float, float]:
     """Measure a decoding step with one row in seconds, and how much longer each further row takes, as a share."""
-    sequence = Sequence("measure", [0, 0], 1, _MEASURED_ROWS + 1, slot=0, computed=1)
+    sequence = Sequence(0, [0, 0], 1, _MEASURED_ROWS + 1, slot=0, computed=1)
 
     clock = _clock(runner)
 

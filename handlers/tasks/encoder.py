@@ -18,7 +18,7 @@ from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
 from handlers.tasks.batches import even_batches
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task import Task, named, read_text
-from lmi_server.contract.errors import ContextLengthError
+from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.dialects import fields
 
 _MAX_TOKENS = 16384  # of one forward pass, padding included
@@ -45,12 +45,15 @@ class Encoder:
 
         In place of the ids of such a text there is a range that is too long as well.
         """
-        least = [
-            0 if is_cut else self._text_length.least_tokens(text) for text, is_cut in zip(texts, are_cut, strict=True)
-        ]
-        fitting = [text for text, count in zip(texts, least, strict=True) if count <= self.max_length]
+        least = [0 if is_cut else self._least_tokens(text) for text, is_cut in zip(texts, are_cut, strict=True)]
+        most = self._text_length.most_chars(self.max_length)  # the tokens that stay are in these characters
+        fitting = [text[:most] for text, count in zip(texts, least, strict=True) if count <= self.max_length]
         tokenized = iter(self.tokenize(fitting) if fitting else ())
         return [next(tokenized) if count <= self.max_length else range(count) for count in least]
+
+    def _least_tokens(self, text: str) -> int:
+        too_long = len(text) > self._text_length.most_chars(self.max_length)
+        return self.max_length + 1 if too_long else self._text_length.least_tokens(text)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text with special tokens, however long it is."""
@@ -91,17 +94,22 @@ class Encoder:
         return self.model(input_ids=ids, **attention).last_hidden_state, mask
 
     def batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yield the indices of sequences that run together, without those that are too long for the model."""
+        """Yield the indices of sequences that run together, without any that does not fit the model."""
         kinds: dict[int, list[int]] = {}
         for index, length in enumerate(map(len, sequences)):
-            if length <= self.max_length:
+            if 0 < length <= self.max_length:
                 kinds.setdefault(0 if self._rotary.may_mix(length) else length, []).append(index)
         for fitting in kinds.values():
             lengths = [len(sequences[index]) for index in fitting]
             for batch in even_batches(lengths, _MAX_TOKENS, main_device(self.model).type):
                 yield [fitting[index] for index in batch]
 
-    def too_long(self, ids: Sequence[int]) -> ContextLengthError:
+    def unfit(self, ids: Sequence[int]) -> RequestError:
+        """Return the error of a sequence that `batches` leaves out."""
+        if not ids:
+            return RequestError(
+                "an input has no tokens, not even the model's own around a text; send one that has some"
+            )
         count = f"{len(ids)} tokens or more" if isinstance(ids, range) else f"{len(ids)} tokens"
         return ContextLengthError(
             f"an input has {count}, and the model takes at most {self.max_length}; send a shorter one, or have "
@@ -152,7 +160,7 @@ class FeatureExtraction(Task):
         sequences = encoder.tokenize_unless_too_long(inputs, [is_cut] * len(inputs))
         if is_cut:
             sequences = [encoder.cut(ids, self.max_length) for ids in sequences]
-        results: list[Any] = [encoder.too_long(ids) for ids in sequences]
+        results: list[Any] = [encoder.unfit(ids) for ids in sequences]
         with torch.inference_mode():
             for indices in encoder.batches(sequences):
                 states, _ = encoder.hidden_states([sequences[index] for index in indices])

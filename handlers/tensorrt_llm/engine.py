@@ -45,7 +45,7 @@ class Engine:
                 " option.tokenizer"
             )
         self._llm = llm
-        max_seq_len = library.max_seq_len(llm) or options.context_length() or 0
+        max_seq_len = self._max_seq_len = library.max_seq_len(llm) or options.context_length() or 0
         max_input_len = max_seq_len if checkpoint.built else options.max_input_len
         self._limits = RequestLimits(max_seq_len, max_input_len, len(tokenizer), options)
         self._vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
@@ -62,7 +62,7 @@ class Engine:
         Raises RequestError if the request cannot be served as sent, HandlerError if the engine gives it up.
         """
         adapter = self.adapters.named(request.adapter)
-        ids, text = await self.prompts.encode(request)
+        ids, text = await self.prompts.encode(request, self._max_seq_len)
         room = self._limits.room(len(ids), request.sampling)
         parameters = sampling_params(request.sampling, room, self._limits)
         builder = DeltaBuilder(request.sampling, ids, text, room, self._vocabulary)
@@ -82,6 +82,10 @@ class Engine:
             self.statistics.running -= 1
             if not result.finished:
                 result.abort()
+
+    async def count(self, request: GenerationRequest) -> list[int]:
+        """Return the token ids of a request's text or chat."""
+        return await self.prompts.count(request, self._max_seq_len)
 
     async def _deltas(self, result: Any, builder: DeltaBuilder, streams: bool) -> AsyncGenerator[Delta, None]:
         with self._engine_errors():

@@ -37,10 +37,10 @@ class TensorRtLlmHandler(LLMHandler):
         return self._engine.generate(request)
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
-        return (await self._engine.prompts.encode(request))[0]
+        return await self._engine.count(request)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._engine.prompts.detokenize(tokens)
+        return await self._engine.prompts.detokenize(tokens)
 
     def tokenizer(self) -> Any:
         return self._engine.prompts.tokenizer

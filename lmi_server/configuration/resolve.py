@@ -61,6 +61,11 @@ class ResolvedModel:
         """Return every name under which requests may ask for the model, its own first."""
         return tuple(dict.fromkeys((self.name, *self.options.served_model_name)))
 
+    @property
+    def has_sessions(self) -> bool:
+        """Whether answers may open sessions: the options ask for them, or the user's own code may."""
+        return self.options.has_sessions or self.spec.runs_user_code or Path(self.model_dir, "model.py").is_file()
+
 
 @dataclass(frozen=True, slots=True)
 class Inspection:

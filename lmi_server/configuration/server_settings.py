@@ -25,7 +25,7 @@ from lmi_server.configuration.layers import (
     spellings,
     unknown_key_warning,
 )
-from lmi_server.configuration.options import PositiveInt
+from lmi_server.configuration.options import NonNegativeInt, PositiveInt
 from lmi_server.configuration.properties import read_properties
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine import environment as env
@@ -59,6 +59,13 @@ MetricNames = Annotated[
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("texts separated by commas")]
+# One colon is that of a port; an IPv6 address has more.
+_HostName = Annotated[str, Field(pattern=r"^([^/:]+|[^/:]*:[^/:]*:[^/]*)$")]
+HostNames = Annotated[
+    tuple[_HostName, ...],
+    BeforeValidator(_names),
+    Allowed("names without https:// and without a port, separated by commas; * for any"),
+]
 
 _DURATION = r"P(?:(?P<days>\d+)D)?(?:T(?:(?P<hours>\d+)H)?(?:(?P<minutes>\d+)M)?(?:(?P<seconds>\d+)S)?)?"
 _ERROR_RATE = re.compile(rf"(?P<errors>\d{{1,6}})(?:/{_DURATION})?", re.IGNORECASE | re.ASCII)
@@ -137,9 +144,7 @@ class ServerSettings(Options):
         description="Who may manage models without management_api_keys: clients on this machine, or any. If not set, "
         "clients on this machine, or none once api_keys or api_keys_file is set.",
     )
-    allowed_hosts: Names = Field(
-        (), description="Further names under which the server is called (header Host); * for any."
-    )
+    allowed_hosts: HostNames = Field((), description="Further names under which the server is called (header Host).")
     registration_sources: Names | None = Field(
         None,
         description="What a registration may name, * for everything: directories, s3://bucket/prefix, hub ids, owner/. "
@@ -161,8 +166,8 @@ class ServerSettings(Options):
     max_request_size: PositiveInt = Field(67108864, description="Largest request body in bytes.")
     max_buffered_size: PositiveInt = Field(
         1073741824,
-        description="Bytes of all request bodies together from which on bodies over 64 KiB are refused with 503; "
-        "max_request_size if that is more.",
+        description="Bytes of all request bodies together, decoded ones and those of asynchronous jobs included, from "
+        "which on bodies over 64 KiB are refused with 503; max_request_size if that is more.",
     )
     max_unread_size: PositiveInt = Field(
         1073741824,
@@ -178,12 +183,17 @@ class ServerSettings(Options):
     response_read_timeout: Seconds = Field(
         60.0, description="Seconds for which a client may read nothing of an answer that waits for it."
     )
+    min_transfer_rate: NonNegativeInt = Field(
+        500,
+        description="Bytes a second that a client must send of a body, and read of an answer that waits for it, on "
+        "average after the seconds of request_body_timeout and response_read_timeout; 0 for any rate.",
+    )
     keep_alive_timeout: Seconds = Field(
         75.0,
         description="Seconds that a connection waits for its next request; longer than a load balancer in front waits.",
     )
     drain_timeout: Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number of seconds, 0 or more")] = (
-        Field(30.0, description="Seconds that running requests have to finish after SIGTERM.")
+        Field(30.0, description="Seconds that running requests have to finish after SIGTERM; the rest ends in 2 more.")
     )
     request_id_header: Annotated[str, Field(min_length=1), Key("request_id_header_key")] = Field(
         "x-request-id", description="Header with the id of a request."
@@ -217,7 +227,9 @@ class ServerSettings(Options):
         1000, description="Most asynchronous jobs (x-synchronous: false) that run or whose answers are in memory."
     )
     async_jobs_size: PositiveInt = Field(
-        1073741824, description="Bytes of answers in memory from which on no further asynchronous job is taken (503)."
+        1073741824,
+        description="Bytes of answers of asynchronous jobs and invocations in memory, from which on no further job is "
+        "taken and an answer that grows is given up (503).",
     )
     async_jobs_lifetime: Seconds = Field(
         3600.0, description="Seconds for which the answer of an asynchronous job is kept."

@@ -36,6 +36,9 @@ DETOKENIZE_FIELDS: dict[str, Field] = {
 }
 
 
+_ALWAYS_TOKENS = 100_000  # ids that are read whatever the context of the model
+
+
 class Tokens(msgspec.Struct):
     count: int
     max_model_len: int
@@ -73,7 +76,11 @@ _CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_templa
 
 def parse_detokenize(request: Input, served: ServedModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the token ids, and warnings. Raises RequestError."""
-    values, warnings = _read(request, DETOKENIZE_FIELDS, served)
+    given = fields.json_object(request)
+    most = max(_ALWAYS_TOKENS, served.max_model_len)
+    if isinstance(given.get("tokens"), list) and len(given["tokens"]) > most:
+        raise RequestError(f"tokens has {len(given['tokens'])} token ids; send at most {most} at once")
+    values, warnings = _known(request, given, DETOKENIZE_FIELDS, served)
     if "tokens" not in values:
         raise RequestError("tokens is missing; send a list of token ids")
     return values["tokens"], warnings
@@ -90,6 +97,12 @@ def text_body(text: str) -> bytes:
 
 
 def _read(request: Input, known: dict[str, Field], served: ServedModel) -> tuple[dict[str, Any], tuple[str, ...]]:
-    values, unknown = fields.read_fields(fields.json_object(request), known)
+    return _known(request, fields.json_object(request), known, served)
+
+
+def _known(
+    request: Input, given: dict[str, Any], known: dict[str, Field], served: ServedModel
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    values, unknown = fields.read_fields(given, known)
     warnings = fields.unknown_warnings(unknown, known)
     return values, warnings + model_warnings(request, values.pop("model", None), served)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from lmi_server.contract.sendable import json_bytes
 from lmi_server.supervisor.remote import RemotePlace
 
 
@@ -104,4 +105,4 @@ FromFrontEnd = Listening | Wanted
 
 def line(message: msgspec.Struct) -> bytes:
     """Return the line of `message`."""
-    return msgspec.json.encode(message) + b"\n"
+    return json_bytes(message) + b"\n"

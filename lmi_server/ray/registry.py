@@ -199,6 +199,7 @@ def _pool_settings(resolved: ResolvedModel, described: Described, replicas: Repl
         model_loading_timeout_s=options.model_loading_timeout,
         predict_timeout_s=options.predict_timeout,
         max_idle_s=serving.max_idle_time,
+        sessions=resolved.has_sessions,
         parallel_loading=True,
         retry_threshold=serving.retry_threshold,
         # A replica that ends says nothing of its requests: its node may have died, or somebody has killed it. Requests

@@ -25,6 +25,7 @@ from lmi_server.contract.errors import (
     WorkerDiedError,
 )
 from lmi_server.contract.protocol import Adapter, AddAdapter, RemoveAdapter
+from lmi_server.contract.quoting import excerpt
 
 if TYPE_CHECKING:
     from lmi_server.supervisor.worker_process import WorkerProcess
@@ -82,7 +83,7 @@ class Adapters:
         """Return an adapter. Raises ModelNotFoundError."""
         registered = self._adapters.get(name)
         if registered is None:
-            raise ModelNotFoundError(f"Adapter not found: {name}")
+            raise ModelNotFoundError(f"Adapter not found: {excerpt(name)}")
         return registered
 
     async def all(self) -> list[RegisteredAdapter]:
@@ -229,7 +230,7 @@ async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings,
     try:
         return str(await fetch_model_directory(str(Path(model_dir, source)) if beside else source, settings))
     except ArtifactError as error:
-        raise RequestError(f"src = {source}: {error.message}") from error
+        raise RequestError(f"src = {excerpt(source, 200)}: {error.message}") from error
 
 
 def adapters_in(directories: Sequence[Path]) -> tuple[RegisteredAdapter, ...]:

@@ -10,11 +10,13 @@ from pathlib import Path
 from lmi_server.artifacts.fetch import ArtifactSettings, empty_directory, fetch_artifacts, fetch_model_directory
 from lmi_server.artifacts.interpreter import WorkerPython
 from lmi_server.artifacts.location import GgufFile, HubModel, Location
+from lmi_server.artifacts.own_thread import in_own_thread
 from lmi_server.artifacts.progress import OnProgress
 from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
 from lmi_server.configuration.secure_mode import secure_mode
 from lmi_server.contract.errors import ConfigurationError
 
+_INSPECTION_S = 300.0
 Inspect = Callable[[Path, Mapping[str, str], Mapping[str, str]], Inspection]
 
 
@@ -56,7 +58,7 @@ async def fetch_model(
     without one. If weights were fetched it is read again, because much depends on the config.json that came with them.
     Raises ConfigurationError and ArtifactError.
     """
-    found = await asyncio.to_thread(inspect, model_dir, environment, registration)
+    found = await _inspected(inspect, model_dir, environment, registration)
     if found.problems or found.unavailable:
         raise ConfigurationError("\n".join((*found.problems, *found.unavailable)))
     artifacts = await fetch_artifacts(
@@ -72,10 +74,24 @@ async def fetch_model(
     fetched = [model_dir] if model_dir.is_relative_to(settings.root) else []
     if artifacts.model_id != found.location:
         registration = {**registration, "option.model_id": artifacts.model_id}
-        found = await asyncio.to_thread(inspect, model_dir, environment, registration)
+        found = await _inspected(inspect, model_dir, environment, registration)
         fetched.append(Path(artifacts.model_id))
-    await asyncio.to_thread(_refuse_unsafe_files, fetched, environment)
+    await in_own_thread(_refuse_unsafe_files, fetched, environment)
     return FetchedModel(found.resolved(), artifacts.python, artifacts.python_path)
+
+
+async def _inspected(
+    inspect: Inspect, model_dir: Path, environment: Mapping[str, str], registration: Mapping[str, str]
+) -> Inspection:
+    """Return what `inspect` finds. Raises ConfigurationError if a file cannot be read to its end: it may be a pipe."""
+    try:
+        async with asyncio.timeout(_INSPECTION_S):
+            return await in_own_thread(inspect, model_dir, environment, registration)
+    except TimeoutError:
+        raise ConfigurationError(
+            f"{model_dir}: the configuration could not be read within {_INSPECTION_S:g} seconds; look for files that"
+            " are pipes, or on a disk that does not answer"
+        ) from None
 
 
 def _refuse_unsafe_files(fetched: Sequence[Path], environment: Mapping[str, str]) -> None:

@@ -7,9 +7,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from lmi_server.artifacts.progress import Progress
 from lmi_server.configuration.model_code import MODEL_CODE
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.file_state import FileState
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.pool import WorkerPool
@@ -22,6 +24,7 @@ class Model:
 
     `reload` is the last attempt to load it again, and `reloads` counts how they ended. `directory` is the local one
     with its configuration, None before it is there; `configured_by` is the state of that file when it was read.
+    `progress` is the last that a fetch of its files reported.
     """
 
     def __init__(self, source: ModelSource, at_startup: bool) -> None:
@@ -30,6 +33,7 @@ class Model:
         self.registered_at = time.time()
         self.directory: Path | None = None
         self.configured_by: FileState = None
+        self.progress: Progress | None = None
         self.reload: Reload | None = None
         self.reloads: Counter[ReloadStatus] = Counter()
         self.resolved: ResolvedModel | None = None
@@ -134,4 +138,4 @@ class Endpoint:
         for model in self.models:
             if model.version == version:
                 return model
-        raise ModelNotFoundError(f"Model or workflow not found: {self.name}/{version}")
+        raise ModelNotFoundError(f"Model or workflow not found: {self.name}/{excerpt(version or '')}")

@@ -21,7 +21,7 @@ import msgspec
 
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelNotReadyError, RollingBatchError
 from lmi_server.contract.histogram import Histogram
-from lmi_server.contract.metrics import MetricSink, unrecorded
+from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import Input, Ready
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.serving.adapter_store import OnDemand, hold_in_time
@@ -39,11 +39,15 @@ from lmi_server.supervisor.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-_WORKER_STOP_S = 10.0
 _PARALLEL_LOADS = 16
 _LOAD_TIMES = (0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 2400)  # seconds
 _PAUSE_S = 0.05
-_SHUTTING_DOWN = "The server is shutting down"
+
+WORKER_STOP_S = 10.0
+"""The seconds that workers have to end when they have no requests."""
+
+SHUTTING_DOWN = "The server is shutting down"
+"""What clients are told whose requests are not finished when the server ends."""
 
 
 class WorkerPool:
@@ -154,6 +158,16 @@ class WorkerPool:
     async def engine_metrics(self) -> dict[str, bytes]:
         """Return the metrics of each ready worker's engine, as `worker_metrics.engine_metrics` does."""
         return await engine_metrics(list(self._roster.ready))
+
+    def bounds_of(self, replicas: Replicas) -> tuple[int, int]:
+        """Return minWorkers and maxWorkers of a device set, as they were if the model is given up."""
+        if self.failure is None:
+            return replicas.min_workers, replicas.max_workers
+        return self._configured_bounds(replicas)
+
+    def _configured_bounds(self, replicas: Replicas) -> tuple[int, int]:
+        configured = (self._settings.min_workers, self._settings.max_workers)
+        return self._bounds.get(replicas.devices.first, configured)
 
     def worker_number(self, worker: WorkerProcess) -> int:
         """Return the number of a worker that is not reaped yet; no two have the same."""
@@ -296,9 +310,8 @@ class WorkerPool:
 
     def start(self) -> None:
         """Spawn the workers; `settled` returns once they are loaded, or at once if the first request starts one."""
-        configured = (self._settings.min_workers, self._settings.max_workers)
         for replicas in self.replica_sets:
-            replicas.scale(*self._bounds.get(replicas.devices.first, configured))
+            replicas.scale(*self._configured_bounds(replicas))
         self._watch.start()
         if self._starts_on_demand:
             logger.info("model %s: minWorkers is 0, so that the first request starts a worker", self.label)
@@ -334,6 +347,9 @@ class WorkerPool:
 
     # --- what a replica set needs of its pool (see `replicas.Owner`) ---
 
+    def _on_printed(self, metric: Metric) -> None:
+        self._on_metric(metric._replace(model=self.name))
+
     def new_worker(self, devices: DeviceSet, remote: RemotePlace | None = None) -> WorkerProcess:
         number = self._roster.free_number()
         worker = WorkerProcess(
@@ -344,7 +360,7 @@ class WorkerPool:
             self._settings.heartbeat_timeout_s,
             {**self._settings.environment, **devices.environment},
             self._settings.mpi,
-            self._on_metric,
+            self._on_printed,
             self._settings.python,
             remote,
         )
@@ -358,9 +374,8 @@ class WorkerPool:
         if worker.is_ending:
             raise ModelLoadError("the worker process ended right after it had loaded the model")
         details = " ".join(f"{key}={value}" for key, value in ready.details.items())
-        logger.info(
-            "[%s] ready: process %s, max_model_len=%d %s", worker.name, worker.pid, ready.max_model_len, details
-        )
+        logger.info("[%s] loaded: max_model_len=%d %s", worker.name, ready.max_model_len, details)
+        logger.info("[%s] ready: process %s", worker.name, worker.pid)
         self.was_ready = True
         self.load_times.observe(worker.load_s)
         self.max_model_len = ready.max_model_len
@@ -424,22 +439,26 @@ class WorkerPool:
 
     # --- the end ---
 
-    async def drain(self, timeout_s: float, reason: str = _SHUTTING_DOWN) -> None:
+    async def drain(self, timeout_s: float, reason: str = SHUTTING_DOWN) -> None:
         """Accept nothing more; let what was accepted finish within `timeout_s` seconds, then fail the rest.
 
         Clients get `reason` as the message of the error.
         """
         self._closing = reason
+        closing = ModelNotReadyError(reason)
+        self._scaling.notify(closing)
+        if self.on_demand is not None:
+            self.on_demand.stop()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._dispatcher.drained()
         except TimeoutError:
             logger.warning("model %s: %d requests are not finished", self.name, self.queued + self.in_flight)
-            self._dispatcher.fail_all(ModelNotReadyError(reason))
+            self._dispatcher.fail_all(closing)
 
-    async def stop(self, deadline_s: float = _WORKER_STOP_S) -> None:
+    async def stop(self, deadline_s: float = WORKER_STOP_S) -> None:
         """End the workers within `deadline_s` seconds, and kill those that are left then."""
-        self._closing = self._closing or _SHUTTING_DOWN
+        self._closing = self._closing or SHUTTING_DOWN
         closing = ModelNotReadyError(self._closing)
         self._dispatcher.fail_all(closing)
         self.stopping = True

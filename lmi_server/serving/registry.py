@@ -18,7 +18,7 @@ from typing import Any
 
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
-from lmi_server.artifacts.progress import shown_progress
+from lmi_server.artifacts.progress import OnProgress, Progress, shown_progress
 from lmi_server.configuration.layers import DERIVED
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.configuration.secure_mode import secure_mode
@@ -29,6 +29,7 @@ from lmi_server.contract.errors import (
     ModelLoadError,
     ModelMemoryError,
     ModelNotFoundError,
+    ModelNotReadyError,
     RollingBatchError,
 )
 from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
@@ -40,7 +41,7 @@ from lmi_server.serving.model_memory import memory_shortage
 from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.serving.models import Endpoint, Model
 from lmi_server.serving.plan_pool import plan_pool, refuse_adapters_without_lora
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool import SHUTTING_DOWN, WORKER_STOP_S, WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.reload import Reload, configuration_state
 from lmi_server.supervisor.log import LEVELS
@@ -83,6 +84,7 @@ class ModelRegistry:
         self._ending: set[WorkerPool] = set()  # of models that are unregistered, or have another pool now
         self._coming: dict[str, Model] = {}  # what is to take the place of a model, by the model's label
         self._tasks: set[asyncio.Task[None]] = set()
+        self._draining = False
 
     async def follow(self) -> None:
         """Follow what another process says of the models. Nobody does of the models of a single server."""
@@ -156,7 +158,11 @@ class ModelRegistry:
     # --- registration ---
 
     def register(self, source: ModelSource, at_startup: bool = False) -> Model:
-        """Add a model and begin to load it. Raises ModelExistsError if it is registered already."""
+        """Add a model and begin to load it.
+
+        Raises ModelExistsError if it is registered already, ModelNotReadyError if the server ends.
+        """
+        self._refuse_if_draining()
         endpoint = self._endpoints.get(source.name) or Endpoint(source.name)
         # Nothing could name a model without a version that stands beside its versions.
         taken = any(model.label == source.label for model in self.models)
@@ -187,7 +193,7 @@ class ModelRegistry:
         """
         endpoint = self._endpoints.get(name)
         if endpoint is None:
-            raise ModelNotFoundError(f"Model or workflow not found: {name}")
+            raise ModelNotFoundError(f"Model or workflow not found: {excerpt(name)}")
         await self._remove([endpoint.version(version)] if version is not None else list(endpoint.models))
 
     async def _remove(self, models: Sequence[Model]) -> None:
@@ -258,6 +264,7 @@ class ModelRegistry:
         await model.until_reloaded()
         if model not in self.models:
             raise _unregistered(model)
+        self._refuse_if_draining()
         model.reload = reload = Reload()
         model.task = asyncio.create_task(self._reload(model, reload))
         await reload.ended()
@@ -280,6 +287,10 @@ class ModelRegistry:
             failure = None
         except LmiServerError as error:
             failure = error
+        except asyncio.CancelledError:
+            if self._draining:
+                failure = ModelNotReadyError(SHUTTING_DOWN)
+            raise
         except Exception as error:  # the border to users' files, as in `_load`
             logger.exception("model %s cannot be read", model.label)
             failure = ModelLoadError(f"{type(error).__name__}: {error}")
@@ -445,14 +456,16 @@ class ModelRegistry:
         try:
             location = await asyncio.to_thread(parse_location, source.url, Path.cwd())
         except ValueError as error:
-            raise ModelNotFoundError(f'url = "{source.url}" {error}') from error
+            raise ModelNotFoundError(f'url = "{excerpt(source.url, 200)}" {error}') from error
         if isinstance(location, HubModel) and "/" not in source.url and not model.at_startup:
             raise ModelNotFoundError(
-                f'url = "{source.url}" is not allowed; there is no such directory, and a registration '
-                "names a model of the Hugging Face Hub by owner/name"
+                f'url = "{excerpt(source.url, 200)}" is not allowed; there is no such directory; a registration '
+                "names one, also of the model store, by its full path, and a model of the Hugging Face Hub by "
+                "owner/name"
             )
         environment = {**self._environment, **source.variables}
-        with shown_progress(source.label, sys.stderr) as on_progress:
+        with shown_progress(source.label, sys.stderr) as show:
+            on_progress = _recorded(model, show)
             model.directory, more = await fetch_directory(location, source.url, self.artifacts, on_progress)
             model.configured_by = configuration_state(model.directory)
             settings = {**source.settings, **more, **(_STATIC if model.batches_statically else {})}
@@ -490,16 +503,31 @@ class ModelRegistry:
     # --- the end ---
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept nothing more; let what was accepted finish within `timeout_s` seconds."""
+        """Accept nothing more; let requests that were accepted finish within `timeout_s` seconds.
+
+        Models that are being loaded fail at once: nothing could be served with them.
+        """
+        self._draining = True
+        for model in self.models:
+            if model.task is not None and not model.task.done():
+                model.task.cancel()
+                if not model.settled.is_set():
+                    model.failed = ModelNotReadyError(SHUTTING_DOWN)
+                    model.settled.set()  # the task may wait for a thread that reads files
         await asyncio.gather(*(pool.drain(timeout_s) for pool in self._pools()))
 
-    async def stop(self) -> None:
-        """End every worker."""
-        loading = [model.task for model in self.models if model.task is not None]
+    def _refuse_if_draining(self) -> None:
+        if self._draining:
+            raise ModelNotReadyError(SHUTTING_DOWN)
+
+    async def stop(self, limit_s: float = WORKER_STOP_S) -> None:
+        """End every worker within `limit_s` seconds; those that are left then are killed."""
+        loading = [model.task for model in self.models if model.task is not None and not model.task.done()]
         for task in loading:
             task.cancel()
-        await asyncio.gather(*loading, return_exceptions=True)
-        await asyncio.gather(*(pool.stop() for pool in self._pools()))
+        if loading:
+            await asyncio.wait(loading, timeout=limit_s)
+        await asyncio.gather(*(pool.stop(limit_s) for pool in self._pools()))
 
     def kill(self) -> None:
         """End every worker at once."""
@@ -509,6 +537,16 @@ class ModelRegistry:
     def _pools(self) -> list[WorkerPool]:
         models = [*self.models, *self._coming.values()]
         return [*(model.pool for model in models if model.pool is not None), *self._ending]
+
+
+def _recorded(model: Model, show: OnProgress) -> OnProgress:
+    """Return a callback that shows progress and keeps it with the model."""
+
+    def report(progress: Progress) -> None:
+        model.progress = progress
+        show(progress)
+
+    return report
 
 
 def _unregistered(model: Model) -> ModelNotFoundError:

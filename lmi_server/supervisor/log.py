@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from lmi_server.contract.metrics import MetricSink, parse_metric, unrecorded
+from lmi_server.contract.metrics import MARK, MetricSink, parse_metric, unrecorded
 
 logger = logging.getLogger(__name__)
 
-_METRICS = b"[METRICS]"
+_LONGEST_METRIC = 1024  # bytes of a line
 _LONGEST_LINE = 64 * 1024
 _BYTES_PER_S = 256 * 1024  # that one worker may log
 _REPORT_AFTER_S = 1.0
@@ -26,7 +26,8 @@ LEVELS: dict[str, int] = {}
 class WorkerLog:
     """Logs the lines of one worker under its name, and under the rank that `rank_of_line` finds in a line.
 
-    A line in LMI's form, `[METRICS]Name.Unit:1|#Model:m|c`, goes to `on_metric` instead.
+    A line in LMI's form, `[METRICS]Name.Unit:1|#Model:m|c`, goes to `on_metric` instead. The mark begins the line: what
+    stands further behind may be quoted from a request.
 
     If a worker writes faster than `_BYTES_PER_S`, its output is still read, but dropped. So it neither fills the memory
     of this process nor takes its time from other models, and the worker itself does not block on a full pipe.
@@ -51,21 +52,24 @@ class WorkerLog:
     async def forward(self, stream: asyncio.StreamReader) -> None:
         """Log the lines of `stream`, to its end."""
         rest = b""
+        whole = True  # whether `rest` is the beginning of a line
         while data := await stream.read(_LONGEST_LINE):
             self._earn()
             if self._allowed <= 0:
                 self._drop(len(rest) + len(data))
-                rest = b""
+                rest, whole = b"", data.endswith(b"\n")
                 await asyncio.sleep(0)  # a pipe that is always full must not keep the loop from other work
                 continue
             *lines, rest = (rest + data).split(b"\n")
-            if len(rest) > _LONGEST_LINE:
-                lines, rest = [*lines, rest], b""
             for line in lines:
-                self._log(line)
+                self._log(line, whole)
+                whole = True
+            if len(rest) > _LONGEST_LINE:
+                self._log(rest, whole)
+                rest, whole = b"", False
         self._report_dropped()
         if rest:
-            self._log(rest)
+            self._log(rest, whole)
 
     def _earn(self) -> None:
         now = time.monotonic()
@@ -84,21 +88,23 @@ class WorkerLog:
             logger.warning("[%s] writes too fast to be logged; %d bytes were dropped", self._name, self._dropped)
             self._dropped = 0
 
-    def _log(self, line: bytes) -> None:
+    def _log(self, line: bytes, whole: bool) -> None:
+        """Log a line, or its further part if it is not `whole`, which begins neither a metric nor a record."""
         self._allowed -= len(line) + 64  # what a record costs beside its text
-        if _METRICS in line and self._is_metric(line):
-            return
         rank, text = self._rank_of_line(line.decode(errors="replace").rstrip())
+        if whole and text.startswith(MARK) and self._is_metric(text):
+            return
         text = text.rpartition("\r")[2]  # as a terminal shows it: a progress bar writes over itself
+        text = text if whole else f"  {text}"
         self.last_lines.append(text)
         name = self._name if rank is None else f"{self._name} rank {rank}"
         level, wanted = _level_of(text)
         if level >= (logger.getEffectiveLevel() if wanted is None else wanted):
             logger.handle(logger.makeRecord(logger.name, level, __file__, 0, "[%s] %s", (name, text), None))
 
-    def _is_metric(self, line: bytes) -> bool:
-        """Return whether a metric follows `[METRICS]` in the line, and report it."""
-        metric = parse_metric(line.partition(_METRICS)[2].decode(errors="replace"))
+    def _is_metric(self, line: str) -> bool:
+        """Return whether a metric follows the mark at the beginning of the line, and report it."""
+        metric = parse_metric(line.removeprefix(MARK)) if len(line) <= _LONGEST_METRIC else None
         if metric is None:
             return False
         self._on_metric(metric)

@@ -33,10 +33,7 @@ class Orphans:
         """Kill every process below this one: the server ends, and its workers have ended."""
         if self._timer is not None:
             self._timer.cancel()
-        try:
-            kill_descendants()
-        except OSError as error:
-            logger.warning("cannot look for processes that the workers have left behind: %s", error)
+        kill_left()
 
     def _check(self) -> None:
         found = _zombies()
@@ -45,6 +42,14 @@ class Orphans:
                 os.waitpid(pid, os.WNOHANG)
         self._ended = found
         self._timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check)
+
+
+def kill_left() -> None:
+    """Kill every process below this one. It may run in any thread."""
+    try:
+        kill_descendants()
+    except OSError as error:
+        logger.warning("cannot look for processes that the workers have left behind: %s", error)
 
 
 def _zombies() -> set[int]:

@@ -28,6 +28,7 @@ from lmi_server.worker.generation_processor import GenerationProcessor
 from lmi_server.worker.group import check_follows, follow, join_group, remove_group_files
 from lmi_server.worker.handler_loading import Loading, make_handler
 from lmi_server.worker.handler_thread import HandlerThread
+from lmi_server.worker.log import log_to_stderr
 from lmi_server.worker.service import WorkerService
 from lmi_server.worker.threaded_service import ThreadedService
 from lmi_server.worker.worker import Worker
@@ -42,7 +43,7 @@ logger = logging.getLogger("lmi_server.worker")
 def main() -> int:
     arguments = _arguments()
     faulthandler.enable()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
     end_with_parent()
     model_imports.prepare()

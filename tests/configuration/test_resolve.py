@@ -399,7 +399,6 @@ def test_the_task_follows_from_the_architecture(write: Write, architecture: str,
         ("option.task=ner\noption.rolling_batch=auto", "token-classification"),
         ("option.rolling_batch=disable", "text-generation"),
         ("batch_size=4", "text-generation"),
-        ("option.batch_size=4", "text-generation"),
         ("option.rolling_batch=disable\noption.task=auto", "text-generation"),
     ],
 )
@@ -957,6 +956,24 @@ def test_a_dynamic_batch_leaves_no_rolling_batch_to_auto(write: Write) -> None:
     assert (found.options.rolling_batch, found.problems) == ("disable", ())
 
 
+@pytest.mark.parametrize(
+    ("given", "spec", "rolling", "said"),
+    [
+        ("option.batch_size=4", "huggingface", "scheduler", "option.batch_size has no effect here: as in LMI"),
+        ("option.batch_size=4\noption.rolling_batch=scheduler", "huggingface", "scheduler", "option.batch_size has no"),
+        ("option.batch_size=4\noption.rolling_batch=auto", "huggingface", "scheduler", "option.batch_size has no"),
+        ("batch_size=4\noption.rolling_batch=auto", "huggingface pipeline", "disable", "disable beside batch_size"),
+        ("option.rolling_batch=vllm\noption.task=ner", "vllm", "vllm", "option.task has no effect: vLLM serves"),
+    ],
+)
+def test_modes_do_not_override_each_other_without_a_word(
+    write: Write, given: str, spec: str, rolling: str, said: str
+) -> None:
+    found = inspect_model(write(given, LLAMA), {}, machine=NO_GPU)
+    assert (found.spec.title, found.options.rolling_batch, found.problems) == (spec, rolling, ())
+    assert any(said in warning for warning in found.warnings), found.warnings
+
+
 @pytest.mark.parametrize(("graphs", "eager"), [("yes", False), ("on", False), ("0", True), ("False", True)])
 def test_cuda_graphs_are_the_opposite_of_eager(write: Write, graphs: str, eager: bool) -> None:
     options = inspect_model(write(VLLM), {"ENABLE_CUDA_GRAPHS": graphs}, machine=NO_GPU).options
@@ -979,6 +996,27 @@ def test_workers_by_kind_of_machine(write: Write, machine: Machine, workers: tup
     properties = "minWorkers=9\ncpu.minWorkers=3\ncpu.maxWorkers=4\ngpu.minWorkers=1\ngpu.maxWorkers=2"
     serving = inspect_model(write(properties), {}, machine=machine).serving
     assert (serving.min_workers, serving.max_workers) == workers
+
+
+@pytest.mark.parametrize("key", ["option.enable_lora=true", "option.enable_stateful_sessions=true"])
+@pytest.mark.parametrize(
+    ("config", "line", "on_cpu", "devices"),
+    [
+        (None, "", 2, "*"),
+        (LLAMA, "", 1, "0"),
+        (None, "option.model_id=some/model", 1, "0"),
+        (None, "option.mpi_mode=true", 1, "*"),
+    ],
+    ids=["code alone", "with config.json", "with model_id", "under MPI"],
+)
+def test_code_that_names_no_model_has_further_workers_with_adapters_and_sessions(
+    write: Write, key: str, config: object, line: str, on_cpu: int, devices: str
+) -> None:
+    directory = write(f"engine=Python\noption.entryPoint=model.py\n{key}\n{line}", config)
+    (directory / "model.py").write_text("def handle(inputs):\n    return None\n")
+    cpu = inspect_model(directory, {}, machine=replace(NO_GPU, cpu_workers=2))
+    assert cpu.serving.max_workers == on_cpu
+    assert inspect_model(directory, {}, machine=FOUR_GPUS).serving.load_on_devices == devices
 
 
 def test_variables_of_text_generation_inference(write: Write) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from artifact_helpers import BUCKET, S3, s3_server
 from sagemaker_helpers import sagemaker_runtime, sdk_scripts
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
+
+from frontend.async_invocations import _inline_body
+from lmi_server.contract.errors import RequestError
 
 OUTPUTS = f"s3://{BUCKET}/out"
 
@@ -161,3 +165,13 @@ def test_without_a_place_for_outputs_it_is_off(tmp_path_factory: pytest.TempPath
     with running(make_model(tmp_path_factory.mktemp("off") / "model")) as server:
         answer = httpx.post(f"http://127.0.0.1:{server.port}/endpoints/model/async-invocations", content=b"x")
         assert (answer.status_code, "async_output_path" in answer.json()["Message"]) == (400, True)
+
+
+def test_a_body_that_is_cut_is_no_request() -> None:
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    with pytest.raises(RequestError, match="has not arrived as a whole"):
+        asyncio.run(_inline_body(receive))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ MIB = 1 << 20
 SETTINGS = {
     "SERVING_REQUEST_HEAD_TIMEOUT": "1",
     "SERVING_REQUEST_BODY_TIMEOUT": "1",
+    "SERVING_MIN_TRANSFER_RATE": "30",
     "SERVING_MAX_BUFFERED_SIZE": str(70 * MIB),
     "SERVING_MAX_UNREAD_SIZE": str(45 * MIB),
     "SERVING_MAX_CONNECTIONS": "30",
@@ -73,6 +75,125 @@ def test_a_client_that_stops_sending_is_not_waited_for(server: Server, sent: byt
     assert (b"HTTP/1.1 408 Request Timeout" in answer) == bool(message)
 
 
+def trickled(server: Server, start: bytes, rest: bytes) -> tuple[bytes, float]:
+    """Send `rest` byte by byte, four in a second; return the answer and the seconds until the connection ended."""
+    began = time.monotonic()
+    with connect(server, start) as connection:
+        connection.settimeout(0.25)
+        answer = bytearray()
+        for byte in rest:
+            with contextlib.suppress(TimeoutError):
+                part = connection.recv(65536)
+                answer += part
+                if not part:
+                    break
+            with contextlib.suppress(OSError):
+                connection.sendall(bytes([byte]))
+        return bytes(answer), time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("start", "rest", "message"),
+    [
+        (head(1000), b" " * 1000, b"The body came more slowly than min_transfer_rate=30 bytes a second."),
+        (CHUNKED, b"1\r\n \r\n" * 200, b"The body came more slowly than min_transfer_rate=30 bytes a second."),
+        (CHUNKED, b"1;" + b"x" * 1000, b"The body came more slowly than min_transfer_rate=30 bytes a second."),
+        (b"POST /invocations HTTP/1.1\r\n", b"x: " + b"x" * 1000, b"Request line and headers took longer than"),
+        (b"", b"\r\n" * 500, b""),
+        (raw_request("a"), b"\r\n" * 500, b'"generated_text"'),
+    ],
+)
+def test_a_byte_now_and_then_is_not_waited_for(server: Server, start: bytes, rest: bytes, message: bytes) -> None:
+    answer, seconds = trickled(server, start, rest)
+    assert message in answer
+    assert seconds < 60, "all bytes would take four minutes"
+
+
+def test_a_slow_body_may_come_at_any_rate_if_the_limit_is_off(tmp_path: Path) -> None:
+    body = json.dumps(request("a")).encode()
+    variables = {**SETTINGS, "SERVING_MIN_TRANSFER_RATE": "0"}
+    with serving(tmp_path, variables=variables, libraries="") as server:
+        answer, seconds = trickled(server, head(len(body)), body + b"\n" * 20)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert seconds > 3
+
+
+def test_an_answer_that_is_read_byte_by_byte_is_not_held(tmp_path: Path) -> None:
+    variables = {"SERVING_RESPONSE_READ_TIMEOUT": "1", "SERVING_MIN_TRANSFER_RATE": "1000000"}
+    with (
+        serving(tmp_path, variables=variables, libraries="") as server,
+        connect(server, raw_request("flood", stream=True)) as connection,
+    ):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        server.until("lmi_requests_in_flight", 1)
+
+        def is_dropped() -> bool:
+            with contextlib.suppress(ConnectionResetError):
+                connection.recv(2000)
+            return server.metric("lmi_requests_in_flight") == 0
+
+        wait_until(is_dropped, "the request has no place any more", limit_s=60)
+
+
+def test_a_connection_that_the_server_closes_is_not_held_by_its_last_bytes(tmp_path: Path) -> None:
+    """What is left is too little to pause the writing; the keep-alive time of the connection ends it."""
+    variables = {"SERVING_RESPONSE_READ_TIMEOUT": "1", "SERVING_KEEP_ALIVE_TIMEOUT": "1"}
+    with serving(tmp_path, variables=variables, libraries="") as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        before = sockets(server)
+        connection.connect(("127.0.0.1", server.port))
+        for _ in range(60):
+            connection.sendall(raw_request("x" * 20_000, 4))
+        wait_until(lambda: sockets(server) == before, "it is closed", limit_s=60)
+
+
+def sockets(server: Server) -> int:
+    """Return how many sockets the server has open; one that is closed may be in the kernel for long."""
+    names = []
+    for entry in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            names.append(os.readlink(entry))
+    return sum(name.startswith("socket:") for name in names)
+
+
+HOSTS = ["x", "localhost:8080", "127.0.0.1:80", "[::1]:8080", "under_score", "", "x:"]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_host_of_any_form_is_served(server: Server, host: str) -> None:
+    assert exchanged(server, with_hosts(f"host: {host}\r\n")).startswith(b"HTTP/1.1 200")
+
+
+def test_a_request_without_host_is_served_as_in_lmi(server: Server) -> None:
+    assert exchanged(server, with_hosts("")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "host: a\r\nhost: b\r\n",
+        "host: a\r\nHOST: a\r\n",
+        "host: a/b\r\n",
+        "host: a@b\r\n",
+        "host: a b\r\n",
+        "host: a:b\r\n",
+        "host: [::1\r\n",
+        "host: \xff\r\n",
+        f"host: {'[' * 60_000}\r\n",
+    ],
+)
+def test_two_hosts_or_one_that_is_none_are_refused(server: Server, lines: str) -> None:
+    answer = exchanged(server, with_hosts(lines))
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"The header Host is sent twice, or is not a host" in answer
+
+
+def with_hosts(lines: str) -> bytes:
+    body = json.dumps(request("a")).encode()
+    head = f"POST /invocations HTTP/1.1\r\n{lines}connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode("latin-1") + body
+
+
 def refused(server: Server, code: int) -> float:
     """Return how many refusals with this status the metrics count, whatever the model."""
     samples = re.findall(rf'^lmi_requests_total{{code="{code}",.*}} (\S+)$', server.http.get("/metrics").text, re.M)
@@ -85,6 +206,8 @@ def refused(server: Server, code: int) -> float:
         (b"POST /invocations HTTP/1.1\r\nhost: x\r\n", 408),
         (head(100) + b"{", 408),
         (head(2, f"x: {'y' * 70_000}") + b"{}", 431),
+        (CHUNKED + b"1\r\na\r\n" * 4000, 400),
+        (head(2, *["x: y"] * 499) + b"{}", 431),
         (b"no http\r\n\r\n", 400),
     ],
 )
@@ -92,6 +215,13 @@ def test_what_the_protocol_refuses_is_counted_once(server: Server, sent: bytes, 
     before, gone = refused(server, code), refused(server, 499)
     assert exchanged(server, sent).startswith(b"HTTP/1.1 %d" % code)
     assert (refused(server, code), refused(server, 499)) == (before + 1, gone)
+
+
+def test_requests_that_wait_for_an_earlier_one_have_a_limit(server: Server) -> None:
+    """All that come in one read wait: reading pauses only behind it."""
+    one = json.dumps(request("a", 1000, stream=True)).encode()
+    answers = exchanged(server, head(len(one)) + one + b"GET /ping HTTP/1.1\r\n\r\n" * 3000)
+    assert 500 < answers.count(b"HTTP/1.1 200") < 1500
 
 
 def test_a_slow_client_that_goes_on_is_served(server: Server) -> None:

@@ -12,7 +12,7 @@ from own_code_helpers import make_own
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
-from frontend.clients import is_local, shown_error, shown_path, without_directories
+from frontend.clients import is_local, remote_sign, shown_error, shown_path, without_directories
 from frontend.server_log import LineFormatter
 from frontend.web_pages import pages_of_management, pages_of_requests
 from lmi_server.configuration.server_settings import ServerSettings
@@ -76,13 +76,13 @@ def refusal(server: Server, method: str, path: str, headers: dict[str, str], **m
         ({"origin": "null"}, "Origin"),
         ({"origin": "http://127.0.0.1:1"}, "Origin"),
         ({"origin": "http://["}, "Origin"),
-        ({"host": "["}, "Host"),
+        ({"host": "[x]"}, "Host"),
         ({"sec-fetch-site": "cross-site"}, "other sites"),
         ({"sec-fetch-site": "same-site"}, "other sites"),
         ({"host": "evil.example:8080"}, "Host"),
         ({"host": "evil.example", "origin": "http://evil.example"}, "Host"),
-        (REMOTE, "management_clients=any"),
-        ({"forwarded": "for=203.0.113.7"}, "management_clients=any"),
+        (REMOTE, "header x-forwarded-for says that a proxy sends this request; management_api_keys lets"),
+        ({"forwarded": "for=203.0.113.7"}, "header forwarded says that"),
     ],
 )
 def test_a_page_or_another_machine_manages_nothing(
@@ -128,6 +128,15 @@ def test_a_page_of_another_site_sends_no_requests(server: Server, headers: dict[
     assert named in refusal(server, "GET", "/info", headers)
     chat = server.http.post("/v1/chat/completions", json={"messages": []}, headers=headers)
     assert (chat.status_code, named in chat.json()["error"]["message"]) == (403, True)
+    invocation = server.http.post("/endpoints/first/async-invocations", json=request("a"), headers=headers)
+    assert (invocation.status_code, named in invocation.json()["Message"]) == (403, True)
+    for header in ({"x-synchronous": "false"}, {"x-starting-token": "a"}):
+        assert named in refusal(server, "POST", "/predictions/first", {**plain, **header}, json=request("a"))
+    reads = ("/v1/models", "/v1/models/first", "/version", "/v2", "/v2/models/first", "/v2/models/first/ready")
+    for path in (*reads, "/invocations", "/models/first/invoke"):
+        assert server.http.get(path, headers=headers).status_code == 403, path
+    for path in ("/tokenize", "/generate", "/v1/embeddings", "/endpoints/first/invocations"):
+        assert server.http.post(path, json=request("a"), headers=headers).status_code == 403, path
 
 
 @pytest.mark.parametrize(
@@ -336,8 +345,10 @@ def test_paths_of_urls_stay(tmp_path: Path) -> None:
     ],
 )
 def test_local_clients(client: str | None, local: bool) -> None:
-    peer = None if client is None else (client, 1)
-    assert is_local({"client": peer, "server": ("127.0.0.1", 8080), "headers": []}) is local
+    scope = {"client": None if client is None else (client, 1), "server": ("127.0.0.1", 8080), "headers": []}
+    assert is_local(scope) is local
+    sign = "its connection is gone" if client is None else f"this client is at {client}"
+    assert local or remote_sign(scope) == sign
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,9 @@ class FaultHandler(EchoHandler):
             raise MemoryError("no room for it")
         if fault == "exit":
             os._exit(7)
+        if fault == "wait":
+            logging.getLogger("fault_handlers").warning("an adapter loads")
+            await asyncio.Event().wait()
         await super().add_adapter(adapter)
 
     def _is_first(self, fault: str) -> bool:

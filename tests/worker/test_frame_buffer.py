@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 from relay_helpers import on_loop
 
 from lmi_server.contract.errors import HandlerError
-from lmi_server.contract.protocol import Chunk, End, Error, Frames, Head, Item, Reply
+from lmi_server.contract.link import frame
+from lmi_server.contract.protocol import Chunk, End, Error, Frames, Head, Input, Item, Reply, Submit
 from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
 
 
@@ -32,8 +34,12 @@ class Sink:
         self.sent.append(message.items)
 
 
+def submit(number: int, **properties: str) -> Submit:
+    return Submit(number, Input("invocations", {name.replace("_", "-"): text for name, text in properties.items()}, []))
+
+
 def opened(buffer: FrameBuffer, number: int, prefix: bytes = b"") -> ResponseWriter:
-    writer = ResponseWriter(buffer, number, "invocations")
+    writer = ResponseWriter(buffer, submit(number))
     writer.open(200, [], prefix)
     return writer
 
@@ -54,6 +60,21 @@ async def test_what_all_requests_produce_in_one_turn_leaves_as_one_message() -> 
     second.end()
     await asyncio.sleep(0)
     assert sink.sent[1:] == [[Chunk(2, b"c"), End(2)]]
+
+
+@on_loop
+async def test_each_piece_leaves_by_itself_if_the_request_keeps_chunks() -> None:
+    sink = Sink()
+    writer = ResponseWriter(FrameBuffer(sink), submit(1, x_synchronous="False"))
+    writer.open(200, [], b"<")
+    writer.chunk(b"a")
+    writer.chunk(b"b")
+    await asyncio.sleep(0)
+    writer.chunk(b"c")
+    writer.end()
+    await asyncio.sleep(0)
+    head = [Head(1, 200, []), Chunk(1, b"<"), Chunk(1, b"a"), Chunk(1, b"b")]
+    assert sink.sent == [head, [Chunk(1, b"c"), End(1)]]
 
 
 @on_loop
@@ -148,3 +169,58 @@ async def test_no_byte_of_another_thread_is_lost_or_out_of_order() -> None:
         first, *chunks, last = [item for items in sink.sent for item in items if item.id == number]
         assert (first, last) == (Head(number, 200, []), End(number))
         assert b"".join(chunk.data for chunk in chunks if isinstance(chunk, Chunk)) == expected
+
+
+class EncodingSink(Sink):
+    """Encodes what is sent, as the link does."""
+
+    def send_now(self, message: Frames) -> None:
+        frame(message)
+        super().send_now(message)
+
+
+def items_of(sink: Sink, number: int) -> list[Item]:
+    return [item for items in sink.sent for item in items if item.id == number]
+
+
+@on_loop
+async def test_an_answer_that_cannot_be_encoded_fails_its_own_request_only() -> None:
+    sink = EncodingSink()
+    buffer = FrameBuffer(sink)
+    streams = [opened(buffer, number) for number in (1, 2)]
+    strange: list[Any] = [2**100, object()]
+    for stream in streams:
+        stream.chunk(b"a")
+    for number, status in enumerate(strange, 10):
+        ResponseWriter(buffer, submit(number)).reply(status, [], b"")
+    broken = ResponseWriter(buffer, submit(20))
+    broken.open(strange[0], [])
+    broken.chunk(b"a")
+    buffer.flush()
+    for stream in (*streams, broken):
+        stream.chunk(b"b")
+        stream.end()
+    buffer.flush()
+    for number in (1, 2):
+        assert items_of(sink, number) == [Head(number, 200, []), Chunk(number, b"a"), Chunk(number, b"b"), End(number)]
+    for number in (10, 11, 20):
+        [error] = items_of(sink, number)
+        assert isinstance(error, Error)
+        assert "the answer of the handler cannot be sent" in error.message
+
+
+@on_loop
+async def test_errors_with_lone_surrogates_end_their_requests_and_no_others() -> None:
+    sink = EncodingSink()
+    buffer = FrameBuffer(sink)
+    before, begun = opened(buffer, 1), opened(buffer, 2)
+    begun.chunk(b"a")
+    for writer in (before, begun):
+        writer.fail(HandlerError("a \ud800"))
+    opened(buffer, 3).reply(200, [], b"c")
+    buffer.flush()
+    [reply] = items_of(sink, 1)
+    assert isinstance(reply, Reply)
+    assert b"a \\\\ud800" in reply.data
+    assert items_of(sink, 2)[-1] == Error(2, "HandlerError", "a \\ud800")
+    assert items_of(sink, 3) == [Reply(3, 200, [], b"c")]

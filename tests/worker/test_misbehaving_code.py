@@ -11,11 +11,17 @@ from own_code_helpers import make_own
 from server_helpers import Server, running
 from waiting import wait_until
 
+from lmi_server.contract.quoting import LONGEST_MESSAGE
+
 CODE = """
 import os, signal, sys, time
 from djl_python import Output
 
 kept = []
+
+class NamelessError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
 
 def handle(inputs):
     if inputs.is_empty():
@@ -54,6 +60,16 @@ def handle(inputs):
             from multiprocessing import shared_memory
             kept.append(shared_memory.SharedMemory(inputs.get_property("x-name"), create=True, size=10))
             os.kill(os.getpid(), signal.SIGKILL)
+        case "raise what cannot be encoded":
+            raise ValueError("a \\ud800 and \\0")
+        case "raise without a text":
+            raise NamelessError
+        case "raise at length":
+            raise ValueError("x" * 50_000_000)
+        case "a code that is no integer":
+            return Output(code=200.0).add("fine")
+        case "a header that cannot be encoded":
+            return Output().add("fine").add_property("x-name", "a \\ud800")
     return Output().add("fine")
 """
 
@@ -96,7 +112,7 @@ def test_it_raises(server: Server) -> None:
         "message": "invoke handler failure",
         "error": "no such thing",
     }
-    server.log_line(r"\[bad-0\] .*request \S+: model\.py:12: ValueError: no such thing")
+    server.log_line(r"\[bad-0\] .*request \S+: model\.py:16: ValueError: no such thing")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +120,7 @@ def test_it_raises(server: Server) -> None:
     [
         ("exit", r"\[bad-0\] process \d+ exited with code 7"),
         ("sys.exit", r"\[bad-0\] .*the handler ended its process"),
-        ("crash", r'\[bad-0\] .*File ".*/bad/model\.py", line 18 in handle'),
+        ("crash", r'\[bad-0\] .*File ".*/bad/model\.py", line 22 in handle'),
     ],
 )
 def test_it_ends_its_process(server: Server, case: str, line: str) -> None:
@@ -163,3 +179,30 @@ def resident_mib(server: Server) -> float:
 def test_it_forks_or_replaces_signal_handlers(server: Server, case: str) -> None:
     assert ask(server, case).text == "fine"
     assert ask(server, case).text == "fine"
+
+
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        ("raise what cannot be encoded", "a \\ud800 and \0"),
+        ("raise without a text", ""),
+        ("raise at length", f"{'x' * LONGEST_MESSAGE}... (50000000 characters)"),
+        ("a code that is no integer", "Output.code is 200.0; set a status from 200 to 599"),
+    ],
+)
+def test_its_error_reaches_its_own_client(server: Server, case: str, error: str) -> None:
+    worker = bad_worker(server)
+    answer = ask(server, case)
+    assert (answer.status_code, answer.json()["error"]) == (424, error)
+    assert bad_worker(server) == worker
+
+
+def test_its_header_reaches_its_own_client(server: Server) -> None:
+    answer = ask(server, "a header that cannot be encoded")
+    assert (answer.text, answer.headers["x-name"]) == ("fine", "a \\ud800")
+
+
+def bad_worker(server: Server) -> object:
+    assert ask(server, "").text == "fine"
+    (described,) = server.http.get("/models/bad").json()
+    return described["models"][0]["workerGroups"][0]["workers"][0]["pid"]

@@ -18,7 +18,8 @@ from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.choices import CHOICES
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
-from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
+from lmi_server.dialects.framing import SSE, Framing
+from lmi_server.dialects.lmi.formatters import unnamed_framing
 from lmi_server.dialects.routes import MODEL_IN_BODY, is_address, means_any_model
 
 
@@ -121,8 +122,8 @@ def read(
 
 
 def stream_framing(request: Input, served: ServedModel) -> Framing:
-    """Return the framing of a stream: OpenAI's events, or JSON lines where LMI's asynchronous service writes these."""
-    return JSON_LINES if served.async_service and not is_openai(request.route) else SSE
+    """Return the framing of a stream: OpenAI's events, or what LMI's routes have for every body."""
+    return SSE if is_openai(request.route) else unnamed_framing(request, served)
 
 
 def model_warnings(request: Input, model: str | None, served: ServedModel) -> tuple[str, ...]:
@@ -206,10 +207,17 @@ def generation_request(
 
 
 def _sampling(values: dict[str, Any], max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParameters:
-    """Return the sampling parameters: what is left of `values`, then the model's own `defaults`, then OpenAI's."""
+    """Return the sampling parameters: what is left of `values`, then the model's own `defaults`, then OpenAI's.
+
+    As with vLLM, `max_new_tokens` of the model's own files is the longest answer that a request may ask for.
+    """
     extra = sampling.take_extras(values)
     constraint = constraints.take(values)
     values = {"temperature": 1.0, **defaults, **values}
+    longest = values.pop("max_new_tokens", None)
+    if longest is not None:
+        values["fit_context"] = max_tokens is None
+        max_tokens = longest if max_tokens is None else min(max_tokens, longest)
     return SamplingParameters(
         max_new_tokens=max_tokens,
         do_sample=values["temperature"] > 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tokenizers import AddedToken
 
 from handlers.checkpoints.text_length import LONG_TEXT_CHARS
 from handlers.rolling_batch.prompts import PromptEncoder
-from lmi_server.contract.errors import ContextLengthError
+from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 
 pytestmark = pytest.mark.slow
@@ -80,3 +81,69 @@ def test_of_a_prompt_that_is_refused_no_list_is_made() -> None:
     assert watched.encoding is not None
     assert watched.listing is None
     assert len(asyncio.run(encoder.encode(request, count + 1))[0]) == count
+
+
+def request_of(prompt: str | None = None, **more: Any) -> GenerationRequest:
+    return GenerationRequest(request_id="1", prompt=prompt, **{"sampling": SamplingParameters(), **more})
+
+
+TRUNCATED = SamplingParameters(truncate=10)
+CHAT = ({"role": "user", "content": "a" * 20_000_000},)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda encoder: encoder.count(request_of("a" * 20_000_000), 64),
+        lambda encoder: encoder.count(request_of(messages=CHAT), 64),
+        lambda encoder: encoder.encode(request_of(messages=CHAT), 64),
+        lambda encoder: encoder.encode(request_of(messages=({"role": "user", "content": ""},) * 2_000_000), 64),
+        lambda encoder: encoder.encode(request_of("a" * 20_000_000, sampling=TRUNCATED), 64),
+    ],
+)
+def test_a_text_far_longer_than_the_context_is_refused_at_once(ask: Callable[[PromptEncoder], Any]) -> None:
+    encoder = PromptEncoder(byte_tokenizer())
+    with pytest.raises(ContextLengthError, match="maximum context length is 64 tokens"):
+        asyncio.run(ask(encoder))
+
+
+def test_texts_to_count_and_to_cut_may_be_longer_than_the_context() -> None:
+    encoder = PromptEncoder(byte_tokenizer())
+    text = "word " * LONG_TEXT_CHARS
+    ids = asyncio.run(encoder.count(request_of(text), 64))
+    assert asyncio.run(encoder.encode(request_of(text, sampling=TRUNCATED), 64)) == (ids[-10:], text)
+
+
+def test_a_prompt_does_not_wait_for_texts_that_are_counted_or_cut() -> None:
+    """The thread for these is held here until the prompt is there."""
+
+    async def ask() -> None:
+        encoder = PromptEncoder(byte_tokenizer())
+        gate = threading.Event()
+        held = [thread.submit(gate.wait) for thread in (encoder._side_thread, encoder._python_side_thread)]
+        text = "a" * (2 * LONG_TEXT_CHARS)
+        chat = ({"role": "user", "content": text},)
+        encoder.tokenizer.chat_template = "{{ messages[0].content }}"
+        others = [
+            asyncio.ensure_future(encoder.count(request_of(text))),
+            asyncio.ensure_future(encoder.count(request_of(messages=chat))),
+            asyncio.ensure_future(encoder.encode(request_of(text, sampling=TRUNCATED))),
+            asyncio.ensure_future(encoder.detokenize([65] * (LONG_TEXT_CHARS + 1))),
+        ]
+        await asyncio.sleep(0)
+        for prompt in (request_of(text), request_of(messages=chat)):
+            ids, _ = await encoder.encode(prompt)
+            assert len(ids) == len(text)
+        assert not any(other.done() for other in others)
+        gate.set()
+        await asyncio.gather(*others, *map(asyncio.wrap_future, held))
+
+    asyncio.run(ask())
+
+
+def test_a_token_that_the_vocabulary_lacks_is_named() -> None:
+    encoder = PromptEncoder(byte_tokenizer())
+    for tokens, unknown in (([1, 10_000], "10000"), ([1, -3, 2], "-3")):
+        with pytest.raises(RequestError, match=f"token id {unknown} is not in the vocabulary"):
+            asyncio.run(encoder.detokenize(tokens))
+    assert asyncio.run(encoder.detokenize([])) == ""

@@ -60,6 +60,8 @@ def parse(**body: Any) -> openai_embeddings.EmbeddingRequest:
         ([1, 2], ((1, 2),)),
         ([[1, 2], [3]], ((1, 2), (3,))),
         (["a", [1]], ("a", (1,))),
+        ("", ("",)),
+        (["a", ""], ("a", "")),
     ],
 )
 def test_an_input_has_several_forms(given_input: Any, inputs: Any) -> None:
@@ -78,9 +80,8 @@ def test_every_field_is_read() -> None:
     ("body", "message"),
     [
         ({}, "input is missing"),
-        ({"input": ""}, 'input[0]: "" is not allowed'),
         ({"input": []}, "input: a list of 0 is not allowed"),
-        ({"input": ["a", ""]}, 'input[1]: "" is not allowed'),
+        ({"input": ["a", None]}, "input[1]: null is not allowed"),
         ({"input": [[]]}, "input[0]: a list of 0 is not allowed"),
         ({"input": [1, "a"]}, 'input[0]: "a" is not allowed; send an integer'),
         ({"input": [-1]}, "input[0]: -1 is not allowed"),
@@ -123,6 +124,29 @@ def test_vectors_are_those_of_sentence_transformers(load: Load) -> None:
     assert vectors(handler, TEXTS[0]) == pytest.approx(expected[:1], abs=1e-5)
     outcomes = handler.handle([request({"inputs": text}) for text in TEXTS])
     assert np.array([content_of(outcome)[0] for outcome in outcomes]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_empty_text_has_the_vector_of_the_special_tokens_alone(load: Load) -> None:
+    handler, directory = load()
+    texts = ["", *TEXTS]
+    expected = reference(directory, texts)
+    assert vectors(handler, "") == pytest.approx(expected[:1], abs=1e-5)
+    assert vectors(handler, texts) == pytest.approx(expected, abs=1e-5)
+    (outcome,) = handler.handle([request({"input": texts}, "embeddings")])
+    sent = [item["embedding"] for item in content_of(outcome)["data"]]
+    assert np.array(sent) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_text_without_any_token_is_refused_alone(tmp_path: Path) -> None:
+    sentence_transformer(tmp_path, "mean")
+    tokenizer = tmp_path / "tokenizer.json"
+    bare = msgspec.json.decode(tokenizer.read_bytes()) | {"post_processor": None}
+    tokenizer.write_bytes(msgspec.json.encode(bare))
+    handler = started(tmp_path)
+    refused, answered = handler.handle([request({"inputs": ""}), request({"inputs": "a"})])
+    assert isinstance(refused, RequestError)
+    assert "an input has no tokens" in refused.message
+    assert len(content_of(answered)) == 1
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
