@@ -7,7 +7,6 @@ inputs below `async_input_path`: they are read with the server's own credentials
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import re
@@ -21,10 +20,13 @@ from starlette.responses import Response
 
 from frontend.clients import Receive, Scope
 from frontend.detached import DetachedRequest, Inference
+from frontend.held_bytes import HeldBytes, MemoryBudget
+from frontend.http_protocol import held_by
 from frontend.job_store import JobRecord, as_os_errors, aws_client
 from frontend.request_ids import new_request_id
 from lmi_server.configuration.server_settings import ServerSettings
-from lmi_server.contract.errors import LmiServerError, ModelNotReadyError, QueueFullError, RequestError
+from lmi_server.contract.errors import LmiServerError, ModelNotReadyError, NoRoomError, QueueFullError, RequestError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
 from lmi_server.dialects.errors import error_reply
 from lmi_server.serving.pool import SHUTTING_DOWN
@@ -70,9 +72,19 @@ class _Invocation(NamedTuple):
 class AsyncInvocations:
     """Runs requests whose inputs and outputs are on S3, each as soon as a queue takes it."""
 
-    def __init__(self, infer: Inference, check: Callable[[Scope], object] | None, settings: ServerSettings) -> None:
-        """`check` raises an LmiServerError for a request that may not use the models."""
+    def __init__(
+        self,
+        infer: Inference,
+        check: Callable[[Scope], object] | None,
+        settings: ServerSettings,
+        answers: MemoryBudget,
+    ) -> None:
+        """`check` raises an LmiServerError for a request that may not use the models.
+
+        `answers` is the memory for the answers until they are written.
+        """
         self._infer = infer
+        self._answers = answers
         self._check = check
         self._capacity = settings.memory_cache_capacity
         self._max_size = settings.max_request_size
@@ -96,7 +108,9 @@ class AsyncInvocations:
             raise QueueFullError(f"memory_cache_capacity={self._capacity} asynchronous invocations wait or run")
         body = await _inline_body(receive)
         invocation = self._read(dict(scope["headers"]), body, self._outputs)
-        task = asyncio.create_task(self._run(invocation, name, scope))
+        held = held_by(scope).another()
+        held.reserve(len(body))
+        task = asyncio.create_task(self._run(invocation, name, scope, held))
         self._tasks[task] = invocation.inference_id
         task.add_done_callback(self._tasks.pop)
         answer = Response(json.dumps({"InferenceId": invocation.inference_id}), HTTPStatus.ACCEPTED)
@@ -153,12 +167,23 @@ class AsyncInvocations:
         assert self._inputs is not None
         if place is None or not _is_below(place, self._inputs):
             raise RequestError(
-                f"InputLocation is {location[:200]!r}; it must be below {self._inputs} (async_input_path)"
+                f"InputLocation is {excerpt(location, 200)}; it must be below {self._inputs} (async_input_path)"
             )
         return place
 
-    async def _run(self, invocation: _Invocation, name: str | None, scope: Scope) -> None:
-        record = await self._outcome(invocation, name, scope)
+    async def _run(self, invocation: _Invocation, name: str | None, scope: Scope, held: HeldBytes) -> None:
+        """Run an invocation whose input counts in `held`."""
+        answer = HeldBytes(self._answers)
+        try:
+            record = await self._outcome(invocation, name, scope, held, answer)
+        finally:
+            held.release()
+        try:
+            await self._write(invocation, record)
+        finally:
+            answer.release()
+
+    async def _write(self, invocation: _Invocation, record: JobRecord) -> None:
         place = invocation.output if 200 <= record.status < 300 else invocation.failure
         content_type = next((value for key, value in record.headers if key.lower() == "content-type"), "text/plain")
         try:
@@ -166,8 +191,10 @@ class AsyncInvocations:
         except OSError as error:
             _log_loss(invocation.inference_id, error)
 
-    async def _outcome(self, invocation: _Invocation, name: str | None, scope: Scope) -> JobRecord:
-        answering = asyncio.create_task(self._answer(invocation, name, scope))
+    async def _outcome(
+        self, invocation: _Invocation, name: str | None, scope: Scope, held: HeldBytes, answer: HeldBytes
+    ) -> JobRecord:
+        answering = asyncio.create_task(self._answer(invocation, name, scope, held, answer))
         self._answering.add(answering)
         try:
             await asyncio.wait([answering])
@@ -177,46 +204,82 @@ class AsyncInvocations:
                 answering.cancel()
                 raise
             return _refusal(ModelNotReadyError(SHUTTING_DOWN))
+        except ModelNotReadyError as error:
+            return _refusal(error)
         except (OSError, LmiServerError) as error:
             return JobRecord(status=500, items=[str(error).encode(errors="backslashreplace")])
         finally:
             self._answering.discard(answering)
 
-    async def _answer(self, invocation: _Invocation, name: str | None, scope: Scope) -> JobRecord:
+    async def _answer(
+        self, invocation: _Invocation, name: str | None, scope: Scope, held: HeldBytes, answer: HeldBytes
+    ) -> JobRecord:
         source = invocation.source
-        data = source if isinstance(source, bytes) else await self._in_thread(self._get, source)
+        data = source if isinstance(source, bytes) else await self._input(source, held, invocation.expires)
         while True:
-            record = await self._invoke(data, invocation.timeout, name, scope)
-            if record.status not in self._full or time.monotonic() >= invocation.expires:
-                return record
-            if self._draining.is_set():
-                return _refusal(ModelNotReadyError(SHUTTING_DOWN))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._draining.wait(), _PAUSE_S)
+            answer.release()
+            request = await self._invoke(data, invocation.timeout, name, scope, answer)
+            has_ended = request.record.status not in self._full or request.has_no_room
+            if has_ended or time.monotonic() >= invocation.expires:
+                return request.record
+            await self._pause()
 
-    async def _invoke(self, data: bytes, timeout_s: int, name: str | None, scope: Scope) -> JobRecord:
-        request = DetachedRequest(JobRecord())
+    async def _input(self, place: _Place, held: HeldBytes, expires: float) -> bytes:
+        """Return the object once there is room for it. Raises OSError, and NoRoomError if there is none in time."""
+        while True:
+            size, stream = await self._in_thread(self._open, place)
+            try:
+                held.reserve(size)
+                return await self._in_thread(_whole, stream, place)
+            except NoRoomError:
+                if time.monotonic() >= expires:
+                    raise
+            finally:
+                stream.close()
+            await self._pause()
+
+    async def _invoke(
+        self, data: bytes, timeout_s: int, name: str | None, scope: Scope, answer: HeldBytes
+    ) -> DetachedRequest:
+        request = DetachedRequest(JobRecord(), answer)
 
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": data, "more_body": False}
 
         headers = _as_forwarded(scope["headers"], len(data), timeout_s)
-        await request.run(self._infer, (routes.INVOCATIONS, name, None), {**scope, "headers": headers}, receive)
-        return request.record
+        forwarded, decoded = {**scope, "headers": headers}, held_by(scope).another()
+        await request.run(self._infer, (routes.INVOCATIONS, name, None), forwarded, receive, decoded)
+        return request
+
+    async def _pause(self) -> None:
+        """Wait before the next try. Raises ModelNotReadyError if the server ends, because no queue takes it then."""
+        try:
+            await asyncio.wait_for(self._draining.wait(), _PAUSE_S)
+        except TimeoutError:
+            return
+        raise ModelNotReadyError(SHUTTING_DOWN)
 
     async def _in_thread(self, function: Callable[..., _Result], *arguments: object) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
-    def _get(self, place: _Place) -> bytes:
+    def _open(self, place: _Place) -> tuple[int, Any]:
+        """Return the size of an object, and the stream of its bytes."""
         with as_os_errors(str(place)):
             found = self._client.get_object(Bucket=place.bucket, Key=place.key)
-            if found["ContentLength"] > self._max_size:
+            size = found["ContentLength"]
+            if size > self._max_size:
+                found["Body"].close()
                 raise OSError(f"{place} is longer than max_request_size={self._max_size} bytes")
-            return bytes(found["Body"].read())
+            return size, found["Body"]
 
     def _put(self, place: _Place, data: bytes, content_type: str) -> None:
         with as_os_errors(str(place)):
             self._client.put_object(Bucket=place.bucket, Key=place.key, Body=data, ContentType=content_type)
+
+
+def _whole(stream: Any, place: _Place) -> bytes:
+    with as_os_errors(str(place)):
+        return bytes(stream.read())
 
 
 def _refusal(error: LmiServerError) -> JobRecord:
@@ -267,7 +330,7 @@ def _is_below(place: _Place, parent: _Place) -> bool:
 def _matching(given: dict[bytes, str], name: str, pattern: re.Pattern[str]) -> str | None:
     value = given.get(name.lower().encode())
     if value is not None and (pattern.fullmatch(value) is None or ".." in value):
-        raise RequestError(f"{name} is {value[:60]!r}; it must match {pattern.pattern}")
+        raise RequestError(f"{name} is {excerpt(value)}; it must match {pattern.pattern}")
     return value
 
 
@@ -275,5 +338,5 @@ def _seconds(given: dict[bytes, str], name: str, limits: tuple[int, int, int]) -
     least, most, default = limits
     text = given.get(name.lower().encode(), str(default))
     if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
-        raise RequestError(f"{name} is {text[:60]!r}; it takes an integer from {least} to {most}")
+        raise RequestError(f"{name} is {excerpt(text)}; it takes an integer from {least} to {most}")
     return int(text)

@@ -21,12 +21,15 @@ from starlette.responses import Response
 
 from frontend.clients import Receive, Scope, Send
 from frontend.detached import DetachedRequest, Inference, Target
+from frontend.held_bytes import HeldBytes, MemoryBudget
 from frontend.http_protocol import connection_of
 from frontend.job_store import JobRecord, job_store
 from frontend.request_ids import new_request_id
 from frontend.responses import error_response, json_response
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
+from lmi_server.contract.protocol import SYNCHRONOUS_HEADER
+from lmi_server.contract.quoting import excerpt
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,8 @@ Answer = Callable[[Response, Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 _ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
-_SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS = b"x-synchronous", b"x-starting-token", b"x-max-items"
+_SYNCHRONOUS = SYNCHRONOUS_HEADER.encode()
+_STARTING_TOKEN, _MAX_ITEMS = b"x-starting-token", b"x-max-items"
 _NAMES = frozenset({_SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS, _ATTRIBUTES})
 _NEXT_TOKEN = "x-next-token"
 _THREADS = 8  # that read and write in the store
@@ -46,27 +50,28 @@ _INTEGER = re.compile(r"-?\d{1,9}")
 
 @dataclass
 class _Job:
-    """One job of this process. `was_read` is set once a client has read its answer to the end."""
+    """One job of this process.
+
+    `was_read` is set once a client has read its answer to the end, `is_stored` once the store has it to the end.
+    """
 
     token: str
     request: DetachedRequest
     saving: asyncio.Lock = field(default_factory=asyncio.Lock)
     was_read: bool = False
+    is_stored: bool = False
+    expiry: asyncio.TimerHandle | None = None
 
     @property
     def record(self) -> JobRecord:
         return self.request.record
 
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.record.items))
-
 
 class AsyncJobs:
     """Answers requests that start a job, read its answer or end it; hands all others to `infer`.
 
-    `answer` sends a response with the headers that every answer has. `check` raises an LmiServerError
-    for a request that may not use the models.
+    `answer` sends a response with the headers that every answer has. `check` raises an LmiServerError for a request
+    that may not use the models. `answers` is the memory for the answers of jobs.
     """
 
     def __init__(
@@ -75,12 +80,14 @@ class AsyncJobs:
         answer: Answer,
         check: Callable[[Scope], object] | None,
         settings: ServerSettings,
+        answers: MemoryBudget,
     ) -> None:
         """Raise ConfigurationError if the settings for the store of answers cannot be used."""
         self._infer = infer
         self._answer = answer
         self._check = check
         self._capacity = settings.memory_cache_capacity
+        self._answers = answers
         self._max_size = settings.async_jobs_size
         self._lifetime = settings.async_jobs_lifetime
         self._store = job_store(settings)
@@ -147,7 +154,7 @@ class AsyncJobs:
     async def _start(self, target: Target, scope: Scope, receive: Receive) -> Response:
         self._make_room()
         record = JobRecord(owner=self._owner, expires=time.time() + self._lifetime)
-        job = _Job(new_request_id(), DetachedRequest(record))
+        job = _Job(new_request_id(), DetachedRequest(record, HeldBytes(self._answers), self._forget_read))
         self._jobs[job.token] = job
         task = asyncio.create_task(self._run(job, target, scope, receive))
         self._running[job.token] = task
@@ -156,7 +163,7 @@ class AsyncJobs:
         await asyncio.wait({accepted, task}, return_when=asyncio.FIRST_COMPLETED)
         accepted.cancel()
         if not job.request.accepted.is_set():  # no queue has it: the client reads why at once
-            del self._jobs[job.token]
+            self._forget(job.token)
             return _response_of(record, record.items)
         await self._save(job)  # so that other servers know the token
         attributes = ("x-amzn-sagemaker-custom-attributes", f"{_NEXT_TOKEN}={job.token}")
@@ -169,30 +176,28 @@ class AsyncJobs:
         finally:
             record.finished = True
             record.expires = time.time() + self._lifetime
-            asyncio.get_running_loop().call_later(self._lifetime, self._jobs.pop, job.token, None)
-            if job.request.accepted.is_set() and job.token in self._jobs:
-                await self._save(job)
+            if job.token not in self._jobs:
+                job.request.answer.release()
+            else:
+                job.expiry = asyncio.get_running_loop().call_later(self._lifetime, self._forget, job.token)
+                if job.request.accepted.is_set():
+                    await self._save(job)
 
     async def _save(self, job: _Job) -> None:
         """Store what there is of the answer; the last call stores the whole."""
         if self._store is None:
             return
         async with job.saving:
+            finished = job.record.finished
             try:
                 await self._in_thread(self._store.save, job.token, job.record)
+                job.is_stored = finished
             except OSError as error:
                 logger.error("the answer of job %s is kept in memory alone: %s", job.token, error)
 
     def _make_room(self) -> None:
-        """Forget answers that were read to their end, if there are too many. Raises QueueFullError if that is too few.
-
-        With a store all answers that have ended may be forgotten here.
-        """
-        for job in list(self._jobs.values()):
-            if not self._is_full():
-                return
-            if job.record.finished and (job.was_read or self._store is not None):
-                del self._jobs[job.token]
+        """Forget answers if there are too many. Raises QueueFullError if too few may be forgotten."""
+        self._forget_read()
         if self._is_full():
             raise QueueFullError(
                 f"{len(self._jobs)} jobs are running or have answers that were not read (memory_cache_capacity="
@@ -200,10 +205,32 @@ class AsyncJobs:
             )
 
     def _is_full(self) -> bool:
-        return len(self._jobs) >= self._capacity or sum(job.size for job in self._jobs.values()) >= self._max_size
+        return len(self._jobs) >= self._capacity or self._answers.used >= self._max_size
+
+    def _forget_read(self) -> None:
+        """Forget answers that were read to their end, the oldest first, until there is room.
+
+        With a store all answers that are kept there may be forgotten here.
+        """
+        if not self._is_full():
+            return
+        for job in list(self._jobs.values()):
+            if job.was_read or job.is_stored:
+                self._forget(job.token)
+                if not self._is_full():
+                    return
+
+    def _forget(self, token: str) -> _Job | None:
+        """Forget a job of this process, and return it; None if there is none of that token."""
+        job = self._jobs.pop(token, None)
+        if job is not None:
+            job.request.answer.release()
+            if job.expiry is not None:
+                job.expiry.cancel()
+        return job
 
     async def _end(self, token: str) -> None:
-        job = self._jobs.pop(token, None)
+        job = self._forget(token)
         if job is None and await self._stored(token) is None:
             raise _unknown(token)
         if job is not None and job.request.cancel is not None:
@@ -273,12 +300,12 @@ def _max_items(given: dict[bytes, bytes]) -> int | None:
     """Return the most items of a page, None for all of them."""
     text = given.get(_MAX_ITEMS, b"-1").decode("latin-1").strip()
     if _INTEGER.fullmatch(text) is None:
-        raise BadParameterError(f"Header x-max-items is {text[:60]!r}; send a number of items, negative for all")
+        raise BadParameterError(f"Header x-max-items is {excerpt(text)}; send a number of items, negative for all")
     return None if int(text) < 0 else int(text)
 
 
 def _unknown(token: str) -> BadParameterError:
-    return BadParameterError(f"Invalid x-starting-token: {token}")  # LMI's words
+    return BadParameterError(f"Invalid x-starting-token: {excerpt(token)}")  # LMI's words
 
 
 def _content_type(record: JobRecord) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from frontend.held_bytes import MemoryBudget
 from lmi_server.configuration.server_settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -18,13 +19,15 @@ logger = logging.getLogger(__name__)
 _OWN_FILES = 200  # for workers, logs and downloads
 _LOG_PAUSE_S = 10.0
 _WORTH_GIVING_BACK = 32 << 20
+_LARGE_BLOCK = 1 << 20  # bytes
+_M_MMAP_THRESHOLD = -3  # its number in malloc.h
 
 
 class ConnectionLimits:
     """The limits of the settings.
 
-    `buffered` counts the bytes of request bodies that have no complete answer yet, `unread` those of answers that wait
-    for clients. `count_refusal` gets the status of each refusal that comes before any request is known.
+    `bodies` is the memory for bodies of requests, `unread` counts the bytes of answers that wait for clients.
+    `count_refusal` gets the status of each refusal that comes before any request is known.
     """
 
     def __init__(self, settings: ServerSettings, count_refusal: Callable[[int], None]) -> None:
@@ -33,11 +36,10 @@ class ConnectionLimits:
         self.read_timeout_s = settings.response_read_timeout
         self.body_timeout_s = settings.request_body_timeout
         self.max_connections = settings.max_connections or _free_files()
-        self.buffered = 0
+        self.bodies = _memory_for_bodies(settings)
         self.unread = 0
         self._max_unread = settings.max_unread_size
-        self._max_buffered = max(settings.max_buffered_size, settings.max_request_size)
-        self._peak = 0  # of `buffered` and `unread` together, since memory was given back
+        self._peak = 0  # of `bodies` and `unread` together, since memory was given back
         self._logged_at = 0.0
         self._out_of_files = False
         self.slow_head = (
@@ -47,17 +49,14 @@ class ConnectionLimits:
         self.paused_body = f"The body paused for longer than request_body_timeout={self.body_timeout_s:g} seconds."
         self.slow_body = f"The body came more slowly than min_transfer_rate={self._min_rate} bytes a second."
         self.too_many = f"The server has max_connections={self.max_connections} clients."
-        self.no_room = (
-            f"The server holds max_buffered_size={self._max_buffered} bytes of requests; send this one later."
-        )
 
     def transfer_s(self, size: int) -> float:
         """Return the seconds that a client may take to send or read so many bytes."""
         return size / self._min_rate if self._min_rate else math.inf
 
     @property
-    def is_full(self) -> bool:
-        return self.buffered > self._max_buffered
+    def _held(self) -> int:
+        return self.bodies.used + self.unread
 
     @property
     def has_too_much_unread(self) -> bool:
@@ -72,7 +71,7 @@ class ConnectionLimits:
 
     def note_too_much_unread(self, size: int) -> None:
         """Log that a client is dropped because all together have left too much unread."""
-        self._peak = max(self._peak, self.buffered + self.unread)
+        self._peak = max(self._peak, self._held)
         logger.warning(
             "clients have left %d bytes of answers unread, more than max_unread_size=%d; "
             "the connection of one with %d bytes is closed",
@@ -105,12 +104,34 @@ class ConnectionLimits:
 
     def give_memory_back(self) -> None:
         """Return free memory to the system after large bodies. The allocator would keep it for the next ones."""
-        held = self.buffered + self.unread
-        self._peak = max(self._peak, held)
+        held = self._held
+        self._peak = max(self._peak, held, self.bodies.peak)
         if self._peak - held > _WORTH_GIVING_BACK:
             self._peak = held
-            if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
-                library.malloc_trim(0)
+            self.bodies.peak = self.bodies.used
+            if _has_glibc():
+                ctypes.CDLL(None).malloc_trim(0)
+
+
+def _memory_for_bodies(settings: ServerSettings) -> MemoryBudget:
+    limit = max(settings.max_buffered_size, settings.max_request_size)
+    return MemoryBudget(
+        limit, f"The server holds max_buffered_size={limit} bytes of requests; send this one later, or raise it."
+    )
+
+
+def map_large_blocks() -> None:
+    """Have each large block mapped for itself, which goes back to the system as soon as it is free.
+
+    glibc would do that for blocks of up to 32 MiB only until the first of them is free, and keep them from then on. A
+    block that grows would be copied, and leave a hole.
+    """
+    if _has_glibc():
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+
+
+def _has_glibc() -> bool:
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim")
 
 
 def _free_files() -> int:

@@ -37,7 +37,7 @@ PAGE = "/console"
 CHAT = "/console/chat/completions"
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_OWN = ("console.css", "console.js", "connection.js", "live.js", "models.js", "chat.js", "htm-preact.js")
+_OWN = ("console.css", "console.js", "connection.js", "live.js", "models.js", "chat.js", "text.js", "htm-preact.js")
 _PLOTS = ("uPlot.iife.min.js", "uPlot.min.css")  # as in the reports of lmi-server bench
 # No inline script or style, nothing from elsewhere, no frame: what a model writes can at worst be read.
 _HEADERS = {
@@ -66,6 +66,7 @@ class Console:
         ]
         data = [
             Route(f"{PAGE}/live", self.live, methods=["GET"], include_in_schema=False),
+            Route(f"{PAGE}/history", self.history, methods=["GET"], include_in_schema=False),
             Route(f"{PAGE}/models/{{model}}", self.details, methods=["GET"], include_in_schema=False),
             Route(f"{PAGE}/models/{{model}}/{{version}}", self.details, methods=["GET"], include_in_schema=False),
         ]
@@ -94,6 +95,11 @@ class Console:
     async def live(self, request: Request) -> Response:
         """Return what changes as server-sent events, once a second until the client leaves."""
         return StreamingResponse(self._feed.events(), headers=_HEADERS, media_type="text/event-stream")
+
+    async def history(self, request: Request) -> Response:
+        """Return the figures of the last five minutes, of all models or of the one that the query names."""
+        found = self._feed.history(request.query_params.get("model", ""))
+        return Response(found, headers=_HEADERS, media_type="application/json")
 
     async def details(self, request: Request) -> Response:
         """Return one version of a model: its workers, its values with their layers, and its memory."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from lmi_server.contract.errors import BadParameterError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.supervisor.job import Deadline
 
 _REQUEST_TIMEOUT = "x-request-timeout"
@@ -21,7 +22,7 @@ def deadline_of(headers: Mapping[str, str], arrived: float) -> Deadline | None:
         seconds = _seconds(asked)
         if not seconds:
             raise BadParameterError(
-                f"Header {_REQUEST_TIMEOUT} is {asked[:60]!r}; send a number of seconds above 0, such as 30 or 2.5"
+                f"Header {_REQUEST_TIMEOUT} is '{excerpt(asked)}'; send a number of seconds above 0, such as 30 or 2.5"
             )
         return Deadline(arrived + seconds, f"{_REQUEST_TIMEOUT}={seconds:g}", ends_running=True)
     for name in _CLIENT_TIMEOUTS:

@@ -7,8 +7,12 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from frontend.clients import Receive, Scope, Send
+from frontend.held_bytes import HeldBytes, MemoryBudget
 from frontend.http_protocol import detached_scope
 from frontend.job_store import JobRecord
+from lmi_server.configuration.server_settings import ServerSettings
+from lmi_server.contract.errors import NoRoomError
+from lmi_server.dialects.errors import error_reply
 from lmi_server.supervisor.job import ReplySlot
 
 Target = tuple[str, str | None, str | None]
@@ -17,38 +21,89 @@ Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Aw
 
 # What belongs to one answer over HTTP, and not to that of the model.
 _OF_AN_ANSWER = frozenset({"content-length", "connection", "x-request-id", "pragma", "cache-control", "expires"})
+_TURN = 256  # pieces, after which other requests have their turn: nothing else here waits
+_ITEM_SIZE = 64  # bytes that a piece of an answer takes beside its content
+
+
+def memory_for_answers(settings: ServerSettings) -> MemoryBudget:
+    """Return the memory for the answers of all requests that run without a client."""
+    limit = settings.async_jobs_size
+    return MemoryBudget(
+        limit, f"the answers that are kept take async_jobs_size={limit} bytes; read or end some jobs, or raise it"
+    )
 
 
 class DetachedRequest:
     """One request, and what the relay has in place of the connection of its client.
 
-    `accepted` is set once a queue has it, and `cancel` ends it from then on.
+    `accepted` is set once a queue has it, and `cancel` ends it from then on. `answer` is what its answer holds of the
+    memory for answers. `has_no_room` is set once there was no room for more of it, and an error is in its place.
     """
 
     refused_with: int | None = None
 
-    def __init__(self, record: JobRecord) -> None:
-        """Its answer goes into `record`."""
+    def __init__(self, record: JobRecord, answer: HeldBytes, make_room: Callable[[], object] = lambda: None) -> None:
+        """Its answer goes into `record`. `make_room` is called if there is no room for more of it."""
         self.record = record
+        self.answer = answer
+        self._parts: list[bytes] | None = None  # those of a whole answer, which is one piece
         self.accepted = asyncio.Event()
         self.cancel: Callable[[], None] | None = None
+        self.has_no_room = False
+        self._make_room = make_room
+        self._route = ""
 
-    async def run(self, infer: Inference, target: Target, scope: Scope, receive: Receive) -> None:
-        """Answer the request."""
-        await infer(*target, detached_scope(scope, self), receive, self._keep)
+    async def run(
+        self, infer: Inference, target: Target, scope: Scope, receive: Receive, held: HeldBytes | None = None
+    ) -> None:
+        """Answer the request. `held` is what it holds, if its body is not that of the scope."""
+        self._route = target[0]
+        await infer(*target, detached_scope(scope, self, held), receive, self._keep)
 
     async def _keep(self, message: MutableMapping[str, Any]) -> None:
+        if self.has_no_room:
+            return
         if message["type"] == "http.response.start":
             headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in message["headers"]]
             self.record.status = message["status"]
             self.record.headers = [header for header in headers if header[0].lower() not in _OF_AN_ANSWER]
-        elif message.get("body"):
-            self.record.items.append(message["body"])
+            self._parts = [] if any(name.lower() == "content-length" for name, _ in headers) else None
+            return
+        if (body := message.get("body", b"")) and not self._add(body):
+            return
+        if self._parts and not message.get("more_body"):
+            self.record.items.append(b"".join(self._parts))
+            self._parts = None
+        elif body and not len(self.record.items) % _TURN:
+            await asyncio.sleep(0)
+
+    def _add(self, piece: bytes) -> bool:
+        """Keep a piece of the answer; return whether there was room for it."""
+        if not self.answer.add(len(piece) + _ITEM_SIZE):
+            self._make_room()
+            if not self.answer.add(0):
+                self._give_up()
+                return False
+        (self.record.items if self._parts is None else self._parts).append(piece)
+        return True
+
+    def _give_up(self) -> None:
+        """End the request. An error follows the place of what there was of its answer, which may be read in part."""
+        self.has_no_room = True
+        self._parts = None
+        self.answer.release()
+        record = self.record
+        status, headers, body = error_reply(self._route, NoRoomError(self.answer.full))
+        record.status, record.reason, record.headers = status, "", headers
+        record.items = [*(b"" for _ in record.items), body]
+        if self.cancel is not None:
+            self.cancel()
 
     # --- as a connection ---
 
     def watch(self, on_gone: Callable[[], None], reply: ReplySlot) -> None:
-        """Note that a queue has the request, which `on_gone` cancels."""
+        """Note that a queue has the request, which `on_gone` cancels. Its answer arrives as it was sent."""
+        reply.keeps_chunks = True
         self.cancel = on_gone
         self.accepted.set()
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from frontend.management import model_source
 from frontend.registration_limits import RegistrationLimits, leads_up
 from lmi_server.contract.errors import ModelNotFoundError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.serving.models import Model
 from lmi_server.serving.registry import ModelRegistry
 
@@ -20,6 +21,8 @@ _PARAMETERS = {
     "engine_name": "engine",
     "device": "device",
 }
+REGISTERED_IN_FORMS = tuple(_PARAMETERS)
+_LONGEST_URL = 2048  # characters: the pattern may take long for each
 
 
 class ImplicitRegistration:
@@ -50,8 +53,9 @@ class ImplicitRegistration:
         given |= {"model_version": version} if version else {}
         if "url" not in given:
             return None
-        if self._pattern.fullmatch(given["url"]) is None or leads_up(given["url"]):
-            raise ModelNotFoundError(f"model_url {given['url']} does not match the model_url_pattern of the server")
+        url = given["url"]
+        if len(url) > _LONGEST_URL or self._pattern.fullmatch(url) is None or leads_up(url):
+            raise ModelNotFoundError(f"model_url {excerpt(url)} does not match the model_url_pattern of the server")
         source = await asyncio.to_thread(self._limits.check_requested, model_source(given))
         # In a task of its own, so that the registration is completed even if the client goes away meanwhile.
         registration = asyncio.ensure_future(self._models.register_and_load(source))

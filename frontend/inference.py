@@ -1,18 +1,18 @@
 """The hot path: one inference request from ASGI to a worker pool and its answer back to the client.
 
 The front end relays bytes. It reads the path, the query and the headers. It reads the body in two cases only: for the
-name of the model, if several models are served and nothing else names one, and for a priority.
+name of the model, if its route has one there, and for a priority.
 """
 
 from __future__ import annotations
 
 import codecs
+import io
 import logging
 import re
 import time
 from collections.abc import Callable, Mapping
 from random import random
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -21,12 +21,14 @@ from frontend.clients import Receive, Scope, Send
 from frontend.compression import decoded_body
 from frontend.deadlines import deadline_of
 from frontend.error_rates import ErrorRates
-from frontend.http_protocol import connection_of, header_names
-from frontend.implicit_registration import ImplicitRegistration
+from frontend.held_bytes import HeldBytes
+from frontend.http_protocol import connection_of, header_names, keep_held
+from frontend.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
 from frontend.inference_response import Response
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.management_access import Access
 from frontend.metrics import Metrics
+from frontend.model_names import refuse_unknown
 from frontend.request_ids import new_request_id
 from frontend.request_reports import AnsweredRequest, RequestReports
 from frontend.responses import error_statuses, standard_headers
@@ -43,10 +45,11 @@ from lmi_server.contract.errors import (
     RouteNotFoundError,
 )
 from lmi_server.contract.protocol import CANCELLED, DEFAULT_PRIORITY, End, Error, Head, Input, Reply
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects.adapters import naming_adapter
 from lmi_server.dialects.errors import error_event, error_reply
-from lmi_server.dialects.forms import form_fields, is_form
-from lmi_server.dialects.routes import ANTHROPIC_ROUTES, ANY_MODEL, MODEL_IN_BODY, PREDICTIONS, TGI
+from lmi_server.dialects.forms import form_fields, is_form, split_pairs
+from lmi_server.dialects.routes import ANTHROPIC_ROUTES, MODEL_IN_BODY, PREDICTIONS, TGI, means_any_model
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.registry import ModelRegistry
@@ -60,6 +63,7 @@ _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 
 # Bounded in length, because int() takes quadratic time in the number of digits.
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
+_MODEL_IN_FORMS = ("model_name", "model")
 _SHORT_BODY = 64 * 1024
 _MALFORMED = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PRIORITIES = range(-(2**31), 2**31)
@@ -106,8 +110,24 @@ class Relay:
         self, route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Serve one request. `route` is that of Input; `name` and `version` come from the path, None if it has none."""
+        held = keep_held(scope)
+        try:
+            await self._serve(route, name, version, scope, receive, send, held)
+        finally:
+            held.release()
+
+    async def _serve(
+        self,
+        route: str,
+        name: str | None,
+        version: str | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        held: HeldBytes,
+    ) -> None:
         arrived = time.monotonic()
-        properties, names = _properties(scope)
+        properties, names, attributes = _properties(scope)
         request_id = properties.get(self._request_id_header) or properties.get(_INFERENCE_ID) or new_request_id()
         traceparent = properties.get("traceparent")
         trace, tracing = None, self._tracing
@@ -129,13 +149,14 @@ class Relay:
                     model = self._choose(route, name, asked, properties, query)
                 body = await self._body(scope, receive)
                 if "content-encoding" in properties and (model is None or not model.runs_user_code):
-                    body = await decoded_body(body, properties, self._max_request_size)
-                model = model or self._named_in(route, body, asked, properties)
+                    body = await decoded_body(body, properties, self._max_request_size, held)
+                if model is None or _has_named(route, model):
+                    model = self._named_in(route, body, asked, properties, model)
             except ModelNotFoundError as error:
-                if self._implicit is None:
+                if self._implicit is None or model is not None:
                     raise
                 body = await self._body(scope, receive) if body is None else body
-                fields = form_fields(properties.get("content-type", ""), body) or []
+                fields = form_fields(properties.get("content-type", ""), body, REGISTERED_IN_FORMS) or []
                 model = await self._implicit.register(name, version, properties, [*query, *fields])
                 if model is None:
                     raise error from None
@@ -145,7 +166,7 @@ class Relay:
                 priority = priority_named_in(body, priority)
             deadline = deadline_of(properties, arrived)
             pool = model.loaded()
-            received = Input(route, properties, content, request_id, priority, names)
+            received = Input(route, properties, content, request_id, priority, names, attributes)
             tenant = scope.get(TENANT, b"")
             if pool.on_demand is None:
                 job = pool.submit(received, connection.abort, deadline, tenant)
@@ -216,17 +237,26 @@ class Relay:
             return self._models.default.choose(version)
         return None
 
-    def _named_in(self, route: str, body: bytes, version: str | None, properties: dict[str, str]) -> Model:
-        """Return the model that the body names, or the default one.
+    def _named_in(
+        self, route: str, body: bytes, version: str | None, properties: dict[str, str], chosen: Model | None
+    ) -> Model:
+        """Return the model that the body names, or the default one; `chosen` if something else has named a model.
 
-        An OpenAI request names it in `model`, also if it is a form; another form names it in `model_name`.
+        An OpenAI request names it in `model`, also if it is a form; another form names it in `model_name`. Raises
+        ModelNotFoundError if `model` is a name of another model.
         """
-        fields = form_fields(properties["content-type"], body) if _has_form(properties) else None
-        if fields is not None and (name := _last(fields, "model_name")):
-            return self._models.named(name, version)
-        name = model_named_in(body) if fields is None else None
-        if fields is not None and route in MODEL_IN_BODY:
-            name = _last(fields, "model")
+        fields = form_fields(properties["content-type"], body, _MODEL_IN_FORMS) if _has_form(properties) else None
+        in_body = route in MODEL_IN_BODY
+        name = model_named_in(body) if fields is None else _last(fields, "model") if in_body else None
+        model = chosen or self._by_body(route, name, None if fields is None else _last(fields, "model_name"), version)
+        if name is not None and in_body:
+            refuse_unknown(self._models, model, name)
+        return model
+
+    def _by_body(self, route: str, name: str | None, in_form: str | None, version: str | None) -> Model:
+        """Return the model of a body with `name` in `model` and `in_form` in a form's `model_name`, or the default."""
+        if in_form:
+            return self._models.named(in_form, version)
         if name is not None and not self._means_default(name):
             return self._models.named_as_model(name, version)
         if self._models.default is None and route == TGI:
@@ -237,7 +267,7 @@ class Relay:
 
     def _means_default(self, name: str) -> bool:
         """Return whether `name` is one that clients send to a server with one model, and no model has it."""
-        return name in ANY_MODEL and name not in self._models.names and self._models.default is not None
+        return means_any_model(name) and self._models.default is not None and not self._models.has(name)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         length = _header(scope, b"content-length")
@@ -269,18 +299,17 @@ class Relay:
                 return bool(message["type"] == "http.request")
 
     async def _rest_of_body(self, start: bytes, receive: Receive) -> bytes:
-        parts = [start]
-        size = len(start)
+        parts = io.BytesIO()  # which gives its bytes away without a copy
+        size = parts.write(start)
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
-            parts.append(message["body"])
-            size += len(message["body"])
+            size += parts.write(message["body"])
             if size > self._max_request_size:
                 raise self._too_large()
             if not message["more_body"]:
-                return b"".join(parts)
+                return parts.getvalue()
 
     def _too_large(self) -> LmiServerError:
         return PayloadTooLargeError(
@@ -340,7 +369,7 @@ async def _relay(route: str, job: Job, response: Response, statuses: Mapping[typ
     while True:
         terminal = reply.terminal
         data = reply.take()
-        if terminal is not None:
+        if terminal is not None and not reply.unread:
             if isinstance(terminal, End) and terminal.message:
                 data = response.shown_answer(data, terminal.message)
             await response.end(data + _ending(route, head, terminal, response))
@@ -402,6 +431,11 @@ def model_named_in(body: bytes) -> str | None:
         return None
 
 
+def _has_named(route: str, model: Model) -> bool:
+    """Return whether the body of a request to `model` names a model that the front end has to check."""
+    return route in MODEL_IN_BODY and not model.runs_user_code
+
+
 def priority_named_in(body: bytes, default: int) -> int:
     """Return the `priority` in the body of an OpenAI request, `default` if there is none.
 
@@ -418,23 +452,24 @@ def _has_form(properties: dict[str, str]) -> bool:
     return is_form(properties.get("content-type", ""))
 
 
-def _properties(scope: Scope) -> tuple[dict[str, str], str]:
+def _properties(scope: Scope) -> tuple[dict[str, str], str, str]:
     """Return the headers (names in lower case, the last of several wins) with SageMaker's custom attributes.
 
-    Return also their names as the client wrote them, one per line. An attribute never replaces a header: it must not
-    change how the body is read. A header without any name=value, such as an id, stays as it is.
+    Return also their names as the client wrote them, one per line, and the attributes as they came. An attribute never
+    replaces a header: it must not change how the body is read. A header without any name=value, such as an id, stays
+    as it is.
     """
     properties = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     names = b"\n".join(header_names(scope)).decode("latin-1")
-    attributes = properties.get(_CUSTOM_ATTRIBUTES)
+    attributes, exploded = properties.get(_CUSTOM_ATTRIBUTES), ""
     if attributes is not None and "=" in attributes:
-        del properties[_CUSTOM_ATTRIBUTES]
+        exploded = properties.pop(_CUSTOM_ATTRIBUTES)
         for attribute in attributes.split(";"):
             name, separator, value = attribute.partition("=")
             if separator:
                 names += f"\n{name.strip()}"
                 properties.setdefault(name.strip().lower(), value.strip())
-    return properties, names
+    return properties, names, exploded
 
 
 def parse_priority(value: str | None) -> int:
@@ -446,7 +481,7 @@ def parse_priority(value: str | None) -> int:
         return DEFAULT_PRIORITY
     if _INTEGER.fullmatch(value) is None or int(value) not in _PRIORITIES:
         raise RequestError(
-            f"Header x-priority is {value[:60]!r}; it takes an integer (lower is served sooner) "
+            f"Header x-priority is '{excerpt(value)}'; it takes an integer (lower is served sooner) "
             f"from {_PRIORITIES.start} to {_PRIORITIES.stop - 1}"
         )
     return int(value)
@@ -466,14 +501,16 @@ def _query(scope: Scope) -> list[tuple[str, bytes]]:
         _check_percent_signs(scope["raw_path"], query)
     if not query:
         return []
-    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    pairs = split_pairs(query.decode("latin-1"))
     return [(name, value.encode()) if name else (value, b"") for name, value in pairs]  # "=x" is a name, as in LMI
 
 
 def _check_percent_signs(*parts: bytes) -> None:
     for part in parts:
         if _MALFORMED.search(part):
-            raise MalformedUrlError(f"a percent sign in {part[:60].decode('latin-1')} encodes no byte; send it as %25")
+            raise MalformedUrlError(
+                f"a percent sign in {excerpt(part.decode('latin-1'))} encodes no byte; send it as %25"
+            )
 
 
 def _last(entries: list[tuple[str, bytes]], key: str) -> str | None:

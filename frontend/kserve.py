@@ -17,6 +17,7 @@ from frontend.clients import Scope, shown_error
 from frontend.responses import error_response, json_response
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.contract.errors import MethodNotAllowedError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool_settings import ModelStatus
@@ -99,7 +100,9 @@ class KServeEndpoints:
 
     async def refused(self, request: Request) -> Response:
         path = request.url.path
-        return error_response(path, MethodNotAllowedError(f"{request.method} is not allowed on {path}; use POST"))
+        return error_response(
+            path, MethodNotAllowedError(f"{excerpt(request.method)} is not allowed on {excerpt(path)}; use POST")
+        )
 
     def _named(self, request: Request) -> Model:
         return self._models.named(request.path_params["model"], request.path_params.get("version"))

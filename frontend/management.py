@@ -10,7 +10,8 @@ from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from frontend.parameters import check_name, integer, page, parameters, truth
 from frontend.registration_limits import RegistrationLimits
@@ -19,6 +20,7 @@ from lmi_server.artifacts.location import NO_WORKFLOWS, archive_stem
 from lmi_server.configuration.options import MOST_WORKERS
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
+from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS, masked_url
 from lmi_server.serving.model_store import ModelSource, name_of
 from lmi_server.serving.models import Endpoint, Model
@@ -115,7 +117,9 @@ class Management:
             await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))
             return json_response({"status": f'Model "{source.name}" registered.'})
         self._models.register(source)
-        return json_response({"status": f'Model "{source.name}" registration scheduled.'}, 202)
+        answer = json_response({"status": f'Model "{source.name}" registration scheduled.'}, 202)
+        answer.headers["location"] = _address(source)
+        return answer
 
     async def describe(self, request: Request) -> Response:
         return json_response([_description(model) for model in self._named(request)])
@@ -165,7 +169,7 @@ class Management:
         given = request.query_params.get("level", "").strip().lower() or "info"
         level = _LOG_LEVELS.get(given)
         if level is None:
-            raise BadParameterError(f'Parameter level is "{given}"; it takes {", ".join(_LOG_LEVELS)}')
+            raise BadParameterError(f'Parameter level is "{excerpt(given)}"; it takes {", ".join(_LOG_LEVELS)}')
         self._models.set_log_level(level, request.query_params.get("logger", "").strip())
         return json_response({"status": "OK"})
 
@@ -186,6 +190,17 @@ class MethodRoute(Route):
         super().__init__(path, call, methods=list(handlers))
         self.methods = set(handlers)
         self.handlers = handlers
+
+
+class WholePathRoute(MethodRoute):
+    """A MethodRoute that answers its path whatever the method is; 405 if it has none for it.
+
+    Otherwise a route behind it may take the path for one of its own.
+    """
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child_scope = super().matches(scope)
+        return (Match.NONE if match is Match.NONE else Match.FULL), child_scope
 
 
 def _heard(task: asyncio.Future[Any]) -> None:
@@ -245,7 +260,7 @@ def _device(given: Mapping[str, str]) -> int | None:
         return -1
     if digits.isdecimal() and len(digits) <= _MOST_DIGITS:
         return int(digits)
-    raise BadParameterError(f'Parameter device is "{text[:100]}"; it takes cpu, or a GPU as 0 or gpu0')
+    raise BadParameterError(f'Parameter device is "{excerpt(text)}"; it takes cpu, or a GPU as 0 or gpu0')
 
 
 # --- descriptions ---
@@ -261,6 +276,11 @@ def _url(model: Model) -> str:
     if not model.at_startup or not url.startswith("/"):
         return url
     return f"file:{quote(url)}{'/' if archive_stem(url) is None else ''}"
+
+
+def _address(source: ModelSource) -> str:
+    """Return where a model is described, relative to the address of all models."""
+    return "/".join(quote(part, safe="") for part in ("models", source.name, source.version) if part is not None)
 
 
 def _version(model: Model) -> dict[str, str]:
@@ -309,10 +329,11 @@ def _serving(model: Model) -> dict[str, int]:
 
 
 def _replicas(replicas: Replicas, pool: WorkerPool) -> dict[str, Any]:
+    min_workers, max_workers = pool.bounds_of(replicas)
     return {
         "device": {"deviceType": replicas.devices.kind, "deviceId": replicas.devices.first},
-        "minWorkers": replicas.min_workers,
-        "maxWorkers": replicas.max_workers,
+        "minWorkers": min_workers,
+        "maxWorkers": max_workers,
         "workers": [
             {
                 "id": pool.worker_number(worker) + 1,

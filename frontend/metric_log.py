@@ -124,4 +124,5 @@ def _request_line(scope: Scope) -> str:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     path = scope["raw_path"].decode("latin-1")
     query = f"?{SECRETS.masked_query(scope['query_string'].decode('latin-1'))}" if scope["query_string"] else ""
-    return f'/{address} "{scope["method"]} {path}{query} HTTP/{scope["http_version"]}"'
+    target = f"{path}{query}".replace('"', "%22")  # which else would end what is in quotation marks
+    return f'/{address} "{scope["method"]} {target} HTTP/{scope["http_version"]}"'

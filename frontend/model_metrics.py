@@ -9,6 +9,7 @@ from typing import Any
 
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.metric_log import MetricLog
+from frontend.quantile_sketch import QuantileSketch
 from frontend.request_record import FAILED, RequestRecord
 from lmi_server.contract.errors import DeadlineError, KeyBusyError, LmiServerError, QueueDelayError, QueueFullError
 from lmi_server.contract.histogram import Histogram
@@ -16,9 +17,9 @@ from lmi_server.contract.protocol import Summary
 
 # Seconds; from a cached embedding to a long generation.
 _DURATIONS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
-FIRST_TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60)
+_FIRST_TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60)
 _QUEUE_TIMES = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120)
-GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 _REASONS: Mapping[type[LmiServerError], str] = {
@@ -67,15 +68,17 @@ class ModelMetrics:
         self.by_reason: dict[str, int] = {}
         self.adapters: dict[str, AdapterCounts] = {}
         self.duration = Histogram(_DURATIONS)
-        self.first_byte = Histogram(FIRST_TIMES)
+        self.first_byte = Histogram(_FIRST_TIMES)
         self.queue = Histogram(_QUEUE_TIMES)
-        self.first_token = Histogram(FIRST_TIMES)
-        self.prefill = Histogram(FIRST_TIMES)
+        self.first_token = Histogram(_FIRST_TIMES)
+        self.prefill = Histogram(_FIRST_TIMES)
         self.decode = Histogram(_DURATIONS)
-        self.token_gap = Histogram(GAPS)
-        self.time_per_token = Histogram(GAPS)
+        self.token_gap = Histogram(_GAPS)
+        self.time_per_token = Histogram(_GAPS)
         self.prompt_tokens = Histogram(_TOKENS)
         self.output_tokens = Histogram(_TOKENS)
+        self.first_token_sketch = QuantileSketch()
+        self.token_gap_sketch = QuantileSketch()
         self._unsettled: list[RequestRecord] = []
 
     def refused(self, code: int) -> None:
@@ -124,7 +127,9 @@ class ModelMetrics:
             for record, summary in zip(records, summaries, strict=True)
             if summary.prefill_s is not None
         ]
-        self.first_token.observe_all([record.sent - record.arrived + summary.prefill_s for record, summary in timed])
+        first_times = [record.sent - record.arrived + summary.prefill_s for record, summary in timed]
+        self.first_token.observe_all(first_times)
+        self.first_token_sketch.observe_all(first_times)
         self.prefill.observe_all([summary.prefill_s for _, summary in timed])
         self.decode.observe_all([summary.generate_s - summary.prefill_s for _, summary in timed])
         self._settle_gaps([summary for _, summary in timed if summary.output_tokens > summary.sequences])
@@ -134,6 +139,7 @@ class ModelMetrics:
         means = [summary.decode_s / count for summary, count in zip(summaries, gaps, strict=True)]
         for mean, count in zip(means, gaps, strict=True):
             self.token_gap.observe(mean, count)
+            self.token_gap_sketch.observe(mean, count)
         self.time_per_token.observe_all(means)
 
     def _settle_others(self, codes: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from lmi_server.contract.errors import BadParameterError, PayloadTooLargeError
+from lmi_server.contract.quoting import excerpt
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ async def parameters(request: Request) -> dict[str, str]:
     given |= request.query_params
     for name, value in given.items():
         if "\0" in name or "\0" in value:  # no path, name or URL has one, and functions for files raise ValueError
-            raise BadParameterError(f"Parameter {name[:100]!r} holds a NUL character")
+            raise BadParameterError(f"Parameter {excerpt(name)} holds a NUL character")
     return given
 
 
@@ -63,7 +64,7 @@ def check_name(parameter: str, name: str) -> None:
     """
     if _NAME.fullmatch(name) is None:
         raise BadParameterError(
-            f'Parameter {parameter} is "{name[:100]}"; it takes up to 255 letters, digits and _ . : @ + = -, '
+            f'Parameter {parameter} is "{excerpt(name)}"; it takes up to 255 letters, digits and _ . : @ + = -, '
             "of which the first is a letter, a digit or _; no path reaches a name with a slash"
         )
 
@@ -75,13 +76,13 @@ def integer(given: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise BadParameterError(f'Parameter {name} is "{text[:100]}"; it takes an integer') from None
+        raise BadParameterError(f'Parameter {name} is "{excerpt(text)}"; it takes an integer') from None
 
 
 def truth(given: Mapping[str, str], name: str, default: bool) -> bool:
     text = given.get(name, "").strip().lower()
     if text and text not in ("true", "false"):
-        raise BadParameterError(f'Parameter {name} is "{text[:100]}"; it takes true or false')
+        raise BadParameterError(f'Parameter {name} is "{excerpt(text)}"; it takes true or false')
     return text == "true" if text else default
 
 

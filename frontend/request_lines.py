@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -12,14 +14,14 @@ from http import HTTPStatus
 import msgspec
 
 from frontend.request_record import RequestRecord
-from frontend.server_log import visible
+from lmi_server.contract.quoting import NOT_FOR_TERMINALS, excerpt
 from lmi_server.contract.secrets import SECRETS
 
 _DELETE = b"\x7f"
+_WORD = re.compile(r"[^\s\"=\x00-\x1f]+")
+_LONGEST_ID = 256  # characters
 _SECOND = 1e6  # in microseconds
 _WHOLE = 2.0**52  # a double of this size has no bits for a fraction
-# What JSON leaves as it is, and may still move a cursor or end a line.
-_ODD = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029)}
 _HEAD = ("time", "client", "route", "code", "duration_ms")  # what begins a line of text, without names
 
 
@@ -96,7 +98,7 @@ class RequestLines:
                 ttft_ms = ((sent - arrived + prefill_s) * _SECOND + _WHOLE - _WHOLE) / 1000
         line = RequestLine(
             self._stamp,
-            request_id,
+            request_id if len(request_id) <= _LONGEST_ID else excerpt(request_id, _LONGEST_ID),
             model,
             route,
             code,
@@ -127,7 +129,9 @@ class RequestLines:
         encoded = b"".join(self._parts)
         if encoded.isascii() and _DELETE not in encoded and not SECRETS.may_be_in(encoded):
             return encoded
-        return SECRETS.masked(encoded.decode()).translate(_ODD).encode()
+        # Line by line: other threads wait for the interpreter while one text is searched.
+        lines = encoded.decode().splitlines(keepends=True)
+        return "".join([SECRETS.masked(line).translate(NOT_FOR_TERMINALS) for line in lines]).encode()
 
 
 def _stamp(milliseconds: int) -> str:
@@ -154,8 +158,13 @@ def _words(line: RequestLine) -> str:
     for name in _NAMED:
         value = getattr(line, name)
         if value is not None and value != "":
-            words.append(f"{name}={visible(value) if isinstance(value, str) else value}")
+            words.append(f"{name}={_word(value) if isinstance(value, str) else value}")
     return f"{' '.join(words)}\n"
+
+
+def _word(value: str) -> str:
+    """Return a value as one word, in quotation marks as JSON has them if it would otherwise look like several."""
+    return value if _WORD.fullmatch(value) else json.dumps(value, ensure_ascii=False)
 
 
 _NAMED = [field for field in RequestLine.__struct_fields__ if field not in _HEAD]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from frontend.clients import Receive, Scope
 from lmi_server.contract.errors import AuthenticationError, ConfigurationError, PayloadTooLargeError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS
 
 SERVICE = "sagemaker"  # of which sagemaker-runtime is a part
@@ -68,7 +69,8 @@ class SignatureCheck:
         messages = await self._messages(receive)
         body = b"".join(message.get("body", b"") for message in messages)
         self._check_body(body, named.get(_PAYLOAD_HASH))
-        signed = [pair for pair in headers if pair[0] in signature.signed.split(";")]
+        names = set(signature.signed.split(";"))
+        signed = [pair for pair in headers if pair[0] in names]
         if not hmac.compare_digest(self._expected(signature, scope, signed, body), signature.signature):
             raise _invalid("the signature is not the one that the secret key of sigv4_keys makes of this request")
 
@@ -89,13 +91,13 @@ class SignatureCheck:
             raise SignatureRefusedError("UnrecognizedClientException", "the access key is not one of sigv4_keys")
         if (signature.region, signature.service) != (self._region, SERVICE):
             raise _invalid(
-                f"the signature is for {signature.service} in {signature.region}, "
+                f"the signature is for {excerpt(signature.service)} in {excerpt(signature.region)}, "
                 f"and this endpoint is {SERVICE} in {self._region} (sigv4_region)"
             )
         _check_date(headers.get("x-amz-date", ""), signature.day)
         unsigned = {name for name in headers if _MUST_BE_SIGNED.fullmatch(name)} - {*signature.signed.split(";")}
         if unsigned:
-            raise _invalid(f"these headers must be signed, too: {', '.join(sorted(unsigned))}")
+            raise _invalid(f"these headers must be signed, too: {excerpt(', '.join(sorted(unsigned)))}")
         return signature
 
     async def _messages(self, receive: Receive) -> list[Any]:

@@ -16,12 +16,14 @@ from lmi_server.contract.errors import (
     LmiServerError,
     MethodNotAllowedError,
     ModelNotReadyError,
+    NoRoomError,
     PredictTimeoutError,
     QueueDelayError,
     QueueFullError,
     RouteNotFoundError,
     WorkerDiedError,
 )
+from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.sendable import json_bytes
 from lmi_server.dialects.errors import error_reply
 
@@ -49,6 +51,7 @@ def error_statuses(settings: ServerSettings) -> dict[type[LmiServerError], int]:
     return {
         QueueFullError: settings.throttle_error_http_code,
         QueueDelayError: settings.throttle_error_http_code,
+        NoRoomError: wlm,
         ModelNotReadyError: wlm,
         WorkerDiedError: wlm,
         PredictTimeoutError: wlm,
@@ -71,9 +74,9 @@ async def on_http_error(request: Request, raised: Exception) -> Response:
     assert isinstance(raised, HTTPException)
     path = request.url.path
     if raised.status_code == 404:
-        return error_response(path, RouteNotFoundError(f"Requested resource is not found: {path}"))
+        return error_response(path, RouteNotFoundError(f"Requested resource is not found: {excerpt(path)}"))
     allowed = ", ".join(sorted((raised.headers or {}).get("Allow", "").split(", ")))
-    error = MethodNotAllowedError(f"{request.method} is not allowed on {path}; use {allowed}")
+    error = MethodNotAllowedError(f"{excerpt(request.method)} is not allowed on {excerpt(path)}; use {allowed}")
     return error_response(path, error, {"allow": allowed})
 
 

@@ -22,6 +22,7 @@ from lmi_server.contract.errors import (
     AuthenticationError,
     LmiServerError,
     ModelNotFoundError,
+    NoRoomError,
     PermissionDeniedError,
     QueueFullError,
 )
@@ -62,6 +63,7 @@ _REFUSED = {
 _KINDS = {
     AuthenticationError: ("AccessDeniedException", 403),
     PermissionDeniedError: ("AccessDeniedException", 403),
+    NoRoomError: ("ServiceUnavailable", 503),
     QueueFullError: ("ServiceUnavailable", 503),
 }
 _MODEL_ERROR = 424

@@ -23,7 +23,7 @@ import uvicorn
 import uvloop
 
 from frontend.app import App
-from frontend.connection_limits import ConnectionLimits
+from frontend.connection_limits import ConnectionLimits, map_large_blocks
 from frontend.console import Console
 from frontend.console_feed import ConsoleFeed
 from frontend.embedded_metrics import EmbeddedMetrics
@@ -35,6 +35,7 @@ from frontend.management_access import Access
 from frontend.metric_log import AccessLog, MetricLog, log_files
 from frontend.metrics import Metrics
 from frontend.model_watch import ModelWatch
+from frontend.ready_line import ready_line
 from frontend.request_reports import RequestReports
 from frontend.server_end import ForcedEnd, ServerEnd
 from frontend.server_log import BackgroundLog, background_log
@@ -112,6 +113,7 @@ def _run(
     if certificate is None and names_certificate(settings):
         logger.warning("the certificate has no effect, because no address begins with https:// (tls=true)")
     _allow_many_connections()
+    map_large_blocks()
     try:
         server = _Server(sources, settings, listeners, certificate, environment, inspect, registry, log)
         code = uvloop.run(server.serve())
@@ -183,7 +185,7 @@ class _Server:
         relay = Relay(models, metrics, self._settings, self._access)
         self._reports = relay.reports
         management_place = self._listeners[1].place if len(self._listeners) > 1 else None
-        console = None
+        console = feed = None
         if self._settings.console:
             feed = ConsoleFeed(lambda: models.models, metrics, self._log.tail)
             console = Console(models, relay, self._access.guard, feed)
@@ -197,7 +199,10 @@ class _Server:
         starting = [models.register(source, at_startup=True) for source in self._sources]
         watches = [asyncio.create_task(self._measure_start(starting))]
         watches += [asyncio.create_task(self._end_if_unloadable(model)) for model in starting]
+        watches.append(asyncio.create_task(self._say_ready(starting)))
         watches.append(asyncio.create_task(models.follow()))
+        if feed is not None:
+            watches.append(asyncio.create_task(feed.run()))
         if self._settings.reload_on_change:
             watches.append(asyncio.create_task(ModelWatch(models).run()))
         if self._settings.emf_namespace is not None:
@@ -240,6 +245,13 @@ class _Server:
                 "management_api_keys, or management_clients=local if there is no such proxy",
                 listener.url,
             )
+
+    async def _say_ready(self, models: Sequence[Model]) -> None:
+        """Say that the server is ready, once every model of the start is loaded or cannot be."""
+        for model in models:
+            await model.settled.wait()
+        if not self._ending.is_set():
+            logger.info(ready_line(self._listeners, self._settings, models))
 
     async def _end_if_unloadable(self, model: Model) -> None:
         """End the service if a model of the start cannot be loaded, unless the other models are to be served then."""

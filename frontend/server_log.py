@@ -21,24 +21,16 @@ from logging.handlers import QueueHandler, QueueListener
 from typing import Any, Protocol
 
 from lmi_server.contract import log_fields
+from lmi_server.contract.quoting import LONGEST_RECORD, as_record, shorten
 from lmi_server.contract.secrets import SECRETS
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-# What would let a text from a client look like lines of the log, or control the terminal that shows it.
-_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
-_ESCAPES |= {0x2028: "\\u2028", 0x2029: "\\u2029", ord("\n"): "\n  "}
 
 _CAPACITY = 16 << 20  # bytes: a hundred thousand lines of the usual length
 _RECORD_BYTES = 512  # of a record beside its text, roughly
 _CLOSE_LIMIT_S = 1.0
 _KEPT_LINES = 500
 _LONGEST_KEPT = 4096  # characters
-
-
-def visible(text: str) -> str:
-    """Return the text with control characters escaped."""
-    return text if text.isprintable() else text.translate(_ESCAPES)
 
 
 class Lines(Protocol):
@@ -79,6 +71,11 @@ class _MadeLines:
         return self._text
 
 
+def _shown_message(message: str) -> str:
+    """Return the message of a record without secrets. One that is longer than any line of a worker is cut."""
+    return SECRETS.masked(shorten(message, LONGEST_RECORD))
+
+
 class JsonFormatter(logging.Formatter):
     """Writes each record as an object in JSON on one line, without secrets."""
 
@@ -92,7 +89,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             **_fields(record),
         }
-        entry["message"] = SECRETS.masked(entry.pop("message"))  # the last one
+        entry["message"] = _shown_message(entry.pop("message"))  # the last one
         return json.dumps(entry)  # in ASCII, so that no character means anything to a terminal
 
 
@@ -112,9 +109,7 @@ class LineFormatter(logging.Formatter):
         return record.getMessage() if isinstance(record, WrittenLines) else super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is that of logging
-        record.message = SECRETS.masked(record.message)
-        if not record.message.isprintable():
-            record.message = record.message.translate(_ESCAPES)
+        record.message = as_record(_shown_message(record.message))
         return super().formatMessage(record)
 
 

@@ -14,6 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 from frontend.clients import Scope
 from lmi_server.configuration.server_settings import UNIX, ServerSettings
 from lmi_server.contract.errors import PermissionDeniedError
+from lmi_server.contract.quoting import excerpt
 
 ANY = "*"
 _OTHER_SITES = ("cross-site", "same-site")
@@ -33,7 +34,7 @@ class WebPages:
         """Raise PermissionDeniedError for a page of another site; the arguments are Host, Origin and Sec-Fetch-Site."""
         if not self._is_own_host(host):
             raise PermissionDeniedError(
-                f"Header Host is {host[:100]!r}, which is no name of this server; allowed_hosts names further ones"
+                f"Header Host is {excerpt(host)}, which is no name of this server; allowed_hosts names further ones"
             )
         if origin is not None:
             self._check_origin(host, origin, site)
@@ -50,7 +51,7 @@ class WebPages:
         is_own = site == "same-origin" or _split(origin).netloc.lower() == host.lower() != ""
         if not is_own and self._origin not in (ANY, origin):
             raise PermissionDeniedError(
-                f"Header Origin is {origin[:100]!r}; web pages of other sites may not use this server, "
+                f"Header Origin is {excerpt(origin)}; web pages of other sites may not use this server, "
                 "unless cors_allowed_origin names theirs"
             )
 

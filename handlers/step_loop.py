@@ -25,8 +25,12 @@ _log = logging.getLogger(__name__)
 
 Output = Delta | LmiServerError
 
-AddRequest = Callable[[Callable[[Output], None]], None]
-"""Gives a request to an engine, in the engine's thread; its argument gets the outputs."""
+AddRequest = Callable[[Callable[[Output], None]], int]
+"""Gives a request to an engine, in the engine's thread; its argument gets the outputs.
+
+It returns the number that the engine gave the request. Only engines number requests: clients choose their own ids, and
+two may choose the same one.
+"""
 
 
 class EngineLostError(BaseException):
@@ -49,8 +53,8 @@ class SteppedEngine(Protocol):
         """Compute one step and pass the deltas to the `emit` of their requests."""
         ...
 
-    def abort(self, request_id: str) -> None:
-        """Free the request's place; ignore unknown ids."""
+    def abort(self, number: int) -> None:
+        """Free the place of the request that got this number when it was added; ignore requests that have ended."""
         ...
 
     def fail_running(self, error: BaseException) -> None:
@@ -100,9 +104,7 @@ class StepLoop(Generic[E]):
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
 
-    async def generate(
-        self, request_id: str, prepare: Callable[[], Awaitable[AddRequest]]
-    ) -> AsyncGenerator[Delta, None]:
+    async def generate(self, prepare: Callable[[], Awaitable[AddRequest]]) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request. `prepare` runs on the event loop first, to tokenize the prompt for example.
 
         Closing the generator aborts the request before the next step. Raises what `prepare` raises, or the error with
@@ -123,7 +125,7 @@ class StepLoop(Generic[E]):
                         return
         finally:
             if not inbox.ended:
-                self._command(lambda: self.engine.abort(request_id))
+                self._command(lambda: self._abort(inbox))
 
     def on_loop(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Return a function that the engine's thread may call to have `callback` called on the event loop."""
@@ -160,7 +162,7 @@ class StepLoop(Generic[E]):
             self._outbox.append((inbox, output))
 
         try:
-            add(emit)
+            inbox.number = add(emit)
         except LmiServerError as error:
             emit(error)
         except EngineLostError:
@@ -169,6 +171,10 @@ class StepLoop(Generic[E]):
         except BaseException as error:  # noqa: BLE001
             _log.exception("the engine cannot take a request")
             emit(failure_of(error))
+
+    def _abort(self, inbox: _Inbox) -> None:
+        if inbox.number is not None:  # commands are applied in order: without a number the engine has refused it
+            self.engine.abort(inbox.number)
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -234,7 +240,12 @@ class StepLoop(Generic[E]):
 
 
 class _Inbox:
-    """Outputs of one request on their way to its generator. Only the event loop uses it."""
+    """Outputs of one request on their way to its generator. Only the event loop uses them.
+
+    `number` is that of the request in the engine, None if the engine does not have it. Only its thread uses it.
+    """
+
+    number: int | None = None
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []

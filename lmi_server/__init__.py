@@ -9,6 +9,7 @@ serving/        the queue side, in the front end's process: models, job queues, 
 supervisor/     starts, watches and ends worker processes
 worker/         what runs inside a worker process
 dialects/       LMI's, OpenAI's and Anthropic's requests and answers: pure functions
+media/          the images and sounds of requests, decoded within limits
 compat/         `djl_python`, on the path of workers only
 commands/       the command line
 

@@ -2,7 +2,8 @@
 
 import { html, useEffect, useReducer, useRef, useState } from "./htm-preact.js";
 import { call, eventsOf, store } from "./connection.js";
-import { number } from "./models.js";
+import { statusName } from "./models.js";
+import { counted, number } from "./text.js";
 
 const MOST_TOKENS = 2000;  // that are listed with their times
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
@@ -92,19 +93,52 @@ async function ask(body, answer, signal, update) {
 const SETTINGS = { system: "", temperature: "", top_p: "", max_tokens: "", seed: "", stop: "", tools: "", schema: "{}",
   format: "text", stream: true, logprobs: false };
 
+// Returns the names that the models have, each with its best state: that of a version which can serve, if one can.
+function choicesOf(rows) {
+  const found = new Map();
+  for (const row of rows) if (found.get(row.name) !== "Healthy") found.set(row.name, row.status);
+  return [...found].map(([name, status]) => ({ name, status }));
+}
+
+// Returns the model of each of two chats: the one that is chosen, or the first that the other chat has not.
+function chosen([first, second], choices) {
+  const able = choices.filter(({ status }) => status === "Healthy").map(({ name }) => name);
+  const besides = (other) => able.find((name) => name !== other) ?? able[0] ?? "";
+  const left = first ?? besides(second);
+  return [left, second ?? besides(left)];
+}
+
+const TYPED = "\0";  // no model is called so
+
+// All models, and a field for what else a request may name: an adapter, or another name of a model.
+function ModelField({ title, name, choices, choose }) {
+  const [typed, setTyped] = useState(false);
+  const pick = (event) => {
+    const isTyped = event.target.value === TYPED;
+    setTyped(isTyped);
+    choose(isTyped ? "" : event.target.value);
+  };
+  return html`<label>${title}<select value=${typed ? TYPED : name} onChange=${pick}>
+      ${!typed && !choices.some((choice) => choice.name === name) && html`<option value=${name}>${name}</option>`}
+      ${choices.map((choice) => html`<option key=${choice.name} value=${choice.name}
+        disabled=${choice.status !== "Healthy"}>${choice.name}${choice.status === "Healthy" ? ""
+          : ` (${statusName(choice.status).toLowerCase()})`}</option>`)}
+      <option value=${TYPED}>Another name, or an adapter</option></select></label>
+    ${typed && html`<label>${`${title}, name`}<input value=${name} onInput=${(event) => choose(event.target.value)} /></label>`}`;
+}
+
 export function Chat() {
   const [, update] = useReducer((count) => count + 1, 0);
   const [settings, setSettings] = useState(SETTINGS);
-  const [names, setNames] = useState([null, null]);  // null: the first model
+  const [names, setNames] = useState([null, null]);  // null: the first model that the other chat has not
   const [both, setBoth] = useState(false);
   const [images, setImages] = useState([]);
   const [problem, setProblem] = useState("");
   const chats = useRef([[], []]);
   const running = useRef(null);
   const frame = useRef(0);
-  const able = [...store.models.values()].filter((row) => row.status === "Healthy");
-  const choices = [...new Set(able.map((row) => row.name))];
-  const models = names.map((name) => name ?? choices[0] ?? "");
+  const choices = choicesOf(store.models.values());
+  const models = chosen(names, choices);
   // Tokens may come faster than the page can be drawn.
   const draw = () => { frame.current ||= requestAnimationFrame(() => { frame.current = 0; update(); }); };
 
@@ -146,10 +180,9 @@ export function Chat() {
 
   return html`<h2>Chat</h2>
     <div class="row">
-      ${(both ? [0, 1] : [0]).map((index) => html`<label key=${index}>${both ? `Model ${index + 1}` : "Model"}
-        <input list="chat-models" value=${models[index]} onInput=${(event) =>
-          setNames(names.map((name, place) => (place === index ? event.target.value : name)))} /></label>`)}
-      <datalist id="chat-models">${choices.map((name) => html`<option value=${name} />`)}</datalist>
+      ${(both ? [0, 1] : [0]).map((index) => html`<${ModelField} key=${index} title=${both ? `Model ${index + 1}` : "Model"}
+        name=${models[index]} choices=${choices} choose=${(chosenName) =>
+          setNames(names.map((name, place) => (place === index ? chosenName : name)))} />`)}
       <label class="check"><input type="checkbox" checked=${both} onChange=${(event) => setBoth(event.target.checked)} />
         Two models side by side</label>
       <button onClick=${clear}>New chat</button>
@@ -209,7 +242,7 @@ function Pictures({ images, setImages }) {
   };
   return html`<label>Images, for models that see<input type="file" accept="image/*" multiple onChange=${add} /></label>
     ${images.length > 0 && html`<button type="button" onClick=${() => setImages([])}>
-      Remove ${images.length} images</button>`}`;
+      Remove ${counted(images.length, "image")}</button>`}`;
 }
 
 function Message({ entry, logprobs }) {
@@ -246,7 +279,7 @@ function Timings({ answer }) {
   const gaps = answer.tokens.slice(1).map((token) => token.ms).sort((one, other) => one - other);
   const figures = [
     `first token after ${number(answer.first - answer.began)} ms`,
-    `${number(tokens)} tokens`,
+    counted(tokens, "token"),
     ...(seconds > 0 && tokens > 1 ? [`${number((tokens - 1) / seconds, 1)} tokens/s`] : []),
     ...(gaps.length ? [`between tokens ${number(gaps[gaps.length >> 1], 1)} ms, at most ${number(gaps.at(-1), 1)} ms`] : []),
     ...(answer.finish ? [`ended by ${answer.finish}`] : []),

@@ -5,20 +5,23 @@ const root = new URL("../", base);
 const KEY = "lmi-server management key";
 const RETRY_MS = 1000;
 const LINES = 500;  // of the log
-const POINTS = 375;  // of a chart: five minutes, one in 0.8 seconds
-const CHARTED = 50;  // models whose values are kept
+const SILENCE_MS = 5000;  // after which a server that sends a message each second counts as gone
 
-export const MEASURES = ["tokens", "requests", "running", "queue", "ttft", "itl", "kv", "hits"];
+export const SPAN_S = 300;  // of the charts
 
 export const store = {
   state: "connecting",  // open, connecting, or key: the server wants one
   error: "",
   refusals: 0,  // of keys
   server: null,
+  time: null,  // of the last message, by the server's clock
+  connections: 0,  // that were made
   models: new Map(),  // by label
   totals: {},
   log: [],
-  histories: new Map([["", []]]),  // by label, "" for all models: points of the last minutes
+  charted: null,  // the label of the model that the charts show, "" for all
+  points: [],  // of the charts
+  outcome: null,  // of the last registration or unregistration: { label } or { text }
   listeners: new Set(),
 };
 
@@ -88,6 +91,34 @@ export async function* eventsOf(response) {
   }
 }
 
+// Shows what became of something that goes on when its form is left, until the next such thing begins.
+export function announce(outcome) {
+  store.outcome = outcome;
+  changed();
+}
+
+// --- the charts ---
+
+// Chooses what the charts show (null: there are none), and gets the points that the server has of it.
+export async function chart(label) {
+  if (label !== store.charted) Object.assign(store, { charted: label, points: [] });
+  if (label === null) return;
+  try {
+    const { columns, points } = await (await call("console/history", { query: { model: label } })).json();
+    if (label !== store.charted) return;
+    const found = points.map((values) => Object.fromEntries(columns.map((name, index) => [name, values[index]])));
+    const last = found.at(-1)?.time ?? 0;
+    store.points = [...found, ...store.points.filter((point) => point.time > last)];
+    changed();
+  } catch { /* the events say that the server is gone; with them the points come again */ }
+}
+
+function remember({ tokens, requests, running, queue, kv, hits, ttft, itl }, time) {
+  const point = { time, tokens, requests, running, queue, kv, hits,
+    ttft_p50: ttft?.[0], ttft_p95: ttft?.[1], ttft_p99: ttft?.[2], itl_p50: itl?.[0], itl_p95: itl?.[1], itl_p99: itl?.[2] };
+  store.points = [...store.points.filter((before) => before.time > time - SPAN_S), point];
+}
+
 // --- what changes ---
 
 let following = null;
@@ -100,16 +131,30 @@ function reconnect() {
 
 async function follow(signal) {
   while (!signal.aborted) {
+    const silence = new AbortController();
+    let timer = 0;
+    const heard = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => silence.abort(), SILENCE_MS);
+    };
     try {
-      const response = await fetch(new URL("live", base), { headers: headers(), signal });
+      heard();
+      const response = await fetch(new URL("live", base),
+        { headers: headers(), signal: AbortSignal.any([signal, silence.signal]) });
       if (!response.ok) throw await errorOf(response);
-      for await (const data of eventsOf(response)) take(JSON.parse(data));
+      store.connections += 1;
+      for await (const data of eventsOf(response)) {
+        heard();
+        take(JSON.parse(data));
+      }
       store.state = "connecting";
     } catch (error) {
       if (signal.aborted) return;
       store.state = error.status === 401 ? "key" : "connecting";
       store.error = error.message;
       if (store.state === "key") store.refusals += 1;
+    } finally {
+      clearTimeout(timer);
     }
     changed();
     if (store.state === "key") return;  // until one is given
@@ -119,29 +164,17 @@ async function follow(signal) {
 
 function take(message) {
   if (store.server?.since !== message.server.since) store.log = [];  // the server has started anew
-  Object.assign(store, { state: "open", error: "", server: message.server, totals: message.totals });
+  Object.assign(store, { state: "open", error: "", server: message.server, totals: message.totals,
+    time: message.time });
   if (message.whole) store.models = new Map();
   for (const row of message.models) store.models.set(row.label, row);
   const last = store.log.at(-1)?.[0] ?? 0;
   const lines = message.log.filter(([number]) => number > last);
   if (lines.length) store.log = [...store.log, ...lines].slice(-LINES);
-  remember("", message.totals, message.time);
-  for (const [label, row] of store.models) {
-    if ("tokens" in row && (store.histories.has(label) || store.histories.size <= CHARTED)) {
-      remember(label, row, message.time);
-    }
-  }
-  for (const label of store.histories.keys()) {
-    if (label && !store.models.has(label)) store.histories.delete(label);
+  if (store.charted !== null) {
+    remember(store.charted ? store.models.get(store.charted) ?? {} : store.totals, message.time);
   }
   changed();
-}
-
-function remember(label, row, time) {
-  const points = store.histories.get(label) ?? [];
-  points.push({ time, ...Object.fromEntries(MEASURES.map((name) => [name, row[name] ?? null])) });
-  if (points.length > POINTS) points.shift();
-  store.histories.set(label, points);
 }
 
 export function connect() {

@@ -4,7 +4,8 @@ import { html, render, useEffect, useReducer, useRef, useState } from "./htm-pre
 import { connect, setKey, store } from "./connection.js";
 import { Chat } from "./chat.js";
 import { Live } from "./live.js";
-import { Model, Models } from "./models.js";
+import { Model, Models, Outcome } from "./models.js";
+import { counted, moment } from "./text.js";
 
 const THEME = "lmi-server theme";
 const PARTS = [["models", "Models"], ["live", "Live"], ["chat", "Chat"]];
@@ -69,10 +70,17 @@ function Key() {
 
 function Status() {
   const models = [...store.models.values()];
-  const able = models.filter((model) => model.status === "Healthy").length;
-  const text = { open: "", connecting: "Connecting", key: "A key is needed" }[store.state];
-  return html`<span role="status" class=${text ? "error" : "quiet"}>
-    ${text || `${able} of ${models.length} models can serve`}</span>`;
+  const withStatus = (status) => models.filter((model) => model.status === status).length;
+  const failed = withStatus("FAILED");
+  const text = { open: "", connecting: store.time ? "No connection" : "Connecting", key: "A key is needed" }[store.state];
+  return html`<span role="status" class=${text || failed ? "error" : "quiet"}>
+    ${text || `${withStatus("Healthy")} of ${counted(models.length, "model")} can serve${failed ? `, ${failed} failed` : ""}`}
+  </span>`;
+}
+
+function Stale() {
+  return html`<p class="banner error" role="alert">${`The server does not answer. Everything here is as it was at ${
+    moment(store.time)}.`}</p>`;
 }
 
 function App() {
@@ -81,6 +89,7 @@ function App() {
   const [part, ...rest] = fragment.split("/");
   const shown = { models: Models, model: Model, live: Live }[part];
   const label = decodeURIComponent(rest.join("/"));
+  const stale = store.state !== "open" && store.time !== null;
   useEffect(() => { document.title = `${label || part} - lmi-server`; }, [fragment]);
   return html`<a class="skip" href="#main" onClick=${(event) => {
       event.preventDefault();
@@ -92,7 +101,9 @@ function App() {
         aria-current=${(part === "model" ? "models" : part) === name ? "page" : null}>${title}</a>`)}</nav>
       <span class="spring"></span><${Status} /><${Theme} /><${Key} />
     </header>
-    <main id="main" tabindex="-1">
+    <main id="main" tabindex="-1" class=${stale ? "stale" : ""}>
+      ${stale && html`<${Stale} />`}
+      <${Outcome} />
       ${shown && html`<${shown} key=${label} label=${label} />`}
       <div hidden=${part !== "chat"}><${Chat} /></div>
     </main>`;

@@ -1,20 +1,24 @@
 // Charts of the last minutes, of all models or of one, and the end of the server's log.
 
 import { html, useEffect, useRef, useState } from "./htm-preact.js";
-import { store } from "./connection.js";
-import { number, percent } from "./models.js";
+import { SPAN_S, chart as follow, store } from "./connection.js";
+import { clock, moment, number, percent } from "./text.js";
 
 const HEIGHT = 160;
 const LATENCIES = ["p50", "p95", "p99"];
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];  // steps of an axis of counts
+const share = (value) => (value === null || value === undefined ? null : value * 100);
 const CHARTS = [
   { title: "Tokens/s", series: ["generated"], of: (point) => [point.tokens], shown: (value) => number(value, 1) },
-  { title: "Requests", series: ["running", "queue"], of: (point) => [point.running, point.queue], shown: number },
+  { title: "Requests", series: ["running", "queue"], of: (point) => [point.running, point.queue],
+    shown: (value) => number(value), steps: WHOLE },
   { title: "Requests/s", series: ["ended"], of: (point) => [point.requests], shown: (value) => number(value, 1) },
-  { title: "Time to first token, ms", series: LATENCIES, of: (point) => point.ttft ?? [null, null, null], shown: number },
-  { title: "Time between tokens, ms", series: LATENCIES, of: (point) => point.itl ?? [null, null, null],
-    shown: (value) => number(value, 1) },
+  { title: "Time to first token, ms", series: LATENCIES, shown: (value) => number(value),
+    of: (point) => [point.ttft_p50, point.ttft_p95, point.ttft_p99] },
+  { title: "Time between tokens, ms", series: LATENCIES, shown: (value) => number(value, 1),
+    of: (point) => [point.itl_p50, point.itl_p95, point.itl_p99] },
   { title: "KV cache and prefix hits, %", series: ["KV cache", "prefix hits"], shown: (value) => number(value, 1),
-    of: (point) => [point.kv, point.hits].map((share) => (share === null ? null : share * 100)) },
+    of: (point) => [share(point.kv), share(point.hits)], most: 100 },
 ];
 
 // A custom property with light-dark() is resolved only where it is a colour.
@@ -33,13 +37,26 @@ function options(chart, width) {
   const strokes = ["--first", "--second", "--third"].map(resolved);
   return {
     width, height: HEIGHT, cursor: { drag: { x: false, y: false } },
-    scales: { y: { range: (_, low, high) => [0, Math.max((high ?? 0) * 1.1, 1)] } },
-    axes: [axis, { ...axis, size: 60 }],
-    series: [{}, ...chart.series.map((label, index) => ({
+    scales: {
+      x: { range: () => [store.time - SPAN_S, store.time] },
+      y: { range: (_, low, high) => [0, chart.most ?? ((high ?? 0) * 1.1 || 1)] },
+    },
+    axes: [
+      { ...axis, values: (_, splits, axisIndex, space, step) => splits.map((at) => clock(at, step < 60)) },
+      { ...axis, size: 60, ...(chart.steps ? { incrs: chart.steps } : {}) },
+    ],
+    hooks: { setLegend: [showLast] },
+    series: [{ label: "Time", value: (_, at) => (at === null ? "–" : moment(at)) }, ...chart.series.map((label, index) => ({
       label, stroke: strokes[index], width: 2, points: { show: false }, spanGaps: false,
       value: (_, value) => chart.shown(value),
     }))],
   };
+}
+
+// The legend has the newest values while the pointer is elsewhere.
+function showLast(plot) {
+  const last = plot.data[0].length - 1;
+  if (plot.cursor.idx === null && last >= 0 && plot.legend.idx !== last) plot.setLegend({ idx: last }, false);
 }
 
 function Chart({ chart, points }) {
@@ -51,7 +68,10 @@ function Chart({ chart, points }) {
     const system = matchMedia("(prefers-color-scheme: dark)");
     addEventListener("theme", redraw);
     system.addEventListener("change", redraw);
-    const sized = new ResizeObserver(() => plot.current?.setSize({ width: place.current.clientWidth, height: HEIGHT }));
+    const sized = new ResizeObserver(() => {
+      const width = place.current.clientWidth;
+      if (width) plot.current?.setSize({ width, height: HEIGHT });
+    });
     sized.observe(place.current);
     return () => {
       sized.disconnect();
@@ -60,23 +80,32 @@ function Chart({ chart, points }) {
     };
   }, []);
   const data = [points.map((point) => point.time), ...chart.series.map((_, index) =>
-    points.map((point) => chart.of(point)[index]))];
+    points.map((point) => chart.of(point)[index] ?? null))];
+  const empty = !data.slice(1).flat().some(Boolean);  // a scale beside nothing would be made up
   useEffect(() => {
-    plot.current = new globalThis.uPlot(options(chart, place.current.clientWidth), data, place.current);
+    plot.current = new globalThis.uPlot(options(chart, place.current.clientWidth || 1), data, place.current);
     return () => plot.current.destroy();
   }, [theme]);
-  useEffect(() => { plot.current.setData(data); });
+  useEffect(() => {
+    plot.current.setData(data);
+    showLast(plot.current);
+  });
   const last = points.length ? chart.of(points.at(-1)) : [];
   const text = chart.series.map((name, index) => `${name} ${chart.shown(last[index])}`).join(", ");
   return html`<figure class="panel"><figcaption>${chart.title}</figcaption>
-    <div ref=${place} role="img" aria-label=${`${chart.title}: ${text}`}></div></figure>`;
+    <div role="img" aria-label=${`${chart.title}: ${text}`}>
+      <p class="nothing" hidden=${!empty}>Nothing in the last five minutes.</p>
+      <div ref=${place} hidden=${empty}></div></div></figure>`;
 }
 
 export function Live({ label: fixed }) {
   const [label, setLabel] = useState(fixed ?? "");
-  const points = store.histories.get(label) ?? [];
+  useEffect(() => { follow(label); }, [label, store.connections]);
+  useEffect(() => () => { follow(null); }, []);
+  const points = store.charted === label ? store.points : [];
   const row = label ? store.models.get(label) ?? {} : store.totals;
-  const measured = [...store.histories.keys()].filter(Boolean).sort();
+  const measured = [...store.models.values()].filter((each) => "tokens" in each || each.label === label)
+    .map((each) => each.label);
   return html`<h2>Live</h2>
     <div class="row"><label>Model<select value=${label} onChange=${(event) => setLabel(event.target.value)}>
       <option value="">all models</option>${measured.map((name) => html`<option value=${name}>${name}</option>`)}
@@ -88,7 +117,7 @@ export function Live({ label: fixed }) {
       <div><dt>Token gap p50</dt><dd>${row.itl ? `${number(row.itl[0], 1)} ms` : "–"}</dd></div>
       <div><dt>KV cache</dt><dd>${percent(row.kv)}</dd></div><div><dt>Prefix hits</dt><dd>${percent(row.hits)}</dd></div>
     </dl>
-    <p class="note">Times are those of the requests that ended in the last ten seconds.</p>
+    <p class="note">Times are percentiles of the requests that ended in the last ten seconds, exact to 2 %.</p>
     <div class="plots">${CHARTS.map((chart) => html`<${Chart} key=${`${chart.title} ${label}`} chart=${chart} points=${points} />`)}</div>
     <${Log} />`;
 }

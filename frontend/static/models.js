@@ -1,16 +1,14 @@
 // The list of models, and one model: its workers, values and memory, and what the management API can do with it.
 
 import { html, useEffect, useRef, useState } from "./htm-preact.js";
-import { call, store } from "./connection.js";
+import { announce, call, store } from "./connection.js";
+import { counted, elapsed, gib, moment, number, percent, size } from "./text.js";
 
 const PAGE = 50;
 const REFRESH_MS = 5000;
-const GIB = 2 ** 30;
+const STATUSES = { Healthy: "Healthy", PENDING: "Loading", Unhealthy: "Unhealthy", FAILED: "Failed" };
 
-export const number = (value, digits = 0) =>
-  value === null || value === undefined ? "–" : value.toLocaleString("en", { maximumFractionDigits: digits });
-export const percent = (share) => (share === null || share === undefined ? "–" : `${number(share * 100, 1)} %`);
-const gib = (bytes) => (bytes === null || bytes === undefined ? "unknown" : `${number(bytes / GIB, 2)} GiB`);
+export const statusName = (status) => STATUSES[status] ?? status;
 const link = (label) => `#model/${encodeURIComponent(label)}`;
 
 // --- the list ---
@@ -30,19 +28,20 @@ export function Models() {
       <label>Find<input type="search" value=${wanted} onInput=${filter(setWanted)} /></label>
       <label>State<select value=${status} onChange=${filter(setStatus)}>
         <option value="">all</option>
-        ${["Healthy", "Pending", "Unhealthy", "Failed"].map((name) => html`<option>${name}</option>`)}</select></label>
+        ${Object.entries(STATUSES).map(([name, title]) => html`<option value=${name}>${title}</option>`)}</select></label>
     </div>
     <div class="scroll"><table>
-      <caption aria-live="polite">${matching.length} models${pages > 1 ? `, page ${here + 1} of ${pages}` : ""}</caption>
-      <thead><tr><th scope="col">Model</th><th scope="col">State</th><th scope="col" class="number">Workers</th>
-        <th scope="col" class="number">Running</th><th scope="col" class="number">Queue</th>
+      <caption aria-live="polite">${counted(matching.length, "model")}${pages > 1 ? `, page ${here + 1} of ${pages}` : ""}</caption>
+      <thead><tr><th scope="col">Model</th><th scope="col">State</th><th scope="col" class="number less">Workers</th>
+        <th scope="col" class="number">Running</th><th scope="col" class="number less">Queue</th>
         <th scope="col" class="number">Tokens/s</th><th scope="col" class="number less">TTFT p50</th>
         <th scope="col" class="number less">KV cache</th><th scope="col" class="less">Handler</th></tr></thead>
-      <tbody>${shown.map((row) => html`<tr key=${row.label}>
-        <th scope="row"><a href=${link(row.label)}>${row.label}</a></th>
-        <td><span class=${`state ${row.status}`}>${row.status}</span></td>
-        <td class="number">${row.workers ? row.workers.ready : "–"}</td>
-        <td class="number">${number(row.running)}</td><td class="number">${number(row.queue)}</td>
+      <tbody>${shown.map((row) => html`<tr key=${row.label} class=${row.status}>
+        <th scope="row"><a href=${link(row.label)}>${row.label}</a>
+          ${row.reason && html`<p class="error reason">${row.reason}</p>`}</th>
+        <td><${State} row=${row} /><${Loading} row=${row} /></td>
+        <td class="number less">${row.workers ? row.workers.ready : "–"}</td>
+        <td class="number">${number(row.running)}</td><td class="number less">${number(row.queue)}</td>
         <td class="number">${number(row.tokens, 1)}</td>
         <td class="number less">${row.ttft ? `${number(row.ttft[0])} ms` : "–"}</td>
         <td class="number less">${percent(row.kv)}</td><td class="less">${row.handler}</td></tr>`)}</tbody>
@@ -52,6 +51,33 @@ export function Models() {
       <span>Page ${here + 1} of ${pages}</span>
       <button disabled=${here === pages - 1} onClick=${() => setPage(here + 1)}>Next</button></nav>`}
     <${Register} />`;
+}
+
+function State({ row }) {
+  return html`<span class=${`state ${row.status}`}>${statusName(row.status)}${row.reloading ? ", reloading" : ""}</span>`;
+}
+
+// How far the loading of a model is.
+export function Loading({ row }) {
+  if (!row.loading) return null;
+  const { what, done, total, since } = row.loading;
+  const amount = total ? `: ${size(done)} of ${size(total)} (${number(100 * done / total)} %)` : done ? `: ${size(done)}` : "";
+  return html`<div class="note loading">${what}${amount}, ${elapsed(store.time - since)}
+    ${total ? html`<progress aria-label=${`Loading ${row.label}`} value=${done} max=${total}></progress>` : ""}</div>`;
+}
+
+// What became of the last registration or unregistration. It stays until the next one begins.
+export function Outcome() {
+  const { label, text } = store.outcome ?? {};
+  const row = label === undefined ? undefined : store.models.get(label);
+  const failed = row?.status === "FAILED";
+  const said = text ?? (label === undefined || failed ? "" : row?.status === "Healthy" ? `${label} can serve.`
+    : `${label} is loading.`);
+  return html`<div class=${`outcome ${failed ? "FAILED" : ""}`} hidden=${!store.outcome}>
+    <p class="done" role="status">${said}</p>
+    ${failed && html`<p class="error" role="alert">${label} could not be loaded: ${row.reason}</p>`}
+    ${row && !failed && html`<${Loading} row=${row} />`}
+    <button onClick=${() => announce(null)}>Dismiss</button></div>`;
 }
 
 // A form whose submission is a call; it shows what came of it.
@@ -71,21 +97,27 @@ export function Action({ title, run, button, children, danger }) {
     <div class="row">${children}
       <button class=${danger ? "danger" : "main"} disabled=${state.busy}>${state.busy ? "…" : button}</button></div>
     ${state.error && html`<p class="error" role="alert">${state.error}</p>`}
-    ${state.done && html`<p class="done" role="status">${state.done}</p>`}
+    <p class="done" role="status">${state.done}</p>
   </form>`;
 }
 
 const statusOf = async (response) => (await response.json()).status;
 
+// The label of the model that a registration has begun to load, by the address that the server gives it.
+const labelOf = (response) =>
+  response.headers.get("location").split("/").slice(1).map(decodeURIComponent).join(":");
+
 function Register() {
   const run = async ({ settings, ...given }) => {
+    announce(null);
     const more = {};
     for (const line of settings.split("\n").map((text) => text.trim()).filter(Boolean)) {
       const [name, ...value] = line.split("=");
       more[name.trim()] = value.join("=").trim();
     }
     const filled = Object.fromEntries(Object.entries(given).filter(([, text]) => text !== ""));
-    return statusOf(await call("models", { method: "POST", body: { ...filled, ...more, synchronous: false } }));
+    const body = { ...filled, ...more, synchronous: false };
+    announce({ label: labelOf(await call("models", { method: "POST", body })) });
   };
   return html`<details class="panel"><summary>Register a model</summary>
     <${Action} title="Register a model" run=${run} button="Register">
@@ -121,9 +153,10 @@ export function Model({ label }) {
     return html`<p><a href="#models">All models</a></p><p>There is no model ${label}.</p>`;
   }
   return html`<p><a href="#models">All models</a></p>
-    <h2>${label} <span class=${`state ${row.status}`}>${row.status}</span></h2>
+    <h2>${label} <${State} row=${row} /></h2>
+    <${Loading} row=${row} />
     ${row.reason && html`<p class="error">${row.reason}</p>`}
-    ${error && html`<p class="error" role="alert">${error}</p>`}
+    ${error && store.state === "open" && html`<p class="error" role="alert">${error}</p>`}
     <dl class="figures">
       <div><dt>Handler</dt><dd class="text">${row.handler || "–"}</dd></div>
       <div><dt>Running</dt><dd>${number(row.running)}</dd></div><div><dt>Queue</dt><dd>${number(row.queue)}</dd></div>
@@ -149,14 +182,14 @@ function Workers({ found }) {
     <tbody>${workers.map((worker) => html`<tr><th scope="row">${worker.id}</th><td>${worker.status}</td>
       <td>${worker.deviceType}${worker.deviceId >= 0 ? ` ${worker.deviceId}` : ""}</td>
       <td class="number">${worker.pid}</td><td class="number">${worker.requestsInFlight}</td>
-      <td>${new Date(worker.startTime).toLocaleString()}</td></tr>`)}</tbody></table></div>`;
+      <td class="moment">${moment(Date.parse(worker.startTime) / 1000)}</td></tr>`)}</tbody></table></div>`;
 }
 
 function Memory({ found }) {
   const { memory, resident } = found;
   const figures = [
     ["Weights, estimated", gib(memory.weights_bytes)],
-    ["KV cache of all running requests", gib(memory.kv_bytes)],
+    ["KV cache that is needed at most", memory.kv_tokens === null ? "unknown" : `${number(memory.kv_tokens)} tokens`],
     ["KV cache that the worker reserves", memory.kv_reserved_bytes === null ? "on demand" : gib(memory.kv_reserved_bytes)],
     ["KV cache that fits", memory.kv_tokens_that_fit === null ? "unknown" : `${number(memory.kv_tokens_that_fit)} tokens`],
     ["Free now", gib(memory.available_bytes)],
@@ -177,10 +210,11 @@ function Manage({ row, path, refresh }) {
   };
   const unregister = async () => {
     const only = row.version === null ? "?model_version=" : "";  // without it, versions beside this one would go, too
-    const status = await statusOf(await call(`models/${path}${only}`, { method: "DELETE" }));
+    announce(null);
+    await call(`models/${path}${only}`, { method: "DELETE" });
     dialog.current?.close();
     location.hash = "models";
-    return status;
+    announce({ text: `${row.label} is unregistered.` });
   };
   return html`<h3>Scale and unregister</h3><div class="panel">
     <${Action} title="Scale" run=${scale} button="Scale">
@@ -230,12 +264,13 @@ function Configuration({ options }) {
     <div class="row"><label>Find a key<input type="search" onInput=${(event) => setWanted(event.target.value)} /></label>
       <label class="check"><input type="checkbox" checked=${all} onChange=${(event) => setAll(event.target.checked)} />
         Defaults, too</label></div>
-    <div class="scroll"><table><caption>${shown.length} of ${options.length} keys</caption>
-      <thead><tr><th scope="col">Key</th><th scope="col">Value</th><th scope="col">Layer</th>
-        <th scope="col" class="less">Meaning</th></tr></thead>
-      <tbody>${shown.map((option) => html`<tr key=${option.key}><th scope="row"><code>${option.key}</code></th>
-        <td><code>${written(option.value)}</code></td>
-        <td>${option.layer}${option.place && html`<br /><span class="note">${option.place}</span>`}</td>
-        <td class="less note">${option.meaning}${option.note && html` <em>(${option.note})</em>`}</td></tr>`)}</tbody>
-    </table></div>`;
+    <table class="stacked" role="table"><caption>${shown.length} of ${counted(options.length, "key")}</caption>
+      <thead role="rowgroup"><tr role="row">${["Key", "Value", "Layer", "Meaning"].map((title) =>
+        html`<th scope="col" role="columnheader">${title}</th>`)}</tr></thead>
+      <tbody role="rowgroup">${shown.map((option) => html`<tr key=${option.key} role="row">
+        <th scope="row" role="rowheader"><code>${option.key}</code></th>
+        <td role="cell"><code>${written(option.value)}</code></td>
+        <td role="cell">${option.layer}${option.place && html`<br /><span class="note">${option.place}</span>`}</td>
+        <td role="cell" class="note">${option.meaning}${option.note && html` <em>(${option.note})</em>`}</td></tr>`)}</tbody>
+    </table>`;
 }

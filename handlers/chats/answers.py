@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import regex
@@ -17,7 +17,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 
 from handlers.chats.calls import CallPiece, CallReader, is_object
 from handlers.chats.formats import ReasoningFormat, ToolFormat
-from lmi_server.contract.generation import Delta, GenerationRequest, NamedTool, ToolCallDelta
+from lmi_server.contract.generation import Delta, FinishReason, GenerationRequest, ToolCallDelta
 
 _CALLS, _REASONING, _CONTENT, _DROPPED = "tool_calls", "thinking", "content", "marker"
 _LONGEST_TAIL = 200  # characters of a prompt in which the beginning of the reasoning is looked for
@@ -50,12 +50,12 @@ def response_template(tools: ToolFormat | None, reasoning: ReasoningFormat | Non
     fields: dict[str, dict[str, Any]] = {_CONTENT: {}}
     if reasoning is not None:
         begin, end = regex.escape(reasoning.begin), regex.escape(reasoning.end)
-        fields[_REASONING] = {"open_pattern": rf"\A\s*{begin}", "close_pattern": rf"\s*{end}"}
+        fields[_REASONING] = {"open_pattern": rf"\A\s*{begin}", "close_pattern": rf"\s{{0,20}}{end}"}
     if tools is not None:
         closing = {} if tools.closing is None else {"close": tools.closing}
         fields[_CALLS] = {"open_pattern": tools.opening, "repeats": True, **closing}
         if tools.dropped is not None:  # a field without text: it ends at the next character
-            dropped = rf"\s*{regex.escape(tools.dropped)}"
+            dropped = rf"\s{{0,20}}{regex.escape(tools.dropped)}"
             fields[_DROPPED] = {"open_pattern": dropped, "close_pattern": r"(?=[\s\S])", "repeats": True}
     return load_response_template({"start_anchor_pattern": r"\A", "fields": fields})
 
@@ -85,7 +85,7 @@ class AnswerParser:
         if ended and self._hides_special:
             text = _without_end(delta)
         was_in_reasoning = self._in_reasoning
-        self._feed(text, ended)
+        self._feed(text, delta.finish_reason)
         if was_in_reasoning and self._in_reasoning:
             self._reasoning_tokens += len(delta.tokens)
         out, self._out = self._out, _Output()
@@ -104,14 +104,14 @@ class AnswerParser:
 
     def _begin(self, prompt: str) -> None:
         self._parser = ResponseParser(self._format.template, prefix=self._format.prefix(prompt))
-        self._route(self._parser.initial_events, closed=True)
+        self._route(self._parser.initial_events, "marker")
 
-    def _feed(self, text: str, ended: bool) -> None:
-        self._route(self._parser.feed(text), closed=True)
-        if ended:
-            self._route(self._parser.finalize()[1], closed=False)
+    def _feed(self, text: str, ended: FinishReason | None) -> None:
+        self._route(self._parser.feed(text), "marker")
+        if ended is not None:
+            self._route(self._parser.finalize()[1], "model" if ended == "eos_token" else "limit")
 
-    def _route(self, events: Sequence[Mapping[str, Any]], closed: bool) -> None:
+    def _route(self, events: Sequence[Mapping[str, Any]], end: CallsEnd) -> None:
         for event in events:
             kind, field = event["type"], event["field"]
             if kind == "region_chunk":
@@ -119,7 +119,7 @@ class AnswerParser:
             elif kind == "region_open":
                 self._open(field)
             else:
-                self._close(field, closed)
+                self._close(field, end)
 
     def _open(self, field: str) -> None:
         if field == _CALLS:
@@ -138,10 +138,10 @@ class AnswerParser:
             self._after_marker = not text
         (self._out.reasoning if field == _REASONING else self._out.content).append(text)
 
-    def _close(self, field: str, closed: bool) -> None:
+    def _close(self, field: str, end: CallsEnd) -> None:
         if field == _CALLS:
             assert self._calls is not None
-            pieces, rest = self._calls.close(closed)
+            pieces, rest = self._calls.close(end)
             self._emit(pieces)
             self._out.content.append(rest)
             self._calls = None
@@ -168,11 +168,16 @@ class _Output:
         self.calls: list[ToolCallDelta] = []
 
 
+CallsEnd = Literal["marker", "model", "limit"]
+"""What ends the text of calls: the marker behind them, the model's end token, or a limit on the answer."""
+
+
 class _Calls:
     """The calls between two markers.
 
     A stream sends arguments as they come, so that a call whose arguments turn out to be no JSON stays a call. A whole
-    answer waits for the end, and has such a text as its content.
+    answer waits for the end, and has such a text as its content. A call that a limit cuts off is no content of either:
+    both have as much of it as came, once its name is complete.
     """
 
     def __init__(self, form: ToolFormat, schemas: Mapping[str, Any], stream: bool) -> None:
@@ -193,16 +198,17 @@ class _Calls:
         self._waiting += pieces
         return ()
 
-    def close(self, closed: bool) -> tuple[Sequence[CallPiece], str]:
+    def close(self, end: CallsEnd) -> tuple[Sequence[CallPiece], str]:
         """Return the rest of the calls, and the text that is none."""
+        closed, cut = end == "marker", end == "limit" and self._reader.is_cut_call
         pieces = self._reader.close(closed)
-        rest = self._reader.rest
+        rest = "" if cut else self._reader.rest
         if not (self._called or pieces):
-            return (), self._written(closed)
+            return (), "" if cut else self._written(closed)
         if self._stream:
             return pieces, rest
         pieces = self._waiting + pieces
-        return ((), self._written(closed)) if not _are_whole(pieces) else (pieces, rest)
+        return (pieces, rest) if cut or _are_whole(pieces) else ((), self._written(closed))
 
     def _written(self, closed: bool) -> str:
         """Return the text between the markers with the markers, as the model wrote it."""
@@ -229,7 +235,7 @@ class NamedCallParser:
     def parse(self, delta: Delta) -> Delta:
         """Return `delta` with its text as arguments."""
         pieces = [ToolCallDelta(0, arguments=delta.text)] if delta.text else []
-        if self._first is not None:
+        if pieces and self._first is not None:  # an answer that is cut off before its first text has no call
             pieces.insert(0, self._first)
             self._first = None
         return msgspec.structs.replace(delta, text="", tool_calls=tuple(pieces))
@@ -245,8 +251,3 @@ def _without_end(delta: Delta) -> str:
     """Return the text of the last delta without the special token that ended it."""
     last = delta.tokens[-1] if delta.tokens else None
     return delta.text if last is None or not last.special else delta.text.removesuffix(last.text)
-
-
-def is_named(request: GenerationRequest) -> bool:
-    """Return whether the request names the function that the answer calls."""
-    return isinstance(request.chat.tool_choice, NamedTool)

@@ -47,6 +47,14 @@ class CallReader(ABC):
         """Return the text that belongs to no call; asked for after `close`."""
         return self._unread if self._unread.strip(_BETWEEN) else ""
 
+    @property
+    def is_cut_call(self) -> bool:
+        """Return whether the text is a call, or calls, if a limit ends it here; asked for before `close`.
+
+        Behind a marker it is.
+        """
+        return True
+
 
 class JsonCalls(CallReader):
     """Reads calls whose arguments are a JSON object behind a header with the name.
@@ -95,6 +103,10 @@ class JsonCalls(CallReader):
             self._object = None
         return CallPiece(None, arguments)
 
+    @property
+    def is_cut_call(self) -> bool:
+        return self._called or not self._known or _begins_name(_JSON_NAME, self._unread, self._schemas)
+
     def close(self, closed: bool) -> list[CallPiece]:
         if self._called or self._object is not None:
             return []
@@ -103,6 +115,16 @@ class JsonCalls(CallReader):
             return []
         self._unread = ""
         return [piece for name, arguments in calls for piece in (CallPiece(name), CallPiece(None, arguments))]
+
+
+_JSON_NAME = regex.compile(r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"\\]*)')
+_PYTHON_NAME = regex.compile(r"\s*\[\s*(?P<name>[\w.]*)")
+
+
+def _begins_name(pattern: regex.Pattern[str], text: str, schemas: Mapping[str, Any]) -> bool:
+    """Return whether the name at the beginning of `text` is that of a function of the request, or begins so."""
+    found = pattern.match(text)
+    return found is not None and any(name.startswith(found["name"]) for name in schemas)
 
 
 class _ObjectEnd:
@@ -293,6 +315,10 @@ class PythonCalls(CallReader):
     def feed(self, text: str) -> list[CallPiece]:
         self._unread += text
         return []
+
+    @property
+    def is_cut_call(self) -> bool:
+        return not self._known or _begins_name(_PYTHON_NAME, self._unread, self._schemas)
 
     def close(self, closed: bool) -> list[CallPiece]:
         try:

@@ -34,6 +34,21 @@ def template_messages(messages: Sequence[Mapping[str, Any]], arguments_as_text: 
     ]
 
 
+def with_known_roles(messages: Sequence[Mapping[str, Any]], template: Any) -> Sequence[Mapping[str, Any]]:
+    """Return the messages with the role `system` for `developer`, its newer name, if the template does not know that.
+
+    As under vLLM, there is one such message then, at the beginning: many templates take no other. `template` is the
+    text of one, or several by name.
+    """
+    texts = template.values() if isinstance(template, Mapping) else [template or ""]
+    known = any(f"{quote}developer{quote}" in text for text in texts for quote in "'\"")
+    if known or all(message["role"] != "developer" for message in messages):
+        return messages
+    instructions = [message for message in messages if message["role"] in ("developer", "system")]
+    whole = {**instructions[0], "role": "system", "content": "\n\n".join(one["content"] for one in instructions)}
+    return [whole, *(message for message in messages if message["role"] not in ("developer", "system"))]
+
+
 def _assistant(name: str, message: Mapping[str, Any], arguments_as_text: Callable[[], bool]) -> dict[str, Any]:
     changed = dict(message)
     if message.get("reasoning"):  # vLLM's name of what templates read as reasoning_content

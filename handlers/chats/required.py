@@ -12,6 +12,12 @@ from lmi_server.contract.generation import GenerationRequest, NamedTool, Structu
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
+def is_forced(request: GenerationRequest) -> bool:
+    """Return whether the answer has to call a tool."""
+    choice = request.chat.tool_choice
+    return request.messages is not None and (choice == "required" or isinstance(choice, NamedTool))
+
+
 def call_constraint(request: GenerationRequest) -> GenerationRequest:
     """Return `request` with a constraint: the arguments of the named function, or a list of calls.
 

@@ -30,6 +30,8 @@ from lmi_server.machine.memory import free_and_total
 
 _log = logging.getLogger(__name__)
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
 _BEFORE_BF16 = "a GPU of this worker is older than compute capability 8.0, and computes no bfloat16"
 
 
@@ -123,6 +125,12 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     configured = model.generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(token for token in (*ids, tokenizer.eos_token_id) if token is not None)
+
+
+def sampling_defaults(model: Any) -> dict[str, float]:
+    """Return the parameters of sampling that generation_config.json names, as vLLM takes them."""
+    configured = model.generation_config.to_diff_dict()
+    return {name: configured[name] for name in _SAMPLING if isinstance(configured.get(name), int | float)}
 
 
 def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:

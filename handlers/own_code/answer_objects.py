@@ -6,15 +6,13 @@ the fields of OpenAI's form beside those of LMI's, if the function looks for one
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 _OPENAI_FIELDS = frozenset({"choices", "created", "id", "model", "object", "usage"})
-_EVENT = re.compile(r"(?:data:|event:|id:).*?\n\n|[^\n]*\n+|[^\n]+", re.DOTALL)
-_JSON = re.compile(r"\{.*\}", re.DOTALL)
+_FIELDS_OF_EVENTS = ("data:", "event:", "id:")
 
 Completion = Callable[[str], Mapping[str, Any]]
 """Takes a text; returns the fields that it has in OpenAI's form."""
@@ -121,13 +119,19 @@ class StreamEvent(str):
             before, after = ("".join(parts) for parts in zip(*texts, strict=True))
             if whole.endswith(before):
                 fields["generated_text"] = whole.removesuffix(before) + after
-        return _JSON.sub(lambda _: fields.model_dump_json(), str(self), count=1)
+        place = self._place()
+        return f"{self[: place.start]}{fields.model_dump_json()}{self[place.stop :]}"
+
+    def _place(self) -> slice:
+        """Return where the object is: from the first brace that opens to the last one that closes."""
+        start = self.find("{")
+        return slice(start, max(start, self.rfind("}") + 1)) if start >= 0 else slice(0, 0)
 
     def _parsed(self) -> LmiAnswer | None:
-        found = _JSON.search(self) if self._fields is None else None
-        if found is not None:
+        found = self[self._place()] if self._fields is None else ""
+        if found:
             try:
-                fields = attribute_dict(msgspec.json.decode(found[0]))
+                fields = attribute_dict(msgspec.json.decode(found))
             except msgspec.DecodeError:
                 return None
             object.__setattr__(self, "_fields", LmiAnswer(fields, self._completion))
@@ -137,4 +141,17 @@ class StreamEvent(str):
 
 def events(text: str) -> Iterator[str]:
     """Yield the events of a chunk, which has several of them if a step brought several tokens."""
-    return (found[0] for found in _EVENT.finditer(text))
+    at, last_blank = 0, text.rfind("\n\n")
+    while at < len(text):
+        end = text.find("\n\n", at) + 2 if at <= last_blank and text.startswith(_FIELDS_OF_EVENTS, at) else 0
+        end = end or _end_of_lines(text, at)
+        yield text[at:end]
+        at = end
+
+
+def _end_of_lines(text: str, start: int) -> int:
+    """Return where the line that begins there ends, with the blank lines behind it."""
+    end = text.find("\n", start)
+    while 0 <= end < len(text) and text[end] == "\n":
+        end += 1
+    return end if end >= 0 else len(text)

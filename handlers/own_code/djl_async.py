@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Any, NamedTuple
 
@@ -43,11 +44,11 @@ class AsyncFunction(AsyncRequestHandler):
 
     async def handle(self, request: Request) -> Response:
         try:
-            tracked = {_TRACKING_ID: request.request_id}
+            tracked = {_TRACKING_ID: str(uuid.uuid4())}  # clients choose the ids of requests: two may be the same
             result = await _resolved(self._function.call(self._function.inputs.one(request, **tracked)))
             response = await response_of(result)
             if isinstance(result, Output | AsyncIterator):
-                response.headers = [*response.headers, (_TRACKING_ID, request.request_id)]
+                response.headers = [*response.headers, *tracked.items()]
             return response
         except (asyncio.CancelledError, *EXITS):
             raise  # the worker knows if it has cancelled the request, and how a process ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -116,6 +117,7 @@ class OwnFormatting(Formatting):
         self._tokenizer = tokenizer
         self._requests = InputBuilder("handle", {"model_dir": model_dir}, may_choose_handler=True)
         self._model_dir = model_dir
+        self._numbers = itertools.count()  # LMI numbers its requests, and some functions tell them apart by the number
 
     def parse(self, request: Request, served: ServedModel) -> Exchange:
         is_lmi = request.route in LMI_ROUTES
@@ -134,8 +136,8 @@ class OwnFormatting(Formatting):
         if self._written is None or not is_lmi:
             return exchange
         text_input = text_input or _input_of(request)
-        self._complete(text_input, exchange, request)
-        return self._written(exchange, text_input, _streams(text_input), served.name)
+        self._complete(text_input, request)
+        return self._written(exchange, text_input, _streams(text_input), served)
 
     def _body_formatted(self, request: Request) -> Request:
         assert self.reads is not None
@@ -156,9 +158,9 @@ class OwnFormatting(Formatting):
         except BaseException as error:  # exits, too: a formatter does not end the process of the model
             raise HandlerError(f"input_formatter: {format_user_error(error, self._model_dir)}") from error
 
-    def _complete(self, text_input: RequestInput, exchange: Exchange, request: Request) -> None:
+    def _complete(self, text_input: RequestInput, request: Request) -> None:
         """Set the fields that only the server knows, as LMI does after the formatter."""
-        text_input.request_id = exchange.requests[0].request_id
+        text_input.request_id = next(self._numbers)
         text_input.client_request_id = request.request_id or None
         text_input.server_parameters = text_input.server_parameters or dict(text_input.parameters)
         text_input.tgi_compat = self._options.tgi_compat

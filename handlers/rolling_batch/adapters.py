@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Adapter
+from lmi_server.contract.quoting import excerpt
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine
@@ -62,7 +63,7 @@ class LoadedAdapters:
     async def _load(self, name: str) -> LoraWeights:
         adapter = self.registered.get(name)
         if adapter is None:
-            raise RequestError(f"The adapter {name} has not been registered")
+            raise RequestError(f"The adapter {excerpt(name)} has not been registered")
         pairs = await asyncio.to_thread(_read, adapter.directory)
         weights = await self._loop.call(lambda: self._loop.engine.load_adapter(pairs))
         if self.registered.get(name) is adapter:  # else it was removed or replaced meanwhile: for this request only

@@ -38,12 +38,16 @@ class StopMatcher:
     held: str = ""
     found: str | None = None
 
-    def feed(self, piece: str) -> tuple[str, bool]:
-        """Add `piece`; return the text that is safe to emit, and whether a stop sequence was found."""
+    def feed(self, piece: str, ends: bool = True) -> tuple[str, bool]:
+        """Add `piece`; return the text that is safe to emit, and whether a stop sequence was found.
+
+        A stop sequence that `piece` completes counts only if it `ends` the text.
+        """
         if not self.stops:
             return piece, False
         text = self.held + piece
-        found = min(((at, stop) for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
+        at_all = ((at, stop) for stop in self.stops if ends and (at := text.find(stop)) >= 0)
+        found = min(at_all, default=None)
         if found:
             at, stop = found
             self.held, self.found = "", stop
@@ -91,6 +95,15 @@ class IncrementalDetokenizer:
         if unfinished or len(text) <= len(self._before_text):
             return ""
         return self._emit(text)
+
+    @classmethod
+    def texts(cls, tokenizer: Any, ids: Sequence[int]) -> list[str]:
+        """Return the text that each token of a prompt adds: they join to its text. Parts of a character have none."""
+        detokenizer = cls(tokenizer, [], skip_special_tokens=False)
+        texts = [detokenizer.feed(token) for token in ids]
+        if texts:
+            texts[-1] += detokenizer.flush()
+        return texts
 
     def flush(self) -> str:
         """Return the text of tokens that never completed a character, with replacement characters as `decode` gives."""

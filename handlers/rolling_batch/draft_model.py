@@ -72,19 +72,19 @@ class DraftModel:
         self._length = length
         self._vocabulary = vocabulary
         self._costs = costs
-        self._drafts: dict[str, _Draft] = {}
+        self._drafts: dict[int, _Draft] = {}  # by the numbers of sequences
         self._free = list(range(runner.cache.slots))
 
-    def add(self, request_id: str, sampling: SamplingState) -> None:
-        self._drafts[request_id] = _Draft(sampling, scheduler.Sequence(request_id, [], 0, 0))
+    def add(self, number: int, sampling: SamplingState) -> None:
+        self._drafts[number] = _Draft(sampling, scheduler.Sequence(number, [], 0, 0))
 
-    def remove(self, request_id: str) -> None:
-        draft = self._drafts.pop(request_id, None)
+    def remove(self, number: int) -> None:
+        draft = self._drafts.pop(number, None)
         if draft is not None:
             self._vacate(draft)
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
-        self._drafts[request_id].acceptance.observe(drafted, accepted)
+    def observe(self, number: int, drafted: int, accepted: int) -> None:
+        self._drafts[number].acceptance.observe(drafted, accepted)
 
     def timed(self, rows: int, seconds: float) -> None:
         """Learn nothing: the costs were measured at load, those of the smaller model among them."""
@@ -96,7 +96,7 @@ class DraftModel:
         if not lengths:
             return {}
         for sequence in lengths:
-            self._follow(sequence, {entry.request_id for entry in lengths})
+            self._follow(sequence, {entry.number for entry in lengths})
         drafts: dict[scheduler.Sequence, list[int]] = {sequence: [] for sequence in lengths}
         going = self._catch_up(list(lengths), drafts)
         while going := [sequence for sequence in going if len(drafts[sequence]) < lengths[sequence]]:
@@ -107,11 +107,11 @@ class DraftModel:
         self, wanted: Sequence[tuple[scheduler.Sequence, int]], rows: int, room: int
     ) -> dict[scheduler.Sequence, int]:
         """Return how many tokens to draft for each sequence that gets a draft."""
-        known = [(entry, most) for entry, most in wanted if entry.request_id in self._drafts]
+        known = [(entry, most) for entry, most in wanted if entry.number in self._drafts]
         least = self._costs.least_chance(rows, len(known)) if known else 1.0
         lengths: dict[scheduler.Sequence, int] = {}
         for sequence, most in known:
-            acceptance = self._drafts[sequence.request_id].acceptance
+            acceptance = self._drafts[sequence.number].acceptance
             most = min(most, room, self._length, self._runner.cache.max_len - len(sequence.tokens))
             length = acceptance.promising(most, least)
             if length <= 0:
@@ -121,9 +121,9 @@ class DraftModel:
             room -= length
         return lengths
 
-    def _follow(self, sequence: scheduler.Sequence, drafting: set[str]) -> None:
+    def _follow(self, sequence: scheduler.Sequence, drafting: set[int]) -> None:
         """Take over the tokens of a sequence, and give it a slot if it has none."""
-        draft = self._drafts[sequence.request_id]
+        draft = self._drafts[sequence.number]
         own, tokens = draft.sequence, sequence.tokens
         while own.computed > draft.known and (
             own.computed > len(tokens) or own.tokens[own.computed - 1] != tokens[own.computed - 1]
@@ -134,7 +134,7 @@ class DraftModel:
         if own.slot < 0:
             if not self._free:  # all belong to sequences that wait again, or get no drafts
                 self._vacate(next(
-                    draft for name, draft in self._drafts.items() if draft.sequence.slot >= 0 and name not in drafting
+                    draft for owner, draft in self._drafts.items() if draft.sequence.slot >= 0 and owner not in drafting
                 ))  # fmt: skip
             own.slot = self._free.pop()
 
@@ -153,7 +153,7 @@ class DraftModel:
         """Compute what the cache lacks, and draft the first tokens; return the sequences that have one."""
         budget, chunks, decode, going = _CATCH_UP, [], [], []
         for sequence in sequences:
-            own = self._drafts[sequence.request_id].sequence
+            own = self._drafts[sequence.number].sequence
             if own.decoding:
                 decode.append(own)
                 going.append(sequence)
@@ -164,11 +164,11 @@ class DraftModel:
                 budget -= end - own.computed
             if end == len(own.tokens):
                 going.append(sequence)
-        self._run(StepPlan(decode, chunks), {self._drafts[entry.request_id].sequence: entry for entry in going}, drafts)
+        self._run(StepPlan(decode, chunks), {self._drafts[entry.number].sequence: entry for entry in going}, drafts)
         return going
 
     def _decode(self, sequences: list[scheduler.Sequence], drafts: dict[scheduler.Sequence, list[int]]) -> None:
-        own = {self._drafts[entry.request_id].sequence: entry for entry in sequences}
+        own = {self._drafts[entry.number].sequence: entry for entry in sequences}
         self._run(StepPlan(list(own), []), own, drafts)
 
     def _run(
@@ -187,7 +187,7 @@ class DraftModel:
         if not sampled:
             return
         logits = step.logits[: len(step.sampled), : self._vocabulary].contiguous()  # as kernels need it
-        states = [self._drafts[own.request_id].sampling for own in sampled]
+        states = [self._drafts[own.number].sampling for own in sampled]
         tokens = foresee(logits, states, [len(drafts[owners[own]]) for own in sampled])
         for own, token in zip(sampled, tokens, strict=True):
             own.tokens.append(token)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +31,7 @@ from lmi_server.contract.errors import (
     is_device_failure,
 )
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
+from lmi_server.contract.quoting import excerpt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,10 +62,14 @@ class Grammar(TokenMask, Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
-    """A sequence with what its output needs. `emit` takes its deltas, or the error that ends it."""
+    """A sequence with what its output needs. `emit` takes its deltas, or the error that ends it.
 
+    `label` is what the client calls it, and names it in messages only: others may have the same one.
+    """
+
+    label: str
     sequence: Sequence
     parameters: SamplingParameters
     sampling: SamplingState
@@ -78,7 +85,11 @@ class _Request:
 
 
 class RollingBatchEngine:
-    """The engine that a `StepLoop` steps. It is not thread-safe: every call comes from the loop's thread."""
+    """The engine that a `StepLoop` steps. It is not thread-safe: every call comes from the loop's thread.
+
+    It numbers the requests that it gets. A fault in what concerns one of them alone ends that one; a fault in what all
+    of a step share raises, and `fail_running` ends them.
+    """
 
     def __init__(
         self, runner: StepRunner, scheduler: Scheduler, tokenizer: Any, eos_ids: frozenset[int], max_len: int
@@ -90,8 +101,9 @@ class RollingBatchEngine:
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._eos_ids = eos_ids
         self._max_len = max_len
-        self._requests: dict[str, _Request] = {}
-        self._grammars: dict[str, Grammar] = {}  # of the requests that have one
+        self._numbers = itertools.count(1)
+        self._requests: dict[int, _Request] = {}  # by number: those that the scheduler has, too
+        self._grammars: dict[int, Grammar] = {}  # of the requests that have one
         self._mask_thread = ThreadPoolExecutor(1, "grammar-masks")
         self._recorder = StepRecorder(scheduler)
         self._drafter: Drafter | None = None
@@ -154,7 +166,7 @@ class RollingBatchEngine:
 
     def add(
         self,
-        request_id: str,
+        label: str,
         prompt: list[int],
         parameters: SamplingParameters,
         prompt_text: str,
@@ -163,18 +175,21 @@ class RollingBatchEngine:
         adapter: LoraWeights | None = None,
         on_begin: Callable[[], None] | None = None,
         grammar: Grammar | None = None,
-    ) -> None:
-        """Queue a request; `emit` gets its deltas from `step`, which calls `on_begin` once the request runs.
+    ) -> int:
+        """Queue a request, and return its number; `emit` gets its deltas from `step`.
 
-        `grammar` is the request's own, at its beginning.
+        `label` names it in messages, and need not be unique. `step` calls `on_begin` once the request runs. `grammar`
+        is the request's own, at its beginning.
 
         Raises ContextLengthError or RequestError if the request cannot be served at all.
         """
         wanted = self._checked_length(prompt, parameters)
-        sequence = Sequence(request_id, list(prompt), len(prompt), wanted, priority, adapter)
+        number = next(self._numbers)
+        sequence = Sequence(number, list(prompt), len(prompt), wanted, priority, adapter)
         # Scoring a prompt takes the logits of all its tokens, so that none of them may come from another sequence.
         sequence.may_reuse_prefix = parameters.prompt_logprobs is None
-        self._requests[request_id] = _Request(
+        request = _Request(
+            label,
             sequence,
             parameters,
             SamplingState(parameters, prompt, self._banned(parameters, grammar), grammar),
@@ -187,11 +202,13 @@ class RollingBatchEngine:
             on_begin=on_begin,
             grammar=grammar,
         )
-        if grammar is not None:
-            self._grammars[request_id] = grammar
-        elif self._drafter is not None:  # the masks of a grammar are computed for one token per step
-            self._drafter.add(request_id, self._requests[request_id].sampling)
         self._scheduler.add(sequence)
+        self._requests[number] = request
+        if grammar is not None:
+            self._grammars[number] = grammar
+        elif self._drafter is not None:  # the masks of a grammar are computed for one token per step
+            self._drafter.add(number, request.sampling)
+        return number
 
     def _banned(self, parameters: SamplingParameters, grammar: Grammar | None) -> BannedTokens | None:
         """Return what a request must not generate; None, as for nearly every request, if it may generate anything.
@@ -239,21 +256,21 @@ class RollingBatchEngine:
         """Set all counters to zero."""
         self._recorder = StepRecorder(self._scheduler)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, number: int) -> None:
         """Forget a request; its slot is free for the next step. Requests that have ended are ignored."""
-        request = self._requests.get(request_id)
+        request = self._requests.get(number)
         if request:
             self._forget(request)
             self._recorder.observe()
 
     def _forget(self, request: _Request, sound: bool = True) -> None:
         """Drop a request that has ended."""
-        request_id = request.sequence.request_id
-        del self._requests[request_id]
-        self._grammars.pop(request_id, None)
-        if self._drafter is not None:
-            self._drafter.remove(request_id)
+        number = request.sequence.number
+        del self._requests[number]
+        self._grammars.pop(number, None)
         self._scheduler.remove(request.sequence, sound=sound)
+        if self._drafter is not None:
+            self._drafter.remove(number)
 
     def stop(self) -> None:
         """End the other ranks; nothing is computed any more."""
@@ -265,16 +282,16 @@ class RollingBatchEngine:
         self._recorder.begin()
         plan = self._scheduler.plan(self._drafter.propose if self._drafter is not None else None)
         for sequence in plan.started:
-            on_begin = self._requests[sequence.request_id].on_begin
+            on_begin = self._requests[sequence.number].on_begin
             if on_begin is not None:
                 on_begin()
         began = self._clock()
         masks = self._begin_masks() if self._grammars else None
-        logits = self._runner.run(plan, {chunk.sequence.request_id for chunk in plan.prefill if self._scores(chunk)})
+        logits = self._runner.run(plan, {chunk.sequence.number for chunk in plan.prefill if self._scores(chunk)})
         self._scheduler.advance(plan)
         self._score_prompts(logits)
-        if masks is not None:
-            masks.result()
+        for number, error in masks.result().items() if masks is not None else ():
+            self._end_alone(number, error)
         count = len(logits.sampled)
         self._choose(logits.sampled, logits.logits[:count])
         accepted = self._verify(plan, logits) if plan.drafts else 0
@@ -285,13 +302,34 @@ class RollingBatchEngine:
 
     def _choose(self, sequences: list[Sequence], logits: Tensor) -> None:
         """Choose the next token of each sequence from its row of logits; emit it."""
-        requests = [self._requests[sequence.request_id] for sequence in sequences]
-        states = [request.sampling for request in requests]
-        for request, sampled in zip(requests, sample(logits, states) if states else [], strict=True):
-            if sampled.token == NO_TOKEN:
+        found = [self._requests.get(sequence.number) for sequence in sequences]
+        requests = [request for request in found if request is not None]
+        if len(requests) < len(found):  # what failed above has ended them
+            logits = logits[[row for row, request in enumerate(found) if request is not None]]
+        if requests:
+            self._take(requests, logits)
+
+    def _take(self, requests: list[_Request], logits: Tensor) -> None:
+        for request, sampled in zip(requests, self._sampled(requests, logits), strict=True):
+            if isinstance(sampled, BaseException):
+                self._end_alone(request.sequence.number, sampled)
+            elif sampled.token == NO_TOKEN:
                 self._fail_overflown(request, logits.dtype)
             else:
                 self._accept_or_fail(request, sampled)
+
+    def _sampled(self, requests: list[_Request], logits: Tensor) -> SequenceOf[Sampled | BaseException]:
+        """Return the token of each request, or what its parameters raise: they are tried one by one if any does."""
+        try:
+            return sample(logits, [request.sampling for request in requests])
+        # The border to torch and to kernels: the parameters of one request must not end the others.
+        except BaseException as error:
+            if is_device_failure(error):
+                raise
+            if len(requests) == 1:
+                return [error]
+        rows = [self._sampled([request], logits[row : row + 1]) for row, request in enumerate(requests)]
+        return [sampled for row in rows for sampled in row]
 
     def _verify(self, plan: StepPlan, logits: StepLogits) -> int:
         """Choose the tokens behind drafted ones, place by place, as long as the draft is right; return how many."""
@@ -309,49 +347,68 @@ class RollingBatchEngine:
 
     def _is_right(self, sequence: Sequence, draft: list[int], place: int) -> bool:
         """Whether the request goes on and its newest token is the drafted one; the request learns when it is not."""
-        request = self._requests.get(sequence.request_id)
-        if request is None or place >= len(draft):
+        if sequence.number not in self._requests or place >= len(draft):
             return False
         right = sequence.tokens[-1] == draft[place]
         if self._drafter is not None and (not right or place == len(draft) - 1):
-            self._drafter.observe(sequence.request_id, len(draft), place + right)
+            self._drafter.observe(sequence.number, len(draft), place + right)
         return right
 
-    def _begin_masks(self) -> Future[None]:
-        """Compute, while the model computes, which tokens the grammars allow next."""
-        stale = [grammar for grammar in self._grammars.values() if grammar.is_stale]
+    def _begin_masks(self) -> Future[dict[int, BaseException]]:
+        """Compute, while the model computes, which tokens the grammars allow next; see `_fill` for the result."""
+        stale = {number: grammar for number, grammar in self._grammars.items() if grammar.is_stale}
         return self._mask_thread.submit(_fill, stale)
 
     def fail_running(self, error: BaseException) -> None:
         """End every running request with an error after a step failed. Waiting requests stay in the queue.
 
-        The failed step may have written some of its keys and values, so that nothing of those slots is reused. Raises
-        EngineLostError if the GPU failed, because every further step would fail as well.
+        If none ran, it was the plan that failed, over those that wait: they end, because each further step would fail
+        as well. The failed step may have written some of its keys and values, so that nothing of those slots is reused.
+        Raises EngineLostError if the GPU failed, because every further step would fail as well.
         """
         if is_device_failure(error):
             raise EngineLostError(f"the device failed in a step: {describe(error)}") from error
-        for sequence in list(self._scheduler.running):
-            request = self._requests[sequence.request_id]
-            self._forget(request, sound=False)
+        held = list(self._requests.values())
+        for request in [entry for entry in held if entry.sequence.slot >= 0] or held:
             request.emit(failure_of(error, f"the step failed: {describe(error)}"))
+            self._forget(request, sound=False)
         self._recorder.observe()
+
+    def _end_alone(self, number: int, error: BaseException) -> None:
+        """End a request by what failed for it alone. Requests that have ended are ignored."""
+        request = self._requests.get(number)
+        if request is None:
+            return
+        if not isinstance(error, RequestError):
+            _log.error("request %s fails: %s", excerpt(request.label), describe(error), exc_info=error)
+        request.emit(error if isinstance(error, RequestError) else failure_of(error))
+        self._forget(request)
 
     def _scores(self, chunk: Chunk) -> bool:
         """Whether the chunk's prompt tokens get log probabilities; after a retraction not a second time."""
-        request = self._requests[chunk.sequence.request_id]
+        request = self._requests[chunk.sequence.number]
         wanted = request.parameters.prompt_logprobs is not None and not request.started
         return wanted and len(request.prompt_tokens) <= chunk.end
 
     def _score_prompts(self, logits: StepLogits) -> None:
         for sequence, first, rows in logits.prompt_rows:
-            request = self._requests[sequence.request_id]
-            begin = len(request.prompt_tokens)  # more than `first` if the request was retracted in between
-            ids = sequence.tokens[begin : first + rows.stop - rows.start]
-            if not ids:
-                continue
-            top = [request.parameters.prompt_logprobs or 0] * len(ids)
-            scored = score(logits.logits[rows.start + begin - first : rows.stop], ids, top)
-            request.prompt_tokens.extend(self._token(entry, self._piece(entry.token)) for entry in scored)
+            try:
+                self._score_prompt(self._requests[sequence.number], first, logits.logits[rows])
+            # The border to torch and to tokenizers: the prompt of one request must not end the others.
+            except BaseException as error:
+                if is_device_failure(error):
+                    raise
+                self._end_alone(sequence.number, error)
+
+    def _score_prompt(self, request: _Request, first: int, logits: Tensor) -> None:
+        """Score the tokens of a prompt from `first` on; `logits` has a row for each."""
+        begin = len(request.prompt_tokens)  # more than `first` if the request was retracted in between
+        ids = request.sequence.tokens[begin : first + len(logits)]
+        if not ids:
+            return
+        top = [request.parameters.prompt_logprobs or 0] * len(ids)
+        scored = score(logits[begin - first :], ids, top)
+        request.prompt_tokens.extend(self._token(entry, self._piece(entry.token)) for entry in scored)
 
     def _fail_overflown(self, request: _Request, dtype: Any) -> None:
         """End a request whose logits are not finite. Nothing of its slot is reused."""
@@ -370,15 +427,10 @@ class RollingBatchEngine:
     def _accept_or_fail(self, request: _Request, sampled: Sampled) -> None:
         try:
             self._accept(request, sampled)
-        except RequestError as error:  # the grammar allows no token that the request's other parameters leave
-            self._forget(request)
-            request.emit(error)
-        # The border to tokenizers, which may raise anything: the text of one request must not end the others.
+        # A grammar may allow no token that the request's other parameters leave. All else is the border to tokenizers,
+        # which may raise anything: the text of one request must not end the others.
         except BaseException as error:  # noqa: BLE001
-            _log.exception("request %s ends: its token %d has no text", request.sequence.request_id, sampled.token)
-            if request.sequence.request_id in self._requests:
-                self._forget(request)
-            request.emit(failure_of(error))
+            self._end_alone(request.sequence.number, error)
 
     def _accept(self, request: _Request, sampled: Sampled) -> None:
         """Append a token to its sequence and emit its delta; end the request if it is the last one."""
@@ -387,11 +439,14 @@ class RollingBatchEngine:
             request.grammar.accept(sampled.token)
         sequence.tokens.append(sampled.token)
         piece = request.detokenizer.feed(sampled.token)
-        text, stopped = request.stop.feed(piece)
+        may_stop = sequence.generated > parameters.min_tokens
+        text, stopped = request.stop.feed(piece, may_stop)
         reason = self._finish_reason(request, sampled.token, stopped)
         if reason and not stopped:
-            rest, stopped = self._rest(request)
-            text += rest
+            unfinished = request.detokenizer.flush()
+            piece += unfinished
+            tail, stopped = request.stop.feed(unfinished, may_stop)
+            text += tail if stopped else tail + request.stop.flush()
             reason = "stop_sequence" if stopped else reason
         first, request.started = not request.started, True
         sequence.may_reuse_prefix = (
@@ -403,13 +458,13 @@ class RollingBatchEngine:
             reason,
             self._usage(request) if reason else None,
             request.prompt_text if first else None,
-            tuple(request.prompt_tokens) if first and parameters.prompt_logprobs is not None else None,
+            self._prompt_tokens(request) if first and parameters.prompt_logprobs is not None else None,
             sequence.tokens[: sequence.prompt_len] if first else None,
             stop_reason=(request.stop.found or sampled.token) if reason == "stop_sequence" else None,
         )
+        request.emit(delta)
         if reason:
             self._forget(request)
-        request.emit(delta)
 
     @staticmethod
     def _usage(request: _Request) -> Usage:
@@ -430,20 +485,27 @@ class RollingBatchEngine:
             return "length"
         return None
 
-    @staticmethod
-    def _rest(request: _Request) -> tuple[str, bool]:
-        """Return the text held back that now belongs to the output, and whether a stop sequence cut it."""
-        tail, stopped = request.stop.feed(request.detokenizer.flush())
-        return (tail, True) if stopped else (tail + request.stop.flush(), False)
-
     def _token(self, sampled: Sampled, piece: str) -> Token:
         top = tuple(TopToken(token, self._piece(token), logprob) for token, logprob in sampled.top)
         return Token(sampled.token, piece, sampled.logprob, sampled.token in self._special_ids, top)
+
+    def _prompt_tokens(self, request: _Request) -> tuple[Token, ...]:
+        """Return the scored tokens of the prompt, whose texts join to its text."""
+        texts = IncrementalDetokenizer.texts(self._tokenizer, [token.id for token in request.prompt_tokens])
+        pairs = zip(request.prompt_tokens, texts, strict=True)
+        return tuple(replace(token, text=text) for token, text in pairs)
 
     def _piece(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))
 
 
-def _fill(grammars: list[Grammar]) -> None:
-    for grammar in grammars:
-        grammar.fill()
+def _fill(grammars: Mapping[int, Grammar]) -> dict[int, BaseException]:
+    """Compute masks; return the errors of the requests whose grammar failed, by number."""
+    failed: dict[int, BaseException] = {}
+    for number, grammar in grammars.items():
+        try:
+            grammar.fill()
+        # The border to the library of grammars, in Rust: it may raise anything, and its panics are no Exceptions.
+        except BaseException as error:  # noqa: BLE001
+            failed[number] = error
+    return failed

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from handlers.chats.model import ModelChats
-from handlers.checkpoints.transformers_loading import eos_token_ids
+from handlers.checkpoints.rotary import steady_length
+from handlers.checkpoints.transformers_loading import eos_token_ids, sampling_defaults
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.communicator import Communicator
 from handlers.rolling_batch.decode_passes import CudaCapture
@@ -39,6 +40,7 @@ from lmi_server.contract.errors import (
     LmiServerError,
     ModelLoadError,
     ModelMemoryError,
+    RollingBatchError,
     describe,
     first_line,
     is_device_failure,
@@ -68,6 +70,7 @@ class LoadedEngine:
     kv_tokens: int
     details: dict[str, Any] = field(default_factory=dict)
     chats: ModelChats | None = None  # None: the answers of chats are plain text, and requests with tools are refused
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of OpenAI requests, by the model's files
 
     def stats(self) -> Mapping[str, float]:
         """Return the engine's gauges and counters."""
@@ -161,7 +164,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         **drafts,
         "load_seconds": round(time.perf_counter() - began, 1),
     }
-    return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, chats)
+    return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, chats, sampling_defaults(model))
 
 
 def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOptions) -> dict[str, Any]:
@@ -175,8 +178,8 @@ def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOpti
 
 
 @contextmanager
-def _refusals(model: Any) -> Iterator[None]:
-    """Turn what a model under the rolling batch raises into a ModelLoadError that names the other ways to serve it."""
+def _refusals(model: Any, refusal: type[ModelLoadError] = RollingBatchError) -> Iterator[None]:
+    """Turn what a model under the rolling batch raises into a `refusal` that names the other ways to serve it."""
     try:
         yield
     except LmiServerError:
@@ -190,7 +193,7 @@ def _refusals(model: Any) -> Iterator[None]:
                 " kernel's log (dmesg, NVRM: Xid) say more"
             ) from error
         reason = str(error) if isinstance(error, UnsupportedAttentionError) else f"its code raised {describe(error)}"
-        raise ModelLoadError(
+        raise refusal(
             f"{type(model).__name__} cannot run under the rolling batch: {reason}; other ways to serve it are"
             " option.rolling_batch=disable, for static batches, and option.rolling_batch=vllm"
         ) from error
@@ -221,11 +224,8 @@ def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
     With them the output of a request would depend on the other requests in the batch. Raises UnsupportedAttentionError
     naming the length up to which they are constant.
     """
-    text_config = config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type"), *(entry.get("rope_type") for entry in rope.values() if isinstance(entry, dict))}
-    steady = rope.get("original_max_position_embeddings") or text_config.max_position_embeddings
-    if kinds & {"dynamic", "longrope"} and max_len > steady:
+    steady = steady_length(config.get_text_config().to_dict())
+    if steady is not None and max_len > steady:
         raise UnsupportedAttentionError(
             f"its rotary embeddings change with the length; set option.max_model_len={steady}"
         )
@@ -314,7 +314,7 @@ def _drafting_runner(loaded: LoadedModel, slots: int) -> ModelRunner | None:
     """Return the runner of the draft model, if there is one."""
     if loaded.draft is None:
         return None
-    with _refusals(loaded.draft.model):
+    with _refusals(loaded.draft.model, ModelLoadError):
         drafting = loaded.draft.runner()
         drafting.prepare(slots, loaded.draft.max_len)
     return drafting
@@ -342,7 +342,7 @@ def _speculate(
 
 def step_seconds(runner: ModelRunner) -> tuple[float, float]:
     """Measure a decoding step with one row in seconds, and how much longer each further row takes, as a share."""
-    sequence = Sequence("measure", [0, 0], 1, _MEASURED_ROWS + 1, slot=0, computed=1)
+    sequence = Sequence(0, [0, 0], 1, _MEASURED_ROWS + 1, slot=0, computed=1)
 
     clock = _clock(runner)
 

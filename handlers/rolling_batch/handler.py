@@ -50,6 +50,10 @@ class SchedulingHandler(LLMHandler):
         """Return how many waiting requests the scheduler sees beside those that have a place."""
         return 0
 
+    def most_white_space(self, options: Any) -> int | None:
+        """Return how much white space may stand together in JSON; None: any."""
+        return None
+
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
         """Load the model in the thread that will step it, so that the worker's heartbeat goes on."""
 
@@ -62,11 +66,12 @@ class SchedulingHandler(LLMHandler):
         self._adapters = LoadedAdapters(self._loop)
         if options.enable_lora:
             await self._adapters.prepare()
-        self._grammars = self._grammar_cache()
+        self._grammars = self._grammar_cache(self.most_white_space(options))
         chats = self._loaded.chats
         return ModelInfo(
             max_model_len=self._loaded.max_model_len,
             features=_FEATURES if chats is None else _FEATURES | {"tools"},
+            sampling_defaults=self._loaded.sampling_defaults,
             details=self._loaded.details,
             window=self.window(options),
         )
@@ -87,7 +92,7 @@ class SchedulingHandler(LLMHandler):
         return self._generate_chat(request, chats, begin)
 
     def _generate(self, request: GenerationRequest, begin: Callable[[], None] | None) -> AsyncGenerator[Delta, None]:
-        return self._loop.generate(request.request_id, lambda: self._prepare(request, begin))
+        return self._loop.generate(lambda: self._prepare(request, begin))
 
     async def _generate_chat(
         self, request: GenerationRequest, chats: ModelChats, begin: Callable[[], None] | None
@@ -100,12 +105,12 @@ class SchedulingHandler(LLMHandler):
     def note_waiting(self, requests: int) -> None:
         self._loop.engine.note_waiting(requests)
 
-    def _grammar_cache(self) -> GrammarCache[Any]:
+    def _grammar_cache(self, most_white_space: int | None) -> GrammarCache[Any]:
         from handlers.structured_output.token_grammars import TokenGrammars
 
         engine = self._loaded.engine
         tokens = TokenGrammars(self._loaded.prompts.tokenizer, engine.vocabulary, engine.end_ids)
-        return GrammarCache(tokens.compile)
+        return GrammarCache(tokens.compile, most_white_space=most_white_space)
 
     async def _grammar(self, constraint: StructuredOutputs | None) -> Grammar | None:
         if constraint is None:
@@ -160,6 +165,10 @@ class RollingBatchHandler(SchedulingHandler):
 
     def window(self, options: Any) -> int:
         return int(options.schedule_window)
+
+    def most_white_space(self, options: Any) -> int | None:
+        most: int | None = options.max_json_whitespace
+        return most
 
     def follow(self, model_dir: str, options: Any) -> None:
         with model_imports.without_triton():

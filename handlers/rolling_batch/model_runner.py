@@ -214,10 +214,10 @@ class ModelRunner:
             self._lora = LoraLayers(self._model, self._keeps_rows, pad)
         return self._lora
 
-    def run(self, plan: StepPlan, prompt_scored: set[str]) -> StepLogits:
+    def run(self, plan: StepPlan, prompt_scored: set[int]) -> StepLogits:
         """Compute a step; return the logits that the sampler needs.
 
-        `prompt_scored` has the ids of the requests whose prompt tokens in this step are scored as well. Raises
+        `prompt_scored` has the numbers of the sequences whose prompt tokens in this step are scored as well. Raises
         GroupBrokenError if the step fails and other ranks compute it, too.
         """
         plan = self._arranged(plan)
@@ -391,7 +391,7 @@ class LoadCheck:
         if not length:
             return
         ids, prompt = self._ids[0, :length].tolist(), length - self._DECODED
-        sequence = Sequence("check", ids[:prompt], prompt, self._DECODED)
+        sequence = Sequence(0, ids[:prompt], prompt, self._DECODED)
         sequence.slot, other = 0, runner.cache.slots - 1
         half = prompt // 2
         runner.run(StepPlan([], [Chunk(sequence, 0, half)]), set())
@@ -499,7 +499,7 @@ def _adapters(plan: StepPlan) -> list[Any]:
 
 
 def _rows_to_keep(
-    plan: StepPlan, prompt_scored: set[str]
+    plan: StepPlan, prompt_scored: set[int]
 ) -> tuple[list[int], list[Sequence], list[tuple[Sequence, int, slice]]]:
     """Return the rows whose logits are needed, those to sample first, and which sequences they belong to."""
     keep, row = [], 0
@@ -513,7 +513,7 @@ def _rows_to_keep(
         if chunk.completes_prompt:
             keep.append(last - 1)
             sampled.append(chunk.sequence)
-        if chunk.sequence.request_id in prompt_scored:
+        if chunk.sequence.number in prompt_scored:
             scoring.append((chunk, row, last))
         row = last
     prompt_rows = []

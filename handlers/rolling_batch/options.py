@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from handlers.chats.options import ParserOptions
+from handlers.structured_output.options import WhiteSpaceLimit
 from lmi_server.configuration.declaration import Allowed
 from lmi_server.configuration.options import Fraction, PositiveFloat, PositiveInt, lower
 from lmi_server.configuration.references import NAMES_DRAFT
@@ -28,6 +29,7 @@ RECORDING = (
 class RollingBatchOptions(ParserOptions):
     """Keys of serving.properties for a model under the rolling batch."""
 
+    max_json_whitespace: WhiteSpaceLimit = None
     schedule_policy: SchedulePolicy = Field(
         "lpm",
         description="Which waiting request comes first: the one with the longest prefix in the KV cache (lpm), or the"

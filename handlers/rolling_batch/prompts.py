@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from handlers.chats.messages import needs_text, template_messages
+from handlers.chats.messages import needs_text, template_messages, with_known_roles
 from handlers.checkpoints.text_length import LONG_TEXT_CHARS, TextLength
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import ChatOptions, GenerationRequest
@@ -144,9 +144,10 @@ class PromptEncoder:
                 " or put a chat_template.jinja into the model directory"
             )
         chat = request.chat
+        messages = with_known_roles(request.messages or (), self._tokenizer.chat_template)
         try:
             text: str = self._tokenizer.apply_chat_template(
-                template_messages(request.messages or (), self._arguments_as_text),
+                template_messages(messages, self._arguments_as_text),
                 tools=list(request.tools) if request.tools else None,
                 documents=list(chat.documents) if chat.documents else None,
                 tokenize=False,

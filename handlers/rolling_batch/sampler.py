@@ -139,8 +139,6 @@ class Sampled:
 def sample(logits: torch.Tensor, states: list[SamplingState]) -> list[Sampled]:
     """Choose one token per row: logits (rows, vocabulary) of any float type, one state per row."""
     tokens = _choose(logits, states)
-    for token, state in zip(tokens, states, strict=True):
-        state.record(token)
     scored = [row for row, state in enumerate(states) if state.parameters.logprobs is not None]
     result = [Sampled(token) for token in tokens]
     if scored:
@@ -151,6 +149,8 @@ def sample(logits: torch.Tensor, states: list[SamplingState]) -> list[Sampled]:
             result[row] = entry
     for row in _infinite(logits, tokens):
         result[row] = Sampled(NO_TOKEN)
+    for token, state in zip(tokens, states, strict=True):  # last, so that what raises above can be called again
+        state.record(token)
     return result
 
 

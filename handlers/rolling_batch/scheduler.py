@@ -34,9 +34,12 @@ _MOST_SORTED = 128  # waiting sequences; with more of them lpm is fcfs, because 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request in the rolling batch. `tokens` is the prompt, followed by the output."""
+    """One request in the rolling batch. `tokens` is the prompt, followed by the output.
 
-    request_id: str
+    `number` is the engine's own. What clients call their requests tells no sequences apart.
+    """
+
+    number: int
     tokens: list[int]
     prompt_len: int
     max_new_tokens: int
@@ -235,23 +238,29 @@ class Scheduler:
 
     def _admit(self) -> list[Sequence]:
         """Move waiting sequences into the batch while there is room; return those that run for the first time."""
-        admitted, fresh = [], []
-        for sequence in self._in_order() if self._has_place() else []:
-            match = self._match(sequence)
-            if match.coming - match.tokens >= _WORTH_WAITING and not self._overdue(sequence):
-                continue  # a running sequence is about to compute the same prefix, to be reused then
-            if not self._has_place() or not self._fits(sequence) or not self._start(sequence, match):
-                break
-            admitted.append(sequence)
-            if sequence.cached < 0:
-                sequence.cached = sequence.computed
-                fresh.append(sequence)
-        if admitted:
-            started = {id(sequence) for sequence in admitted}
-            self.waiting = [sequence for sequence in self.waiting if id(sequence) not in started]
-            for sequence in self.waiting:
-                sequence.overtaken += sum(later.arrival > sequence.arrival for later in admitted)
+        admitted: list[Sequence] = []
+        try:
+            for sequence in self._in_order() if self._has_place() else []:
+                match = self._match(sequence)
+                if match.coming - match.tokens >= _WORTH_WAITING and not self._overdue(sequence):
+                    continue  # a running sequence is about to compute the same prefix, to be reused then
+                if not self._has_place() or not self._fits(sequence) or not self._start(sequence, match):
+                    break
+                admitted.append(sequence)
+        finally:  # even if a later sequence fails: no sequence both waits and runs
+            self._leave_queue(admitted)
+        fresh = [sequence for sequence in admitted if sequence.cached < 0]
+        for sequence in fresh:
+            sequence.cached = sequence.computed
         return fresh
+
+    def _leave_queue(self, admitted: list[Sequence]) -> None:
+        if not admitted:
+            return
+        started = {id(sequence) for sequence in admitted}
+        self.waiting = [sequence for sequence in self.waiting if id(sequence) not in started]
+        for sequence in self.waiting:
+            sequence.overtaken += sum(later.arrival > sequence.arrival for later in admitted)
 
     def _in_order(self) -> list[Sequence]:
         if self.limits.policy == "fcfs" or len(self.waiting) > _MOST_SORTED:
@@ -348,6 +357,8 @@ class Scheduler:
             if budget <= 0:
                 return
             if not sequence.decoding:
+                # An empty chunk would get the logits of the row before it, which is another sequence's.
+                assert sequence.computed < len(sequence.tokens), "the last token of a sequence was never appended"
                 end = min(
                     len(sequence.tokens), sequence.computed + self._most_at_once(sequence, min(budget, of_prompt))
                 )

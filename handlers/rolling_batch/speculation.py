@@ -38,12 +38,12 @@ _WORTH_IN_BATCH = 0.5
 class Drafter(Protocol):
     """Proposes tokens for the sequences of a batch."""
 
-    def add(self, request_id: str, sampling: SamplingState) -> None:
-        """Draft for a request from now on. `sampling` is the state with which its tokens are chosen."""
+    def add(self, number: int, sampling: SamplingState) -> None:
+        """Draft for the sequence of that number from now on. Its tokens are chosen with the state `sampling`."""
         ...
 
-    def remove(self, request_id: str) -> None:
-        """Forget a request; unknown ones are ignored."""
+    def remove(self, number: int) -> None:
+        """Forget a sequence; unknown ones are ignored."""
         ...
 
     def propose(
@@ -51,11 +51,11 @@ class Drafter(Protocol):
     ) -> Mapping[scheduler.Sequence, list[int]]:
         """Return drafts: for each sequence up to so many tokens, `room` in all.
 
-        The step has `rows` rows already. Sequences of requests that were not added get no draft.
+        The step has `rows` rows already. Sequences that were not added get no draft.
         """
         ...
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
+    def observe(self, number: int, drafted: int, accepted: int) -> None:
         """Learn from a draft of which the first `accepted` tokens were right, and the next one, if any, was not."""
         ...
 
@@ -143,20 +143,20 @@ class Speculation:
     def __init__(self, length: int, times: StepTimes) -> None:
         self._length = length
         self._times = times
-        self._lookups: dict[str, PromptLookup] = {}
+        self._lookups: dict[int, PromptLookup] = {}  # by the numbers of sequences
 
-    def add(self, request_id: str, sampling: SamplingState) -> None:
-        self._lookups[request_id] = PromptLookup(self._length)
+    def add(self, number: int, sampling: SamplingState) -> None:
+        self._lookups[number] = PromptLookup(self._length)
 
-    def remove(self, request_id: str) -> None:
-        self._lookups.pop(request_id, None)
+    def remove(self, number: int) -> None:
+        self._lookups.pop(number, None)
 
     def propose(
         self, wanted: Sequence[tuple[scheduler.Sequence, int]], rows: int, room: int
     ) -> Mapping[scheduler.Sequence, list[int]]:
         found: list[tuple[float, scheduler.Sequence, list[int]]] = []  # a draft up to one of its tokens, and its chance
         for sequence, most in wanted:
-            lookup = self._lookups.get(sequence.request_id)
+            lookup = self._lookups.get(sequence.number)
             if lookup is None:
                 continue
             draft, chance = lookup.propose(sequence.tokens)[: max(most, 0)], lookup.acceptance.chance
@@ -165,7 +165,7 @@ class Speculation:
         count = worthwhile([chance for chance, *_ in found], rows, self._times)
         return {sequence: draft for _, sequence, draft in found[:count]}  # the longest one of each sequence comes last
 
-    def observe(self, request_id: str, drafted: int, accepted: int) -> None:
+    def observe(self, number: int, drafted: int, accepted: int) -> None:
         """Learn nothing: the next draft compares the last one with what has come."""
 
     def timed(self, rows: int, seconds: float) -> None:

@@ -47,8 +47,8 @@ class StepRunner(Protocol):
         """The adapters of the model. Raises RequestError if it takes none."""
         ...
 
-    def run(self, plan: StepPlan, prompt_scored: set[str]) -> StepLogits:
-        """Compute a step; `prompt_scored` has the ids of the requests whose prompt tokens are scored as well."""
+    def run(self, plan: StepPlan, prompt_scored: set[int]) -> StepLogits:
+        """Compute a step; `prompt_scored` has the numbers of the sequences whose prompt tokens are scored as well."""
         ...
 
     def stop(self) -> None:

@@ -17,11 +17,13 @@ from handlers.tasks.task import failure_of
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields, openai, routes
 from lmi_server.dialects.adapters import registered_adapter
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.forms import form_fields, is_form
 from lmi_server.dialects.openai import images as openai_images
+from lmi_server.media.budget import media_of_request
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,8 @@ class StableDiffusionHandler(RequestHandler):
         groups: dict[Hashable, dict[int, _Request]] = {}
         for index, sent in enumerate(requests):
             try:
-                request = self._read(sent)
+                with media_of_request():
+                    request = self._read(sent)
             except LmiServerError as error:
                 outcomes[index] = error
             else:
@@ -128,7 +131,7 @@ class StableDiffusionHandler(RequestHandler):
     def _read_lmi(self, sent: Input) -> _Request:
         body = _lmi_body(sent)
         for name in sorted(body.keys() - _BODY_FIELDS):
-            logger.warning("%s is not known and is ignored", name[:60])
+            logger.warning("%s is not known and is ignored", excerpt(name))
         drawing = self._reader.lmi(body, registered_adapter(sent, body, self._served))
         several = len(drawing.seeds) > 1
         kind = content.accepted_type(sent, content.JSON if several else "image/png", _ACCEPTED)

@@ -1,4 +1,4 @@
-"""Files of images: decodes those of requests within limits, and encodes those of answers."""
+"""Files of images: decodes those of requests, and encodes those of answers."""
 
 from __future__ import annotations
 
@@ -7,30 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from handlers.tasks.task import file_bytes
 from lmi_server.contract.errors import RequestError
+from lmi_server.media import images
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# A file of a few kilobytes can hold any number of pixels, which take memory only when they are decoded.
-_MOST_PIXELS = 64 * 2**20
 _LOSSY_QUALITY = 95
 
 
 def read_image(name: str, value: Any) -> Image:
     """Return the image in the bytes of a file, or in base64 of them, the right side up. Raises RequestError."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import ImageOps
 
-    data = file_bytes(value, "image")
+    image = images.read_image(name, file_bytes(value, "image"))
     try:
-        image = Image.open(io.BytesIO(data))
-        if image.width * image.height > _MOST_PIXELS:
-            raise Image.DecompressionBombError(f"it has {image.width} x {image.height} pixels")
-        image.load()
         return ImageOps.exif_transpose(image)
-    except UnidentifiedImageError:
-        raise RequestError(f"{name} is not an image of a known format; send the bytes of a PNG or JPEG file") from None
-    except Exception as error:  # noqa: BLE001 - the border to Pillow, whose decoders raise anything for a broken file
-        raise RequestError(f"{name} is an image that cannot be read: {error}; send another file") from None
+    except Exception as error:  # noqa: BLE001 - the border to Pillow, which raises anything for broken metadata
+        raise RequestError(f"{name} is an image that cannot be turned: {error}; send another file") from None
 
 
 def transparent_parts(image: Image) -> Image | None:

@@ -12,6 +12,7 @@ from handlers.stable_diffusion.images import read_image, transparent_parts
 from handlers.stable_diffusion.options import IMAGE_TO_IMAGE, INPAINTING, TEXT_TO_IMAGE, StableDiffusionOptions
 from handlers.tasks.task import read_parameters
 from lmi_server.contract.errors import RequestError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.openai.images import ImagesRequest
@@ -202,7 +203,7 @@ class DrawingReader:
         unknown = [name for name in arguments if name not in mode.defaults]
         if unknown:
             allowed = ", ".join(name for name in PARAMETERS if name in mode.defaults or name in _OWN - _TEXTS.keys())
-            raise RequestError(f"parameters.{unknown[0]} is not known to {mode.name}; allowed: {allowed}")
+            raise RequestError(f"parameters.{excerpt(unknown[0])} is not known to {mode.name}; allowed: {allowed}")
         steps = arguments.get("num_inference_steps", mode.defaults.get("num_inference_steps") or 1)
         most = self._options.max_inference_steps
         if steps > most:

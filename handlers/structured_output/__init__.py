@@ -3,6 +3,7 @@
 May import the contract and the machine. llguidance, the library of the grammars, is imported with the modules that use
 it, which a handler imports when a model loads or a request needs them.
 
+    options.py        the key of handlers that use it
     limits.py         what a schema, a pattern or a list of choices may be
     grammar_text.py   a constraint as the text of a grammar in llguidance's form
     check_process.py  compiles a grammar in a process whose memory and time are bounded

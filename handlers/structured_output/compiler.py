@@ -32,9 +32,15 @@ class GrammarCache(Generic[T]):
     Requests for the same constraint wait for the same making. All methods but `stop` run on the event loop.
     """
 
-    def __init__(self, make: Callable[[str], T], engine_judges: Collection[str] = ()) -> None:
-        """`engine_judges`: kinds of constraint whose keywords another library knows; only the bounds hold for them."""
+    def __init__(
+        self, make: Callable[[str], T], engine_judges: Collection[str] = (), most_white_space: int | None = None
+    ) -> None:
+        """`engine_judges`: kinds of constraint whose keywords another library knows; only the bounds hold for them.
+
+        `most_white_space` characters may stand together in JSON, where the constraint itself does not say.
+        """
         self._make = make
+        self._white_space = None if most_white_space is None else rf"[ \n\r\t]{{0,{most_white_space}}}"
         self._engine_judges = engine_judges
         self._made: OrderedDict[bytes, asyncio.Task[T]] = OrderedDict()
         self._executor = ThreadPoolExecutor(_THREADS, "grammars")
@@ -44,6 +50,8 @@ class GrammarCache(Generic[T]):
 
     async def get(self, constraint: StructuredOutputs) -> T:
         """Return what `make` makes of a constraint's grammar. Raises RequestError if it cannot be compiled."""
+        if constraint.whitespace_pattern is None:
+            constraint = msgspec.structs.replace(constraint, whitespace_pattern=self._white_space)
         key = msgspec.json.encode(constraint)
         task = self._made.get(key)
         if task is None:

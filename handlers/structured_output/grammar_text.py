@@ -40,10 +40,23 @@ def _json_rule(schema: Mapping[str, Any], style: StructuredOutputs) -> str:
         schema = _without_additional_properties(schema)
     # Of several alternatives in `oneOf`, an answer that matches one may match another one as well: the grammar cannot
     # know. Schemas of tagged unions, which pydantic makes, have alternatives that exclude each other.
-    options: dict[str, Any] = {"coerce_one_of": True, "whitespace_flexible": not style.disable_any_whitespace}
-    if style.whitespace_pattern is not None:
-        options["whitespace_pattern"] = style.whitespace_pattern
+    options = {"coerce_one_of": True, **_white_space(style)}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def _white_space(style: StructuredOutputs) -> dict[str, Any]:
+    """Return the library's options for white space.
+
+    Its own `whitespace_pattern` may match any number of times between two tokens, so that no pattern bounds it. Around
+    a separator a pattern matches once, and elsewhere no white space is what every pattern allows that is let through.
+    """
+    if style.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    if style.whitespace_pattern is None:
+        return {"whitespace_flexible": True}
+    blanks = f"({limits.white_space(style.whitespace_pattern)})"
+    around = {f"{name}_separator": f"{blanks}{sign}{blanks}" for name, sign in (("item", ","), ("key", ":"))}
+    return {"whitespace_flexible": False, **around}
 
 
 def _without_additional_properties(schema: Any) -> Any:
@@ -64,7 +77,8 @@ def _json_object(constraint: StructuredOutputs) -> str:
 
 def _regex(constraint: StructuredOutputs) -> str:
     limits.check_text("regex", constraint.value)
-    return f"start: /{llguidance.regex_to_lark(constraint.value, '')}/\n"
+    # As in a JSON schema, digits and letters are those of ASCII.
+    return f"start: /{llguidance.regex_to_lark(constraint.value, 'dw')}/\n"
 
 
 def _choice(constraint: StructuredOutputs) -> str:
@@ -111,8 +125,15 @@ def _triggers_and_tags(described: Mapping[str, Any]) -> tuple[list[str], list[tu
     """Return the triggers of a structural tag, and begin, schema and end of its tags, in either of its two forms."""
     if "structures" in described:
         return described["triggers"], [(tag["begin"], tag["schema"], tag["end"]) for tag in described["structures"]]
-    tags = described["tags"]
-    return described["triggers"], [(tag["begin"], tag["content"]["json_schema"], tag["end"]) for tag in tags]
+    return described["triggers"], [(tag["begin"], _content(tag["content"]), tag["end"]) for tag in described["tags"]]
+
+
+def _content(content: Mapping[str, Any]) -> Any:
+    """Return the JSON schema of what a tag contains."""
+    if content.get("style", "json") != "json":
+        raise ValueError("a style of content that is not JSON")
+    schema = content["json_schema"]
+    return {} if schema is True else schema
 
 
 def _tag(begin: str, schema: Any, end: str, triggers: list[str], style: StructuredOutputs) -> llguidance.StructTag:

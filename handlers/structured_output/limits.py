@@ -5,6 +5,7 @@ What is left may still be hostile, in ways that its size does not show: `check_p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import StructuredOutputs
+from lmi_server.contract.quoting import excerpt
 
 _MOST_CHARACTERS = {"json": 2**18, "regex": 2**15, "choice": 2**18, "grammar": 2**17, "structural_tag": 2**18}
 _MOST_CHOICES = 10_000
@@ -47,6 +49,33 @@ def check_choices(choices: list[str]) -> None:
     if len(choices) > _MOST_CHOICES:
         raise RequestError(f"choice has {len(choices)} texts, and may have {_MOST_CHOICES}; send fewer")
     check_text("choice", "".join(choices))
+
+
+_BLANK = r"(?: |\n|\r|\t|\\[nrts]|\\x(?:20|09|0[aAdD]))"
+_WHITE_SPACE = re.compile(rf"(?:(?:{_BLANK}|\[{_BLANK}+\])(?:[?*]|\{{0,\d{{1,4}}\}}))*")
+_LONGEST_PATTERN = 200  # characters
+
+
+def white_space(pattern: str) -> str:
+    """Return the pattern of white space in JSON with JSON's meaning of `\\s`.
+
+    Raises RequestError unless it matches white space only, and no white space too.
+    """
+    if len(pattern) > _LONGEST_PATTERN or _WHITE_SPACE.fullmatch(pattern) is None:
+        raise RequestError(
+            f"whitespace_pattern: {excerpt(pattern)} is not allowed; send characters or classes of white space, each"
+            r" with ?, * or {0,n}, such as [ ]? or [ \n]{0,8}"
+        )
+    return pattern.replace(r"\s", r"[ \n\r\t]")
+
+
+def check_style(constraint: StructuredOutputs) -> None:
+    """Raise RequestError for a style of JSON that only llguidance takes for each request."""
+    for name in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
+        if getattr(constraint, name):
+            raise RequestError(
+                f"{name} needs llguidance; leave it out, or serve the model without option.structured_outputs_config"
+            )
 
 
 def check_schema(schema: Any) -> None:

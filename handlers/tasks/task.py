@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +20,10 @@ from lmi_server.contract.errors import (
     is_out_of_memory,
 )
 from lmi_server.contract.generation import FinishReason
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field, Reader
+from lmi_server.media import images
 
 logger = logging.getLogger(__name__)
 
@@ -151,14 +152,8 @@ def read_image(value: Any) -> Any:
 
     URLs are not fetched: a server that fetches whatever a client names can be made to read its internal network.
     """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        return Image.open(io.BytesIO(file_bytes(value, "image"))).convert("RGB")
-    except UnidentifiedImageError:
-        raise RequestError("inputs is not an image of a known format; send the bytes of a PNG or JPEG file") from None
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise RequestError(f"inputs is an image that cannot be read: {error}; send another file") from None
+    image = images.read_image("inputs", file_bytes(value, "image"))
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def file_bytes(value: Any, kind: str) -> bytes:
@@ -211,5 +206,5 @@ def read_parameters(value: Any, known: Mapping[str, Field]) -> dict[str, Any]:
     values, unknown = fields.read_fields(value, known, "parameters.")
     if unknown:
         allowed = ", ".join(known) or "none"
-        raise RequestError(f"parameters.{unknown[0][:60]} is not known to this task; allowed: {allowed}")
+        raise RequestError(f"parameters.{excerpt(unknown[0])} is not known to this task; allowed: {allowed}")
     return values

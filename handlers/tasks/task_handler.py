@@ -26,11 +26,13 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields, openai, routes
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
 from lmi_server.dialects.lmi import wants_tgi
 from lmi_server.dialects.openai import embeddings as openai_embeddings
+from lmi_server.media.budget import media_of_request
 
 if TYPE_CHECKING:
     from handlers.tasks.embedding import TextEmbedding
@@ -88,7 +90,8 @@ class TaskHandler(RequestHandler):
         calls: dict[int, ParsedRequest] = {}
         for index, request in enumerate(requests):
             try:
-                calls[index] = self._read(request)
+                with media_of_request():
+                    calls[index] = self._read(request)
             except LmiServerError as error:
                 outcomes[index] = error
         for group in self._groups(calls):
@@ -205,7 +208,7 @@ class TaskHandler(RequestHandler):
     def _parameters(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         own = self._task.object_fields if "inputs" not in body else ()
         for name in body.keys() - _BODY_FIELDS - set(own):
-            logger.warning("%s is not known and is ignored", name[:60])
+            logger.warning("%s is not known and is ignored", excerpt(name))
         return read_parameters(body.get("parameters"), self._task.parameters)
 
     # --- running ---

@@ -11,6 +11,7 @@ from handlers.tensorrt_llm import library
 from handlers.tensorrt_llm.options import TensorRtLlmOptions
 from lmi_server.contract.errors import HandlerError, RequestError
 from lmi_server.contract.protocol import Adapter
+from lmi_server.contract.quoting import excerpt
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -60,7 +61,7 @@ class Adapters:
             return None
         found = self._by_name.get(name)
         if found is None:
-            raise RequestError(f"The adapter {name} has not been registered")
+            raise RequestError(f"The adapter {excerpt(name)} has not been registered")
         return found
 
 

@@ -14,6 +14,7 @@ from handlers.vllm.drivers import Driver
 from handlers.vllm.requests import error_message
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Adapter
+from lmi_server.contract.quoting import excerpt
 
 # What vLLM raises for an adapter that it cannot use. It has no error type of its own for most of these cases.
 _ADAPTER_ERRORS = (ValueError, TypeError, KeyError, RuntimeError, OSError, AssertionError, library.VLLMError)
@@ -78,7 +79,7 @@ class Adapters:
             return
         adapter = self._by_name.get(name)
         if adapter is None:
-            raise RequestError(f"The adapter {name} has not been registered")
+            raise RequestError(f"The adapter {excerpt(name)} has not been registered")
         number = adapter.lora_int_id
         self._users[number] += 1
         try:

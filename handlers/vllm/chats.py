@@ -7,17 +7,23 @@ receive and may change; `OnlineRenderer`, which validates tools and renders the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from handlers.chats.answers import AnswerFormat, NamedCallParser
+from handlers.chats.answers import AnswerParser as CallParser
+from handlers.chats.formats import REQUIRED, TOOL_FORMATS
+from handlers.chats.required import is_forced
 from handlers.chats.templates import AUTO, takes_tools, template_for_tools, tool_parser_of
 from handlers.vllm import library
 from handlers.vllm.options import VllmEngineOptions
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import (
     Delta,
+    FinishReason,
     GenerationRequest,
     NamedTool,
     SamplingParameters,
@@ -39,7 +45,7 @@ class RenderedRequest:
 
     prompt: Any
     sampling: SamplingParameters
-    parser: AnswerParser | None = None
+    parser: AnswerParser | ForcedCallParser | None = None
 
 
 @dataclass(frozen=True)
@@ -88,10 +94,6 @@ class ChatRenderer:
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestError if `request` needs a parser that is not configured."""
         choice = request.chat.tool_choice
-        if request.chat.thinking_token_budget is not None and self._options.reasoning_parser is None:
-            raise RequestError(
-                "thinking_token_budget needs a parser of the model's reasoning; set option.reasoning_parser"
-            )
         if choice == "none":
             return
         if self.tools.name is None:
@@ -122,6 +124,29 @@ class ChatRenderer:
         return RenderedRequest(prompt, _adjusted_sampling(request, chat), answer_parser)
 
 
+class ForcedCallParser:
+    """Makes the answer of a request that has to call a tool calls: behind the reasoning, all of its text is theirs.
+
+    `required.py` has constrained it, so that these calls have the same form for every family of models.
+    """
+
+    def __init__(self, request: GenerationRequest, family: str | None, reasoning: AnswerParser | None) -> None:
+        """`family` names the form of calls of the model's family, and `reasoning` separates its reasoning."""
+        self._reasoning = reasoning
+        self._calls: NamedCallParser | CallParser
+        if isinstance(request.chat.tool_choice, NamedTool):
+            form = TOOL_FORMATS.get(family or "", REQUIRED)
+            self._calls = NamedCallParser(form, request.chat.tool_choice.name)
+        else:
+            self._calls = CallParser(AnswerFormat.of(REQUIRED, None), request, hides_special=False)
+
+    def parse(self, delta: Delta) -> Delta:
+        """Return `delta` with its text as calls."""
+        content = delta if self._reasoning is None else self._reasoning.parse(delta)
+        calls = self._calls.parse(content)
+        return msgspec.structs.replace(calls, reasoning=content.reasoning, tokens=content.tokens)
+
+
 class AnswerParser:
     """Separates the deltas of one sequence into reasoning, content and tool calls. It is stateful: one per sequence.
 
@@ -139,7 +164,7 @@ class AnswerParser:
         self._stream = stream
         self._prompt_ids: list[int] = []
         self._ids: list[int] = []
-        self._texts: list[str] = []
+        self._pieces: list[tuple[str, list[int]]] = []
 
     def parse(self, delta: Delta) -> Delta:
         """Return `delta` with its text separated. Without streaming only the last delta has any text."""
@@ -151,8 +176,8 @@ class AnswerParser:
         if self._stream:
             parsed = self._parse_piece(delta.text, ids, is_last)
         else:
-            self._texts.append(delta.text)
-            parsed = self._parse_whole() if is_last else _ParsedText()
+            self._pieces.append((delta.text, ids))
+            parsed = self._parse_all(delta.finish_reason) if is_last else _ParsedText()
         usage = delta.usage
         if usage is not None and self._counts_reasoning:
             usage = msgspec.structs.replace(usage, reasoning_tokens=self._parser.count_reasoning_tokens(self._ids))
@@ -182,10 +207,21 @@ class AnswerParser:
         )
         return _ParsedText(message.content or "", message.reasoning or "", tool_call_deltas)
 
+    def _parse_all(self, reason: FinishReason | None) -> _ParsedText:
+        """Parse the whole output as one, or, if it may end inside a call, as its stream.
+
+        In a whole output vLLM's parsers look for whole calls, and take one that is cut off for content.
+        """
+        if reason == "eos_token" or not self._chat.tools or self._chat.tool_choice == "none":
+            return self._parse_whole()
+        *before, (text, ids) = self._pieces
+        parsed = [self._parse_piece(*piece, is_last=False) for piece in before]
+        return _joined([*parsed, self._parse_piece(text, ids, is_last=True)])
+
     def _parse_whole(self) -> _ParsedText:
         self._parser.set_prompt_token_ids(self._prompt_ids)
         reasoning, content, calls = self._parser.parse(
-            "".join(self._texts),
+            "".join(text for text, _ in self._pieces),
             self._chat,
             enable_auto_tools=self._enable_auto_tools,
             model_output_token_ids=self._ids,
@@ -204,6 +240,14 @@ class _ParsedText:
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
+def _joined(pieces: Sequence[_ParsedText]) -> _ParsedText:
+    return _ParsedText(
+        "".join(piece.content for piece in pieces),
+        "".join(piece.reasoning for piece in pieces),
+        tuple(call for piece in pieces for call in piece.tool_calls),
+    )
+
+
 def tool_parser(tokenizer: Any, template: str | None, options: VllmEngineOptions) -> ToolParser:
     """Return the parser of tool calls that the options name, or that the chat template means."""
     if options.tool_call_parser != AUTO:
@@ -220,13 +264,11 @@ def tool_parser(tokenizer: Any, template: str | None, options: VllmEngineOptions
 def _chat_request(request: GenerationRequest) -> dict[str, Any]:
     """Return the body of a chat request with the fields that vLLM's renderer and parsers read."""
     chat, sampling = request.chat, request.sampling
-    choice = chat.tool_choice
     body = {
         "messages": [dict(message) for message in request.messages or ()],
         "tools": [dict(tool) for tool in request.tools] if request.tools else None,
-        "tool_choice": {"type": "function", "function": {"name": choice.name}}
-        if isinstance(choice, NamedTool)
-        else choice,
+        # vLLM would constrain a forced call in its own ways; `ForcedCallParser` reads those of `required.py`.
+        "tool_choice": "none" if is_forced(request) else chat.tool_choice,
         "parallel_tool_calls": chat.parallel_tool_calls,
         "chat_template_kwargs": dict(chat.chat_template_kwargs) or None,
         "documents": chat.documents,

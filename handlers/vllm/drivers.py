@@ -17,6 +17,7 @@ worker, which is the only safe way on: vLLM's core guarantees nothing after an e
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable
@@ -28,7 +29,7 @@ from handlers.vllm import library
 from handlers.vllm.compilation import BackgroundCompilation
 from handlers.vllm.outputs import DeltaBuilder
 from handlers.vllm.requests import CLIENT_ERRORS, as_request_error
-from lmi_server.contract.errors import HandlerError, LmiServerError
+from lmi_server.contract.errors import HandlerError, LmiServerError, failure_of
 from lmi_server.contract.generation import Delta
 
 _log = logging.getLogger(__name__)
@@ -40,11 +41,12 @@ class Driver(Protocol):
     """Runs requests on a loaded engine."""
 
     def generate(
-        self, request_id: str, prompt: Any, deltas: DeltaBuilder, priority: int, adapter: library.LoRARequest | None
+        self, prompt: Any, deltas: DeltaBuilder, priority: int, adapter: library.LoRARequest | None
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas of a request. `request_id` must be unique; closing the generator aborts the request.
+        """Yield the deltas of a request; closing the generator aborts it.
 
-        Raises RequestError if vLLM refuses the request, HandlerError if it fails in it.
+        vLLM gets an id of the driver's own: the ids of clients need not be unique, and some of vLLM's connectors read
+        addresses in them. Raises RequestError if vLLM refuses the request, HandlerError if it fails in it.
         """
         ...
 
@@ -78,14 +80,14 @@ class InProcessDriver:
         self._engine = loop.engine.engine
 
     def generate(
-        self, request_id: str, prompt: Any, deltas: DeltaBuilder, priority: int, adapter: library.LoRARequest | None
+        self, prompt: Any, deltas: DeltaBuilder, priority: int, adapter: library.LoRARequest | None
     ) -> AsyncGenerator[Delta, None]:
         engine = self._loop.engine
 
         async def prepare() -> AddRequest:
-            return lambda emit: engine.add(request_id, prompt, deltas, priority, adapter, emit)
+            return lambda emit: engine.add(prompt, deltas, priority, adapter, emit)
 
-        return self._loop.generate(request_id, prepare)
+        return self._loop.generate(prepare)
 
     async def add_lora(self, adapter: library.LoRARequest) -> None:
         await self._loop.call(lambda: self._engine.add_lora(adapter))
@@ -117,7 +119,8 @@ class InProcessEngine:
     def __init__(self, engine: library.LLMEngine, compilation: BackgroundCompilation | None) -> None:
         self.engine = engine
         self.compilation = compilation
-        self._requests: dict[str, tuple[DeltaBuilder, Callable[[Output], None]]] = {}
+        self._numbers = itertools.count(1)
+        self._requests: dict[str, tuple[DeltaBuilder, Callable[[Output], None]]] = {}  # by number, as vLLM has it
 
     @property
     def has_work(self) -> bool:
@@ -125,31 +128,46 @@ class InProcessEngine:
 
     def add(
         self,
-        request_id: str,
         prompt: Any,
         deltas: DeltaBuilder,
         priority: int,
         adapter: library.LoRARequest | None,
         emit: Callable[[Output], None],
-    ) -> None:
-        """Add a request to the engine; `step` hands its deltas to `emit`. Raises RequestError if vLLM refuses it."""
+    ) -> int:
+        """Add a request to the engine, and return its number; `step` hands its deltas to `emit`.
+
+        Raises RequestError if vLLM refuses it.
+        """
+        number = next(self._numbers)
         try:
-            self.engine.add_request(request_id, prompt, deltas.parameters, lora_request=adapter, priority=priority)
+            self.engine.add_request(str(number), prompt, deltas.parameters, lora_request=adapter, priority=priority)
         except CLIENT_ERRORS as error:
             raise as_request_error(error) from error
-        self._requests[request_id] = (deltas, emit)
+        self._requests[str(number)] = (deltas, emit)
+        return number
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, number: int) -> None:
         """Remove a request from the engine. Finished requests are ignored."""
-        if self._requests.pop(request_id, None):
-            self.engine.abort_request([request_id])
+        if self._requests.pop(str(number), None):
+            self.engine.abort_request([str(number)])
 
     def step(self) -> None:
         for output in self.engine.step():
-            deltas, emit = self._requests[output.request_id]
-            if output.finished:
-                del self._requests[output.request_id]
-            emit(deltas.build(output))
+            if output.request_id in self._requests:  # else vLLM reports that a request was aborted
+                self._hand_on(output)
+
+    def _hand_on(self, output: Any) -> None:
+        deltas, emit = self._requests[output.request_id]
+        if output.finished:
+            del self._requests[output.request_id]
+        try:
+            delta = deltas.build(output)
+        # The border to tokenizers, which may raise anything: the text of one request must not end the others.
+        except BaseException as error:  # noqa: BLE001
+            _log.exception("a request fails: its output has no text")
+            self.abort(int(output.request_id))
+            delta = failure_of(error)
+        emit(delta)
 
     def fail_running(self, error: BaseException) -> None:
         """End the process by raising `error` in the loop's thread: vLLM's core guarantees nothing after an exception.
@@ -165,12 +183,14 @@ class OwnProcessDriver:
 
     def __init__(self, engine: library.AsyncLLM) -> None:
         self._engine = engine
+        self._numbers = itertools.count(1)
         self._watch = asyncio.create_task(self._end_with_engine())
 
     async def generate(
-        self, request_id: str, prompt: Any, deltas: DeltaBuilder, priority: int, adapter: library.LoRARequest | None
+        self, prompt: Any, deltas: DeltaBuilder, priority: int, adapter: library.LoRARequest | None
     ) -> AsyncGenerator[Delta, None]:
-        outputs = self._engine.generate(prompt, deltas.parameters, request_id, lora_request=adapter, priority=priority)
+        number = str(next(self._numbers))
+        outputs = self._engine.generate(prompt, deltas.parameters, number, lora_request=adapter, priority=priority)
         try:
             async for output in outputs:
                 delta = deltas.build(output)

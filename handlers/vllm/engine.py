@@ -48,7 +48,6 @@ _FEATURES: frozenset[Feature] = frozenset(
     {
         "structured_outputs",
         "tools",
-        "reasoning",
         "min_tokens",
         "bad_words",
         "allowed_token_ids",
@@ -69,6 +68,8 @@ class LoadedEngine:
     statistics: Statistics
     info: ModelInfo
     ends: frozenset[int]  # the tokens that end a sequence
+    own_grammars: bool  # whether vLLM takes constraints as grammars in llguidance's form
+    json_style: Mapping[str, bool]  # of all constraints, see library.json_style
 
     def delta_builder(self, request: GenerationRequest, rendered: RenderedRequest) -> DeltaBuilder:
         """Return what builds the deltas of `request` from the engine's outputs.
@@ -102,7 +103,7 @@ async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
     chats = _chat_renderer(config, renderer, template, options)
     info = ModelInfo(
         max_model_len=max_model_len,
-        features=_FEATURES | {"media"} if config.model_config.is_multimodal_model else _FEATURES,
+        features=_features(config),
         sampling_defaults=library.default_sampling(config),
         details={**engine_details(config, options, began), "tool_call_parser": chats.tools.name or "none"},
     )
@@ -110,7 +111,18 @@ async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
     vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
     adapters = Adapters(driver, AdapterCheck(config.model_config.hf_config, config.model_config.dtype))
     ends = library.end_tokens(config, tokenizer)
-    return LoadedEngine(driver, adapters, prompts, vocabulary, statistics, info, ends)
+    named = "structured_outputs_config" in options.passed_to_engine()
+    own_grammars = library.compiles_own_grammars(config, tokenizer, named)
+    style = library.json_style(config)
+    return LoadedEngine(driver, adapters, prompts, vocabulary, statistics, info, ends, own_grammars, style)
+
+
+def _features(config: Any) -> frozenset[Feature]:
+    further: dict[Feature, bool] = {
+        "media": config.model_config.is_multimodal_model,
+        "reasoning": library.limits_reasoning(config),
+    }
+    return _FEATURES | {feature for feature, has in further.items() if has}
 
 
 def follow(model_dir: str, options: VllmEngineOptions) -> None:

@@ -7,7 +7,8 @@ sys.path: `import vllm` would find this folder instead of the library.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from importlib import import_module
@@ -16,16 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from handlers.chats.required import call_constraint, is_forced
 from handlers.structured_output.compiler import GrammarCache
-from handlers.structured_output.limits import check_listed
+from handlers.structured_output.limits import check_listed, check_style
 from handlers.vllm.beam_search import Beam, search
 from handlers.vllm.options import VllmEngineOptions
-from lmi_server.contract.errors import ContextLengthError, ModelLoadError
+from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
 from lmi_server.contract.generation import (
     BeamSearch,
     Delta,
     GenerationRequest,
     SamplingParameters,
+    StructuredOutputs,
     TopToken,
     Usage,
 )
@@ -34,10 +37,11 @@ from lmi_server.contract.protocol import Adapter
 from lmi_server.machine import model_imports
 
 if TYPE_CHECKING:
+    from handlers.vllm.chats import RenderedRequest
     from handlers.vllm.engine import LoadedEngine
 
 
-# The forms of grammars and tags differ between the libraries.
+# What is checked for vLLM's other libraries. The forms of grammars and tags differ between them.
 _BOUNDED = frozenset({"json", "json_object", "regex", "choice"})
 _MOST_LISTED = 2**16  # characters, which take vLLM's library a second of the cores that all requests share
 
@@ -47,24 +51,26 @@ class VllmHandler(LLMHandler):
 
     def __init__(self) -> None:
         self._loaded: LoadedEngine
-        self._request_numbers = itertools.count()
-        # vLLM compiles without bounds: some schemas take all memory, or hold up all requests. Its libraries know other
-        # keywords of JSON schemas than llguidance, which only tries here what a constraint costs.
-        self._grammars = GrammarCache(str, engine_judges=("json", "json_object"))
+        self._own_grammars = True
+        self._json_style: Mapping[str, bool] = {}
+        # vLLM compiles without bounds: some schemas take all memory, or hold up all requests.
+        self._grammars = GrammarCache(str)
 
     async def start(self, model_dir: str, options: VllmEngineOptions) -> ModelInfo:
         """Load the model in other threads: importing vLLM alone would hold up the worker's heartbeats for seconds."""
         engine = await asyncio.to_thread(import_engine, "engine")
         loaded: LoadedEngine = await engine.load(model_dir, options)
-        self._loaded = loaded
+        self._loaded, self._own_grammars, self._json_style = loaded, loaded.own_grammars, loaded.json_style
+        # vLLM's other libraries know other keywords of JSON schemas than llguidance, which only tries what they cost.
+        judges = () if loaded.own_grammars else ("json", "json_object")
+        self._grammars = GrammarCache(str, judges, options.max_json_whitespace)
         return loaded.info
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
-        constraint = request.sampling.structured_outputs
-        if constraint is not None and constraint.kind in _BOUNDED:
-            await self._grammars.get(constraint)
-            check_listed(constraint, _MOST_LISTED)
+        if is_forced(request):
+            request = call_constraint(request)
+        request = msgspec.structs.replace(request, sampling=await self._constrained(request.sampling))
         if request.sampling.beams is not None:
             async with aclosing(self._search(request, request.sampling.beams)) as found:
                 async for delta in found:
@@ -72,14 +78,44 @@ class VllmHandler(LLMHandler):
             return
         loaded = self._loaded
         with loaded.adapters.using(request.adapter) as adapter:
-            rendered = await loaded.prompts.render(request)
+            rendered = await self._rendered(request)
             builder, parser = loaded.delta_builder(request, rendered), rendered.parser
-            # Clients choose their request ids, so two requests may have the same one. The engine's must be unique.
-            engine_id = f"{next(self._request_numbers)}-{request.request_id}"
-            deltas = loaded.driver.generate(engine_id, rendered.prompt, builder, request.priority, adapter)
+            deltas = loaded.driver.generate(rendered.prompt, builder, request.priority, adapter)
             async with aclosing(deltas):
                 async for delta in deltas:
                     yield delta if parser is None else parser.parse(delta)
+
+    async def _constrained(self, sampling: SamplingParameters) -> SamplingParameters:
+        """Return `sampling` with its constraint as vLLM takes it. Raises RequestError if it cannot be compiled."""
+        constraint = sampling.structured_outputs
+        if constraint is None or not (self._own_grammars or constraint.kind in _BOUNDED):
+            return sampling
+        if self._own_grammars:
+            constraint = msgspec.structs.replace(constraint, **self._json_style)
+        else:
+            check_style(constraint)
+        text = await self._grammars.get(constraint)
+        check_listed(constraint, _MOST_LISTED)
+        if not self._own_grammars:
+            return sampling
+        return msgspec.structs.replace(sampling, structured_outputs=StructuredOutputs(kind="grammar", value=text))
+
+    async def _rendered(self, request: GenerationRequest) -> RenderedRequest:
+        """Return `request` in vLLM's form. What vLLM's parser adds for strict tools becomes a grammar, or is left out.
+
+        The forms of some families are none that a grammar here can have.
+        """
+        rendered = await self._loaded.prompts.render(request)
+        added = rendered.sampling.structured_outputs
+        if not self._own_grammars or added is None or added.kind != "structural_tag":
+            return rendered
+        sampling = msgspec.structs.replace(rendered.sampling, structured_outputs=request.sampling.structured_outputs)
+        special = self._loaded.prompts.tokenizer.all_special_tokens
+        # Free text with tags has no special tokens, so that a model could not write a marker that is one.
+        if sampling.structured_outputs is None and not any(token in added.value for token in special):
+            with contextlib.suppress(RequestError):
+                sampling = await self._constrained(rendered.sampling)
+        return dataclasses.replace(rendered, sampling=sampling)
 
     async def _search(self, request: GenerationRequest, beams: BeamSearch) -> AsyncGenerator[Delta, None]:
         """Yield a delta without text for each step of the search, then the whole sequence."""
@@ -93,11 +129,10 @@ class VllmHandler(LLMHandler):
         before = vocabulary.decode(prompt)
         yield Delta("", prompt_text=before, prompt_token_ids=prompt)
         best, ends = Beam(), frozenset() if sampling.ignore_eos else loaded.ends
-        numbers = itertools.count()
 
         async def likeliest(new: Sequence[int], count: int) -> Sequence[TopToken]:
             one_more = GenerationRequest(
-                request_id=f"{request.request_id}-{next(numbers)}",
+                request_id=request.request_id,
                 prompt=(*prompt, *new),
                 sampling=SamplingParameters(max_new_tokens=1, logprobs=count, ignore_eos=True),
                 add_special_tokens=False,

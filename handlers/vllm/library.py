@@ -241,6 +241,33 @@ def structured_outputs(constraint: StructuredOutputs) -> StructuredOutputsParams
     )
 
 
+def compiles_own_grammars(config: Any, tokenizer: Any, others: bool) -> bool:
+    """Return whether vLLM compiles constraints with llguidance, in whose form `handlers/structured_output` writes them.
+
+    It is chosen here unless `others`: the options say otherwise. vLLM's own choice for JSON, xgrammar, ignores some
+    keywords without a word. gpt-oss writes its answers between tokens of which llguidance's texts know nothing.
+    """
+    chosen = config.structured_outputs_config
+    harmony = config.model_config.hf_config.model_type == "gpt_oss"
+    # llguidance reads transformers' fast tokenizers and Mistral's newer ones.
+    readable = getattr(tokenizer, "backend_tokenizer", None) is not None or getattr(tokenizer, "is_tekken", False)
+    if readable and not others and not harmony:
+        chosen.backend = "guidance"
+    return bool(chosen.backend == "guidance")
+
+
+def json_style(config: Any) -> Mapping[str, bool]:
+    """Return how the configuration has all constrained JSON written, by the names of StructuredOutputs."""
+    chosen = config.structured_outputs_config
+    names = ("disable_any_whitespace", "disable_additional_properties")
+    return {name: True for name in names if getattr(chosen, name)}
+
+
+def limits_reasoning(config: Any) -> bool:
+    """Return whether vLLM knows the markers around the model's reasoning, and so can end it after some tokens."""
+    return config.reasoning_config is not None and bool(config.reasoning_config.enabled)
+
+
 def end_tokens(config: Any, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end a sequence: those of generation_config.json, and the tokenizer's."""
     configured = config.model_config.try_get_generation_config().get("eos_token_id")

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from handlers.chats.options import TOOL_PARSER_NOTE, tool_parser_note
 from handlers.chats.templates import AUTO
 from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
+from handlers.structured_output.options import WhiteSpaceLimit
 from handlers.vllm import engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect
 from lmi_server.configuration.options import (
@@ -47,6 +48,7 @@ from lmi_server.configuration.tasks import POOLING, Workload
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.threads import THREAD_VARIABLES
 
+_GENERATING = ("auto", "generate", "text-generation", "text2text-generation", "conversational", "image-text-to-text")
 _PARTITION = NoEffect("only LMI's offline command `partition` reads it")
 _NUMA_NODES = Path("/sys/devices/system/node")
 ANY_MEDIA, PUBLIC_MEDIA = "lmi_any", "lmi_public"  # vLLM's names of those who fetch media, see media.py
@@ -157,6 +159,7 @@ class VllmEngineOptions(ModelOptions):
     max_logprobs: PositiveInt = Field(
         20, description="Maximum number of log probabilities per token that a request may ask for."
     )
+    max_json_whitespace: WhiteSpaceLimit = None
     chat_template: Annotated[str | None, NAMES_TEMPLATE] = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
     stop_sequence: Annotated[Texts, NAMES_NOTHING] = Field((), description=STOP_SEQUENCE_DESCRIPTION)
     chat_template_content_format: Literal["auto", "string", "openai"] = Field(
@@ -366,6 +369,11 @@ class VllmEngineOptions(ModelOptions):
         yield from self.parser_conflicts()
         yield from self.drafting_conflicts()
         yield from self.unknown_to_vllm()
+        if self.max_json_whitespace is not None and "structured_outputs_config" in self.passed_to_engine():
+            yield Conflict(
+                ("option.max_json_whitespace",),
+                "only without option.structured_outputs_config, in which disable_any_whitespace is compact JSON",
+            )
         if self.pipeline_parallel_degree != 1 and "option.rolling_batch" in given and self.rolling_batch == "vllm":
             yield Conflict(("option.pipeline_parallel_degree",), "1 with option.rolling_batch=vllm")
 
@@ -430,6 +438,11 @@ class VllmOptions(VllmEngineOptions):
     rolling_batch: Annotated[Literal["auto", "vllm", "disable"], BeforeValidator(lower)] = Field(
         "auto", description="vLLM batches by itself with any of these values."
     )
+
+    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+        yield from super().warnings(given)
+        if "option.task" in given and self.task is not None and self.task.lower() not in _GENERATING:
+            yield Conflict(("option.task",), f"has no effect: vLLM serves {self.task} as text generation here")
 
 
 class InWorkerOptions(VllmEngineOptions):

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from handlers.rolling_batch.detokenizer import TokenTexts
+import msgspec
+
+from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, TokenTexts
 from handlers.structured_output.limits import LABELS
 from lmi_server.contract.errors import HandlerError, LmiServerError, RequestError
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
 
-# vLLM compiles all constraints with the library that it chose for the first one, but checks each for the one it fits.
+# If the options have it choose the library itself, vLLM compiles all constraints with the one that it chose for the
+# first, but checks each for the one that it fits.
 _SIMPLER = (
-    "make it simpler (fewer alternatives, no classes such as \\p{L}), or name the library that compiles all:"
-    ' option.structured_outputs_config={"backend": "guidance"}, or "xgrammar"'
+    "make it simpler (fewer alternatives, no classes such as \\p{L}), or name another library in"
+    ' option.structured_outputs_config, such as {"backend": "guidance"}'
 )
 
 
@@ -24,18 +27,26 @@ class Vocabulary(TokenTexts):
         """Return the token without a log probability."""
         return Token(token_id, self.text(token_id), None, token_id in self.special_ids)
 
-    def scored(self, token_id: int, logprobs: Mapping[int, Any], alternatives: int) -> Token:
+    def scored(self, token_id: int, logprobs: Mapping[int, Any], alternatives: int, text: str) -> Token:
         """Return the token with its log probability and the `alternatives` most likely tokens at its position.
 
-        `logprobs` are vLLM's `Logprob`s by token id. They always include the chosen token, which need not be
-        among the most likely ones.
+        `text` is what it adds to the output. `logprobs` are vLLM's `Logprob`s by token id. They always include the
+        chosen token, which need not be among the most likely ones.
         """
         chosen = logprobs[token_id]
         ranked = sorted(logprobs.items(), key=lambda item: item[1].rank)[:alternatives]
         top = tuple(TopToken(other, entry.decoded_token or "", entry.logprob) for other, entry in ranked)
-        return Token(
-            token_id, chosen.decoded_token or "", chosen.logprob, token_id in self.special_ids, top, chosen.rank
-        )
+        return Token(token_id, text, chosen.logprob, token_id in self.special_ids, top, chosen.rank)
+
+
+class _Decoder:
+    """The tokenizer of an `IncrementalDetokenizer`; it keeps special tokens."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return self._decode(ids)
 
 
 class DeltaBuilder:
@@ -50,6 +61,7 @@ class DeltaBuilder:
         self._prompt_text: Callable[[], str] | None = prompt_text
         self._vocabulary = vocabulary
         self._completion_tokens = 0
+        self._texts: IncrementalDetokenizer | None = None  # of the scored tokens
 
     def build(self, output: Any) -> Delta | LmiServerError:
         """Return the delta of one `RequestOutput` of vLLM, or the error that ends the request.
@@ -69,7 +81,7 @@ class DeltaBuilder:
             usage = Usage(
                 len(output.prompt_token_ids), self._completion_tokens, output.num_cached_tokens or 0, room=self._room()
             )
-        tokens = self._tokens(ids, completion.logprobs)
+        tokens = self._tokens(output.prompt_token_ids, ids, completion)
         stop = completion.stop_reason
         if self._prompt_text is None:
             return Delta(completion.text, tokens, reason, usage, stop_reason=stop)
@@ -92,12 +104,19 @@ class DeltaBuilder:
             return None
         return int(self.parameters.max_tokens)
 
-    def _tokens(self, ids: Sequence[int], logprobs: Sequence[Mapping[int, Any]] | None) -> tuple[Token, ...]:
-        if logprobs is None:
+    def _tokens(self, prompt: Sequence[int], ids: Sequence[int], completion: Any) -> tuple[Token, ...]:
+        """Return the tokens of a completion; the texts of scored ones join to the output."""
+        if completion.logprobs is None:
             return tuple(map(self._vocabulary.token, ids))
+        if self._texts is None:
+            self._texts = IncrementalDetokenizer(_Decoder(self._vocabulary.decode), prompt, skip_special_tokens=False)
+        texts = [self._texts.feed(token) for token in ids]
+        if texts and completion.finish_reason is not None:
+            texts[-1] += self._texts.flush()
         alternatives = self._sampling.logprobs or 0
         return tuple(
-            self._vocabulary.scored(token, entry, alternatives) for token, entry in zip(ids, logprobs, strict=True)
+            self._vocabulary.scored(token, entry, alternatives, text)
+            for token, entry, text in zip(ids, completion.logprobs, texts, strict=True)
         )
 
     def _prompt_tokens(self, output: Any) -> tuple[Token, ...] | None:
@@ -106,9 +125,12 @@ class DeltaBuilder:
             return None
         # The first token of a prompt has no log probability: nothing comes before it. vLLM has None there.
         scores = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+        texts = IncrementalDetokenizer.texts(_Decoder(self._vocabulary.decode), output.prompt_token_ids)
         return tuple(
-            self._vocabulary.token(token) if entry is None else self._vocabulary.scored(token, entry, alternatives)
-            for token, entry in zip(output.prompt_token_ids, scores, strict=True)
+            msgspec.structs.replace(self._vocabulary.token(token), text=text)
+            if entry is None
+            else self._vocabulary.scored(token, entry, alternatives, text)
+            for token, entry, text in zip(output.prompt_token_ids, scores, texts, strict=True)
         )
 
     def _finish_reason(self, completion: Any) -> FinishReason | LmiServerError:

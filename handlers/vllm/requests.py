@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import re
@@ -13,14 +14,18 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import ValidationError
 
+from handlers.chats.required import is_forced
 from handlers.checkpoints.text_length import LONG_TEXT_CHARS, TextLength
 from handlers.vllm import library
-from handlers.vllm.chats import ChatRenderer, RenderedRequest
-from lmi_server.contract.errors import ContextLengthError, RequestError
+from handlers.vllm.chats import ChatRenderer, ForcedCallParser, RenderedRequest
+from lmi_server.contract.errors import ContextLengthError, PayloadTooLargeError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
+from lmi_server.media.budget import media_of_request
 
 logger = logging.getLogger(__name__)
 
+MEDIA_SIZE = "max_media_size"
+"""The parameter of the error for media that take too much."""
 _CACHE_SALT = "cache_salt"  # part of vLLM's prompt, not of its sampling parameters
 # Tokens per output of a request whose answer does not stream. Each output costs a pass through the handler and the
 # link, so there should be few. There must be some, because the queue gives up a request that shows no progress.
@@ -59,7 +64,8 @@ class PromptRenderer:
         Raises ContextLengthError or RequestError if vLLM cannot render it.
         """
         try:
-            rendered = await self._render(request)
+            with media_of_request():
+                rendered = await self._render(request)
         except CLIENT_ERRORS as error:
             raise as_request_error(error, self._max_model_len) from error
         salt = request.sampling.extra.get(_CACHE_SALT)
@@ -72,8 +78,14 @@ class PromptRenderer:
             return RenderedRequest(await self._render_text(request), request.sampling)
         self._chats.check(request)
         if self._chats.parses(request):
-            return await self._chats.render(request)
-        return RenderedRequest(await self._render_chat(request), request.sampling)
+            rendered = await self._chats.render(request)
+        else:
+            rendered = RenderedRequest(await self._render_chat(request), request.sampling)
+        if not is_forced(request):
+            return rendered
+        assert not isinstance(rendered.parser, ForcedCallParser)
+        parser = ForcedCallParser(request, self._chats.tools.name, rendered.parser)
+        return dataclasses.replace(rendered, parser=parser)
 
     async def detokenize(self, ids: list[int]) -> str:
         """Return the text of token ids, with special tokens. Raises RequestError if the vocabulary lacks one."""
@@ -207,6 +219,8 @@ def as_request_error(error: Exception, max_model_len: int = 0) -> RequestError:
     match getattr(error, "parameter", None):
         case "input_tokens":
             return ContextLengthError(message, int(getattr(error, "value", 0)), 0, max_model_len)
+        case name if name == MEDIA_SIZE:
+            return PayloadTooLargeError(message)
         case "input_text":  # so long that vLLM does not count its tokens
             return ContextLengthError(message)
     return RequestError(message)

@@ -1,219 +1,119 @@
-"""Extracts untrusted archives: writes nothing outside the target, no devices, and refuses decompression bombs."""
+"""Extracts untrusted archives, in a program of their own: see `unpacking/`."""
 
 from __future__ import annotations
 
-import gzip
-import lzma
+import dataclasses
+import json
 import os
-import shutil
-import stat
-import tarfile
-import zipfile
-import zlib
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from lmi_server.artifacts.progress import Activity, in_words
+from lmi_server.artifacts.child_process import Ended, run_child
+from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import file_errors
+from lmi_server.artifacts.unpacking.limits import ArchiveLimits
 from lmi_server.contract.errors import ArtifactError
 
-_DAMAGED = (
-    *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, lzma.LZMAError, zlib.error),
-    *(EOFError, NotImplementedError),
-)
-_HERE = PurePosixPath()
-_SMALL = 1 << 30  # bytes; an archive that unpacks to less is no bomb, whatever its compression ratio
+_CODE = Path(__file__).resolve().parents[2]  # the directory of the package lmi_server
+_NOTHING: Mapping[str, str] = {}
+_NEEDED_BY_PYTHON = ("LD_LIBRARY_PATH",)
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveLimits:
-    """Limits of an archive: entries, bytes in all, and bytes per byte of the archive (checked above 1 GiB)."""
+def extract_archive(
+    archive: Path,
+    target: Path,
+    limits: ArchiveLimits,
+    activity: Activity,
+    *,
+    environment: Mapping[str, str] = _NOTHING,
+    inherited: Sequence[int] = (),
+) -> None:
+    """Extract `archive` (tar in any compression, or zip) into the empty directory `target`.
 
-    entries: int = 100_000
-    size: int = 1 << 40
-    ratio: int = 100
-
-    def largest(self, archive_size: int) -> int:
-        """Return how many bytes an archive of `archive_size` bytes may unpack to."""
-        return min(self.size, max(_SMALL, self.ratio * archive_size))
-
-
-def extract_archive(archive: Path, target: Path, limits: ArchiveLimits, activity: Activity) -> None:
-    """Extract `archive` (tar in any compression, or zip) into the directory `target`.
-
-    Raises ArtifactError if an entry is unsafe, or if the archive is damaged or over the limits. The caller must then
-    throw `target` away, which may hold a part of the files.
+    The program that does it inherits the open descriptors `inherited`. Raises ArtifactError if an entry is unsafe, or
+    if the archive is damaged or over the limits. The caller must then throw `target` away, which may hold a part of
+    the files.
     """
-    try:
-        # The content alone does not tell: is_zipfile looks at the end, and a tar may end with a zip file.
-        if archive.name.lower().endswith((".zip", ".mar")) and zipfile.is_zipfile(archive):
-            _extract_zip(archive, target, limits, activity)
-        else:
-            _extract_tar(archive, target, limits, activity)
-    except _DAMAGED as error:
-        reason = str(error).partition("\n")[0].rstrip(":")  # further lines say what each decompressor found
-        raise ArtifactError(f"{archive}: is damaged, or is no tar or zip archive: {reason}") from error
-
-
-class _Allowance:
-    """Counts entries and bytes of an archive, and raises ArtifactError above the limits."""
-
-    def __init__(self, archive: Path, limits: ArchiveLimits, activity: Activity) -> None:
-        self._archive = archive
-        self._entries = limits.entries
-        self._largest = limits.largest(archive.stat().st_size)
-        self._activity = activity
-        self._count = 0
-        self._size = 0
-
-    def take(self, size: int) -> None:
-        self._count += 1
-        self._size += size
-        if self._count > self._entries:
-            raise ArtifactError(f"{self._archive}: holds more than {self._entries} entries; it is refused as a bomb")
-        if self._size > self._largest:
-            raise ArtifactError(
-                f"{self._archive}: unpacks to more than {in_words(self._largest)}; it is refused as a bomb"
+    # A file in memory: a container may have no directory for temporary files.
+    with open(os.memfd_create("unpacking"), "w+b") as progress:
+        seen = _Progress(progress, archive.name, archive.stat().st_size, activity)
+        try:
+            ended = run_child(
+                _command(archive, target, limits, progress.fileno()),
+                environment=_environment(environment),
+                activity=activity,
+                inherited=(*inherited, progress.fileno()),
+                on_tick=seen.report,
             )
-        self._activity.report(f"extracting {self._archive.name}", self._size)
+        except OSError as error:
+            raise ArtifactError(f"{archive}: {sys.executable} cannot be started to unpack it: {error}") from error
+        if ended.code != 0:
+            raise ArtifactError(f"{archive}: {_why_ended(ended, archive, limits)}")
+        if ended.stdout:
+            _raise_problem(json.loads(ended.stdout), archive, target)
+        seen.end()
 
 
-def _extract_tar(archive: Path, target: Path, limits: ArchiveLimits, activity: Activity) -> None:
-    allowance = _Allowance(archive, limits, activity)
-    guard = _TarGuard(archive)
-    with tarfile.open(archive) as tar:
-        # Member by member, not with the list of all: the limits and the guard judge a member before it is written.
-        for member in tar:
-            allowance.take(member.size)
-            guard.check(member)
-            with file_errors(target):
-                if member.issym() or member.islnk():
-                    _write_link(member, target)
-                else:
-                    _write_tar_member(tar, member, target / member.name)
+def _command(archive: Path, target: Path, limits: ArchiveLimits, progress: int) -> Sequence[str]:
+    # -S: the program needs nothing but the standard library, and finds it sooner.
+    options = ("-P", "-S", "-X", "utf8", "-m", "lmi_server.artifacts.unpacking")
+    arguments = (str(archive), str(target), json.dumps(dataclasses.asdict(limits)), str(progress))
+    return (sys.executable, *options, *arguments)
 
 
-def _write_tar_member(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    """Write a file or directory that the guard has checked.
-
-    `tar.extract` would set owners and modes as the archive has them. Its filters, which prevent that, came with Python
-    3.11.4, and Debian 12 has 3.11.2.
-    """
-    if member.isdir():
-        path.mkdir(parents=True, exist_ok=True)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # an entry of the same name may be a hard link to another file
-    source = tar.extractfile(member)
-    assert source is not None  # the guard lets only files, links and directories through
-    with source, path.open("wb") as copy:
-        shutil.copyfileobj(source, copy, 1 << 20)
-    path.chmod(member.mode & 0o755 | 0o600)
+def _environment(given: Mapping[str, str]) -> Mapping[str, str]:
+    """Return as little as possible: what reads an untrusted archive has no use for keys and tokens."""
+    return {"PYTHONPATH": str(_CODE), **{name: given[name] for name in _NEEDED_BY_PYTHON if name in given}}
 
 
-def _write_link(member: tarfile.TarInfo, target: Path) -> None:
-    """Make the link `member`, which the guard has checked.
+@dataclass(slots=True)
+class _Progress:
+    """Reports what the program has written to the file `source` since the last time: how far it is in the archive.
 
-    tarfile itself, if it cannot make a link, searches the archive for a copy of the target; on crafted links that
-    search may not end.
-    """
-    path, linked = target / member.name, target / member.linkname
-    if member.islnk() and path == linked:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    if member.issym():
-        path.symlink_to(member.linkname)
-    else:
-        path.hardlink_to(linked)
-
-
-class _TarGuard:
-    """Refuses paths out of the archive, paths that lead through a link, and special files.
-
-    Two entries together may do what neither does alone: the first makes a link, the second writes through it. If no
-    path leads through a link, then a path means what its text says, and checking the text of each entry is enough.
+    What the files take in all is known only at the end.
     """
 
-    def __init__(self, archive: Path) -> None:
-        self._archive = archive
-        self._links: set[PurePosixPath] = set()
-        self._files: set[PurePosixPath] = set()
+    source: BinaryIO
+    name: str
+    size: int
+    activity: Activity
+    position: int = 0
+    reached: int = 0
 
-    def check(self, member: tarfile.TarInfo) -> None:
-        """Raise ArtifactError if `member` is unsafe after the members that were checked before it.
+    def report(self) -> None:
+        data = os.pread(self.source.fileno(), 1 << 20, self.position)
+        whole = data[: data.rfind(b"\n") + 1]
+        self.position += len(whole)
+        for done in whole.split():
+            self._report(int(done))
 
-        Normalises its name, and that of the file that it links to: "./a" becomes "a".
-        """
-        path = _safe_path(self._archive, member.name)
-        if path == _HERE and not member.isdir():
-            raise _refused(self._archive, member.name, "has no name")
-        member.name = str(path)
-        if any(step in self._links for step in (path, *path.parents)):
-            raise _refused(self._archive, member.name, "leads through a link")
-        if member.issym():
-            self._check_link(member, path)
-            self._links.add(path)
-        elif member.islnk():
-            linked = _safe_path(self._archive, member.linkname)
-            if linked not in self._files:
-                reason = f"is a link to {member.linkname}, which is no file before it"
-                raise _refused(self._archive, member.name, reason)
-            member.linkname = str(linked)
-            self._files.add(path)
-        elif member.isreg():
-            self._files.add(path)
-        elif not member.isdir():
-            raise _refused(self._archive, member.name, "is a device or another special file")
+    def end(self) -> None:
+        """Report what is left, and the whole."""
+        self.report()
+        self._report(self.size)
 
-    def _check_link(self, member: tarfile.TarInfo, path: PurePosixPath) -> None:
-        link = PurePosixPath(member.linkname)
-        upwards = len([part for part in link.parts if part == ".."])
-        # ".." may stand only at the beginning, and only as often as there are directories above the link.
-        leads_out = link.is_absolute() or upwards > len(path.parts) - 1
-        if leads_out or ".." in link.parts[upwards:]:
-            raise _refused(self._archive, member.name, f"is a link out of the archive ({member.linkname})")
+    def _report(self, done: int) -> None:
+        self.reached = min(max(self.reached, done), self.size)  # the entries of a zip lie in any order
+        self.activity.report(f"extracting {self.name}", self.reached, self.size)
 
 
-def _extract_zip(archive: Path, target: Path, limits: ArchiveLimits, activity: Activity) -> None:
-    allowance = _Allowance(archive, limits, activity)
-    with zipfile.ZipFile(archive) as packed:
-        for member in packed.infolist():
-            # zipfile never unpacks more than file_size bytes of a member, so a header that lies does no harm.
-            allowance.take(member.file_size)
-            path = _safe_path(archive, member.filename)
-            kind = stat.S_IFMT(member.external_attr >> 16)  # the upper half is Unix's mode; 0 if made elsewhere
-            if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise _refused(archive, member.filename, "is a link or a special file")
-            if member.flag_bits & 1:
-                raise _refused(archive, member.filename, "is encrypted")
-            with file_errors(target):
-                _write_zip_member(packed, member, target / path)
+def _raise_problem(problem: Mapping[str, Any], archive: Path, target: Path) -> None:
+    if "message" in problem:
+        raise ArtifactError(f"{archive}: {problem['message']}")
+    with file_errors(target):
+        raise OSError(problem["errno"], os.strerror(problem["errno"]))
 
 
-def _write_zip_member(packed: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> None:
-    if member.is_dir():
-        path.mkdir(parents=True, exist_ok=True)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with packed.open(member) as source, path.open("wb") as copy:
-        shutil.copyfileobj(source, copy, 1 << 20)
-
-
-def _safe_path(archive: Path, name: str) -> PurePosixPath:
-    path = PurePosixPath(name)
-    if path.is_absolute():
-        raise _refused(archive, name, "is an absolute path")
-    if ".." in path.parts:
-        raise _refused(archive, name, "leads out of the archive")
-    if "\\" in name or "\0" in name:
-        raise _refused(archive, name, "holds a backslash or a null character, which no path in an archive may have")
-    return path
-
-
-def _refused(archive: Path, name: str, reason: str) -> ArtifactError:
-    return ArtifactError(f"{archive}: entry {name!r} {reason}; the archive is refused")
+def _why_ended(ended: Ended, archive: Path, limits: ArchiveLimits) -> str:
+    if ended.code == -signal.SIGXCPU:
+        seconds = limits.processor_seconds(archive.stat().st_size)
+        return f"takes more than {seconds} seconds of processor time to be unpacked; it is refused as a bomb"
+    last = (ended.stderr.strip().splitlines() or ["it gave no reason"])[-1]
+    return f"cannot be unpacked (exit code {ended.code}): {last}"
 
 
 def content_root(directory: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from lmi_server.artifacts.archive import ArchiveLimits, content_root, extract_archive, visible_files
+from lmi_server.artifacts.archive import content_root, extract_archive, visible_files
 from lmi_server.artifacts.hub import fetch_hub_model
 from lmi_server.artifacts.interpreter import Interpreters, WorkerPython
 from lmi_server.artifacts.location import (
@@ -33,6 +33,7 @@ from lmi_server.artifacts.requirements import Installer, install_requirements
 from lmi_server.artifacts.s3 import fetch_s3
 from lmi_server.artifacts.s3_clients import find_client
 from lmi_server.artifacts.store import claim, entry, file_errors
+from lmi_server.artifacts.unpacking.limits import ArchiveLimits
 from lmi_server.contract.errors import ArtifactError
 
 _Result = TypeVar("_Result")
@@ -213,13 +214,16 @@ def _extracted(archive: Path, settings: ArtifactSettings, activity: Activity) ->
     # An archive that is replaced under the same name is another entry of the store.
     identity = f"{archive}\0{state.st_size}\0{state.st_mtime_ns}"
     place = entry(settings.root, "archives", identity, archive_stem(archive.name) or archive.name)
-    with claim(place, activity):
+    with claim(place, activity) as lock:
         if place.manifest(_ArchiveManifest) is None:
             place.discard_partial()
             try:
                 with file_errors(place.directory):
                     place.partial_files.mkdir(parents=True)
-                    extract_archive(archive, place.partial_files, settings.limits, activity)
+                    target, environment = place.partial_files, settings.environment
+                    extract_archive(
+                        archive, target, settings.limits, activity, environment=environment, inherited=(lock,)
+                    )
                     place.publish(_ArchiveManifest(str(archive)))
             finally:
                 place.discard_partial()

@@ -19,7 +19,7 @@ async def in_own_thread(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
 ) -> _Result:
     """Return what `function` returns, or raise what it raises."""
-    thread = ThreadPoolExecutor(1, function.__name__)
+    thread = ThreadPoolExecutor(1, getattr(function, "__name__", "own-thread"))  # a partial has no name
     try:
         call = functools.partial(function, *arguments, **keywords)
         return await asyncio.get_running_loop().run_in_executor(thread, call)

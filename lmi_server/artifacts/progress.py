@@ -16,6 +16,7 @@ from rich.progress import Progress as Bars
 
 from lmi_server.contract.errors import ArtifactError
 from lmi_server.contract.log_fields import of_model
+from lmi_server.contract.sizes import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +112,3 @@ def _amount(progress: Progress) -> str:
         return f": {in_words(progress.done)}" if progress.done else ""
     percent = 100 if progress.total == 0 else 100 * progress.done // progress.total
     return f": {in_words(progress.done)} of {in_words(progress.total)} ({percent} %)"
-
-
-def in_words(size: int) -> str:
-    """Return a number of bytes as text: "1.5 GiB"."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} bytes"

@@ -184,8 +184,10 @@ def _s5cmd_error(location: S3Location, ended: Ended, directory: Path | None, at:
     reason = _s5cmd_reason(ended)
     if directory is not None and "no space left on device" in reason:
         return ArtifactError(no_room(directory))
-    code = re.match(r"(\w+):", reason)
-    return _s3_error(location, code[1] if code else "", reason, at)
+    # What failed may stand before it: "session: fetching region failed: NoCredentialProviders: no valid providers".
+    codes = re.findall(r"(?:^|: )(\w+)(?=:)", reason)
+    code = next((code for code in codes if code in _REMEDIES or code in _UNREACHABLE), "")
+    return _s3_error(location, code, reason, at)
 
 
 class Boto3:

@@ -41,7 +41,7 @@ class Run:
 
     def __init__(self, target: Target, arrivals: Arrivals, prompts: Iterator[Prompt], extent: Extent) -> None:
         self.records: list[Record] = []
-        self.running = self.completed = self.output_tokens = 0
+        self.running = self.completed = self.output_tokens = self.ended_chats = 0
         self.started = time.perf_counter()
         self._target = target
         self._arrivals = arrivals
@@ -128,6 +128,7 @@ class Run:
             if record.is_good and prompt.later and not self._is_over():
                 self._request(time.perf_counter(), prompt.answered(request.answer), then)
             else:
+                self.ended_chats += 1
                 then()
             if self._all_sent and not self.running:
                 self._ended.set()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +11,6 @@ from typing import Annotated
 import typer
 import uvloop
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from lmi_server.bench import dialects, report
 from lmi_server.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Replay
@@ -24,6 +21,7 @@ from lmi_server.bench.records import LATENCIES
 from lmi_server.bench.run import Extent, Run
 from lmi_server.bench.server_metrics import fetch
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer, Workload, read_prompts, with_adapters
+from lmi_server.commands.bench_progress import shown_progress
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import process_environment
@@ -151,27 +149,13 @@ async def _run(plan: _Plan, warmup: int, console: Console) -> dict[str, Measured
         if all(record.error for record in first):
             raise ConfigurationError(f"the server does not answer as it should: {first[0].error}")
     found = {}
-    with Live(console=console, transient=True) as live:
+    with shown_progress(console) as show:
         for number, (title, arrivals) in enumerate(plan.runs.items()):
             run = Run(plan.target, arrivals, plan.prompts(number), plan.extent)
             with plan.observer.watching() as seen:
-                records = await run.run(plan.seed, _shown_in(live, title))
+                records = await run.run(plan.seed, show(title, plan.extent))
             found[title] = Measured(records, seen)
     return found
-
-
-def _shown_in(live: Live, title: str) -> Callable[[Run], None]:
-    def show(run: Run) -> None:
-        seconds = time.perf_counter() - run.started
-        table = Table(title=title)
-        for name in ("running", "ended", "failed", "requests/s", "output tokens/s"):
-            table.add_column(name, justify="right")
-        ended = len(run.records)
-        counts = (str(run.running), str(ended), str(ended - run.completed))
-        table.add_row(*counts, f"{run.completed / seconds:.1f}", f"{run.output_tokens / seconds:.0f}")
-        live.update(table)
-
-    return show
 
 
 # --- the arguments ---

@@ -37,34 +37,38 @@ from lmi_server.configuration.server_settings import (
 )
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
 from lmi_server.contract.secrets import SECRETS
-from lmi_server.explain.explanation import Explanation
+from lmi_server.explain.explanation import Explanation, file_problems
 from lmi_server.explain.explanation import explain as explain_model
 from lmi_server.machine import model_imports
 from lmi_server.machine.descriptors import send_errors_to_output
-from lmi_server.machine.device_tools import Gpu
+from lmi_server.machine.device_tools import Gpu, nvidia_products
 from lmi_server.machine.devices import nvidia_driver
 from lmi_server.machine.environment import is_multi_model, log_format, log_stream, process_environment, set_region
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
-from lmi_server.ray.recommendation import CONTEXT, find_accelerator, find_model
+from lmi_server.ray.recommendation import CONTEXT, DEGREES, Goal, find_accelerator, find_model, own_accelerator
 from lmi_server.ray.recommendation import recommend as recommend_settings
 from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startup_sources
 
 app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 app.add_typer(ray.app)
-app.command()(bench)
-app.command()(tune)
-app.command("advise")(advise_server)
-app.command("reload")(reload_model)
-app.command()(top)
-app.command()(chat)
 
 _log = logging.getLogger(__name__)
 _ONE_MODEL = f"Model: {MODEL_FORMS}. It is fetched first if it is not on this machine."
 _HELP = {option.field: f"{option.description} (default: {option.default})" for option in ServerSettings.declared()}
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def _refuse_other_systems() -> None:
+def _refuse_other_systems(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Serves the models of directories that hold a serving.properties, over HTTP."""
     if sys.platform != "linux":
         typer.echo(
@@ -155,8 +159,10 @@ def _check_directory(source: ModelSource, environment: Mapping[str, str]) -> Non
 
 
 def _raise_problems(found: Inspection) -> None:
-    if found.problems or found.unavailable:
-        raise ConfigurationError("\n".join((*found.problems, *found.unavailable)))
+    """Raise what `check` would say, without the time that a load takes to come upon it."""
+    problems = (*found.problems, *found.unavailable) or file_problems(found)
+    if problems:
+        raise ConfigurationError("\n".join(problems))
 
 
 def _startup(
@@ -258,24 +264,32 @@ def recommend(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Directory with a config.json, or a family: llama-3.1-8b, ...")
     ],
-    accelerator: Annotated[str, typer.Option(help="T4, L4, A10G, A100-40G, A100-80G, H100, H200, MI300X, Inf2, Trn1.")],
+    accelerator: Annotated[
+        str | None,
+        typer.Option(
+            help="T4, L4, A10G, A100-40G, A100-80G, H100, H200, MI300X, Inf2, Trn1; this machine's GPU if not set."
+        ),
+    ] = None,
     throughput: Annotated[
         bool, typer.Option("--throughput/--latency", help="Many requests per device, or quick tokens for each.")
     ] = False,
     context: Annotated[int, typer.Option(min=1, help="Most tokens of prompt and output together.")] = CONTEXT,
     as_file: Annotated[bool, typer.Option("--file", help="Print a model file of Ray.")] = False,
 ) -> None:
-    """Recommend workers and batch sizes for a model on an accelerator, by its size and the memory."""
+    """Recommend a serving.properties for a model on an accelerator, by its size and the memory.
+
+    It takes the fewest devices on which the model fits; a model file for low latency takes twice as many.
+    """
     from lmi_server.ray.tuned_files import model_file
 
     with plain_configuration_errors():
-        found_model, device = find_model(model), find_accelerator(accelerator)
-        found = recommend_settings(found_model, device, "throughput" if throughput else "latency", context)
-    if as_file:
-        typer.echo(model_file(found_model, device, found), nl=False)
-        return
-    for name, value in found.settings().items():
-        typer.echo(f"{name:<24} {value}")
+        products = nvidia_products(process_environment()) if accelerator is None else ()
+        device = own_accelerator(products) if accelerator is None else find_accelerator(accelerator)
+        found_model = find_model(model)
+        goal: Goal = "throughput" if throughput else "latency"
+        found = recommend_settings(found_model, device, goal, context, len(products) or DEGREES[-1], spread=as_file)
+    text = model_file(found_model, device, found) if as_file else found.properties(found_model, device)
+    typer.echo(text, nl=False)
 
 
 @app.command("test-model")
@@ -337,6 +351,15 @@ def demo_model(
 def version() -> None:
     """Print the version."""
     typer.echo(distribution_version("lmi-server"))
+
+
+# The help lists them in this order, those above first.
+app.command()(chat)
+app.command()(top)
+app.command()(bench)
+app.command()(tune)
+app.command("advise")(advise_server)
+app.command("reload")(reload_model)
 
 
 def _choose_stream(name: str) -> None:

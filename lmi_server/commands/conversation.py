@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Generator, Iterator
+from difflib import get_close_matches
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from lmi_server.commands.server_calls import ServerCalls
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.quoting import excerpt
+from lmi_server.dialects.openai.chat import CHAT_FIELDS
 
 _LIST_S = 30.0
 _PATH = "/v1/chat/completions"
 _DATA = b"data:"
 _END = b"[DONE]"
+# What the conversation itself sends is no parameter.
+_PARAMETERS = sorted(CHAT_FIELDS.keys() - {"model", "messages", "stream", "stream_options"})
 
 
 class Conversation:
@@ -98,7 +103,14 @@ class Conversation:
                 yield piece
 
     def set(self, name: str, text: str) -> None:
-        """Set a parameter to a value in JSON, or to the text itself; without a text, unset it."""
+        """Set a parameter to a value in JSON, or to the text itself; without a text, unset it.
+
+        Raises ConfigurationError if a chat has no such parameter.
+        """
+        if name not in _PARAMETERS:
+            near = get_close_matches(name, _PARAMETERS, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(_PARAMETERS)}"
+            raise ConfigurationError(f'"{excerpt(name)}" is no parameter of a chat{hint}')
         if not text:
             self.parameters.pop(name, None)
             return

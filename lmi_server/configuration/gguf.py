@@ -77,7 +77,7 @@ class GgufHeader:
         if self.architecture not in ARCHITECTURES:
             allowed = ", ".join(sorted(ARCHITECTURES))
             return f"general.architecture = {self.architecture} is not served from GGUF; allowed: {allowed}"
-        if int(self.values.get("split.count", 1)) > 1:
+        if self.values.get("split.count", 1) not in (0, 1):
             return "is one part of several; merge them with llama-gguf-split --merge"
         scaling = self.values.get(f"{self.architecture}.rope.scaling.type", "none")
         if scaling != "none" or any(name.startswith("rope_f") for name in self.tensors):
@@ -114,7 +114,7 @@ def read_gguf(path: Path) -> GgufHeader:
         return _read(path, state.st_size, state.st_mtime_ns)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, struct.error, IndexError, KeyError) as error:
+    except (ValueError, ArithmeticError, struct.error, IndexError, KeyError) as error:
         raise ConfigurationError(f"{path}: is no file in GGUF, or is cut within its header; copy it again") from error
 
 

@@ -52,11 +52,10 @@ class Estimate:
 
     @property
     def kv_tokens_that_fit(self) -> int | None:
-        """Return the tokens of KV cache that fit beside the weights, at most `kv_tokens`."""
+        """Return the tokens of KV cache that fit beside the weights, however many `kv_tokens` are needed."""
         if self.weights_bytes is None or not self.kv_bytes_per_token or self.available_bytes is None:
             return None
-        room = max(0, self.available_bytes - self.weights_bytes) // self.kv_bytes_per_token
-        return room if self.kv_tokens is None else min(room, self.kv_tokens)
+        return max(0, self.available_bytes - self.weights_bytes) // self.kv_bytes_per_token
 
     def warnings(self) -> tuple[str, ...]:
         """Return a warning if the weights or one full context do not fit into the free memory."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmi_server.artifacts.location import RAY_MODEL_FILE
+from lmi_server.configuration.check import describe_source
 from lmi_server.configuration.declaration import Deprecated, Option
-from lmi_server.configuration.handler_choice import ENTRY_POINT, engine_alias
+from lmi_server.configuration.handler_choice import ENTRY_POINT, ROLLING_BATCH, engine_alias
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.configuration.layers import (
     Given,
@@ -23,7 +24,7 @@ from lmi_server.configuration.layers import (
 from lmi_server.configuration.model_code import MODEL_CODE, framework_script
 from lmi_server.configuration.model_file.read import read_model_file
 from lmi_server.configuration.properties import read_properties
-from lmi_server.configuration.recommender import is_true, recommend, with_max_resolved
+from lmi_server.configuration.recommender import batches_statically, is_true, recommend, with_max_resolved
 from lmi_server.machine import environment as env
 from lmi_server.machine.inventory import Machine
 
@@ -36,12 +37,14 @@ _NAME_MODEL = frozenset({ENTRY_POINT, _MODEL_ID, _OLD_MODEL_ID})
 class ModelLayers:
     """The layers above the recommender (highest first) and the one below it, keys as they were written.
 
-    The last of the `upper` layers holds the variables of text-generation-inference.
+    The last of the `upper` layers holds the variables of text-generation-inference. `has_config`: the directory holds
+    a model's config.json.
     """
 
     upper: tuple[Given, ...]
     lower: Given
     warnings: tuple[str, ...]
+    has_config: bool
 
     def as_written(self) -> Given:
         """Return a view of all values, for the choice of the handler.
@@ -61,7 +64,8 @@ def read_layers(model_dir: Path, environment: Mapping[str, str], registration: M
     from_disk, warnings = _read_file(model_dir)
     hugging_face = env.hugging_face_variables(environment)
     names_model = bool(hugging_face)
-    if hugging_face and (model_dir / "config.json").is_file():
+    has_config = (model_dir / "config.json").is_file()
+    if hugging_face and has_config:
         warnings.append(f"variable HF_MODEL_ID is ignored, because {model_dir} holds a model (config.json) itself")
         hugging_face = []
     variables = [*env.model_variables(environment), *hugging_face]
@@ -78,7 +82,7 @@ def read_layers(model_dir: Path, environment: Mapping[str, str], registration: M
         {} if names_model else _from_files(model_dir, environment),
         from_variables("environment", env.text_generation_inference_variables(environment)),
     )
-    return ModelLayers(tuple(map(_with_new_names, upper)), lower, tuple(warnings))
+    return ModelLayers(tuple(map(_with_new_names, upper)), lower, tuple(warnings), has_config)
 
 
 def _from_files(model_dir: Path, environment: Mapping[str, str]) -> Given:
@@ -124,7 +128,8 @@ def merge_layers(
     above = _with_replacements_of_deprecated(merge([written, alias.known]), declared)
     above = _with_workers_of_device_kind(above, machine)
     given = merge([above, lower.known])
-    recommended = from_values("recommender", recommend(spec, given, inferred_task, machine))
+    names_model = layers.has_config or _MODEL_ID in given
+    recommended = from_values("recommender", recommend(spec, given, inferred_task, machine, names_model))
     # "auto" asks for a recommendation; with none it stays, and the handler decides when it loads the model.
     left_open = {key for key in recommended if key in above and above[key].raw.lower() == "auto"}
     decided = {key: source for key, source in above.items() if key not in left_open}
@@ -135,9 +140,22 @@ def merge_layers(
     return SortedKeys(
         known=with_max_resolved(merge([decided, recommended, lower.known]), spec, machine),
         unknown=merge([layer.unknown for layer in (*own, alias, lower)]),
-        warnings=(*(text for layer in ordered for text in layer.warnings), *_idle_variables(guests)),
+        warnings=(
+            *(text for layer in ordered for text in layer.warnings),
+            *_idle_variables(guests),
+            *_closed_by_batches(above, left_open, given),
+        ),
         problems=tuple(text for layer in ordered for text in layer.problems),
     )
+
+
+def _closed_by_batches(above: Given, left_open: Collection[str], given: Given) -> Iterator[str]:
+    """Yield a warning if a dynamic batch has decided what option.rolling_batch=auto leaves open."""
+    if ROLLING_BATCH in left_open and batches_statically(given):
+        yield (
+            f"{describe_source(above[ROLLING_BATCH], ROLLING_BATCH)} means disable beside batch_size, which makes"
+            " dynamic batches; remove batch_size for a rolling batch"
+        )
 
 
 def _with_replacements_of_deprecated(given: Given, declared: Sequence[Option]) -> Given:

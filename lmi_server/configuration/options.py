@@ -31,6 +31,7 @@ from lmi_server.configuration.references import (
     NAMES_NOTHING,
     NAMES_PATH,
     NAMES_PYTHON,
+    NAMES_REVISION,
 )
 from lmi_server.machine.devices import CUDA_VISIBLE_DEVICES
 from lmi_server.machine.inventory import Machine
@@ -205,7 +206,7 @@ class ServingOptions(Options):
     nc_max_workers: Annotated[Workers | None, Key("nc.maxWorkers")] = Field(
         None, description="maxWorkers on a machine with Neuron cores."
     )
-    batch_size: Annotated[Count, Key(also=("max_dynamic_batch_size", "option.batch_size"))] = Field(
+    batch_size: Annotated[Count, Key(also=("max_dynamic_batch_size",))] = Field(
         1, description="Most requests in one dynamic batch; not for text generation."
     )
     max_batch_delay: Annotated[CountOrZero, Key(also=("option.max_batch_delay",))] = Field(
@@ -286,7 +287,7 @@ class ModelOptions(Options):
         str | None,
         Field(pattern=r"^[^\s~^:?*\[\\-][^\s~^:?*\[\\]*$"),
         Allowed("the name of a branch or tag, or a commit"),
-        NAMES_NOTHING,
+        NAMES_REVISION,
     ] = Field(None, description="Branch, tag or commit of a Hugging Face model.")
     trust_remote_code: bool = Field(False, description="Run the Python code in the repository of a Hugging Face model.")
     entry_point: Annotated[str | None, Key("entryPoint"), NAMES_CODE] = Field(
@@ -294,9 +295,12 @@ class ModelOptions(Options):
     )
     task: Annotated[
         str | None,
-        Unavailable(lambda task: task not in ("text-generation", "auto"), "use text-generation"),
+        Unavailable(lambda task: task not in ("text-generation", "auto"), "use text-generation", "other tasks"),
         NAMES_NOTHING,
-    ] = Field(None, description="Task of the model as Hugging Face names it; inferred if not set.")
+    ] = Field(
+        None,
+        description="Task of the model as Hugging Face names it; inferred if not set. It can choose the handler, too.",
+    )
     dtype: Annotated[
         Dtype,
         Key(also=("option.data_type",)),
@@ -313,12 +317,15 @@ class ModelOptions(Options):
         RollingBatch,
         Unavailable(lambda name: name not in ("auto", "scheduler"), "use scheduler or auto"),
     ] = Field("auto", description="Implementation of iteration-level batching; auto chooses one for the model.")
+    batch_size: Annotated[Count, NoEffect("as in LMI, batch_size without option. makes dynamic batches")] = Field(
+        1, description="Size of the batch for the code of the handler."
+    )
     max_rolling_batch_size: PositiveInt = Field(
         32, description="Requests that one worker decodes together; others wait in the job queue."
     )
     output_formatter: Annotated[
         OutputFormatter | None,
-        Unavailable.values("3p", "3p_stream", instead="use json, jsonlines or sse"),
+        Unavailable(lambda name: name in ("3p", "3p_stream"), "use json, jsonlines or sse", "3p and 3p_stream"),
         Documented("json", "the request's `stream` decides, as it does in LMI if the key is not set"),
         NAMES_NOTHING,
     ] = Field(
@@ -345,25 +352,29 @@ class ModelOptions(Options):
     waiting_steps: Annotated[
         NonNegativeInt | None, NoEffect("prompts are computed in chunks beside the running requests")
     ] = Field(None, description="Decode steps that new requests are held back for.")
-    handler: Annotated[str, Unavailable(lambda name: name != "handle", _REMOVE_IT), NAMES_NOTHING] = Field(
-        "handle", description="Function of the entry point that takes the requests."
-    )
+    handler: Annotated[
+        str, Unavailable(lambda name: name != "handle", _REMOVE_IT, "other functions"), NAMES_NOTHING
+    ] = Field("handle", description="Function of the entry point that takes the requests.")
     python_executable: Annotated[str, Key("pythonExecutable"), NAMES_PYTHON] = Field(
         OWN_PYTHON,
         description="Python interpreter of the workers, 3.11 or later; python3 is that of the server.",
     )
     env: Annotated[
         EnvironmentPairs | None,
-        Unavailable(lambda pairs: _names_devices(pairs or ""), "set load_on_devices, from which the server sets it"),
+        Unavailable(
+            lambda pairs: _names_devices(pairs or ""),
+            "set load_on_devices, from which the server sets them",
+            "the variables of visible devices",
+        ),
         FOR_OPERATOR,
     ] = Field(None, description="Environment variables of the workers, A=1,B=2.")
     enable_venv: bool = Field(
         False, description="Give the model a virtual environment of its own, which also sees the server's packages."
     )
     pipeline_parallel_degree: Annotated[
-        PositiveInt, Unavailable(lambda degree: degree > 1, "use option.tensor_parallel_degree")
+        PositiveInt, Unavailable(lambda degree: degree > 1, "use option.tensor_parallel_degree", "more than 1")
     ] = Field(1, description="Stages that the layers of one model are split into, each on devices of its own.")
-    cluster_size: Annotated[PositiveInt, Unavailable(lambda size: size > 1, "use one machine")] = Field(
+    cluster_size: Annotated[PositiveInt, Unavailable(lambda size: size > 1, "use one machine", "more than 1")] = Field(
         1, description="Machines that one model is spread over."
     )
     async_mode: bool = Field(
@@ -397,6 +408,11 @@ class ModelOptions(Options):
     )
     is_peft_model: Annotated[bool, Unavailable.values(True, instead="merge the adapter into the model")] = Field(
         False, description="The checkpoint is a PEFT adapter; LMI detects it."
+    )
+    max_media_size: PositiveInt = Field(
+        268435456,
+        description="Bytes that the images and sounds of one request may take when they are decoded: 4 for a pixel, and"
+        " 4 for a sample of a sound as the model gets it. A request with more is refused with 413.",
     )
     enable_stateful_sessions: bool | None = Field(
         None,

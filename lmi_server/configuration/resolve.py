@@ -61,6 +61,11 @@ class ResolvedModel:
         """Return every name under which requests may ask for the model, its own first."""
         return tuple(dict.fromkeys((self.name, *self.options.served_model_name)))
 
+    @property
+    def has_sessions(self) -> bool:
+        """Whether answers may open sessions: the options ask for them, or the user's own code may."""
+        return self.options.has_sessions or self.spec.runs_user_code or Path(self.model_dir, "model.py").is_file()
+
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
@@ -142,7 +147,7 @@ def inspect_model(
     config = read_config(location)
     inferred_task = infer_task(architectures(config), location)
     weights = Path(location) if os.path.isabs(location) else None
-    model = Model(model_dir, architectures(config), _task(given) or inferred_task, is_gguf(location), weights)
+    model = Model(model_dir, architectures(config), _task(given) or inferred_task, is_gguf(location), weights, config)
     choice = choose_handler(given, model, machine, handlers)
     spec = choice.spec or handlers.default
     declared = declared_options(spec)

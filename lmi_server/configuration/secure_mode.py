@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from lmi_server.configuration.check import describe_source
-from lmi_server.configuration.gguf import read_gguf
+from lmi_server.configuration.gguf import is_gguf, read_gguf
+from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.layers import Given, Layer
 from lmi_server.configuration.model_code import MODEL_CODE
 from lmi_server.configuration.options import NGRAM
@@ -65,7 +70,19 @@ _WRITTEN: tuple[Layer, ...] = ("registration", "serving.properties", "environmen
 # DJL Serving looks for the first five; the others are pickles too.
 _PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle|joblib|cloudpkl|dill)", re.IGNORECASE)
 _PICKLED_FORMATS = ("pt", "npcache")  # values of option.load_format
-_TEMPLATE_FIELD_FILES = ("tokenizer_config.json", "processor_config.json", "chat_template.json")
+# Readers of tokenizers take a template from any of these; others are searched, too, but need not be readable.
+_TEMPLATE_FIELD_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "processor_config.json",
+    "chat_template.json",
+)
+_TEMPLATE_SUFFIX = ".jinja"
+_JSON = ".json"
+_SAFETENSORS = ".safetensors"
+_PICKLE_START = re.compile(rb"\x80[\x02-\x05]")  # the protocols of Python 3; older ones are plain text
+_ZIP = b"PK\x03\x04"
+_MORE_TEMPLATES = "additional_chat_templates"  # a directory
 _TEMPLATE_IN_GGUF = "tokenizer.chat_template"  # the beginning: a model may have several
 _IN_SECURE_MODE = "is not allowed in secure mode"
 
@@ -89,7 +106,8 @@ class SecureMode:
         script = given.get("option.entryPoint")
         if script is not None and script.layer == "model directory" and os.path.dirname(script.raw):
             yield from self._code_in((model_dir / script.raw).parent)
-        places = dict.fromkeys([model_dir, *([Path(location)] if os.path.isdir(location) else [])])
+        here = os.path.isdir(location) or (is_gguf(location) and os.path.isfile(location))
+        places = dict.fromkeys([model_dir, *([Path(location)] if here else [])])
         for adapter in (child for place in places for child in _directories(place / adapters)):
             yield from self.adapter_problems(adapter)
         missing = [channel for channel in self.channels if not channel.is_dir()]
@@ -102,14 +120,13 @@ class SecureMode:
         if PICKLE in self.controls:
             yield from _pickles(_files(directory))
 
-    def file_problems(self, directories: Iterable[Path]) -> Iterator[str]:
-        """Yield a line for each pickle and each chat template in `directories` and below."""
-        for directory in directories:
-            files = list(_files(directory))
-            if PICKLE in self.controls:
-                yield from _pickles(files)
-            if CHAT_TEMPLATE in self.controls:
-                yield from _chat_templates(files)
+    def file_problems(self, places: Iterable[Path]) -> Iterator[str]:
+        """Yield a line for each pickle and each chat template in `places` and below; a place may be a file in GGUF."""
+        files = dict.fromkeys(path for place in places for path in _files(place))
+        if PICKLE in self.controls:
+            yield from _pickles(files)
+        if CHAT_TEMPLATE in self.controls:
+            yield from _chat_templates(files)
 
     def _forbidden_values(self, given: Given) -> Iterator[str]:
         executable = given.get("option.pythonExecutable")
@@ -119,7 +136,7 @@ class SecureMode:
         if REMOTE_CODE in self.controls and remote_code is not None and is_true(remote_code.raw):
             yield _refusal(given, "option.trust_remote_code", f"{REMOTE_CODE} is on; allowed: false")
         entry_point = given.get("option.entryPoint")
-        if SCRIPTS in self.controls and entry_point is not None and not entry_point.raw.startswith("djl_python."):
+        if SCRIPTS in self.controls and entry_point is not None and not _is_built_in(entry_point.raw):
             yield _refusal(given, "option.entryPoint", f"{SCRIPTS} is on; allowed: a handler of djl_python")
         if PICKLE in self.controls:
             yield from _pickled_values(given)
@@ -129,6 +146,11 @@ class SecureMode:
             yield f"{directory / MODEL_CODE} {_IN_SECURE_MODE}; {SCRIPTS} is on: remove the file"
         if REQUIREMENTS in self.controls and (directory / "requirements.txt").exists():
             yield f"{directory / 'requirements.txt'} {_IN_SECURE_MODE}; {REQUIREMENTS} is on: remove the file"
+
+
+def _is_built_in(entry_point: str) -> bool:
+    """Return whether an entry point is one of djl_python; a name that ends with .py is a file of the model."""
+    return entry_point.startswith("djl_python.") and HANDLERS.by_entry_point(entry_point) is not None
 
 
 def secure_mode(environment: Mapping[str, str]) -> SecureMode | None:
@@ -188,13 +210,33 @@ def _pickled_values(given: Given) -> Iterator[str]:
 
 def _pickles(files: Iterable[Path]) -> Iterator[str]:
     for path in files:
-        if _PICKLES.fullmatch(path.name):
+        if _PICKLES.fullmatch(path.name) or _holds_pickle(path):
             yield f"{path} {_IN_SECURE_MODE}; {PICKLE} is on: only safetensors are loaded; remove or convert the file"
+
+
+def _holds_pickle(path: Path) -> bool:
+    """Return whether a file with any other name is a pickle, or an archive of torch: an index may name it as weights.
+
+    A file in safetensors begins with a length, which may look like a pickle, but is read as nothing else.
+    """
+    if path.suffix == _SAFETENSORS:
+        return False
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_ZIP))
+            if start != _ZIP:
+                return _PICKLE_START.match(start) is not None
+            with zipfile.ZipFile(file) as archive:
+                return any(name.endswith("data.pkl") for name in archive.namelist())
+    except zipfile.BadZipFile:
+        return False
+    except OSError:
+        return True  # nobody knows
 
 
 def _chat_templates(files: Iterable[Path]) -> Iterator[str]:
     for path in files:
-        if path.suffix == ".jinja" or _has_chat_template(path):
+        if path.suffix == _TEMPLATE_SUFFIX or _has_chat_template(path):
             yield f"{path} {_IN_SECURE_MODE}; {CHAT_TEMPLATE} is on: remove its chat template"
 
 
@@ -202,13 +244,21 @@ def _has_chat_template(path: Path) -> bool:
     """Return whether the file has a chat template in a field; one that cannot be read counts, because nobody knows."""
     if path.suffix.lower() == ".gguf":
         return _has_template_in_header(path)
-    if path.name not in _TEMPLATE_FIELD_FILES:
+    if path.suffix != _JSON:
         return False
     try:
-        decoded = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return True
+        decoded = _decode(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return path.name in _TEMPLATE_FIELD_FILES
     return isinstance(decoded, dict) and "chat_template" in decoded
+
+
+def _decode(data: bytes) -> Any:
+    """Return what JSON holds; of an object in UTF-8, members are not decoded further, for a vocabulary is large."""
+    try:
+        return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):  # Python's reader takes more: a list, NaN, UTF-16
+        return json.loads(data)
 
 
 def _has_template_in_header(path: Path) -> bool:
@@ -222,12 +272,23 @@ def _directories(parent: Path) -> list[Path]:
     return [child for child in sorted(parent.iterdir()) if child.is_dir()] if parent.is_dir() else []
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    """Yield every file below, also behind links; a directory that is reached twice is read once."""
+def _files(place: Path) -> Iterator[Path]:
+    """Yield every file below, also behind links; a directory that is reached twice is read once.
+
+    Of a file, yield the file and those for tokenizers and templates that are read beside it.
+    """
+    if place.is_file():
+        yield place
+        yield from (path for path in sorted(place.parent.iterdir()) if _is_template_file(path))
+        place = place.parent / _MORE_TEMPLATES
     seen: set[str] = set()
-    for parent, directories, files in os.walk(directory, followlinks=True):
+    for parent, directories, files in os.walk(place, followlinks=True):
         directories[:] = [name for name in sorted(directories) if _first_time(os.path.join(parent, name), seen)]
         yield from (Path(parent, name) for name in sorted(files))
+
+
+def _is_template_file(path: Path) -> bool:
+    return path.suffix in (_TEMPLATE_SUFFIX, _JSON)
 
 
 def _first_time(directory: str, seen: set[str]) -> bool:

@@ -60,6 +60,13 @@ MetricNames = Annotated[
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("texts separated by commas")]
+# One colon is that of a port; an IPv6 address has more.
+_HostName = Annotated[str, Field(pattern=r"^([^/:]+|[^/:]*:[^/:]*:[^/]*)$")]
+HostNames = Annotated[
+    tuple[_HostName, ...],
+    BeforeValidator(_names),
+    Allowed("names without https:// and without a port, separated by commas; * for any"),
+]
 
 _DURATION = r"P(?:(?P<days>\d+)D)?(?:T(?:(?P<hours>\d+)H)?(?:(?P<minutes>\d+)M)?(?:(?P<seconds>\d+)S)?)?"
 _ERROR_RATE = re.compile(rf"(?P<errors>\d{{1,6}})(?:/{_DURATION})?", re.IGNORECASE | re.ASCII)
@@ -138,9 +145,7 @@ class ServerSettings(Options):
         description="Who may manage models without management_api_keys: clients on this machine, or any. If not set, "
         "clients on this machine, or none once api_keys or api_keys_file is set.",
     )
-    allowed_hosts: Names = Field(
-        (), description="Further names under which the server is called (header Host); * for any."
-    )
+    allowed_hosts: HostNames = Field((), description="Further names under which the server is called (header Host).")
     registration_sources: Names | None = Field(
         None,
         description="What a registration may name, * for everything: directories, s3://bucket/prefix, hub ids, owner/. "
@@ -162,8 +167,8 @@ class ServerSettings(Options):
     max_request_size: PositiveInt = Field(67108864, description="Largest request body in bytes.")
     max_buffered_size: PositiveInt = Field(
         1073741824,
-        description="Bytes of all request bodies together from which on bodies over 64 KiB are refused with 503; "
-        "max_request_size if that is more.",
+        description="Bytes of all request bodies together, decoded ones and those of asynchronous jobs included, from "
+        "which on bodies over 64 KiB are refused with 503; max_request_size if that is more.",
     )
     max_unread_size: PositiveInt = Field(
         1073741824,
@@ -223,7 +228,9 @@ class ServerSettings(Options):
         1000, description="Most asynchronous jobs (x-synchronous: false) that run or whose answers are in memory."
     )
     async_jobs_size: PositiveInt = Field(
-        1073741824, description="Bytes of answers in memory from which on no further asynchronous job is taken (503)."
+        1073741824,
+        description="Bytes of answers of asynchronous jobs and invocations in memory, from which on no further job is "
+        "taken and an answer that grows is given up (503).",
     )
     async_jobs_lifetime: Seconds = Field(
         3600.0, description="Seconds for which the answer of an asynchronous job is kept."

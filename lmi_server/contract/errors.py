@@ -21,6 +21,7 @@
     │   ├── MalformedUrlError
     │   └── MethodNotAllowedError
     └── ServingError            a sound request that the server failed to serve
+        ├── NoRoomError         the front end holds `max_buffered_size` bytes of requests
         ├── QueueFullError      the job queue holds `job_queue_size` requests
         │   └── QueueDelayError  the request would wait for longer than `max_queue_delay_ms`
         ├── ModelNotReadyError  loading, failed, or the server is draining
@@ -34,7 +35,7 @@ an exception of this tree of them.
 
 from __future__ import annotations
 
-from lmi_server.contract.sendable import sendable_message
+from lmi_server.contract.quoting import sendable_message
 
 
 class LmiServerError(Exception):
@@ -61,6 +62,10 @@ class ConfigurationError(LmiServerError):
 
 class ModelLoadError(LmiServerError):
     """The handler could not load the model."""
+
+
+class RollingBatchError(ModelLoadError):
+    """The rolling batch of transformers does not serve the model; static batches may."""
 
 
 class ModelMemoryError(ModelLoadError):
@@ -133,7 +138,7 @@ class ContextLengthError(RequestError):
 
 
 class PayloadTooLargeError(RequestError):
-    """The body is longer than `max_request_size`."""
+    """The body is longer than `max_request_size`, or its media would take more than `max_media_size`."""
 
 
 class QuarantinedError(RequestError):
@@ -162,6 +167,12 @@ class MethodNotAllowedError(RequestError):
 
 class ServingError(LmiServerError):
     """A sound request that the server failed to serve."""
+
+
+class NoRoomError(ServingError):
+    """Bodies of requests, or answers that wait for their clients, take all the memory that they may take together."""
+
+    retry_after = 1
 
 
 class QueueFullError(ServingError):

@@ -26,7 +26,8 @@ Feature = Literal[
 """What only some engines support. A handler lists its own in `ModelInfo.features`.
 
 A dialect refuses, by name, a field that needs any other feature. "media" are parts of messages other than text,
-"engine_extras" is `SamplingParameters.extra`; the others are fields of the structs below.
+"reasoning" is a limit on the model's reasoning (`ChatOptions.thinking_token_budget`), "engine_extras" is
+`SamplingParameters.extra`; the others are fields of the structs below.
 """
 
 PROMPT_BEGINNING = "{#- begins like a prompt -#}"

@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from lmi_server.contract.protocol import FromWorker, Load, Message, ToWorker
+from lmi_server.contract.protocol import FromWorker, Load, Message, Submit, ToWorker
 from lmi_server.contract.sendable import all_sendable
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = 4
 _MAX_FRAME = 2**32 - 1
+_LARGE = 64 * 1024  # bytes of a message that is written for itself
 _WRITE_HIGH_WATER = 1 << 20  # bytes in the transport's buffer from which `writable` blocks
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -49,7 +51,9 @@ class Link(asyncio.Protocol, Generic[M]):
     """One end of the link; `M` is what arrives here.
 
     `on_message` gets each message, in order; `on_lost` is called once, when the other side is gone or `close` was
-    called. Messages given to `send` during one tick of the loop leave in one write.
+    called. Messages given to `send` during one tick of the loop leave in one write. While the other side reads more
+    slowly than this one sends, a request waits as it is, and what is sent after it waits behind it: encoded, it would
+    take its memory a second time.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Link(asyncio.Protocol, Generic[M]):
         self._incoming = bytearray()
         self._needed = _PREFIX
         self._outgoing: list[bytes] = []
+        self._waiting: deque[Message] = deque()
         self._writable = asyncio.Event()
         self._writable.set()
 
@@ -80,11 +85,24 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def send(self, message: Message) -> None:
         """Send `message` at the end of this tick, together with the others of the tick."""
+        if self._waiting or (isinstance(message, Submit) and self.congested):
+            self._waiting.append(message)
+            return
         if not self._outgoing:
             # One write per tick, not per message: under load a tick has messages of many requests, and each write
             # costs a system call here and may wake the other side up.
             self._loop.call_soon(self.flush)
-        self._outgoing += frame(message)
+        self._encode(message)
+
+    def _encode(self, message: Message) -> None:
+        prefix, payload = frame(message)
+        if len(payload) < _LARGE:
+            self._outgoing += (prefix, payload)
+            return
+        self._outgoing.append(prefix)
+        self.flush()
+        if self._transport is not None:  # without another copy
+            self._transport.write(payload)
 
     def flush(self) -> None:
         """Write the messages that `send` collected. On a lost link they are dropped; `on_lost` has been called."""
@@ -94,11 +112,13 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def send_now(self, message: Message) -> None:
         """Write `message` at once, after what `send` has collected."""
-        self._outgoing += frame(message)
+        self.send(message)
         self.flush()
 
     def close(self) -> None:
         """Write what was sent, then close this end."""
+        while self._waiting:
+            self._encode(self._waiting.popleft())
         self.flush()
         if self._transport is not None:
             self._transport.close()
@@ -114,6 +134,7 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._waiting.clear()
         self._writable.set()
         self._on_lost()
 
@@ -122,6 +143,9 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def resume_writing(self) -> None:
         self._writable.set()
+        while self._waiting and not self.congested:
+            self._encode(self._waiting.popleft())
+            self.flush()
 
     def data_received(self, data: bytes) -> None:
         self._incoming += data

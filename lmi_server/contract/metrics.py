@@ -2,7 +2,7 @@
 
     RequestLatency.Microseconds:1520|#Model:demo|h
 
-A model's code prints such a line behind `[METRICS]`.
+A model's code prints such a line behind `[METRICS]`, which begins the line.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+MARK = "[METRICS]"
+"""What begins a line with a metric."""
 
 COUNTER, GAUGE, HISTOGRAM = "c", "g", "h"
 
@@ -25,7 +28,8 @@ _LINE = re.compile(
 class Metric(NamedTuple):
     """One measured value. `dimensions` are pairs of name and value; without any, it belongs to the host.
 
-    Without a `kind` a value of the unit Count is a counter and any other is a gauge, as in LMI.
+    Without a `kind` a value of the unit Count is a counter and any other is a gauge, as in LMI. `model` is the one
+    whose worker printed it, "" if the server measured it; it is not shown.
     """
 
     name: str
@@ -33,6 +37,7 @@ class Metric(NamedTuple):
     value: float
     dimensions: tuple[tuple[str, str], ...] = ()
     kind: str | None = None
+    model: str = ""
 
     def __str__(self) -> str:
         dimensions = ",".join(f"{name}:{value}" for name, value in self.dimensions)

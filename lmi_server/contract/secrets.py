@@ -7,14 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote_plus
 
+from lmi_server.contract.quoting import LONGEST_MESSAGE
+
 HIDDEN = "***"
 
 _NAME = re.compile(  # smoothquant_per_token is none
     r"(?:^|[._])(?:(?<!_per_)token|secret|password|passwd|passphrase|pass|api_?keys?|secret_?(?:access_?)?key|credentials?)$",
     re.IGNORECASE,
 )
-_USER_INFO = re.compile(r"(\w+://)[^/\s@\"']+@")
-_SIGNED = re.compile(r"([?&][\w-]*(?:signature|token|secret|password|credential|api_?key)[\w-]*=)[^&\s\"']+", re.I)
+# Neither goes over a character twice: a text of a client may be any. What one match has passed (++, the group of ?>) is
+# not tried again, and the next one begins behind it.
+_USER_INFO = re.compile(r"://[^/\s@\"']++@")
+_SIGNED = re.compile(
+    r"((?>[?&](?=[\w-]++=)[\w-]*?(?:signature|token|secret|password|credential|api_?key)[\w-]*=))[^&\s\"']++",
+    re.IGNORECASE,
+)
 _SHORTEST = 6  # a shorter value would hide parts of ordinary words
 
 
@@ -54,7 +61,9 @@ class Secrets:
         return any(value.encode(errors="replace") in encoded for value in self._values)
 
     def masked_query(self, query: str) -> str:
-        """Return the query of a URL without the values that are secret, or hold something secret."""
+        """Return the query of a URL without the values that are secret, or hold something secret. A long one is cut."""
+        if len(query) > LONGEST_MESSAGE:
+            query = f"{query[: LONGEST_MESSAGE - 4].rpartition('&')[0]}&..."
         return "&".join(map(self._masked_parameter, query.split("&")))
 
     def _masked_parameter(self, parameter: str) -> str:
@@ -81,7 +90,7 @@ def is_secret(name: str) -> bool:
 
 def masked_url(text: str) -> str:
     """Return the text with what URLs in it hold of credentials hidden: user and password, tokens, signatures."""
-    return _SIGNED.sub(rf"\1{HIDDEN}", _USER_INFO.sub(rf"\1{HIDDEN}@", text))
+    return _SIGNED.sub(rf"\1{HIDDEN}", _USER_INFO.sub(f"://{HIDDEN}@", text))
 
 
 def _hides(key: Any, value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Texts that can cross any border: bounded, and without what UTF-8 cannot encode.
+"""Values that can cross any border: no text in them has what UTF-8 cannot encode.
 
 Python's strings may hold lone surrogates: from `json.loads`, from names of files, from the code of users.
 """
@@ -9,25 +9,7 @@ from typing import Any
 
 import msgspec
 
-LONGEST_MESSAGE = 64 * 1024  # characters of the message of an error
-
-
-def sendable(text: str) -> str:
-    """Return the text with escapes in place of lone surrogates."""
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode(errors="backslashreplace").decode()
-    return text
-
-
-def sendable_message(text: str) -> str:
-    """Return the message of an error with escapes in place of lone surrogates, cut if it is very long."""
-    if len(text) > LONGEST_MESSAGE:
-        text = f"{text[:LONGEST_MESSAGE]}... ({len(text)} characters)"
-    return sendable(text)
+from lmi_server.contract.quoting import sendable
 
 
 def all_sendable(value: Any) -> Any:

@@ -9,11 +9,14 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import ADAPTER_HEADER, Input
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import ServedModel
-from lmi_server.dialects.routes import ANY_MODEL, MODEL_IN_BODY
+from lmi_server.dialects.routes import MODEL_IN_BODY, means_any_model
 
 ALIAS_HEADER = "x-amzn-sagemaker-adapter-alias"
+_ABSENT = msgspec.Raw(b"null")
+_LONGEST_NAME = 4096  # bytes in JSON
 _KEY = "adapter"  # of a query, and of SageMaker's custom attributes
 
 
@@ -48,7 +51,7 @@ def registered_adapter(request: Input, body: Mapping[str, Any], served: ServedMo
     if name is not None and name not in served.adapters:
         known = f"; registered: {', '.join(sorted(served.adapters))}" if served.adapters else ""
         shown = request.properties.get(ALIAS_HEADER, name)
-        raise RequestError(f"The adapter {shown} has not been registered{known}")
+        raise RequestError(f"The adapter {excerpt(shown)} has not been registered{known}")
     return name
 
 
@@ -67,7 +70,7 @@ class _AnyOther(Collection[str]):
         self._names = names
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and bool(name) and name not in self._names
+        return isinstance(name, str) and bool(name) and name not in self._names and not means_any_model(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
@@ -84,13 +87,47 @@ def naming_adapter(request: Input, served_names: Sequence[str]) -> Input:
     """
     if ADAPTER_HEADER in request.properties:
         return request
-    others = _AnyOther({*served_names, *ANY_MODEL})
+    others = _AnyOther(frozenset(served_names))
     served = ServedModel(name=served_names[0], served_names=tuple(served_names), adapters=others)
     try:
-        name = requested_adapter(request, fields.json_object(request), served)
-    except RequestError:
+        name = requested_adapter(request, _naming_fields(request), served)
+    except (RequestError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return request
     return request if name is None else with_adapter(request, name)
+
+
+class _NamingFields(msgspec.Struct):
+    """What of a body may name an adapter, or says who may. The rest is read past: it may be long."""
+
+    adapters: msgspec.Raw = _ABSENT
+    adapter: msgspec.Raw = _ABSENT
+    model: msgspec.Raw = _ABSENT
+    parameters: msgspec.Raw = _ABSENT
+    messages: msgspec.Raw = _ABSENT
+    inputs: msgspec.Raw = _ABSENT
+    prompt: msgspec.Raw = _ABSENT
+
+
+class _NamingParameters(msgspec.Struct):
+    adapter_id: msgspec.Raw = _ABSENT
+
+
+def _naming_fields(request: Input) -> dict[str, Any]:
+    """Return these fields of the body; of those that hold no name only whether they are there. Raises RequestError."""
+    found = msgspec.json.decode(fields.json_body(request), type=_NamingFields)
+    named = {key: _short(getattr(found, key)) for key in ("adapters", "adapter", "model")}
+    there = {key: bytes(getattr(found, key)) != _ABSENT or None for key in ("messages", "inputs", "prompt")}
+    if bytes(found.parameters).startswith(b"{"):
+        parameters = msgspec.json.decode(found.parameters, type=_NamingParameters)
+        named["parameters"] = {"adapter_id": _short(parameters.adapter_id)}
+    return {**named, **there}
+
+
+def _short(value: msgspec.Raw) -> Any:
+    """Return a value that may be a name. Raises RequestError if it is longer than any."""
+    if len(bytes(value)) > _LONGEST_NAME:
+        raise RequestError("the name of an adapter is too long")
+    return msgspec.json.decode(value)
 
 
 def with_adapter(request: Input, name: str) -> Input:

@@ -11,6 +11,7 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import StructuredOutputs
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field, Reader
 
@@ -69,18 +70,42 @@ def _constraint(kind: Any, value: Any, **style: Any) -> StructuredOutputs:
 
 
 def response_format(name: str, value: Any) -> StructuredOutputs | None:
-    """Read OpenAI's response_format. Return None for plain text. Raises RequestError."""
+    """Read OpenAI's response_format, also with text-generation-inference's types and fields.
+
+    Return None for plain text. Raises RequestError, also for a field that a type does not have: it would constrain
+    nothing.
+    """
     kind = fields.mapping(name, value).get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return _constraint("json_object", True)
-    if kind == "json_schema":
-        described = fields.mapping(f"{name}.json_schema", value.get("json_schema"))
-        return _constraint("json", _schema(f"{name}.json_schema.schema", described.get("schema")))
     if kind == "structural_tag":
         return _constraint("structural_tag", _structural_tag(name, value))
-    raise fields.not_allowed(f"{name}.type", kind, "send text, json_object, json_schema or structural_tag")
+    if kind in ("json", "regex"):
+        return _grammar(name, value)
+    if kind not in ("text", "json_object", "json_schema"):
+        raise fields.not_allowed(f"{name}.type", kind, "send text, json_object, json_schema or structural_tag")
+    given = {key: found for key, found in value.items() if found is not None and key not in _ABOUT_FORMAT}
+    wrong = sorted(given.keys() - (() if kind == "text" else _FORMAT_SCHEMAS))
+    if wrong:
+        raise RequestError(f"{name}.{excerpt(wrong[0])} has no meaning with type {kind}; leave it out")
+    if len(given) > 1:
+        raise RequestError(f"{name}: {' and '.join(sorted(given))} exclude each other; send one of them")
+    if given:
+        return _format_schema(name, kind, *given.items())
+    if kind == "json_schema":
+        raise fields.not_allowed(f"{name}.json_schema", None, 'send {"name": "...", "schema": {...}}')
+    return None if kind == "text" else _constraint("json_object", True)
+
+
+_ABOUT_FORMAT = frozenset({"type", "name", "description", "strict"})
+_FORMAT_SCHEMAS = frozenset({"json_schema", "schema", "value"})  # OpenAI's, other servers', text-generation-inference's
+
+
+def _format_schema(name: str, kind: str, given: tuple[str, Any]) -> StructuredOutputs:
+    key, value = given
+    if key == "json_schema" and (kind == "json_schema" or "schema" in fields.mapping(f"{name}.{key}", value)):
+        key, value = "json_schema.schema", fields.mapping(f"{name}.{key}", value).get("schema")
+    schema = _schema(f"{name}.{key}", value)
+    anything = kind == "json_object" and schema in ({}, "{}")
+    return _constraint("json_object", True) if anything else _constraint("json", schema)
 
 
 def _structured_outputs(name: str, value: Any) -> StructuredOutputs | None:
@@ -88,7 +113,7 @@ def _structured_outputs(name: str, value: Any) -> StructuredOutputs | None:
     known = {kind: Field(kind, read) for kind, read in (_KINDS | _JSON_STYLE).items()}
     found, unknown = fields.read_fields(fields.mapping(name, value), known, f"{name}.")
     if unknown:
-        raise RequestError(f"{name}.{unknown[0][:60]} is not known; send one of {', '.join(_KINDS)}")
+        raise RequestError(f"{name}.{excerpt(unknown[0])} is not known; send one of {', '.join(_KINDS)}")
     style = {name: found.pop(name) for name in _JSON_STYLE if name in found}
     if found.get("json_object") is False:  # clients that send every field send this one as false
         del found["json_object"]

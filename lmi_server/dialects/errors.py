@@ -48,6 +48,7 @@ _ROWS: dict[type[LmiServerError], _Row] = {
     errors.DeadlineError: _Row(504, "timeout_error", "deadline_exceeded", 504, "TimeoutException"),
     errors.PermissionDeniedError: _Row(403, "invalid_request_error", "forbidden", 403, "ForbiddenException"),
     errors.RequestError: _Row(400, "invalid_request_error", None, 424, "BadRequestException"),
+    errors.NoRoomError: _Row(503, "service_unavailable_error", "no_room", 503, "WlmException"),
     errors.QueueFullError: _Row(503, "service_unavailable_error", "queue_full", 503, "WlmCapacityException"),
     errors.QueueDelayError: _Row(503, "service_unavailable_error", "queue_delay", 503, "WlmCapacityException"),
     errors.ModelNotReadyError: _Row(503, "service_unavailable_error", "model_not_ready", 503, "WlmException"),

@@ -18,6 +18,7 @@ import msgspec
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import Feature
 from lmi_server.contract.protocol import Input
+from lmi_server.contract.quoting import NOT_FOR_TERMINALS, excerpt
 
 Reader = Callable[[str, Any], Any]
 """Takes a field's name and its value (never null); returns the value to use or raises RequestError."""
@@ -55,7 +56,7 @@ def show(value: Any) -> str:
         return "an object"
     if isinstance(value, str):
         cut = value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + "..."
-        return msgspec.json.encode(cut).decode()
+        return msgspec.json.encode(cut).decode().translate(NOT_FOR_TERMINALS)
     return msgspec.json.encode(value).decode()[:_SHOWN_CHARACTERS]
 
 
@@ -64,11 +65,12 @@ def not_allowed(name: str, value: Any, remedy: str) -> RequestError:
     return RequestError(f"{name}: {show(value)} is not allowed; {remedy}")
 
 
-def unsupported(name: str) -> RequestError:
+def unsupported(name: str, feature: Feature | None = None) -> RequestError:
     """Return the error about a field that needs a feature which the model's handler lacks."""
+    parser = " and option.reasoning_parser" if feature == "reasoning" else ""
     return RequestError(
         f"{name} is not supported by the handler that serves this model; leave it out, or serve the model with"
-        " option.rolling_batch=vllm"
+        f" option.rolling_batch=vllm{parser}"
     )
 
 
@@ -90,6 +92,11 @@ def json_object(request: Input) -> dict[str, Any]:
 
 def json_value(request: Input) -> Any:
     """Return the body, which must be JSON. Raises RequestError."""
+    return _json(json_body(request))
+
+
+def json_body(request: Input) -> bytes:
+    """Return the bytes of a body that is to be JSON. Raises RequestError if it has another type, or is empty."""
     kind = media_type(request)
     body = request.body().removeprefix(codecs.BOM_UTF8)
     # A default type says nothing about the body, so its first character decides.
@@ -98,7 +105,7 @@ def json_value(request: Input) -> Any:
         raise RequestError(f"Content-Type: {show(kind)} is not supported; send application/json")
     if not body.strip():
         raise RequestError("the body is empty; send a JSON object")
-    return _json(body)
+    return body
 
 
 def _json(body: bytes) -> Any:
@@ -160,7 +167,7 @@ def read_fields(
             continue
         read = field.read(prefix + name, value)
         if field.needs is not None and field.lacks(read, features):
-            raise unsupported(prefix + name)
+            raise unsupported(prefix + name, known[name].needs)
         if field.target is not None:
             values[field.target] = read
     return values, unknown
@@ -181,7 +188,7 @@ def unknown_warnings(unknown: list[str], known: Mapping[str, Field], prefix: str
 def _unknown_warning(name: str, known: list[str], prefix: str) -> str:
     near = difflib.get_close_matches(name[:_SHOWN_CHARACTERS], known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{prefix}{name[:_SHOWN_CHARACTERS]} is not known and is ignored{hint}"
+    return f"{prefix}{excerpt(name, _SHOWN_CHARACTERS)} is not known and is ignored{hint}"
 
 
 def integer(minimum: int, maximum: int | None = None) -> Reader:
@@ -300,10 +307,29 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise not_allowed(name, value, "send a list of token ids")
+    if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) <= _LARGEST_TOKEN_ID:
+        return tuple(value)  # checked one by one, a long prompt would keep the worker from its streams
+    if len(value) > _MOST_OTHER_IDS:
+        raise not_allowed(name, value, f"send token ids as integers from 0 to {_LARGEST_TOKEN_ID}")
     return tuple([_TOKEN_ID(name, item) for item in value])
 
 
-_TOKEN_ID = integer(0, 2**31 - 1)
+_LARGEST_TOKEN_ID = 2**31 - 1
+_MOST_OTHER_IDS = 10_000  # that may be written as 1.0 or "1"
+_TOKEN_ID = integer(0, _LARGEST_TOKEN_ID)
+
+
+def bad_words(name: str, value: Any) -> tuple[str, ...]:
+    """Read words that are not to be generated; each is tokenized twice before anything else runs."""
+    words = strings(name, value)
+    if len(words) > _MOST_BAD_WORDS or max(map(len, words), default=0) > _LONGEST_BAD_WORD:
+        remedy = f"send at most {_MOST_BAD_WORDS} words of at most {_LONGEST_BAD_WORD} characters"
+        raise not_allowed(name, value, remedy)
+    return words
+
+
+_MOST_BAD_WORDS = 1000
+_LONGEST_BAD_WORD = 100
 
 
 def top_k(name: str, value: Any) -> int:
@@ -317,10 +343,12 @@ _TOP_K = integer(-1, 2**31 - 1)
 def logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise not_allowed(name, value, "send an object of token id to bias")
-    return {int(_BIAS_TOKEN(name, token)): _BIAS(f"{name}.{token[:20]}", bias) for token, bias in value.items()}
+    if len(value) > _MOST_BIASES:
+        raise RequestError(f"{name}: {len(value)} biases are not allowed; send at most {_MOST_BIASES}")
+    return {int(_TOKEN_ID(name, token)): _BIAS(f"{name}.{excerpt(token, 20)}", bias) for token, bias in value.items()}
 
 
-_BIAS_TOKEN = integer(0, 2**31 - 1)
+_MOST_BIASES = 5000
 _BIAS = number(lambda value: -100 <= value <= 100, "a number from -100 to 100")
 
 

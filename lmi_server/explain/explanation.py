@@ -35,6 +35,8 @@ from lmi_server.supervisor.command import mpi_worker_command, worker_command
 _FD = "fd:N"
 _GROUP_DIRECTORY = "GROUP"
 _DEVICES = {"gpu": "an NVIDIA GPU", "nc": "a Neuron device"}
+# Arguments that are passed on to vLLM: the tokenizer is somewhere else, or there is none.
+_TOKENIZER_ELSEWHERE = ("option.tokenizer", "option.skip_tokenizer_init")
 _ANY_FORMAT = Source("default", "auto")
 _ELSEWHERE = Source("default", "")  # of a value whose layers another node has read, which deployed the model
 _ANY_MPIRUN = MpiRun("mpirun", OPEN_MPI, "5")
@@ -106,7 +108,7 @@ def explain(found: Inspection) -> Explanation:
     device_sets, shortage = _devices(found)
     needed = memory_of(found)
     absent, may_come = _absent(found)
-    faults = _file_faults(found)
+    faults = file_problems(found)
     return Explanation(
         name=found.name,
         model_dir=found.model_dir,
@@ -281,7 +283,7 @@ def _absent_devices(found: Inspection) -> Sequence[str]:
     return (f"{found.spec.title} needs {_DEVICES[needed]}, and none is visible; serve the model on a machine with one",)
 
 
-def _file_faults(found: Inspection) -> tuple[str, ...]:
+def file_problems(found: Inspection) -> tuple[str, ...]:
     """Return a line for each fault of the model's files, if they are here and are a checkpoint."""
     directory = Path(found.location)
     if found.spec.weights_index is not None:
@@ -295,4 +297,5 @@ def _file_faults(found: Inspection) -> tuple[str, ...]:
         return ()
     if not found.options.is_plain_checkpoint(directory):
         return ()
-    return tuple(file_faults(directory, needs_tokenizer=found.spec.formats_text))
+    elsewhere = any(key in found.unknown for key in _TOKENIZER_ELSEWHERE)
+    return tuple(file_faults(directory, needs_tokenizer=found.spec.formats_text and not elsewhere))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from lmi_server.configuration.declaration import (
     Deprecated,
@@ -12,6 +13,7 @@ from lmi_server.configuration.declaration import (
     Mark,
     NoEffect,
     Option,
+    Options,
     Unavailable,
     written,
 )
@@ -19,6 +21,8 @@ from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, load_option
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.machine.environment import VARIABLES
+
+_ROLLING_BATCH = "option.rolling_batch"
 
 _INTRODUCTION = """\
 # Configuration
@@ -152,8 +156,49 @@ def _sentence(mark: Mark, option: Option) -> str:
         case NoEffect():
             return f"No effect: {mark.reason}."
         case Unavailable():
-            refused = _names(written(value) for value in option.choices if mark.applies(value))
-            return f"Not available in this version{f': {refused}' if refused else ''}; {mark.instead}."
+            return _limit(mark, option)
+
+
+def _limit(mark: Unavailable, option: Option) -> str:
+    """Return which values are not served and by whom; values that choose another handler are served by that one."""
+    refused = [value for value in option.choices if mark.applies(value)]
+    chooses = option.key == _ROLLING_BATCH and mark in _marks(ModelOptions, option.key)
+    left = [value for value in refused if not (chooses and _is_served(option.key, value))]
+    if refused and not left:
+        return "Each other value chooses the handler that serves it."
+    named = _names(map(written, left)) or mark.shown
+    values = f": {named}" if named else ""
+    limited, free = _limited(mark, option.key)
+    if not free:
+        return f"Not available in this version{values}; {mark.instead}."
+    if len(limited) <= len(free):
+        return f"Not available with {', '.join(limited)}{values}; {mark.instead}."
+    return f"Only with {', '.join(free)}{values}; otherwise {mark.instead}."
+
+
+def _is_served(key: str, value: Any) -> bool:
+    """Return whether a handler serves this value."""
+    return any(not _refuses(spec, key, value) for spec in HANDLERS.specs)
+
+
+def _refuses(spec: HandlerSpec, key: str, value: Any) -> bool:
+    marks = _marks(load_options_type(spec), key)
+    return any(isinstance(mark, Unavailable) and mark.applies(value) for mark in marks)
+
+
+def _limited(mark: Unavailable, key: str) -> tuple[Sequence[str], Sequence[str]]:
+    """Return which handlers share a limit of the keys of every handler, and which lift it.
+
+    A limit that one handler declares itself stands in the section of that one: none lifts it.
+    """
+    specs = (*HANDLERS.specs, HANDLERS.user_code)
+    limited = [spec.title for spec in specs if mark in _marks(load_options_type(spec), key)]
+    is_shared = mark in _marks(ModelOptions, key)
+    return limited, [spec.title for spec in specs if is_shared and spec.title not in limited]
+
+
+def _marks(declaring: type[Options], key: str) -> Sequence[Mark]:
+    return next((option.marks for option in declaring.declared() if option.key == key), ())
 
 
 def _variables() -> str:

@@ -116,7 +116,7 @@ def _memory(memory: Mapping[str, Any]) -> Mapping[str, str]:
         "weights": gib(memory["weights_bytes"]),
         **_quantised(memory["unquantized_bytes"]),
         "KV cache per token": "unknown" if per_token is None else f"{per_token} bytes",
-        "KV cache of all running requests": f"{gib(memory['kv_bytes'])} for {memory['kv_tokens'] or '?'} tokens",
+        "KV cache that is needed at most": f"{gib(memory['kv_bytes'])} for {memory['kv_tokens'] or '?'} tokens",
         **_reserved(memory["kv_reserved_bytes"]),
         "KV cache that fits": f"{'?' if memory['kv_tokens_that_fit'] is None else memory['kv_tokens_that_fit']} tokens",
         "free": gib(memory["available_bytes"]),

@@ -162,6 +162,7 @@ _NVIDIA = _Tool(
     ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"), parse_nvidia_smi
 )
 _NVIDIA_LOAD = ("nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits")
+_NVIDIA_NAMES = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 _AMD = (
     _Tool(("amd-smi", "metric", "--mem-usage", "--json"), parse_amd_smi),
     _Tool(("rocm-smi", "--showmeminfo", "vram", "--json"), parse_rocm_smi),
@@ -179,6 +180,13 @@ def nvidia_load(environment: Mapping[str, str]) -> GpuLoad | None:
     """Return what the NVIDIA GPUs of this machine do now; None without nvidia-smi."""
     path = _path_of(_NVIDIA_LOAD[0], environment)
     return None if path is None else parse_nvidia_load(_run((path, *_NVIDIA_LOAD[1:])))
+
+
+def nvidia_products(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the name of the product that each NVIDIA GPU of this machine is; none without nvidia-smi."""
+    path = _path_of(_NVIDIA_NAMES[0], environment)
+    lines = () if path is None else _run((path, *_NVIDIA_NAMES[1:])).splitlines()
+    return tuple(line.strip() for line in lines if line.strip())
 
 
 def amd_gpus(environment: Mapping[str, str]) -> Devices:

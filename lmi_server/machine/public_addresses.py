@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
+from collections.abc import Iterable
 from typing import Any
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
 _allows_private = False
 
 
@@ -40,15 +43,62 @@ def allows_private() -> bool:
     return _allows_private
 
 
-def connect_to_public(*arguments: Any, **keywords: Any) -> socket.socket:
-    """Connect as socket.create_connection does. Raises PrivateAddressError, before anything is sent.
+def connect_to_public(
+    place: tuple[str, int],
+    timeout: float | None = None,
+    source_address: tuple[str, int] | None = None,
+    options: Iterable[tuple[int, int, int | bytes]] = (),
+) -> socket.socket:
+    """Connect to a host and port as socket.create_connection does, within `timeout` in all.
 
-    The connection itself is looked at: a name may stand for another address the next time that it is looked up.
+    The host is looked up once, and only its public addresses are connected to. Raises PrivateAddressError if it has
+    none: before anything is connected, so that the error does not tell whether the port is open.
     """
-    connection = socket.create_connection(*arguments, **keywords)
-    if not is_public(connection.getpeername()[0]):
-        connection.close()
+    found = _addresses(place)
+    allowed = [entry for entry in found if is_public(entry[4][0])]
+    if not allowed:
         raise PrivateAddressError(
             "the URL leads to an address that is not public; send a data: URL, or set option.allow_private_media=true"
         )
-    return connection
+    return _first_connection(allowed, timeout, source_address, options)
+
+
+def connect_to_any(
+    place: tuple[str, int], timeout: float | None = None, source_address: tuple[str, int] | None = None
+) -> socket.socket:
+    """Connect to a host and port, public or not, within `timeout` in all."""
+    return _first_connection(_addresses(place), timeout, source_address, ())
+
+
+def _addresses(place: tuple[str, int]) -> list[_Address]:
+    host, port = place
+    return socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)  # type: ignore[return-value]
+
+
+def _first_connection(
+    addresses: Iterable[_Address],
+    timeout: float | None,
+    source_address: tuple[str, int] | None,
+    options: Iterable[tuple[int, int, int | bytes]],
+) -> socket.socket:
+    ends_at = None if timeout is None else time.monotonic() + timeout
+    problem: OSError = TimeoutError("timed out")
+    for family, kind, protocol, _, target in addresses:
+        left = None if ends_at is None else ends_at - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        connection = socket.socket(family, kind, protocol)
+        try:
+            for option in options:
+                connection.setsockopt(*option)
+            connection.settimeout(left)
+            if source_address is not None:
+                connection.bind(source_address)
+            connection.connect(target)
+        except OSError as error:
+            connection.close()
+            problem = error
+        else:
+            connection.settimeout(timeout)
+            return connection
+    raise problem

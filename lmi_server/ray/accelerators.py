@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,4 +79,34 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         _decoder(42, 3584, 16, 8, 14336, 256000, 8192, head_dim=256, tie_word_embeddings=True, model_type="gemma2"),
     ),
 }
-"""By the name of a family: the model's Hugging Face id, and its shape."""
+"""By the name of a family: the model's Hugging Face id, and its shape. Each has tuned files."""
+
+_QWEN3 = {"head_dim": 128, "model_type": "qwen3"}
+FURTHER_FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama-3.2-3b": (
+        "meta-llama/Llama-3.2-3B-Instruct",
+        _decoder(28, 3072, 24, 8, 8192, 128256, 131072, head_dim=128, tie_word_embeddings=True),
+    ),
+    "llama-3.3-70b": ("meta-llama/Llama-3.3-70B-Instruct", _decoder(80, 8192, 64, 8, 28672, 128256, 131072)),
+    "qwen3-4b": (
+        "Qwen/Qwen3-4B",
+        _decoder(36, 2560, 32, 8, 9728, 151936, 40960, **_QWEN3, tie_word_embeddings=True),
+    ),
+    "qwen3-8b": ("Qwen/Qwen3-8B", _decoder(36, 4096, 32, 8, 12288, 151936, 40960, **_QWEN3)),
+    "qwen3-14b": ("Qwen/Qwen3-14B", _decoder(40, 5120, 40, 8, 17408, 151936, 40960, **_QWEN3)),
+    "qwen3-32b": ("Qwen/Qwen3-32B", _decoder(64, 5120, 64, 8, 25600, 151936, 40960, **_QWEN3)),
+    "phi-4": ("microsoft/phi-4", _decoder(40, 5120, 40, 10, 17920, 100352, 16384)),
+    "mistral-small-24b": (
+        "mistralai/Mistral-Small-24B-Instruct-2501",
+        _decoder(40, 5120, 32, 8, 32768, 131072, 32768, head_dim=128),
+    ),
+}
+"""Families that are recommended for, and have no tuned files."""
+
+_PRODUCTS = {"A100-40G": ("A100", "40GB"), "A100-80G": ("A100", "80GB")}
+
+
+def accelerator_of(product: str) -> Accelerator | None:
+    """Return the accelerator that a GPU's product is, such as "NVIDIA A100-SXM4-80GB"; None if it is none of them."""
+    words = set(re.split(r"[\s-]+", product))
+    return next((each for name, each in ACCELERATORS.items() if words.issuperset(_PRODUCTS.get(name, (name,)))), None)

@@ -5,8 +5,8 @@ The rule is in docs/ray.md. It asks the estimate that `lmi-server explain` shows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +14,10 @@ from lmi_server.configuration.checkpoint import read_config
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.memory_estimate import Estimate, estimate, gib, inner_size
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.inventory import Machine
-from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, Accelerator
+from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, FURTHER_FAMILIES, Accelerator, accelerator_of
 from lmi_server.ray.deployment import ONGOING_SHARE
 
 Goal = Literal["latency", "throughput"]
@@ -58,14 +59,25 @@ class Recommendation:
     target_ongoing_requests: int
     memory: Estimate
 
-    def settings(self) -> Mapping[str, Any]:
-        """Return what `lmi-server recommend` prints, by the names of model files."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "memory"}
-        return values | {
-            "max_ongoing_requests": self.max_num_seqs,
-            "weights per device": gib(self.memory.weights_bytes),
-            "KV cache per device": f"{self.memory.kv_tokens_that_fit} tokens fit",
+    def properties(self, model: Model, accelerator: Accelerator) -> str:
+        """Return a serving.properties for the model, which ends with a line end."""
+        values = {
+            "model_id": model.location,
+            "rolling_batch": "vllm",
+            "dtype": "fp16" if accelerator.dtype == "half" else "auto",
+            "tensor_parallel_degree": self.workers,
+            "max_model_len": self.max_model_len,
+            "max_rolling_batch_size": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "gpu_memory_utilization": UTILIZATION,
         }
+        lines = [
+            f"# {self.workers} x {accelerator.name}: {gib(self.memory.weights_bytes)} of weights on each device,"
+            f" and room for {self.memory.kv_tokens_that_fit} tokens of KV cache",
+            "engine=Python",
+            *(f"option.{name}={value}" for name, value in values.items()),
+        ]
+        return "".join(f"{line}\n" for line in lines)
 
 
 def find_model(name: str) -> Model:
@@ -77,10 +89,11 @@ def find_model(name: str) -> Model:
     config = read_config(str(directory))
     if config:
         return Model(str(directory), str(directory), config)
-    for family, (model_id, shape) in FAMILIES.items():
+    families = {**FAMILIES, **FURTHER_FAMILIES}
+    for family, (model_id, shape) in families.items():
         if name in (family, model_id):
             return Model(model_id, model_id, shape)
-    known = ", ".join(FAMILIES)
+    known = ", ".join(families)
     raise ConfigurationError(f'MODEL = "{name}" is not allowed; allowed: a directory with a config.json, or {known}')
 
 
@@ -92,10 +105,26 @@ def find_accelerator(name: str) -> Accelerator:
     return found
 
 
-def recommend(model: Model, accelerator: Accelerator, goal: Goal, context: int = CONTEXT) -> Recommendation:
-    """Return the recommendation for `goal`.
+def own_accelerator(products: Sequence[str]) -> Accelerator:
+    """Return the accelerator of a machine with these GPUs. Raises ConfigurationError if it is not known."""
+    found = accelerator_of(products[0]) if products else None
+    if found is None:
+        here = f"{excerpt(products[0])}, for which there are no figures" if products else "no GPU that nvidia-smi shows"
+        raise ConfigurationError(f"this machine has {here}; name one with --accelerator: {', '.join(ACCELERATORS)}")
+    return found
 
-    For throughput a replica takes the fewest devices on which the model fits; for latency twice as many if its heads
+
+def recommend(
+    model: Model,
+    accelerator: Accelerator,
+    goal: Goal,
+    context: int = CONTEXT,
+    most: int = DEGREES[-1],
+    spread: bool = True,
+) -> Recommendation:
+    """Return the recommendation for `goal`, on at most `most` devices.
+
+    A replica takes the fewest devices on which the model fits; for latency, with `spread`, twice as many if its heads
     can be divided among them, because each then reads half of the weights per token. Raises ConfigurationError if the
     model fits on none.
     """
@@ -109,13 +138,14 @@ def recommend(model: Model, accelerator: Accelerator, goal: Goal, context: int =
             f"{model.id}: the size of the model is not known; its config.json must have num_hidden_layers, hidden_size,"
             " num_attention_heads and vocab_size, and a quantised checkpoint must be there with its weights"
         )
-    fitting = [found for degree in DEGREES if (found := for_degree(model, accelerator, degree, goal, context))]
+    degrees = [degree for degree in DEGREES if degree <= most]
+    fitting = [found for degree in degrees if (found := for_degree(model, accelerator, degree, goal, context))]
     if not fitting:
-        devices = f"{DEGREES[-1]} x {accelerator.name} with {accelerator.memory_gib:g} GiB"
+        devices = f"{degrees[-1]} x {accelerator.name} with {accelerator.memory_gib:g} GiB"
         raise ConfigurationError(
             f"{model.id} does not fit on {devices}; name another accelerator, or a quantised checkpoint"
         )
-    return fitting[1] if goal == "latency" and len(fitting) > 1 else fitting[0]
+    return fitting[1] if spread and goal == "latency" and len(fitting) > 1 else fitting[0]
 
 
 def for_degree(

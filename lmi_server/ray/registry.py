@@ -79,6 +79,10 @@ class ClusterRegistry(ModelRegistry):
         names = [(alias, name) for name, replicas in self._replicas.items() for alias in replicas.aliases]
         self._aliases = {alias: self._endpoints[name] for alias, name in names if alias not in self._endpoints}
 
+    def reads_by_code(self, model: Model) -> bool:
+        """Return True: the files of the model are on the nodes of its replicas, so these judge names."""
+        return True
+
     async def register_and_load(self, source: ModelSource) -> Model:
         raise BadParameterError(_ELSEWHERE)
 
@@ -195,6 +199,7 @@ def _pool_settings(resolved: ResolvedModel, described: Described, replicas: Repl
         model_loading_timeout_s=options.model_loading_timeout,
         predict_timeout_s=options.predict_timeout,
         max_idle_s=serving.max_idle_time,
+        sessions=resolved.has_sessions,
         parallel_loading=True,
         retry_threshold=serving.retry_threshold,
         # A replica that ends says nothing of its requests: its node may have died, or somebody has killed it. Requests

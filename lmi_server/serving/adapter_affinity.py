@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
 _MOST_AHEAD = 8  # requests that a worker may hold beyond the least loaded one
+_LONGEST_NAME = 256  # characters; clients choose the names that they send, and longer ones are not remembered
 
 W = TypeVar("W", bound=Hashable)
 
@@ -40,6 +41,8 @@ class AdapterAffinity(Generic[W]):
 
     def sent(self, adapter: str, worker: W) -> None:
         """Record that `worker` gets a request for `adapter`."""
+        if len(adapter) > _LONGEST_NAME:
+            return
         known = self._adapters.setdefault(worker, OrderedDict())
         known[adapter] = None
         known.move_to_end(adapter)

@@ -22,6 +22,7 @@ from lmi_server.contract.errors import (
     RequestError,
 )
 from lmi_server.contract.protocol import ADAPTER_HEADER, Adapter, Input
+from lmi_server.contract.quoting import excerpt
 from lmi_server.serving.adapters import Adapters, RegisteredAdapter
 from lmi_server.supervisor.job import Deadline
 
@@ -207,7 +208,7 @@ async def fetch_from_store(store: str, name: str, model_dir: str, settings: Arti
 
     Raises ModelNotFoundError if the store does not have it, RequestError if it cannot be fetched.
     """
-    missing = ModelNotFoundError(f"The adapter {name[:255]} is neither registered nor in the store of adapters")
+    missing = ModelNotFoundError(f"The adapter {excerpt(name)} is neither registered nor in the store of adapters")
     if _NAME.fullmatch(name) is None:
         raise missing
     if not store.startswith(_S3):

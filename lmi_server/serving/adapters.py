@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.protocol import Adapter, AddAdapter, RemoveAdapter
+from lmi_server.contract.quoting import excerpt
 
 if TYPE_CHECKING:
     from lmi_server.supervisor.worker_process import WorkerProcess
@@ -62,6 +64,7 @@ class Adapters:
         self, given: Sequence[RegisteredAdapter], workers: Callable[[], Sequence[WorkerProcess]], timeout_s: float
     ) -> None:
         self._adapters = {registered.name: registered for registered in given}
+        self._since = dict.fromkeys(self._adapters, time.time())
         self._workers = workers
         self._timeout_s = timeout_s
         self._changing = asyncio.Lock()
@@ -73,11 +76,15 @@ class Adapters:
     def names(self) -> list[str]:
         return sorted(self._adapters)
 
+    def registered_at(self, name: str) -> float:
+        """Return when the adapter was registered, by time.time(). Raises KeyError."""
+        return self._since[name]
+
     def get(self, name: str) -> RegisteredAdapter:
         """Return an adapter. Raises ModelNotFoundError."""
         registered = self._adapters.get(name)
         if registered is None:
-            raise ModelNotFoundError(f"Adapter not found: {name}")
+            raise ModelNotFoundError(f"Adapter not found: {excerpt(name)}")
         return registered
 
     async def all(self) -> list[RegisteredAdapter]:
@@ -122,7 +129,7 @@ class Adapters:
             if refusals:
                 await self._restore(name, workers, outcomes)
                 raise refusals[0]
-            del self._adapters[name]
+            del self._adapters[name], self._since[name]
             return _first_message(outcomes)
 
     async def equip(self, worker: WorkerProcess) -> None:
@@ -147,6 +154,7 @@ class Adapters:
             await self._restore(registered.name, workers, outcomes)
             raise (refusals or dead)[0]
         self._adapters[registered.name] = registered
+        self._since.setdefault(registered.name, time.time())
         return _first_message(outcomes)
 
     async def _restore(
@@ -223,7 +231,7 @@ async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings,
     try:
         return str(await fetch_model_directory(str(Path(model_dir, source)) if beside else source, settings))
     except ArtifactError as error:
-        raise RequestError(f"src = {source}: {error.message}") from error
+        raise RequestError(f"src = {excerpt(source, 200)}: {error.message}") from error
 
 
 def adapters_in(directories: Sequence[Path]) -> tuple[RegisteredAdapter, ...]:

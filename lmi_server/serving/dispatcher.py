@@ -93,7 +93,7 @@ class Dispatcher:
         self.batch_sizes = Histogram(_BATCH_SIZES)
         self.retries = 0
         self._ids = itertools.count(1)
-        self._sessions = StickySessions()
+        self._sessions = StickySessions() if settings.sessions else None
         self._prefixes: PrefixAffinity[WorkerProcess] | None = PrefixAffinity() if settings.prefix_affinity else None
         most = settings.adapter_affinity
         self._adapters: AdapterAffinity[WorkerProcess] | None = AdapterAffinity(most) if most else None
@@ -243,7 +243,8 @@ class Dispatcher:
 
     def _remember(self, request: Input, worker: WorkerProcess) -> None:
         """Record where a request goes, for those that are like it."""
-        self._sessions.sent(request, worker)
+        if self._sessions is not None:
+            self._sessions.sent(request, worker)
         if self._prefixes is not None:
             self._prefixes.sent(request.body(), worker)
         if self._adapters is not None and (adapter := request.properties.get(ADAPTER_HEADER)):
@@ -260,7 +261,7 @@ class Dispatcher:
         A worker that has its adapter, and one that knows the beginning of the request, come before the least loaded
         one if the settings say so.
         """
-        sticky = self._sessions.worker_of(job.request)
+        sticky = self._owner(job)
         if sticky is not None and self._has_room(sticky.requests):
             return sticky
         if self._prefixes is None:
@@ -270,6 +271,10 @@ class Dispatcher:
         if self._adapters is not None and (adapter := job.request.properties.get(ADAPTER_HEADER)):
             held = self._adapters.narrowed(adapter, held)
         return self._prefixes.choose(job.request.body(), held)
+
+    def _owner(self, job: Job) -> WorkerProcess | None:
+        """Return the worker of the session that a request belongs to; None if there is none."""
+        return None if self._sessions is None else self._sessions.worker_of(job.request)
 
     def _least_loaded(self) -> WorkerProcess | None:
         best: WorkerProcess | None = None
@@ -293,8 +298,8 @@ class Dispatcher:
     def _window_for(self, job: Job) -> WorkerRequests | None:
         """Return where `job` may wait: with the worker of its session, otherwise the least loaded one."""
         able = [worker for worker in self._roster.ready if len(worker.requests.ahead) < worker.requests.window]
-        sticky = self._sessions.worker_of(job.request)
-        if sticky in able:
+        sticky = self._owner(job)
+        if sticky is not None and sticky in able:
             return sticky.requests
         return min((worker.requests for worker in able), key=lambda held: len(held.in_flight), default=None)
 
@@ -404,7 +409,7 @@ class Dispatcher:
                     else:
                         self._rate.served(now - job.sent_at)
                         served += 1
-                if isinstance(item, Reply | Head):
+                if self._sessions is not None and isinstance(item, Reply | Head):
                     self._sessions.answered(item.headers, worker)
                 if isinstance(item, Reply | End):
                     requests.has_answered = True
@@ -451,7 +456,8 @@ class Dispatcher:
 
     def forget_sessions(self, worker: WorkerProcess) -> None:
         """Let the sessions of a worker that takes no more requests go to any other worker."""
-        self._sessions.forget(worker)
+        if self._sessions is not None:
+            self._sessions.forget(worker)
         if self._prefixes is not None:
             self._prefixes.forget(worker)
         if self._adapters is not None:

@@ -67,6 +67,7 @@ def plan_pool(
         parallel_loading=options.parallel_loading,
         retry_threshold=serving.retry_threshold,
         quarantine_s=serving.quarantine_time,
+        sessions=resolved.has_sessions,
     )
 
 

@@ -26,8 +26,9 @@ class ModelStatus(Enum):
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the pool needs to know of a model. Times are in seconds; numbers of workers are those of each device set.
 
-    With `prefix_affinity` a request goes to a worker that had one with the same beginning, and with `adapter_affinity`
-    to one that had a request for the same adapter; it is the number of adapters that a worker keeps.
+    With `sessions` the requests of a session go to one worker. With `prefix_affinity` a request goes to a worker that
+    had one with the same beginning, and with `adapter_affinity` to one that had a request for the same adapter; it is
+    the number of adapters that a worker keeps.
 
     `version` distinguishes the versions of one model. `python` is the interpreter of the workers. `environment` is
     added to that of each worker; with an `mpi` launcher each worker is a group of ranks. What a user may configure has
@@ -60,6 +61,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     parallel_loading: bool
     retry_threshold: int
     quarantine_s: float
+    sessions: bool = False
     prefix_affinity: bool = False
     adapter_affinity: int = 0
     heartbeat_timeout_s: float = 30.0

@@ -18,6 +18,7 @@ _VOLATILE = frozenset(
     {
         *("accept-encoding", "authorization", "baggage", "connection", "content-length", "cookie", "date", "host"),
         *("idempotency-key", "traceparent", "tracestate", "user-agent", "x-amzn-requestid", "x-amzn-trace-id"),
+        *("x-amzn-sagemaker-inference-id",),
         *("x-forwarded-for", "x-priority", "x-real-ip", "x-request-id", "x-request-timeout"),
     }
 )
@@ -91,8 +92,10 @@ def fingerprint(request: Input) -> bytes:
     """Return what two attempts at the same request have in common: route, query, body, and headers that say what."""
     digest = blake2b(request.route.encode(), digest_size=16)
     for name, value in sorted(request.properties.items()):
-        if name not in _VOLATILE and not name.startswith(_VOLATILE_PREFIXES) and value != request.request_id:
-            digest.update(f"\n{name}:{value}".encode())
+        if name in _VOLATILE or name.startswith(_VOLATILE_PREFIXES):
+            continue
+        # The name of a header with the request's id counts. Clients choose that id, and could hide any header by it.
+        digest.update((f"\n{name}" if value == request.request_id else f"\n{name}:{value}").encode())
     for name, data in request.content:
         digest.update(f"\n{name}:{len(data)}:".encode())
         digest.update(data)

@@ -19,7 +19,8 @@ _SESSION = "x-amzn-sagemaker-session-id"
 _NEW_SESSION = "x-amzn-sagemaker-new-session-id"
 _CLOSED_SESSION = "x-amzn-sagemaker-closed-session-id"
 _TO_BE_OPENED = "NEW_SESSION"
-_MAX_SESSIONS = 100_000  # the one without a request for longest is forgotten first
+_MAX_LENGTH = 256  # characters of an id, as in SageMaker's API; a longer one is not remembered
+MAX_SESSIONS = 100_000  # the one without a request for longest is forgotten first
 
 
 class StickySessions:
@@ -56,9 +57,9 @@ class StickySessions:
             del self._workers[session]
 
     def _remember(self, session: str, worker: WorkerProcess) -> None:
-        if session == _TO_BE_OPENED:
+        if session == _TO_BE_OPENED or len(session) > _MAX_LENGTH:
             return
         self._workers[session] = worker
         self._workers.move_to_end(session)
-        if len(self._workers) > _MAX_SESSIONS:
+        if len(self._workers) > MAX_SESSIONS:
             self._workers.popitem(last=False)

@@ -10,12 +10,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 from lmi_server.contract.log_fields import WorkerLogger, of_worker
-from lmi_server.contract.metrics import MetricSink, parse_metric, unrecorded
+from lmi_server.contract.metrics import MARK, MetricSink, parse_metric, unrecorded
 from lmi_server.supervisor.tracebacks import Tracebacks
 
 logger = logging.getLogger(__name__)
 
-_METRICS = b"[METRICS]"
+_LONGEST_METRIC = 1024  # bytes of a line
 _LONGEST_LINE = 64 * 1024
 _BYTES_PER_S = 256 * 1024  # that one worker may log
 _REPORT_AFTER_S = 1.0
@@ -31,7 +31,8 @@ LEVELS: dict[str, int] = {}
 class WorkerLog:
     """Logs the lines of one worker under its name, and under the rank that `rank_of_line` finds in a line.
 
-    A line in LMI's form, `[METRICS]Name.Unit:1|#Model:m|c`, goes to `on_metric` instead.
+    A line in LMI's form, `[METRICS]Name.Unit:1|#Model:m|c`, goes to `on_metric` instead. The mark begins the line: what
+    stands further behind may be quoted from a request.
 
     If a worker writes faster than `_BYTES_PER_S`, its output is still read, but dropped. So it neither fills the memory
     of this process nor takes its time from other models, and the worker itself does not block on a full pipe.
@@ -58,22 +59,25 @@ class WorkerLog:
         """Log the lines of `stream`, to its end."""
         rest = b""
         records = _Records(self._log)
+        whole = True  # whether `rest` is the beginning of a line
         while data := await stream.read(_LONGEST_LINE):
             self._earn()
             if self._allowed <= 0:
                 self._drop(len(rest) + len(data))
-                rest = b""
+                rest, whole = b"", data.endswith(b"\n")
                 await asyncio.sleep(0)  # a pipe that is always full must not keep the loop from other work
                 continue
             *lines, rest = (rest + data).split(b"\n")
-            if len(rest) > _LONGEST_LINE:
-                lines, rest = [*lines, rest], b""
             for line in lines:
-                self._add(line, records)
+                self._add(line, whole, records)
+                whole = True
+            if len(rest) > _LONGEST_LINE:
+                self._add(rest, whole, records)
+                rest, whole = b"", False
             records.settle()
         self._report_dropped()
         if rest:
-            self._add(rest, records)
+            self._add(rest, whole, records)
         records.close()
 
     def _earn(self) -> None:
@@ -93,12 +97,14 @@ class WorkerLog:
             self._about.warning("writes too fast to be logged; %d bytes were dropped", self._dropped)
             self._dropped = 0
 
-    def _add(self, line: bytes, records: _Records) -> None:
+    def _add(self, line: bytes, whole: bool, records: _Records) -> None:
+        """Add a line, or its further part if it is not `whole`, which begins neither a metric nor a record."""
         self._allowed -= len(line) + 64  # what a record costs beside its text
-        if _METRICS in line and self._is_metric(line):
-            return
         rank, text = self._rank_of_line(line.decode(errors="replace").rstrip())
+        if whole and text.startswith(MARK) and self._is_metric(text):
+            return
         text = text.rpartition("\r")[2]  # as a terminal shows it: a progress bar writes over itself
+        text = text if whole else f"  {text}"
         self.last_lines.append(text)
         records.add(rank, text)
 
@@ -111,9 +117,9 @@ class WorkerLog:
                 logger.makeRecord(logger.name, level, __file__, 0, "[%s] %s", (name, text), None, None, extra)
             )
 
-    def _is_metric(self, line: bytes) -> bool:
-        """Return whether a metric follows `[METRICS]` in the line, and report it."""
-        metric = parse_metric(line.partition(_METRICS)[2].decode(errors="replace"))
+    def _is_metric(self, line: str) -> bool:
+        """Return whether a metric follows the mark at the beginning of the line, and report it."""
+        metric = parse_metric(line.removeprefix(MARK)) if len(line) <= _LONGEST_METRIC else None
         if metric is None:
             return False
         self._on_metric(metric)

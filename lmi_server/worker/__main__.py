@@ -28,6 +28,7 @@ from lmi_server.worker.generation_processor import GenerationProcessor
 from lmi_server.worker.group import check_follows, follow, join_group, remove_group_files
 from lmi_server.worker.handler_loading import Loading, make_handler
 from lmi_server.worker.handler_thread import HandlerThread
+from lmi_server.worker.log import log_to_stderr
 from lmi_server.worker.service import WorkerService
 from lmi_server.worker.threaded_service import ThreadedService
 from lmi_server.worker.worker import Worker
@@ -42,7 +43,7 @@ logger = logging.getLogger("lmi_server.worker")
 def main() -> int:
     arguments = _arguments()
     faulthandler.enable()
-    _log_to_stderr()
+    log_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the front end decides
     end_with_parent()
     model_imports.prepare()
@@ -53,19 +54,6 @@ def main() -> int:
             return follow(link)
         return _lead(link, arguments.progress)
     return _lead(socket.socket(fileno=_inherited(arguments.link)), arguments.progress)
-
-
-class _Formatter(logging.Formatter):
-    """Indents the further lines of a record, so that the front end finds its end."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\n", "\n  ")
-
-
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter("%(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def _lead(link: socket.socket, progress: BatchProgress | None) -> int:

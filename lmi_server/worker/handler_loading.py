@@ -13,6 +13,7 @@ from lmi_server.contract.handler import LLMHandler, ModelInfo, RequestHandler
 from lmi_server.contract.protocol import Adapter, Load
 from lmi_server.dialects import FORMATTER_NAMES
 from lmi_server.dialects.base import ServedModel
+from lmi_server.media.budget import limit_media
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ def make_handler(load: Load) -> tuple[LLMHandler | RequestHandler, Loading]:
     """Import the handler, create it, and restore its options; do not start it. Raises whatever its module raises."""
     options_type = cast("type[ModelOptions]", load_class(load.options_type))
     options = options_type.restore(load.options, load.passed_through)
+    limit_media(options.max_media_size)
     handler = cast("type[LLMHandler | RequestHandler]", load_class(load.handler))()
     if isinstance(handler, RequestHandler):
         handler.served_names = tuple(load.served_names)

@@ -21,7 +21,6 @@ from paths import TESTS
 from process_log import ProcessLog
 from relay_helpers import on_loop
 
-from lmi_server.artifacts.archive import ArchiveLimits
 from lmi_server.artifacts.fetch import (
     Artifacts,
     ArtifactSettings,
@@ -30,6 +29,7 @@ from lmi_server.artifacts.fetch import (
     fetch_model_directory,
 )
 from lmi_server.artifacts.progress import Progress
+from lmi_server.artifacts.unpacking.limits import ArchiveLimits
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 from lmi_server.ray.model_files import deployments
 from lmi_server.serving.fetch_model import fetch_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gzip
 import threading
 from collections.abc import Awaitable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from frontend.compression import decoded_body
+from frontend.held_bytes import HeldBytes, MemoryBudget
 from lmi_server.artifacts.fetch import artifact_settings, fetch_model_directory
 from lmi_server.artifacts.own_thread import in_own_thread
 
@@ -29,8 +31,14 @@ async def with_all_threads_held(work: Awaitable[object]) -> object:
 def test_a_compressed_body_is_decoded() -> None:
     body = bytes(range(256)) * 4096
     packed = gzip.compress(body, 0)
-    decoding = decoded_body(packed, {"content-encoding": "gzip"}, len(body))
+    held = HeldBytes(MemoryBudget(2 * len(packed), ""))
+    held.reserve(len(packed))
+    decoding = decoded_body(packed, {"content-encoding": "gzip"}, len(body), held)
     assert asyncio.run(with_all_threads_held(decoding)) == body
+
+
+def test_a_function_need_not_have_a_name() -> None:
+    assert asyncio.run(in_own_thread(functools.partial(max, 1), 2)) == 2
 
 
 def test_a_model_is_fetched(tmp_path: Path) -> None:

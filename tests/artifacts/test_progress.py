@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress as Bars
 
-from lmi_server.artifacts.progress import LogProgress, Progress, TerminalProgress, in_words, shown_progress
+from lmi_server.artifacts.progress import LogProgress, Progress, TerminalProgress, shown_progress
 
 MIB = 1 << 20
 
@@ -58,10 +58,3 @@ def test_bars_are_for_terminals_only(caplog: pytest.LogCaptureFixture) -> None:
             show(Progress("downloading", 5, 10))
     assert "downloading" in terminal.getvalue()
     assert (file.getvalue(), caplog.messages) == ("", ["[model] downloading: 5 bytes of 10 bytes (50 %)"])
-
-
-@pytest.mark.parametrize(
-    ("size", "words"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB")]
-)
-def test_in_words(size: int, words: str) -> None:
-    assert in_words(size) == words

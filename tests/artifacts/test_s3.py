@@ -332,3 +332,14 @@ def test_a_key_that_is_no_path_is_refused(client: Watched, tmp_path: Path, key: 
 
 def test_s5cmd_is_preferred(s3: S3) -> None:
     assert isinstance(find_client(s3.variables), S5cmd)
+
+
+def test_s5cmd_without_credentials_names_the_variables(s3: S3, tmp_path: Path) -> None:
+    """For a bucket at AWS, s5cmd says first that it asked for the region."""
+    variables = {"PATH": s3.variables.get("PATH", os.environ["PATH"]), "AWS_EC2_METADATA_DISABLED": "true"}
+    client = make_client("s5cmd", {**variables, "HOME": str(tmp_path)})
+    with pytest.raises(
+        ArtifactError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+    ) as raised:
+        fetch(client, tmp_path / "cache")
+    assert "Deprecated" not in str(raised.value)

@@ -76,6 +76,19 @@ def test_an_open_loop_sends_by_the_clock_however_long_answers_take(server: Serve
     server.until("lmi_requests_in_flight", 0)
 
 
+def test_progress_is_told_without_a_terminal(server: Server, tmp_path: Path) -> None:
+    """A run of minutes is not silent, and the output has the figures alone."""
+    (tmp_path / "data").write_text('{"prompt": "wait"}\n')
+    arguments = ("--data", "data", "--rate", "10", "--burstiness", "inf", "--duration", "6", "--timeout", "7")
+    done, runs = bench(url_of(server), tmp_path, *arguments, "--warmup", "0")
+    lines = done.stderr.splitlines()
+    assert re.match(r"10 requests/s: done \d\d %, running [45]\d, ended 0, failed 0, requests/s 0.0, ", lines[0])
+    assert lines[-1].startswith("10 requests/s: done 100 %")
+    assert "done" not in done.stdout
+    assert list(runs["10 requests/s"]["errors"]) == ["no end within 7 s"]
+    server.until("lmi_requests_in_flight", 0)
+
+
 def test_errors_are_counted_by_what_the_server_says(server: Server, tmp_path: Path) -> None:
     (tmp_path / "data").write_text('{"prompt": "fine"}\n{"prompt": "refuse"}\n{"prompt": "raise"}\n')
     done, runs = bench(url_of(server), tmp_path, "--data", "data", "--requests", "6", "--records", "records")

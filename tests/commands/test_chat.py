@@ -37,7 +37,17 @@ def chat(lines: str, *arguments: str, directory: Path) -> subprocess.CompletedPr
 def test_lines_come_from_a_pipe(server: Server, tmp_path: Path) -> None:
     """Answers alone go to the standard output; a line that fails is told, and the others are answered."""
     lines = [
-        *("/system be", "one", "two", "/set max_tokens many", "never", "/set max_tokens 5", "/model nobody", "/dance"),
+        *(
+            "/system be",
+            "one",
+            "two",
+            "/set max_tokens many",
+            "never",
+            "/set max_token 5",
+            "/set max_tokens 5",
+            "/model nobody",
+            "/dance",
+        ),
         *("/save chat.json", "/reset", '"""three', 'four"""', "/exit", "unread"),
     ]
     found = chat("\n".join(lines), f"127.0.0.1:{server.port}", "--set", "max_tokens=4", directory=tmp_path)
@@ -45,9 +55,10 @@ def test_lines_come_from_a_pipe(server: Server, tmp_path: Path) -> None:
     first, second = "be one be one", "be one be one"
     assert found.stdout.splitlines() == [f" {first}", f" {second}", " be three four be three"]
     errors = found.stderr.splitlines()
-    assert len(errors) == 3
+    assert len(errors) == 4
     assert "max_tokens" in errors[0]
-    assert errors[1:] == ["there is no model nobody; there are: model", "/dance is no command; /help lists them"]
+    assert errors[1] == '"max_token" is no parameter of a chat; did you mean max_tokens?'
+    assert errors[2:] == ["there is no model nobody; there are: model", "/dance is no command; /help lists them"]
     saved = json.loads((tmp_path / "chat.json").read_text())
     assert (saved["model"], saved["max_tokens"]) == ("model", 5)
     assert [(message["role"], message["content"]) for message in saved["messages"]] == [
@@ -60,6 +71,8 @@ def test_lines_come_from_a_pipe(server: Server, tmp_path: Path) -> None:
     [
         (["http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer: "),
         (["--set", "temperature"], '--set "temperature" is not allowed; allowed: name=value'),
+        (["--set", "stream=false"], '"stream" is no parameter of a chat; did you mean '),
+        (["--set", "zzzzzzz=1"], '"zzzzzzz" is no parameter of a chat; there are: '),
         (["--model", "nobody"], "there is no model nobody; there are: model"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -26,11 +27,43 @@ def test_version() -> None:
     assert (result.returncode, result.stdout.strip()) == (0, version("lmi-server"))
 
 
+def test_version_is_a_flag_too() -> None:
+    result = lmi_server("--version")
+    assert (result.returncode, result.stdout.strip()) == (0, version("lmi-server"))
+
+
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_lists_the_commands(flag: str) -> None:
     result = lmi_server(flag, columns="100")
     assert result.returncode == 0
     assert all(command in result.stdout for command in ("serve", "version", "demo-model"))
+    listed = re.findall(r"^│ ([a-z-]+)  ", result.stdout.partition("Commands")[2], re.MULTILINE)
+    assert listed[0] == "serve"
+
+
+def test_serve_names_faults_of_files_before_it_loads_them(tmp_path: Path) -> None:
+    """A worker would come upon them after it has imported the engine, and be started again and again."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    (tmp_path / "serving.properties").write_text("option.rolling_batch=scheduler\n")
+    checked = lmi_server("check", str(tmp_path))
+    assert checked.returncode == 1
+    served = lmi_server("serve", str(tmp_path), "--port", "0")
+    assert served.returncode == 1
+    assert "model.safetensors" in served.stderr
+    assert set(served.stderr.splitlines()) <= set(checked.stderr.splitlines())
+    assert "listening" not in served.stderr
+
+
+def test_a_tokenizer_that_is_elsewhere_is_not_missed(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    properties = tmp_path / "serving.properties"
+    properties.write_text("option.rolling_batch=vllm\n")
+    assert "holds no tokenizer" in lmi_server("check", str(tmp_path)).stderr
+    properties.write_text("option.rolling_batch=vllm\noption.tokenizer=/somewhere/else\n")
+    assert "holds no tokenizer" not in lmi_server("check", str(tmp_path)).stderr
 
 
 def test_help_of_serve_shows_the_defaults() -> None:

@@ -58,6 +58,11 @@ def test_the_weights_are_bf16(model: Any) -> None:
     assert model.generation_config.eos_token_id == 2
 
 
+def test_it_samples_as_its_model_card_does(model: Any) -> None:
+    configured = model.generation_config
+    assert (configured.do_sample, configured.temperature, configured.top_p) == (True, 0.2, 0.9)
+
+
 def test_the_tokenizer_has_what_a_chat_needs(tokenizer: Any) -> None:
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.model_max_length == 8192

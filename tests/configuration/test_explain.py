@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -276,6 +277,20 @@ def test_how_several_gpus_divide_a_model(tmp_path: Path, properties: str, divisi
     assert (f"devices: {division}" in printed.export_text()) == (division is not None)
 
 
+def test_the_room_for_the_kv_cache_and_the_need_are_both_shown(tmp_path: Path) -> None:
+    found = explained(
+        tmp_path, "option.rolling_batch=vllm\noption.max_model_len=1024\noption.max_rolling_batch_size=32", FOUR_GPUS
+    )
+    printed = Console(width=100, record=True, file=io.StringIO())
+    print_explanation(found, printed, with_defaults=False)
+    text = printed.export_text()
+    needed = re.search(r"KV cache that is needed at most +[\d.]+ GiB for (\d+) tokens", text)
+    fits = re.search(r"KV cache that fits +(\d+) tokens", text)
+    assert needed is not None
+    assert fits is not None
+    assert int(fits[1]) > int(needed[1])
+
+
 def test_layers_on_several_gpus_share_the_memory(tmp_path: Path) -> None:
     found = explained(tmp_path, "option.tensor_parallel_degree=4", FOUR_GPUS)
     assert found.memory["devices"] == 4
@@ -290,7 +305,9 @@ def test_memory_is_shared_by_the_devices_of_a_worker(tmp_path: Path) -> None:
     assert found.memory["devices"] == 4
     assert found.memory["weights_bytes"] == pytest.approx(2 * 6.74e9 / 4, rel=0.001)
     assert found.memory["kv_bytes"] == 32 * 1024 * 524288 / 4
-    assert found.memory["kv_tokens_that_fit"] == 32 * 1024
+    room = found.memory["available_bytes"] - found.memory["weights_bytes"]
+    assert found.memory["kv_tokens_that_fit"] == room // found.memory["kv_bytes_per_token"] > 32 * 1024
+    assert found.memory["kv_tokens"] == 32 * 1024
     assert not [warning for warning in found.warnings if "memory" in warning]
 
 

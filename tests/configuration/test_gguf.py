@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,11 @@ def test_files_that_are_cut(tmp_path: Path) -> None:
 def test_what_is_still_to_be_fetched_is_not_read(tmp_path: Path, model_id: str) -> None:
     found = inspected(tmp_path, f"option.model_id={model_id}")
     assert (found.location, found.problems) == (model_id, ())
+
+
+def test_values_that_no_writer_would_write(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    key = b"general.alignment"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<II", 4, 0))
+    with pytest.raises(ConfigurationError, match="is no file in GGUF"):
+        read_gguf(path)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 from paths import ROOT
 
+from lmi_server.configuration.declaration import Unavailable
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.explain.reference_page import reference_page
@@ -14,6 +18,47 @@ PAGE = ROOT / "docs" / "configuration.md"
 def test_the_page_is_current() -> None:
     written = PAGE.read_text(encoding="utf-8")
     assert written == reference_page(), f"write it again: python -m lmi_server.explain.reference_page > {PAGE.name}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "titles"),
+    [
+        ("option.rolling_batch", "vllm", ["vllm"]),
+        ("option.rolling_batch", "disable", ["huggingface pipeline"]),
+        ("option.task", "text-embedding", ["vllm pooling", "huggingface pipeline"]),
+        ("option.handler", "predict", ["a handler of one's own"]),
+        ("option.output_formatter", "3p", ["a handler of one's own"]),
+        ("option.mpi_mode", True, ["deepspeed", "huggingface"]),
+        ("option.pipeline_parallel_degree", 2, ["vllm", "tensorrt_llm"]),
+    ],
+)
+def test_no_value_that_a_handler_serves_is_called_unavailable(key: str, value: object, titles: list[str]) -> None:
+    row = row_of(key)
+    for title in titles:
+        spec = HANDLERS.by_title(title)
+        (option,) = (option for option in load_options_type(spec).declared() if option.key == key)
+        assert not any(isinstance(mark, Unavailable) and mark.applies(value) for mark in option.marks)
+        only, limited = (re.search(rf"{words} ([^:;]+)[:;]", row) for words in ("Only with", "Not available with"))
+        assert only is None or title in only[1].split(", ")
+        assert limited is None or title not in limited[1].split(", ")
+    assert "Not available in this version" not in row
+
+
+def test_a_limit_of_some_values_names_them() -> None:
+    assert "more than 1" in row_of("option.pipeline_parallel_degree")
+    assert "Not available in this version: the variables of visible devices" in row_of("option.env")
+
+
+def test_a_limit_of_one_handler_stands_in_its_section() -> None:
+    section = reference_page().partition("## Keys of tensorrt_llm")[2].partition("\n## ")[0]
+    assert "Not available in this version: `disable`; use trtllm" in section
+
+
+def row_of(key: str) -> str:
+    """Return the row of a key of every handler."""
+    shared = reference_page().partition("## Keys of every handler")[2].partition("\n## ")[0]
+    (row,) = (line for line in shared.splitlines() if line.startswith(f"| `{key}` |"))
+    return row
 
 
 def test_every_key_is_on_the_page() -> None:

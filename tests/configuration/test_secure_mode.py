@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,6 +62,11 @@ def test_a_model_of_safetensors_is_served_under_every_control(tmp_path: Path) ->
             ["model.py"],
         ),
         ("DISALLOW_CUSTOM_INFERENCE_SCRIPTS", {"adapters/one/model.py": ""}, ["adapters/one/model.py"]),
+        (
+            "DISALLOW_CUSTOM_INFERENCE_SCRIPTS",
+            {"djl_python.own.py": "", "serving.properties": "option.entryPoint=djl_python.own.py"},
+            ["option.entryPoint"],
+        ),
         ("DISALLOW_REQUIREMENTS_TXT", {"requirements.txt": "torch"}, ["requirements.txt"]),
         ("DISALLOW_REQUIREMENTS_TXT", {"adapters/one/requirements.txt": ""}, ["adapters/one/requirements.txt"]),
         *(
@@ -87,6 +94,9 @@ def test_a_model_of_safetensors_is_served_under_every_control(tmp_path: Path) ->
         ("DISALLOW_CHAT_TEMPLATE", {"tokenizer_config.json": "cut {"}, ["tokenizer_config.json"]),
         ("DISALLOW_CHAT_TEMPLATE", {"chat_template.jinja": ""}, ["chat_template.jinja"]),
         ("DISALLOW_CHAT_TEMPLATE", {"chat_template.json": TEMPLATE}, ["chat_template.json"]),
+        ("DISALLOW_CHAT_TEMPLATE", {"special_tokens_map.json": TEMPLATE}, ["special_tokens_map.json"]),
+        ("DISALLOW_CHAT_TEMPLATE", {"special_tokens_map.json": "cut {"}, ["special_tokens_map.json"]),
+        ("DISALLOW_CHAT_TEMPLATE", {"other.json": '{"chat\\u005ftemplate": "a"}'}, ["other.json"]),
     ],
 )
 def test_a_control_refuses_what_it_names_and_another_control_does_not(
@@ -100,6 +110,25 @@ def test_a_control_refuses_what_it_names_and_another_control_does_not(
     assert inspect_model(directory, {}).problems == ()
 
 
+def test_a_pickle_is_found_by_what_it_holds(tmp_path: Path) -> None:
+    directory = make(tmp_path, SAFE)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        (directory / "weights.dat").write_bytes(pickle.dumps({"a": 1}, protocol))
+        refused(directory, "weights.dat", "DISALLOW_PICKLE_FILES")
+    with zipfile.ZipFile(directory / "weights.dat", "w") as archive:
+        archive.writestr("weights/data.pkl", b"")
+    refused(directory, "weights.dat", "DISALLOW_PICKLE_FILES")
+    with zipfile.ZipFile(directory / "weights.dat", "w") as archive:
+        archive.writestr("schema.json", b"{}")
+    assert problems(directory) == []
+
+
+def test_a_length_in_front_of_safetensors_is_no_pickle(tmp_path: Path) -> None:
+    directory = make(tmp_path, SAFE)
+    (directory / "model-2.safetensors").write_bytes(struct.pack("<Q", 0x0280) + b"{}".ljust(0x0280))
+    assert problems(directory) == []
+
+
 def test_a_chat_template_in_the_header_of_a_gguf_file_is_one(tmp_path: Path) -> None:
     for key, found in ((b"general.name", False), (b"tokenizer.chat_template.tool_use", True)):
         header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<IQ", 8, 1) + b"x"
@@ -110,6 +139,36 @@ def test_a_chat_template_in_the_header_of_a_gguf_file_is_one(tmp_path: Path) -> 
         assert bool(list(mode.file_problems([tmp_path / "channel"]))) is found
     (tmp_path / "channel" / "a.gguf").write_bytes(b"GGUF cut")
     assert list(mode.file_problems([tmp_path / "channel"]))
+
+
+def gguf_with_template(path: Path) -> Path:
+    key = b"tokenizer.chat_template"
+    header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<IQ", 8, 1) + b"x"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header)
+    return path
+
+
+@pytest.mark.parametrize("place", ["elsewhere/a.gguf", "model/a.gguf"])
+def test_a_gguf_file_that_model_id_names_is_searched(tmp_path: Path, place: str) -> None:
+    named = gguf_with_template(tmp_path / place)
+    directory = make(tmp_path / "model", {"serving.properties": f"option.model_id={named}"})
+    with_control, without = (
+        [line for line in problems(directory, control) if "secure mode" in line]
+        for control in ("DISALLOW_CHAT_TEMPLATE", "DISALLOW_PICKLE_FILES")
+    )
+    assert [line.partition(" ")[0] for line in with_control] == [str(named)], with_control
+    assert without == []
+
+
+def test_a_fetched_gguf_file_is_searched_with_what_is_read_beside_it(tmp_path: Path) -> None:
+    mode = secure_mode({"SAGEMAKER_SECURE_MODE": "true", "SAGEMAKER_SECURITY_CONTROLS": "DISALLOW_CHAT_TEMPLATE"})
+    assert mode is not None
+    named = gguf_with_template(tmp_path / "fetched" / "a.gguf")
+    others = {"chat_template.jinja": "", "tokenizer_config.json": TEMPLATE, "additional_chat_templates/a.jinja": ""}
+    make(tmp_path / "fetched", {**others, "another_model/chat_template.jinja": ""})
+    found = [line.partition(" ")[0] for line in mode.file_problems([named])]
+    assert sorted(found) == sorted(str(path) for path in (named, *(tmp_path / "fetched" / name for name in others)))
 
 
 @pytest.mark.parametrize("entry_point", ["model.py", "/opt/other.py", "own.package"])

@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 from dialect_helpers import DELTAS, SERVED, answer, request
+from growth import assert_linear
 
 from lmi_server.contract.errors import ModelNotFoundError, RequestError
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import parse
-from lmi_server.dialects.adapters import requested_adapter
+from lmi_server.dialects.adapters import naming_adapter, requested_adapter
 
 ADAPTED = msgspec.structs.replace(SERVED, adapters=frozenset({"french", "german"}))
 BODIES: dict[str, dict[str, Any]] = {
@@ -99,3 +100,15 @@ def test_the_answer_before_parsing_is_that_of_the_dialect(route: str, body: dict
 def test_a_body_that_only_own_code_can_read_may_name_one_in_every_way() -> None:
     for body in ({"parameters": {"adapter_id": "french"}}, {"model": "french"}, {"adapters": ["french"]}):
         assert requested_adapter(request("invocations", body), body, ADAPTED) == "french"
+
+
+@pytest.mark.parametrize("part", ["[],", "{},", "1,", '"",'])
+def test_what_names_no_adapter_is_read_past(part: str) -> None:
+    def name(text: str) -> None:
+        for field in ("a", "inputs", "parameters", "adapters"):
+            naming_adapter(Input("invocations", {}, [("data", f'{{"{field}": [{text}0]}}'.encode())]), ["model"])
+
+    assert_linear(name, part)
+    body = f'{{"messages": [{part * 100_000}0], "adapters": ["a"]}}'.encode()
+    named = naming_adapter(Input("invocations", {}, [("data", body)]), ["model"])
+    assert named.properties["x-amzn-sagemaker-adapter-identifier"] == "a"

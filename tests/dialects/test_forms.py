@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+from growth import assert_linear
 
 from lmi_server.contract.errors import BadParameterError
-from lmi_server.dialects.forms import form_fields
+from lmi_server.dialects.forms import MOST_FIELDS, form_fields
 
 URL_ENCODED = "application/x-www-form-urlencoded"
 FORM_DATA = "multipart/form-data; boundary=XX"
@@ -67,3 +70,49 @@ def test_a_body_that_is_no_form_is_taken_as_it_is(content_type: str, body: bytes
 def test_a_body_that_is_not_the_form_it_should_be_is_refused(body: bytes, reason: str) -> None:
     with pytest.raises(BadParameterError, match=reason):
         form_fields(FORM_DATA, body)
+
+
+# --- hostile forms ---
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        (URL_ENCODED, b"a=1&" * MOST_FIELDS + b"b"),
+        (URL_ENCODED, b"&" * 1_000_000),
+        (FORM_DATA, parts(*[FIELD] * (MOST_FIELDS + 1))),
+        (FORM_DATA, b"--XXX\n" * (2 * MOST_FIELDS + 1)),
+    ],
+)
+def test_a_form_has_a_bounded_number_of_fields(content_type: str, body: bytes) -> None:
+    for only in (None, ("a",)):
+        with pytest.raises(BadParameterError, match="more than 1000 fields"):
+            form_fields(content_type, body, only)
+
+
+def test_only_some_fields_are_decoded() -> None:
+    body = b"a=%41&b=2&%61=3&c&=4&a+=5"
+    assert form_fields(URL_ENCODED, body, ("a", "c")) == [("a", b"A"), ("a", b"3"), ("c", b"")]
+    [(name, value)] = form_fields(URL_ENCODED, b"b=1&a=" + b"%41" * 100_000, ("a",)) or []
+    assert name == "a"
+    assert len(value) < 10_000
+
+
+@pytest.mark.parametrize("only", [None, ("a",)])
+@pytest.mark.parametrize("part", ["%", "%41", "a", "+", "\u00e9"])
+def test_a_form_is_read_in_linear_time(part: str, only: tuple[str, ...] | None) -> None:
+    assert_linear(lambda text: form_fields(URL_ENCODED, f"a={text}".encode(), only), part)
+    assert_linear(lambda text: form_fields(URL_ENCODED, f"{text}=a".encode(), only), part)
+
+
+@pytest.mark.parametrize(
+    "part", ["--XX", "\n--X", "\r", "\r\n", ";name=", ';name="', '\\"', "content-disposition:;", "; "]
+)
+def test_a_multipart_body_is_read_in_linear_time(part: str) -> None:
+    def read(text: str) -> None:
+        head = 'Content-Disposition: form-data; name="a'
+        for body in (text, f"--XX\r\n{text}", f"--XX\r\n{head}{text}", f'--XX\r\n{head}"\r\n\r\n{text}\r\n--XX--'):
+            with contextlib.suppress(BadParameterError):
+                form_fields(FORM_DATA, body.encode())
+
+    assert_linear(read, part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from dialect_helpers import SERVED, answer, request
 
@@ -72,6 +73,15 @@ def says(*texts: str) -> list[Delta]:
             StructuredOutputs(kind="json", value=SCHEMA),
         ),
         ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "text", "json_schema": None, "strict": True}}, None),
+        *(
+            ({"response_format": {"type": kind, name: schema}}, StructuredOutputs(kind="json", value=SCHEMA))
+            for kind in ("json_object", "json_schema")
+            for name, schema in (("schema", SCHEMA), ("value", SCHEMA), ("json_schema", {"schema": SCHEMA}))
+        ),
+        ({"response_format": {"type": "json_object", "schema": {}}}, StructuredOutputs(kind="json_object", value=True)),
+        ({"response_format": {"type": "json", "value": SCHEMA}}, StructuredOutputs(kind="json", value=SCHEMA)),
+        ({"response_format": {"type": "regex", "value": "a+"}}, StructuredOutputs(kind="regex", value="a+")),
         ({"guided_json": SCHEMA}, StructuredOutputs(kind="json", value=SCHEMA)),
         ({"guided_json": json.dumps(SCHEMA)}, StructuredOutputs(kind="json", value=json.dumps(SCHEMA))),
         ({"guided_regex": "[a-z]+"}, StructuredOutputs(kind="regex", value="[a-z]+")),
@@ -99,6 +109,16 @@ def test_constraints_on_the_output(make: Any, body: dict[str, Any], constraint: 
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "json_schema.schema"),
+        (
+            {"response_format": {"type": "text", "schema": SCHEMA}},
+            "response_format.schema has no meaning with type text",
+        ),
+        ({"response_format": {"type": "json_object", "pattern": "a"}}, "response_format.pattern has no meaning"),
+        ({"response_format": {"type": "json_object", "schema": 3}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_object", "value": {}, "schema": {}}},
+            "schema and value exclude each other",
+        ),
         ({"guided_json": "{"}, "guided_json is not valid JSON"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [1]}, "guided_choice[0]"),
@@ -126,6 +146,16 @@ def test_parameters_of_capable_engines() -> None:
     )
     assert (sampling.min_tokens, sampling.bad_words, sampling.allowed_token_ids) == (2, ("x",), (1, 2))
     assert (sampling.extra, sampling.prompt_logprobs) == ({"vllm_xargs": {"a": 1}}, 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected", "fits"),
+    [({}, 64, True), ({"max_tokens": 10}, 10, False), ({"max_tokens": 1000}, 64, False)],
+)
+def test_the_models_own_files_limit_the_length_of_an_answer(asked: dict[str, int], expected: int, fits: bool) -> None:
+    limited = msgspec.structs.replace(CAPABLE, sampling_defaults={"temperature": 0.6, "max_new_tokens": 64})
+    sampling = chat(limited, **asked).requests[0].sampling
+    assert (sampling.max_new_tokens, sampling.fit_context, sampling.temperature) == (expected, fits, 0.6)
 
 
 def test_the_models_own_defaults_stand_below_the_request() -> None:

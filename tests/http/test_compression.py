@@ -9,6 +9,7 @@ import zlib
 import pytest
 
 from frontend.compression import decoded_body
+from frontend.held_bytes import HeldBytes, MemoryBudget
 from lmi_server.contract.errors import (
     BadParameterError,
     LmiServerError,
@@ -28,7 +29,11 @@ def gzipped(data: bytes) -> bytes:
 
 def decoded(encoding: str, body: bytes, limit: int = 1000) -> tuple[bytes, dict[str, str]]:
     properties = {"content-encoding": encoding, "content-length": str(len(body))}
-    return asyncio.run(decoded_body(body, properties, limit)), properties
+    held = HeldBytes(MemoryBudget(1 << 20, "full"))
+    held.add(len(body))
+    found = asyncio.run(decoded_body(body, properties, limit, held))
+    assert held.size == len(found), "what is held is what was decoded"
+    return found, properties
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,34 @@ def test_it_is_where_the_management_api_is(guarded: Server) -> None:
 # --- what it shows ---
 
 
+def test_the_last_minutes_are_there_before_a_page_opens(server: Server) -> None:
+    """Nobody looks while requests are answered; a page that opens later has their figures all the same."""
+    for _ in range(3):
+        assert server.invoke("a b", 5).status_code == 200
+
+    def points(model: str) -> list[dict[str, float | None]]:
+        found = server.http.get("/console/history", params={"model": model}).json()
+        return [dict(zip(found["columns"], point, strict=True)) for point in found["points"]]
+
+    wait_until(lambda: any(point["requests"] for point in points("")), "the requests are in the history")
+    assert any(point["ttft_p50"] for point in points("model"))
+    times = [point["time"] or 0 for point in points("")]
+    assert times == sorted(times)
+    assert points("no such model") == []
+
+
+def test_a_model_that_is_loading_says_how_far_it_is(server: Server, tmp_path: Path) -> None:
+    url = str(make_model(tmp_path / "slow", "fault_handlers:GatedHandler"))
+    with events(server) as seen:
+        next(seen)
+        assert server.http.post("/models", params={"url": url, "synchronous": "false"}).status_code == 202
+        rows = (row for event in seen for row in event["models"] if row["label"] == "slow")
+        loading = next(row["loading"] for row in rows if row["loading"]["what"] == "starting its workers")
+        assert time.time() - 60 < loading["since"] <= time.time()
+        assert server.http.delete("/models/slow").status_code == 200
+        next(event for event in seen if event["whole"] and len(event["models"]) == 1)
+
+
 def test_the_events_follow_the_server(server: Server) -> None:
     with events(server) as seen:
         first = next(seen)
@@ -237,21 +266,30 @@ def test_open_pages_do_not_hold_up_the_end_of_the_server() -> None:
 # --- the feed alone ---
 
 
+@contextlib.asynccontextmanager
+async def sampling(feed: ConsoleFeed) -> AsyncIterator[None]:
+    """Let the feed sample meanwhile."""
+    running = asyncio.create_task(feed.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 @on_loop
-async def test_one_sampler_serves_all_pages_and_rests_without_any() -> None:
+async def test_one_sampler_serves_all_pages() -> None:
     reads = []
     feed = ConsoleFeed(lambda: reads.append(1) or (), Metrics(lambda: ()), LogTail())  # type: ignore[func-returns-value]
-    assert not feed.is_sampling
     pages = [feed.events() for _ in range(3)]
-    for page in pages:
-        await anext(page)
-    before = len(reads)
-    await asyncio.gather(*(anext(page) for page in pages))
-    assert len(reads) == before + 1
-    for page in pages:
-        assert feed.is_sampling
-        await page.aclose()
-    assert not feed.is_sampling
+    async with sampling(feed):
+        for page in pages:
+            await anext(page)
+        before = len(reads)
+        await asyncio.gather(*(anext(page) for page in pages))
+        assert len(reads) == before + 1
+        for page in pages:
+            await page.aclose()
 
 
 @on_loop
@@ -259,14 +297,26 @@ async def test_a_page_that_reads_slowly_gets_what_it_missed_at_once() -> None:
     tail = LogTail()
     feed = ConsoleFeed(lambda: (), Metrics(lambda: ()), tail)
     slow, quick = feed.events(), feed.events()
-    await anext(slow)
-    for number in range(3):
-        tail.add(f"line {number}\n".encode())
-        await anext(quick)
-    seen = json.loads((await anext(slow)).removeprefix(b"data: "))
-    assert [line for _, line in seen["log"]] == ["line 0", "line 1", "line 2"]
-    for page in (slow, quick):
-        await page.aclose()
+    async with sampling(feed):
+        await anext(slow)
+        for number in range(3):
+            tail.add(f"line {number}\n".encode())
+            await anext(quick)
+        seen = json.loads((await anext(slow)).removeprefix(b"data: "))
+        assert [line for _, line in seen["log"]] == ["line 0", "line 1", "line 2"]
+        for page in (slow, quick):
+            await page.aclose()
+
+
+@on_loop
+async def test_the_end_reaches_a_page_whenever_it_opens() -> None:
+    feed = ConsoleFeed(lambda: (), Metrics(lambda: ()), LogTail())
+    early = feed.events()
+    async with sampling(feed):
+        await anext(early)
+        feed.close()
+        assert [message async for message in early] == []
+        assert [message async for message in feed.events()] == []
 
 
 def test_the_tail_of_the_log_is_bounded() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from server_helpers import Server, make_model, running
 from waiting import wait_until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, ConsoleMessage, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Locator, Page
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +72,7 @@ def opened(browser: Browser, server: Server, part: str = "", **options: object) 
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda said: complaints.append(said.text) if is_complaint(said) else None)
         page.goto(f"http://127.0.0.1:{server.port}/{part}")
-        page.get_by_role("status").filter(has_text="models can serve").wait_for()
+        page.get_by_role("status").filter(has_text=re.compile("models? can serve")).wait_for()
         yield page
     assert complaints == []
 
@@ -167,6 +168,195 @@ def test_every_control_has_a_name(browser: Browser, server: Server) -> None:
             assert page.evaluate(nameless) == 0, part
 
 
+# --- what stands out ---
+
+
+@contextlib.contextmanager
+def registered(server: Server, directory: Path, name: str, handler: str, **options: object) -> Iterator[None]:
+    """Register a model without waiting for it; unregister it at the end."""
+    url = str(make_model(directory / name, handler, **options))
+    assert server.http.post("/models", params={"url": url, "synchronous": "false"}).status_code == 202
+    yield
+    server.http.delete(f"/models/{name}")
+
+
+def test_failed_and_loading_models_stand_out_and_are_found(browser: Browser, server: Server, tmp_path: Path) -> None:
+    with (
+        registered(server, tmp_path, "failing", "fault_handlers:FailingHandler", retry_threshold=1),
+        registered(server, tmp_path, "gated", "fault_handlers:GatedHandler"),
+        opened(browser, server) as page,
+    ):
+        failing, gated = (
+            page.get_by_role("row", name=re.compile("failing")),
+            page.get_by_role("row", name=re.compile("gated")),
+        )
+        failing.get_by_text("Failed", exact=True).wait_for()
+        gated.get_by_text("Loading", exact=True).wait_for()
+        gated.get_by_text(re.compile(r"starting its workers, \d+ s")).wait_for()
+        assert "the weights are missing" in failing.inner_text()
+        ink = page.evaluate("getComputedStyle(document.body).color")
+        healthy = page.locator(".state.Healthy").first
+        colours = {colour(failing.locator(".state")), colour(gated.locator(".state")), colour(healthy), ink}
+        assert len(colours) == 4
+        page.get_by_role("status").filter(has_text="1 of 3 models can serve, 1 failed").wait_for()
+        for state, name in (("Failed", "failing"), ("Loading", "gated"), ("Healthy", "model")):
+            page.get_by_role("combobox", name="State").select_option(label=state)
+            page.get_by_role("caption").get_by_text("1 model", exact=True).wait_for()
+            page.get_by_role("link", name=name, exact=True).wait_for()
+        page.get_by_role("combobox", name="State").select_option(label="Unhealthy")
+        page.get_by_role("caption").get_by_text("0 models", exact=True).wait_for()
+
+
+def colour(place: Locator) -> str:
+    return str(place.evaluate("element => getComputedStyle(element).color"))
+
+
+def test_a_registration_is_followed_to_its_end(browser: Browser, server: Server, tmp_path: Path) -> None:
+    """A screen reader hears what became of it: the region for it is there before, and only its text changes."""
+    gated = make_model(tmp_path / "gated", "fault_handlers:GatedHandler")
+    with opened(browser, server) as page:
+        page.get_by_text("Register a model").click()
+        said = page.locator(".outcome").get_by_role("status")
+        failed = page.locator(".outcome").get_by_role("alert")
+
+        def register(url: str) -> None:
+            page.get_by_role("textbox", name="URL").fill(url)
+            page.get_by_role("button", name="Register", exact=True).click()
+
+        register(str(tmp_path / "<b>absent"))
+        failed.get_by_text(re.compile("_b_absent could not be loaded: .*<b>absent")).wait_for()
+        assert colour(failed) == colour(page.locator(".state.FAILED").first)
+        assert said.inner_text() == ""
+        register(str(gated))
+        said.get_by_text("gated is loading.").wait_for()
+        assert failed.count() == 0
+        page.get_by_role("link", name="Live", exact=True).click()  # it goes on
+        (gated / "go").touch()
+        said.get_by_text("gated can serve.").wait_for()
+        page.get_by_role("button", name="Dismiss").click()
+        said.wait_for(state="hidden")
+    for name in ("gated", "_b_absent"):
+        assert server.http.delete(f"/models/{name}").status_code == 200
+
+
+def test_the_progress_of_a_download_is_shown(browser: Browser, server: Server) -> None:
+    loading = {"since": 40, "what": "fetching <i>a", "done": 3 << 20, "total": 6 << 20}
+    row = {"label": "a", "name": "a", "version": None, "status": "PENDING", "reason": "", "handler": "",
+           "loading": loading, "reloading": False}  # fmt: skip
+    with opened(browser, server) as page:
+        tell(page, {**MESSAGE, "time": 100, "models": [row]})
+        page.get_by_text("fetching <i>a: 3 MiB of 6 MiB (50 %), 60 s").wait_for()
+        assert page.get_by_role("progressbar").evaluate("bar => bar.position") == 0.5
+
+
+def test_what_a_server_said_that_is_gone_is_marked(browser: Browser, tmp_path: Path) -> None:
+    with running(make_model(tmp_path / "model")) as server:
+        server.log_line(r"\] ready: process")
+        with opened(browser, server) as page:
+            figures = page.get_by_role("table")
+            assert figures.evaluate("element => getComputedStyle(element).opacity") == "1"
+            os.kill(server.process.pid, signal.SIGSTOP)  # it is silent, but its connections stay
+            try:
+                page.get_by_role("alert").get_by_text(
+                    re.compile(r"as it was at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
+                ).wait_for()
+                assert float(figures.evaluate("element => getComputedStyle(element).opacity")) < 1
+            finally:
+                os.kill(server.process.pid, signal.SIGCONT)
+            page.get_by_role("alert").wait_for(state="hidden")
+            assert figures.evaluate("element => getComputedStyle(element).opacity") == "1"
+
+
+# --- charts ---
+
+
+def test_charts_begin_before_the_page_opens(browser: Browser, server: Server) -> None:
+    assert server.invoke("a b", 20).status_code == 200
+    wait_until(
+        lambda: "requests" in server.http.get("/console/history").text and has_requests(server), "they are counted"
+    )
+    with opened(browser, server, "#live") as page:
+        chart = page.get_by_role("img", name="Requests/s")
+        chart.locator("canvas").wait_for()
+        legend = chart.locator(".u-legend")
+        legend.get_by_text(re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d$")).wait_for()
+        values = legend.locator(".u-value").all_inner_texts()
+        assert len(values) == 2
+        assert re.fullmatch(r"[\d.]+", values[1])
+        assert page.get_by_text("exact to 2 %").is_visible()
+
+
+def has_requests(server: Server) -> bool:
+    found = server.http.get("/console/history").json()
+    column = found["columns"].index("requests")
+    return any(point[column] for point in found["points"])
+
+
+def test_a_chart_of_nothing_has_no_scale(browser: Browser, tmp_path: Path) -> None:
+    with running(make_model(tmp_path / "model")) as server:
+        server.log_line(r"\] ready: process")
+        with opened(browser, server, "#live") as page:
+            page.get_by_text("Nothing in the last five minutes.").nth(5).wait_for()
+            assert page.locator("canvas:visible").count() == 0
+            assert server.invoke("a b", 5).status_code == 200
+            page.get_by_role("img", name="Tokens/s").locator("canvas").wait_for()
+
+
+# --- small screens, and the chat's models ---
+
+
+def test_the_configuration_is_read_on_a_narrow_screen(browser: Browser, server: Server) -> None:
+    with opened(browser, server, viewport=NARROW) as page:
+        page.evaluate("location.hash = 'model/model'")
+        row = page.get_by_role("row", name=re.compile(r"option\.echo_delay_ms"))
+        row.get_by_text("Milliseconds before each token").wait_for()  # the meaning is not left out
+        row.get_by_role("cell", name="20", exact=True).wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+        for part in [row.get_by_role("rowheader"), *row.get_by_role("cell").all()]:
+            box = part.bounding_box()
+            assert box is not None
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= NARROW["width"]
+            assert box["width"] > NARROW["width"] / 2  # no column of single letters
+
+
+def test_cards_do_not_touch(browser: Browser, server: Server) -> None:
+    gaps = """() => {
+      const cards = [...document.querySelectorAll(".panel, .message, .figures, table")].filter((card) =>
+        card.checkVisibility() && !card.parentElement.closest(".panel"));
+      const boxes = cards.map((card) => card.getBoundingClientRect()).sort((one, other) => one.top - other.top);
+      return boxes.slice(1).map((box, index) => box.top - boxes[index].bottom).filter((gap) => gap > -1);
+    }"""
+    with opened(browser, server) as page:
+        page.evaluate("location.hash = 'chat'")
+        ask(page, "one")
+        page.get_by_text("ended by length").wait_for()
+        for part, shown in (("#chat", "Two models side by side"), ("#models", "Find"), ("#model/model", "Find a key")):
+            page.evaluate(f"location.hash = '{part}'")
+            page.get_by_label(shown, exact=True).wait_for()
+            assert min(page.evaluate(gaps)) >= 6, part
+
+
+def test_the_chat_has_every_model_and_two_side_by_side_differ(browser: Browser, server: Server, tmp_path: Path) -> None:
+    with (
+        registered(server, tmp_path, "another", "fault_handlers:FaultHandler"),
+        registered(server, tmp_path, "gated", "fault_handlers:GatedHandler"),
+        opened(browser, server) as page,
+    ):
+        page.get_by_role("row", name=re.compile("another.*Healthy")).wait_for()
+        page.evaluate("location.hash = 'chat'")
+        listed = page.get_by_role("combobox", name="Model").locator("option").all_inner_texts()
+        assert listed == ["another", "gated (loading)", "model", "Another name, or an adapter"]
+        page.get_by_role("checkbox", name="Two models").check()
+        first, second = (page.get_by_role("combobox", name=f"Model {number}") for number in (1, 2))
+        assert (first.input_value(), second.input_value()) == ("another", "model")
+        first.select_option("model")
+        assert (first.input_value(), second.input_value()) == ("model", "another")
+        ask(page, "<u>who")
+        page.get_by_text("ended by length").nth(1).wait_for()
+        assert page.locator("section u").count() == 0
+
+
 # --- what it does ---
 
 
@@ -233,9 +423,10 @@ def test_what_the_chat_sends(browser: Browser, server: Server) -> None:
         page.get_by_role("textbox", name="Schema").fill('{"type": "object"}')
         page.get_by_role("checkbox", name="Probabilities").check()
         page.get_by_role("checkbox", name="Two models").check()
-        page.get_by_role("combobox", name="Model 2").fill("other")
+        page.get_by_role("combobox", name="Model 2").select_option(label="Another name, or an adapter")
+        page.get_by_role("textbox", name="Model 2").fill("other")
         page.get_by_label("Images").set_input_files([picture])  # type: ignore[list-item]
-        page.get_by_role("button", name="Remove 1 images").wait_for()
+        page.get_by_role("button", name="Remove 1 image").wait_for()
         ask(page, "What time is it?")
         page.get_by_text('clock({"zone": "UTC"})').nth(1).wait_for()
         assert {body["model"] for body in sent} == {"model", "other"}
@@ -265,7 +456,7 @@ def test_a_model_is_registered_scaled_and_unregistered(browser: Browser, server:
         page.get_by_role("textbox", name="Version").fill("2")
         page.get_by_role("textbox", name="Options").fill("option.max_rolling_batch_size=5\n\njob_queue_size = 9")
         page.get_by_role("button", name="Register", exact=True).click()
-        page.get_by_text("registration scheduled").wait_for()
+        page.get_by_role("status").get_by_text("guest:2 can serve.").wait_for()
         page.get_by_role("row", name=re.compile("guest:2.*Healthy")).get_by_role("link").click()
         row = page.get_by_role("row", name=re.compile(r"option\.max_rolling_batch_size"))
         assert re.search(r"5\s+registration", row.inner_text())
@@ -276,7 +467,8 @@ def test_a_model_is_registered_scaled_and_unregistered(browser: Browser, server:
         page.get_by_role("rowheader", name="2", exact=True).wait_for()
         page.get_by_role("button", name="Unregister").click()
         page.get_by_role("dialog").get_by_role("button", name="Unregister").click()
-        page.get_by_role("caption").get_by_text("1 models").wait_for()
+        page.get_by_role("status").get_by_text("guest:2 is unregistered.").wait_for()
+        page.get_by_role("caption").get_by_text("1 model", exact=True).wait_for()
     assert server.http.get("/models/guest").status_code == 404
 
 
@@ -302,24 +494,24 @@ def test_a_thousand_models_are_found_and_shown(browser: Browser, server: Server)
          "handler": "echo", "workers": {"ready": 1}, "queue": 0, "running": 0, "adapters": 0, "kv": None}
         for number in range(1000)
     ]  # fmt: skip
-    message = {
-        "server": {"version": "1", "since": 1},
-        "time": 1,
-        "whole": True,
-        "models": rows,
-        "totals": {},
-        "log": [],
-    }
     with opened(browser, server) as page:
-        page.route("**/console/live", lambda route: route.fulfill(body=f"data: {json.dumps(message)}\n\n"))
-        page.reload()
-        page.get_by_text("1000 models, page 1 of 20").wait_for()
+        tell(page, {**MESSAGE, "models": rows})
+        page.get_by_text("1,000 models, page 1 of 20").wait_for()
         assert page.get_by_role("row").count() == 51
         page.get_by_role("button", name="Next").click()
         page.get_by_role("link", name="m0050").wait_for()
         page.get_by_role("searchbox", name="Find").fill("0777")
         page.get_by_role("link", name="m0777").wait_for()
         assert page.get_by_role("row").count() == 2
+
+
+MESSAGE = {"server": {"version": "1", "since": 1}, "time": 1, "whole": True, "models": [], "totals": {}, "log": []}
+
+
+def tell(page: Page, message: dict[str, object]) -> None:
+    """Open the page again with this as what its server says."""
+    page.route("**/console/live", lambda route: route.fulfill(body=f"data: {json.dumps(message)}\n\n"))
+    page.reload()
 
 
 def test_the_page_asks_for_the_key_and_shows_nothing_without(browser: Browser, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_lines_of_a_worker_become_metrics(logging_server: LoggingServer) -> None
     logging_server.print_lines(
         "[METRICS]Tokens.Count:2|#Model:m|c",
         "[METRICS]Tokens.Count:3|#Model:m,Phase:decode|1650953744320|c",
-        "INFO [METRICS]Free Space.Gigabytes:311.5|#Host:here|1650953744320",
+        "[METRICS]Free Space.Gigabytes:311.5|#Host:here|1650953744320",
         "[METRICS]Step.Milliseconds:7|#Model:m|h",
         "[METRICS]Pages.Count:1",
     )
@@ -150,6 +150,12 @@ def test_what_is_no_metric_stays_in_the_log(logging_server: LoggingServer) -> No
     logging_server.print_lines("[METRICS]no number.Count:many", "[METRICS]Fell.Count:-1|#Model:m|c")
     logging_server.server.log_line(r"\[METRICS\]no number\.Count:many")
     logging_server.server.log_line(r"metric Fell is not counted: a counter cannot fall; print it as a gauge")
+
+
+def test_a_mark_that_does_not_begin_the_line_is_text(logging_server: LoggingServer) -> None:
+    logging_server.print_lines("asked for [METRICS]Quoted.Count:1|#Model:m|c")
+    logging_server.server.log_line(r"asked for \[METRICS\]Quoted\.Count:1")
+    assert "Quoted" not in logging_server.http.get("/server/metrics").text
 
 
 def test_names_of_the_server_are_not_overwritten(logging_server: LoggingServer) -> None:
@@ -216,13 +222,16 @@ def test_whatever_is_printed_the_text_can_be_read() -> None:
 
 def test_printed_series_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     metrics = LmiMetrics()
+    for model in ("one", "two"):
+        for number in range(3000):
+            metrics.record(Metric(model, "Count", 1, (("Id", str(number)),), model=model))
     for number in range(3000):
-        metrics.record(Metric("Request", "Count", 1, (("Id", str(number)),)))
-    (family,) = [family for family in metrics.recorded() if family.name == "Request"]
-    assert len(family.samples) == 2000
-    assert [record.message for record in caplog.records] == [
-        "metric Request is not counted: there are 2000 series already; print fewer names and dimensions"
-    ]
+        metrics.record(Metric("own", "Count", 1, (("Id", str(number)),)))
+    shares = {family.name: len(family.samples) for family in metrics.recorded()}
+    assert shares == {"one": 1000, "two": 500, "own": 2000}
+    assert next(record.message for record in caplog.records) == (
+        "metric one is not counted: there are 1000 series already, of at most 2000; print fewer names and dimensions"
+    )
 
 
 def test_values_without_a_kind() -> None:

@@ -14,6 +14,7 @@ import pytest
 import uvloop
 
 from frontend.idle_calls import call_when_idle
+from frontend.request_lines import RequestLines
 from frontend.request_log import RequestLog
 from frontend.request_record import RequestRecord
 from frontend.server_log import BackgroundLog
@@ -92,6 +93,32 @@ def test_every_failure_has_a_line_however_few_successes_have(written: Any) -> No
 def test_a_url_in_a_line_loses_its_password(written: Any) -> None:
     [line] = written(range(1), "https://me:hidden@host/model")
     assert line["model"] == "https://***@host/model"
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ("plain-id:1", "id=plain-id:1 "),
+        ("a code=200 id=b", 'id="a code=200 id=b" '),
+        ('say "hi"\nERROR b', r'id="say \"hi\"\nERROR b" '),
+        ("turned\u202e\x7f", r"id=turned\u202e\u007f "),
+    ],
+)
+def test_a_value_in_a_line_of_text_looks_like_one_word(sent: str, shown: str) -> None:
+    lines = RequestLines("text", 1.0)
+    lines.add(RequestRecord(200, 1.0, 1.125, 1.25, 1.5, 2.0, None, ""), sent, "model", "invocations", "127.0.0.1", "")
+    lines.encode()
+    assert shown in bytes(lines).decode()
+    assert bytes(lines).count(b"\n") == 1
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_long_id_is_cut(form: str) -> None:
+    lines = RequestLines(form, 1.0)
+    lines.add(RequestRecord(200, 1.0, 1.125, 1.25, 1.5, 2.0, None, ""), "a" * 60_000, "m", "invocations", "", "")
+    lines.encode()
+    assert len(bytes(lines)) < 1000
+    assert b"a... (60000 characters)" in bytes(lines)
 
 
 def test_work_for_an_idle_loop_waits_for_what_is_ready_and_no_longer_than_it_may() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import select
@@ -48,6 +49,25 @@ def test_a_full_queue(tmp_path: Path) -> None:
         }
         for connection in connections:
             connection.close()
+
+
+def test_the_line_at_the_end_of_the_start_says_where_the_server_is_and_how_to_try_it(tmp_path: Path) -> None:
+    """The command of the line is run as it stands."""
+    with serving(tmp_path, variables={"SERVING_API_KEYS": "KEY"}) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        line = server.log_line(rf"ready: API {url}, console {url}/console; try: (curl .*)\n?$")
+        answer = subprocess.run(["sh", "-c", line[1]], capture_output=True, text=True, timeout=60, check=True)
+        assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
+        (ready,) = (line for line in server.lines if "] ready: " in line)
+        assert re.search(r"\] ready: process \d+$", ready)
+
+
+def test_the_ready_line_waits_for_the_model(tmp_path: Path) -> None:
+    with serving(tmp_path, "fault_handlers:GatedHandler", ready=False) as server:
+        assert server.http.get("/ping").status_code == 503
+        assert not any("ready: " in line for line in server.lines)
+        (tmp_path / "model" / "go").touch()
+        server.log_line("ready: API ")
 
 
 def test_the_socket_is_bound_and_reports_while_the_model_loads(tmp_path: Path) -> None:

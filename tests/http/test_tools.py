@@ -173,6 +173,25 @@ def test_a_demanded_call_has_arguments_of_its_schema(server: Server, stream: boo
     assert (refused.status_code, "exclude each other" in refused.text) == (400, True)
 
 
+@pytest.mark.parametrize("limit", [4, 15, 30])
+def test_a_demanded_call_that_a_limit_cuts_off_is_no_content(server: Server, limit: int) -> None:
+    fields: dict[str, Any] = {"tool_choice": "required", "temperature": 0, "max_tokens": limit}
+    whole, streamed = (ask(server, "x", stream=stream, **fields) for stream in (False, True))
+    assert (whole["message"]["content"] or "", whole["finish_reason"]) == ("", "length")
+    assert (streamed["message"]["content"], streamed["finish_reason"]) == ("", "length")
+    tool = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+    body = {
+        "model": server.model,
+        "max_tokens": limit,
+        "temperature": 0,
+        "tools": [tool],
+        "tool_choice": {"type": "any"},
+    }
+    message = server.http.post("/v1/messages", json={**body, "messages": [{"role": "user", "content": "x"}]}).json()
+    assert {block["type"] for block in message["content"]} <= {"tool_use"}
+    assert message["stop_reason"] == "max_tokens"
+
+
 LANGCHAIN = """
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel

@@ -48,6 +48,11 @@ def serve(command_line: Sequence[str]) -> int:
     settings, _ = resolve_server({"SERVING_WAIT_MODEL_LOADING": "false", **os.environ}, {"port": 0})
     sources, _ = startup_sources(Startup(arguments.directories, model_store=arguments.model_store), {})
     of_models = {name: value for name, value in os.environ.items() if name.startswith("SAGEMAKER_")}
+    if "TEST_LOOP_METER" in os.environ:
+        from loop_meter import metered_loops
+
+        with metered_loops(Path(os.environ["TEST_LOOP_METER"])):
+            return run(sources, settings, of_models, inspect)
     return run(sources, settings, of_models, inspect)
 
 

@@ -28,6 +28,8 @@ def write(output: TextGenerationOutput) -> str:
             return ""
         if output.input.input_text == "break late":
             raise RuntimeError("no answer to that")
+        if output.input.input_text == "number":
+            return str(output.request_id)
         text = "".join(token.text for token in sequence.tokens)
         return f"{output.input.greeting}{text} ({sequence.finish_reason})"
     token, index, first, last = sequence.get_next_token()

@@ -135,6 +135,32 @@ def test_kserves_runtime_serves_the_inference_service(server: Server) -> None:
     assert grace >= ServerSettings().drain_timeout + 10
 
 
+def test_kserves_pods_are_as_closed_as_those_of_kubernetes(pod: dict[str, Any], container: dict[str, Any]) -> None:
+    [runtime], [service] = documents(KSERVE / "runtime.yaml"), documents(KSERVE / "inference-service.yaml")
+    predictor = service["spec"]["predictor"]
+    assert predictor["automountServiceAccountToken"] is pod["spec"]["automountServiceAccountToken"] is False
+    of_pod, of_container = pod["spec"]["securityContext"], container["securityContext"]
+    assert predictor["securityContext"]["seccompProfile"] == of_pod["seccompProfile"]
+    [served] = runtime["spec"]["containers"]
+    context = served["securityContext"]
+    assert {key: context[key] for key in of_container} == of_container
+    assert all(context[key] == of_pod[key] for key in ("runAsNonRoot", "runAsUser", "runAsGroup", "seccompProfile"))
+    writable = {mount["mountPath"]: mount["name"] for mount in served["volumeMounts"]}
+    others = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert writable.keys() == others
+    assert set(writable.values()) == {volume["name"] for volume in runtime["spec"]["volumes"]}
+
+
+def test_kserves_pod_is_one_that_kubernetes_takes() -> None:
+    """KServe's kinds have no schema here; a pod of their parts has."""
+    [runtime], [service] = documents(KSERVE / "runtime.yaml"), documents(KSERVE / "inference-service.yaml")
+    parts = {name: part for name, part in service["spec"]["predictor"].items() if name != "model"}
+    made = {"containers": runtime["spec"]["containers"], "volumes": runtime["spec"]["volumes"], **parts}
+    kubernetes_validate.validate(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "made"}, "spec": made}, VERSION, strict=True
+    )
+
+
 # --- docker compose ---
 
 

@@ -145,7 +145,11 @@ def test_the_extras_of_each_image_are_those_of_the_package() -> None:
 
 def test_signals_reach_the_server_and_an_argument_replaces_serve() -> None:
     (entry_point,), (command,) = instructions("ENTRYPOINT"), instructions("CMD")
-    assert json.loads(entry_point)[-1] == "lmi-server"  # a list: there is no shell between
+    program = json.loads(entry_point)[-1]  # a list: there is no shell between
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    scripts = settings["options.entry_points"]["console_scripts"]
+    assert f"\n{program} = lmi_server.commands.container_command:main" in scripts
     assert json.loads(command) == ["serve"]
 
 

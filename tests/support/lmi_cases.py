@@ -60,6 +60,26 @@ def check_sampling_parameters(http: httpx.Client) -> None:
     later = generated(http, allowed_token_ids=[*LETTERS, 258], logit_bias={"258": 100}, min_new_tokens=5)
     assert len(later) == 5
     assert generated(http, allowed_token_ids=[*LETTERS, 258], logit_bias={"258": 100}) == ""
+    stop = text[1]
+    end = text.find(stop, 6)
+    assert generated(http, **only_letters, stop=[stop], min_tokens=6) == (text if end < 0 else text[:end])
+
+
+def check_token_texts(http: httpx.Client) -> None:
+    """Hold that the tokens of log probabilities join to the text, although their characters take several tokens."""
+    body = {
+        "prompt": "naïve €: ",
+        "echo": True,
+        "logprobs": 0,
+        "max_tokens": 30,
+        "structured_outputs": {"regex": "[é€🎉]{6}"},
+    }
+    for more in ({}, {"temperature": 0}):
+        (choice,) = http.post("/v1/completions", json={**body, **more}).json()["choices"]
+        tokens = choice["logprobs"]["tokens"]
+        assert "".join(tokens).removesuffix(byte_tokenizer().decode([258])) == choice["text"]
+        assert len(tokens) > len(choice["text"])
+        assert choice["logprobs"]["text_offset"] == [len("".join(tokens[:at])) for at in range(len(tokens))]
 
 
 def check_refused_parameters(http: httpx.Client) -> None:

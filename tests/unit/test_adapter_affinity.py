@@ -22,3 +22,12 @@ def test_a_worker_is_taken_to_keep_the_last_ones_alone() -> None:
     assert affinity.narrowed("x", {"a": 1, "b": 0}) == {"a": 1}
     affinity.forget("a")
     assert affinity.narrowed("x", {"a": 1, "b": 0}) == {"b": 0}
+
+
+def test_a_name_that_no_adapter_has_for_its_length_is_not_remembered() -> None:
+    affinity = AdapterAffinity[str](2)
+    affinity.sent("x", "a")
+    affinity.sent("y" * 257, "a")
+    affinity.sent("z" * 257, "a")
+    assert affinity.narrowed("x", {"a": 1, "b": 0}) == {"a": 1}
+    assert affinity.narrowed("z" * 257, {"a": 0, "b": 0}) == {"b": 0}

@@ -26,13 +26,14 @@ MAY_IMPORT = {
     "artifacts": {"contract"},
     "configuration": {*_CORE, "artifacts"},
     "dialects": {"contract"},
+    "media": {"contract"},
     "bench": _CORE,
     "advise": {*_CORE, "bench"},
     "tune": {*_CONFIGURED, "bench"},
     "supervisor": _CONFIGURED,
     "explain": {*_CONFIGURED, "supervisor"},
     "serving": _SERVING,
-    "worker": {*_CONFIGURED, "dialects"},
+    "worker": {*_CONFIGURED, "dialects", "media"},
     "ray": {*_SERVING, "dialects", "explain", "serving", "worker"},
     "commands": {*_SERVING, "advise", "bench", "dialects", "explain", "ray", "serving", "tune"},
     "__main__": {"commands"},
@@ -42,12 +43,13 @@ MAY_IMPORT = {
 TABLE = "lmi_server/configuration/handlers.py"
 COMPOSITION_ROOT = "lmi_server/commands/cli.py"
 ENVIRONMENT = "lmi_server/machine/environment.py"
-# What a handler may import of lmi_server: the contract, what the machine has, the dialects' pure functions, and the
-# declarations that its options are made of.
+# What a handler may import of lmi_server: the contract, what the machine has, the dialects' pure functions, media, and
+# the declarations that its options are made of.
 HANDLERS_MAY_IMPORT = (
     "lmi_server.contract",
     "lmi_server.machine",
     "lmi_server.dialects",
+    "lmi_server.media",
     "lmi_server.configuration.declaration",
     "lmi_server.configuration.options",
     "lmi_server.configuration.references",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -158,6 +159,62 @@ def test_a_slow_reader_makes_the_writer_wait() -> None:
         assert not worker.congested
         worker.close()
         other.close()
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_large_messages_wait_as_they_are_and_arrive_in_order(closes: bool) -> None:
+    """A copy of each would take its memory a second time while the other side does not read."""
+
+    async def main() -> None:
+        pair = await Pair().connect()
+        assert pair.worker._transport is not None
+        pair.worker._transport.pause_reading()
+        bodies = [bytes([number]) * 4_000_000 for number in range(10)]
+        messages: list[Any] = []
+        for number, body in enumerate(bodies):
+            messages += [Submit(number, Input("invocations", {}, [("data", body)])), Cancel(number)]
+        tracemalloc.start()
+        for message in messages:
+            pair.frontend.send(message)
+            await asyncio.sleep(0)
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert taken < 3 * len(bodies[0])
+        if closes:
+            pair.frontend.close()
+        pair.worker._transport.resume_reading()
+        while len(pair.at_worker) < len(messages):
+            pair.arrived.clear()
+            await pair.arrived.wait()
+        assert pair.at_worker == messages
+        pair.worker.close()
+        await pair.lost.wait()
+
+    uvloop.run(main())
+
+
+def test_an_answer_that_cannot_be_encoded_is_refused_while_the_other_side_reads_slowly() -> None:
+    """Later, nothing would know which request it belongs to."""
+
+    async def main() -> None:
+        pair = await Pair().connect()
+        assert pair.frontend._transport is not None
+        pair.frontend._transport.pause_reading()
+        pair.worker.send_now(Frames([Chunk(1, b"x" * 4_000_000)]))
+        assert pair.worker.congested
+        unknown: Any = object()
+        with pytest.raises(TypeError):
+            pair.worker.send_now(Frames([Chunk(1, unknown)]))
+        pair.worker.send_now(Frames([End(1)]))
+        pair.frontend._transport.resume_reading()
+        while len(pair.at_frontend) < 2:
+            pair.arrived.clear()
+            await pair.arrived.wait()
+        assert pair.at_frontend[1] == Frames([End(1)])
+        pair.worker.close()
+        await pair.lost.wait()
 
     uvloop.run(main())
 

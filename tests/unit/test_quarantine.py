@@ -67,3 +67,14 @@ def test_memory_is_bounded_and_0_switches_it_off() -> None:
 def test_what_differs_between_attempts_does_not_count(name: str) -> None:
     assert fingerprint(request(b"a", **{name: "1"})) == fingerprint(request(b"a", **{name: "2"}))
     assert fingerprint(request(b"a", **{"x-case": "1"})) != fingerprint(request(b"a", **{"x-case": "2"}))
+
+
+def test_the_id_of_a_request_hides_no_header() -> None:
+    """Clients choose it: with another header's value as its id, a request would count as one without that header."""
+    without, hidden, other = (
+        Input("invocations", headers, [("data", b"a")], request_id=request_id)
+        for headers, request_id in (({}, "1"), ({"x-case": "fatal"}, "fatal"), ({"x-case": ""}, "2"))
+    )
+    assert len({fingerprint(without), fingerprint(hidden), fingerprint(other)}) == 3
+    named = [Input("invocations", {"x-own-id": name}, [("data", b"a")], request_id=name) for name in ("1", "2")]
+    assert fingerprint(named[0]) == fingerprint(named[1])

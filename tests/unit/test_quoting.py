@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.quoting import as_record, excerpt, shorten
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,18 @@ def test_a_long_text_is_cut_and_says_so() -> None:
     assert excerpt("x" * 1_000_000, 5) == "xxxxx... (1000000 characters)"
     assert excerpt("\n" * 101) == r"\n" * 100 + "... (101 characters)"
     assert excerpt("x" * 100) == "x" * 100
+
+
+def test_a_message_is_cut_behind_a_word() -> None:
+    assert shorten("short") == "short"
+    assert shorten("a word and more", 12) == "a word and... (15 characters)"
+    assert shorten("x" * 9000) == f"{'x' * 8192}... (9000 characters)"
+
+
+def test_a_record_has_no_line_that_looks_like_another_one() -> None:
+    assert as_record("a\nERROR b\r\n\x1b\u202e\u2028\t模") == "a\n  ERROR b\\x0d\n  \\x1b\\u202e\\u2028\t模"
+
+
+def test_an_error_has_a_message_of_bounded_length() -> None:
+    assert len(LmiServerError("x" * 1_000_000).message) < 8300
+    assert len(str(LmiServerError("x" * 1_000_000))) < 8300

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmi_server.contract.errors import HandlerError, describe, failure_of
-from lmi_server.contract.sendable import LONGEST_MESSAGE, json_bytes, sendable
+from lmi_server.contract.quoting import LONGEST_MESSAGE, sendable
+from lmi_server.contract.sendable import json_bytes
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -29,34 +30,37 @@ class CountingEngine:
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
-        self.requests: dict[str, tuple[int, int, Callable[[Any], None]]] = {}
-        self.aborted: list[str] = []
-        self.steps: list[list[str]] = []
+        self.requests: dict[int, tuple[int, int, Callable[[Any], None]]] = {}
+        self.aborted: list[int] = []
+        self.steps: list[list[int]] = []
+        self._numbers = itertools.count(1)
 
     @property
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def add(self, name: str, length: int, emit: Callable[[Any], None]) -> None:
+    def add(self, length: int, emit: Callable[[Any], None]) -> int:
         if length < 0:
             raise self.error("a negative length")
-        self.requests[name] = (0, length, emit)
+        number = next(self._numbers)
+        self.requests[number] = (0, length, emit)
+        return number
 
     def step(self) -> None:
         assert threading.current_thread() is self.thread
         self.steps.append(list(self.requests))
-        for name, (count, length, emit) in list(self.requests.items()):
+        for number, (count, length, emit) in list(self.requests.items()):
             if length == 0:
                 raise self.error("cannot count to nothing")
-            self.requests[name] = (count + 1, length, emit)
+            self.requests[number] = (count + 1, length, emit)
             last = count + 1 == length
             if last:
-                del self.requests[name]
+                del self.requests[number]
             emit(Delta(str(count), finish_reason="length" if last else None))
 
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
-        self.requests.pop(request_id, None)
+    def abort(self, number: int) -> None:
+        self.aborted.append(number)
+        self.requests.pop(number, None)
 
     def fail_running(self, error: BaseException) -> None:
         requests, self.requests = self.requests, {}
@@ -69,15 +73,15 @@ async def started() -> tuple[StepLoop[CountingEngine], CountingEngine]:
     return loop, await loop.start()
 
 
-def generate(loop: StepLoop[CountingEngine], name: str, length: int) -> AsyncGenerator[Delta, None]:
+def generate(loop: StepLoop[CountingEngine], length: int) -> AsyncGenerator[Delta, None]:
     async def prepare() -> AddRequest:
-        return lambda emit: loop.engine.add(name, length, emit)
+        return lambda emit: loop.engine.add(length, emit)
 
-    return loop.generate(name, prepare)
+    return loop.generate(prepare)
 
 
-async def collect(loop: StepLoop[CountingEngine], name: str, length: int) -> str:
-    deltas = [delta async for delta in generate(loop, name, length)]
+async def collect(loop: StepLoop[CountingEngine], length: int) -> str:
+    deltas = [delta async for delta in generate(loop, length)]
     return "".join(delta.text for delta in deltas)
 
 
@@ -85,7 +89,7 @@ async def collect(loop: StepLoop[CountingEngine], name: str, length: int) -> str
 async def test_requests_run_together_in_the_thread_that_built_the_engine() -> None:
     loop, engine = await started()
     assert engine.thread is not threading.current_thread()
-    assert await asyncio.gather(collect(loop, "a", 3), collect(loop, "b", 5)) == ["012", "01234"]
+    assert await asyncio.gather(collect(loop, 3), collect(loop, 5)) == ["012", "01234"]
     await loop.stop()
 
 
@@ -93,10 +97,10 @@ async def test_requests_run_together_in_the_thread_that_built_the_engine() -> No
 async def test_an_idle_engine_gathers_what_is_sent_together() -> None:
     loop = StepLoop(CountingEngine, gather_s=0.5)
     engine = await loop.start()
-    first = asyncio.create_task(collect(loop, "a", 2))
+    first = asyncio.create_task(collect(loop, 2))
     await asyncio.sleep(0.05)
-    assert await asyncio.gather(first, collect(loop, "b", 2)) == ["01", "01"]
-    assert engine.steps == [["a", "b"], ["a", "b"]]
+    assert await asyncio.gather(first, collect(loop, 2)) == ["01", "01"]
+    assert engine.steps == [[1, 2], [1, 2]]
     await loop.stop()
 
 
@@ -106,7 +110,7 @@ async def test_gathering_ends_even_if_requests_never_cease() -> None:
     engine = await loop.start()
     sent = []
     while not engine.steps:
-        sent.append(asyncio.create_task(collect(loop, str(len(sent)), 1)))
+        sent.append(asyncio.create_task(collect(loop, 1)))
         await asyncio.sleep(0.05)
         assert len(sent) < 200
     assert await asyncio.gather(*sent) == ["0"] * len(sent)
@@ -125,12 +129,48 @@ async def test_start_raises_what_building_the_engine_raises() -> None:
 @on_loop
 async def test_closing_the_generator_aborts_the_request() -> None:
     loop, engine = await started()
-    deltas = generate(loop, "a", 10**9)
+    deltas = generate(loop, 10**9)
     assert (await anext(deltas)).text == "0"
     await deltas.aclose()
-    assert await collect(loop, "b", 1) == "0", "commands are applied in order, so the abort is done"
-    assert engine.aborted == ["a"]
+    assert await collect(loop, 1) == "0", "commands are applied in order, so the abort is done"
+    assert engine.aborted == [1]
     assert not engine.has_work
+    await loop.stop()
+
+
+@on_loop
+async def test_closing_one_of_several_generators_aborts_its_own_request() -> None:
+    loop, engine = await started()
+    left, stays = generate(loop, 10**9), generate(loop, 10**9)
+    assert [(await anext(deltas)).text for deltas in (left, stays)] == ["0", "0"]
+    await left.aclose()
+    assert await collect(loop, 1) == "0"
+    assert engine.aborted == [1]
+    assert (await anext(stays)).text == "1"
+    await stays.aclose()
+    await loop.stop()
+
+
+@on_loop
+async def test_closing_a_generator_whose_request_was_refused_aborts_nothing() -> None:
+    loop, engine = await started()
+    holding, refused = asyncio.Event(), asyncio.Event()
+
+    def wait() -> None:
+        loop.on_loop(holding.set)()
+        asyncio.run_coroutine_threadsafe(refused.wait(), event_loop).result()
+
+    event_loop = asyncio.get_running_loop()
+    held = asyncio.create_task(loop.call(wait))  # the engine's thread is busy until the client has left
+    await holding.wait()
+    leaving = asyncio.create_task(collect(loop, -1))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    refused.set()
+    await held
+    assert await collect(loop, 1) == "0"
+    assert engine.aborted == []
     await loop.stop()
 
 
@@ -144,12 +184,12 @@ async def test_what_is_no_exception_ends_its_requests_and_the_next_one_is_served
         raise error("in a call")
 
     with pytest.raises(HandlerError, match="cannot count"):
-        await collect(loop, "a", 0)
+        await collect(loop, 0)
     with pytest.raises(HandlerError, match=f"{error.__name__}: a negative length"):
-        await collect(loop, "b", -1)
+        await collect(loop, -1)
     with pytest.raises(HandlerError, match=f"{error.__name__}: in a call"):
         await loop.call(panic)
-    assert await collect(loop, "c", 2) == "01"
+    assert await collect(loop, 2) == "01"
     await loop.stop()
 
 
@@ -157,8 +197,8 @@ async def test_what_is_no_exception_ends_its_requests_and_the_next_one_is_served
 async def test_a_failed_step_ends_its_requests_and_the_next_one_is_served() -> None:
     loop, _ = await started()
     with pytest.raises(HandlerError, match="cannot count"):
-        await collect(loop, "a", 0)
-    assert await collect(loop, "b", 2) == "01"
+        await collect(loop, 0)
+    assert await collect(loop, 2) == "01"
     await loop.stop()
 
 
@@ -166,8 +206,8 @@ async def test_a_failed_step_ends_its_requests_and_the_next_one_is_served() -> N
 async def test_a_request_that_the_engine_does_not_take_ends_alone() -> None:
     loop, _ = await started()
     with pytest.raises(HandlerError, match="a negative length"):
-        await collect(loop, "a", -1)
-    assert await collect(loop, "b", 2) == "01"
+        await collect(loop, -1)
+    assert await collect(loop, 2) == "01"
     await loop.stop()
 
 
@@ -176,7 +216,7 @@ async def test_a_stopped_loop_takes_nothing_more() -> None:
     loop, _ = await started()
     await loop.stop()
     with pytest.raises(ModelNotReadyError):
-        await collect(loop, "a", 1)
+        await collect(loop, 1)
 
 
 @on_loop
@@ -185,7 +225,7 @@ async def test_a_loop_that_stops_while_a_request_is_prepared_refuses_it() -> Non
 
     async def prepare() -> AddRequest:
         await loop.stop()
-        return lambda emit: None
+        return lambda emit: 1
 
     with pytest.raises(ModelNotReadyError):
-        await anext(loop.generate("a", prepare))
+        await anext(loop.generate(prepare))

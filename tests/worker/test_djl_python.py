@@ -271,6 +271,14 @@ def case(server: Server, name: str) -> httpx.Response:
     return server.http.post("/invocations", content=b"a", headers={"X-Case": name})
 
 
+def test_requests_with_one_id_are_tracked_by_ids_of_their_own(asynchronous: Server) -> None:
+    headers = {"X-Case": "names", "x-request-id": "mine"}
+    answers = [asynchronous.http.post("/invocations", content=b"a", headers=headers) for _ in range(2)]
+    assert [answer.headers["x-request-id"] for answer in answers] == ["mine", "mine"]
+    tracked = {answer.headers["request_tracking_id"] for answer in answers}
+    assert len(tracked - {"mine"}) == 2
+
+
 def test_memory_that_runs_out_in_a_step_is_507(rolling: Server) -> None:
     answer = case(rolling, "memory")
     assert (answer.status_code, answer.json()["code"]) == (507, 507)

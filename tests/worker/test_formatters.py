@@ -7,11 +7,15 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from growth import assert_linear
 from paths import MODEL_CODE
 from server_helpers import Server, make_model, running
+
+from handlers.own_code.answer_objects import StreamEvent, events
 
 CODE = MODEL_CODE
 
@@ -40,10 +44,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     shutil.copy(CODE / "formatters.py", make_adapter(store / "adapted" / "adapters" / "own") / "model.py")
     make(store / "completion", "completion_formatter")
     (store / "completion" / "wording.py").write_text("def shout(text): return text.upper()\n")
+    make(store / "events", "event_formatters", async_mode="true")
+    make(store / "lines", "event_formatters", output_formatter="replace")
+    make(store / "replaced", "event_formatters", async_mode="true", output_formatter="replace")
     make(store / "wrapped", "custom_handler")
     make(store / "instead", "custom_handler", own_engine="true")
     with running("--model-store", store) as server:
-        for _ in range(11):
+        for _ in range(14):
             server.log_line(r"\] ready: process")
         yield server
 
@@ -77,6 +84,14 @@ def test_a_formatter_that_raises_fails_its_request_alone(server: Server) -> None
     assert (stream.status_code, lines) == (200, ["0 a first"])
     assert (json.loads(error)["code"], json.loads(error)["error"]) == (424, "RuntimeError: no answer to that")
     assert server.http.post("/predictions/newer", json={"question": "a"}).status_code == 200
+
+
+def test_a_formatter_gets_a_number_of_the_servers_own(server: Server) -> None:
+    headers = {"x-request-id": "7"}
+    first, second = (
+        int(server.http.post("/predictions/newer", json={"question": "number"}, headers=headers).text) for _ in range(2)
+    )
+    assert second == first + 1
 
 
 def test_openais_paths_keep_openais_form(server: Server) -> None:
@@ -238,6 +253,60 @@ def test_a_formatter_reads_and_changes_the_same_object_in_a_stream(server: Serve
     assert [line["usage"] is None for line in lines] == [True, False]
 
 
+PROMPTS: list[tuple[dict[str, Any], str]] = [
+    ({"inputs": "a b", "parameters": {"max_new_tokens": 2}}, "text_completion"),
+    ({"prompt": "a b", "max_tokens": 2}, "text_completion"),
+    ({"messages": [{"role": "user", "content": "a b"}], "max_tokens": 2}, "chat.completion.chunk"),
+]
+
+
+@pytest.mark.parametrize(("body", "kind"), PROMPTS, ids=["inputs", "prompt", "messages"])
+def test_a_formatter_of_the_asynchronous_service_gets_vllms_events(
+    server: Server, body: dict[str, Any], kind: str
+) -> None:
+    answer = server.http.post("/predictions/events", json={**body, "stream": True})
+    assert answer.headers["content-type"] == "application/jsonlines"
+    *lines, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert {(chunk["object"], chunk["model"], chunk["processed_by"]) for chunk in chunks} == {(kind, "lmi", "mine")}
+
+
+def test_a_text_in_lmis_form_has_log_probabilities_and_usage_in_vllms_events(server: Server) -> None:
+    answer = server.http.post("/predictions/events", json={**PROMPTS[0][0], "stream": True})
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    *tokens, usage = chunks
+    assert [token["choices"][0]["text"] for token in tokens] == [" a", " b"]
+    assert [token["choices"][0]["logprobs"]["tokens"] for token in tokens] == [["token_id:0"], ["token_id:1"]]
+    assert [token["choices"][0]["finish_reason"] for token in tokens] == [None, "length"]
+    assert [token["usage"]["completion_tokens"] for token in tokens] == [1, 2]
+    assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 4)
+
+
+def test_each_result_of_a_formatter_of_events_is_a_line(server: Server) -> None:
+    answer = server.http.post("/predictions/replaced", json={**PROMPTS[0][0], "stream": True})
+    *lines, end = answer.text.split("\n")[:-1]
+    assert ([json.loads(line) for line in lines], end) == ([{"is_text": True, "has_choices": False}] * 4, "")
+    whole = server.http.post("/predictions/replaced", json=PROMPTS[0][0]).json()
+    assert whole == {"is_text": False, "has_choices": True}
+
+
+def test_a_value_in_place_of_the_text_of_an_event_is_framed_as_the_stream_is(server: Server) -> None:
+    answer = server.http.post("/predictions/lines", json={**PROMPTS[0][0], "stream": True})
+    assert [json.loads(line)["is_text"] for line in answer.text.splitlines()] == [True, True]
+    events = {"Accept": "text/event-stream"}
+    answer = server.http.post("/predictions/lines", json={**PROMPTS[0][0], "stream": True}, headers=events)
+    assert [json.loads(event.removeprefix("data: "))["is_text"] for event in answer.text.split("\n\n")[:-1]] == [
+        True
+    ] * 2
+
+
+def test_a_formatter_of_events_that_raises_ends_its_stream_with_an_error(server: Server) -> None:
+    body = {"inputs": "a broken", "parameters": {"max_new_tokens": 2}, "stream": True}
+    *_, error = server.http.post("/predictions/events", json=body).text.splitlines()
+    assert (json.loads(error)["code"], json.loads(error)["error"]) == (424, "RuntimeError: no such event")
+
+
 def ask(server: Server, model: str, prompt: str, path: str = "/predictions/{}") -> httpx.Response:
     return server.http.post(path.format(model), json={"inputs": prompt, "parameters": {"max_new_tokens": 2}})
 
@@ -256,3 +325,14 @@ def test_a_handle_that_loads_an_engine_of_its_own_keeps_the_built_in_one_from_lo
     assert ask(server, "instead", "custom").json() == {"custom_handler_used": True}
     assert server.metric("fault_steps", "instead") is None
     assert ask(server, "instead", "a b").json() == {"generated_text": " a b"}
+
+
+@pytest.mark.parametrize("part", ["data:", "data:\n", "id:\n", "{", "}", "a\n", "\n"])
+def test_events_are_found_in_linear_time(part: str) -> None:
+    assert_linear(
+        lambda text: [getattr(StreamEvent(event, lambda _: {}), "token", None) for event in events(text)], part
+    )
+
+
+def test_events_end_with_a_blank_line_and_other_lines_with_their_own() -> None:
+    assert list(events("data: a\nid: 1\n\nb\n\n\nc\ndata: d")) == ["data: a\nid: 1\n\n", "b\n\n\n", "c\n", "data: d"]

@@ -13,6 +13,8 @@ from djl_python.np_util import from_nd_list, from_npz
 from djl_python.optional_packages import needs
 from djl_python.pair_list import PairList
 from djl_python.properties import Properties
+from lmi_server.media.budget import MediaBudget
+from lmi_server.media.images import open_image
 
 if TYPE_CHECKING:
     from djl_python.np_util import Array
@@ -124,19 +126,27 @@ class Input:
         return content.values[content.keys.index(key)]
 
     def get_as_string(self, key: str | None = None) -> Any:
-        data = self.get_as_bytes(key)
-        return None if data is None else data.decode("utf-8")
+        """Return a text. Raises AttributeError, as LMI's does, if there is no content at all."""
+        return self._some_bytes(key).decode("utf-8")
 
     def get_as_json(self, key: str | None = None) -> Any:
+        """Return the value of JSON. Raises AttributeError, as LMI's does, if there is no content at all."""
+        return json.loads(self._some_bytes(key))
+
+    def _some_bytes(self, key: str | None) -> Any:
         data = self.get_as_bytes(key)
-        return None if data is None else json.loads(data)
+        if data is None:
+            raise AttributeError("the input has no content to decode; look at is_empty() first")
+        return data
 
     def get_as_image(self, key: str | None = None) -> Any:
-        """Return a PIL image. Raises ImportError if Pillow is not installed."""
-        with needs("Pillow", "images"):
-            from PIL import Image
+        """Return a PIL image. Raises ImportError if Pillow is not installed.
 
-        return Image.open(io.BytesIO(self.get_as_bytes(key)))
+        Raises PayloadTooLargeError if the images of the request would take more than option.max_media_size.
+        """
+        self._media = self.__dict__.get("_media") or MediaBudget()
+        with needs("Pillow", "images"):
+            return open_image(self.get_as_bytes(key), self._media)
 
     def get_as_numpy(self, key: str | None = None) -> list[Array]:
         """Return the arrays of an NDList (or of an NPZ file)."""

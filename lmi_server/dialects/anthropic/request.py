@@ -117,7 +117,9 @@ _BUDGET = fields.integer(1, 2**31 - 1)
 
 def _json_format(name: str, value: Any) -> StructuredOutputs | None:
     described = fields.mapping(name, value)
-    return constraints.response_format(name, {"type": described.get("type"), "json_schema": described})
+    if described.get("type") == "json_schema":
+        described = {"type": "json_schema", "json_schema": described}
+    return constraints.response_format(name, described)
 
 
 def _output_config(name: str, value: Any) -> _OutputConfig:

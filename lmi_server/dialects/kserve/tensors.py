@@ -11,6 +11,7 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Input
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.framing import encode
 
@@ -120,27 +121,33 @@ def _tensors(inputs: Sequence[InputTensor], rest: bytes) -> Iterator[Tensor]:
             yield _from_json(tensor)
             continue
         if not isinstance(size, int) or size < 0 or at + size > len(rest):
-            raise RequestError(f"input {tensor.name}: binary_data_size is more than the body has behind its JSON")
+            raise RequestError(
+                f"input {excerpt(tensor.name)}: binary_data_size is more than the body has behind its JSON"
+            )
         yield _from_binary(tensor, rest[at : at + size])
         at += size
 
 
 def _check(tensor: InputTensor) -> None:
     if tensor.datatype not in (*_CODES, "BYTES"):
-        raise RequestError(f"input {tensor.name}: datatype {tensor.datatype} is not supported; send {_ALLOWED}")
+        raise RequestError(
+            f"input {excerpt(tensor.name)}: datatype {excerpt(tensor.datatype)} is not supported; send {_ALLOWED}"
+        )
     if len(tensor.shape) > _MOST_DIMENSIONS:
-        raise RequestError(f"input {tensor.name}: shape has more than {_MOST_DIMENSIONS} dimensions")
+        raise RequestError(f"input {excerpt(tensor.name)}: shape has more than {_MOST_DIMENSIONS} dimensions")
     if any(size < 0 for size in tensor.shape):
-        raise RequestError(f"input {tensor.name}: shape {tensor.shape} is not allowed; send sizes of 0 or more")
+        raise RequestError(
+            f"input {excerpt(tensor.name)}: shape {tensor.shape} is not allowed; send sizes of 0 or more"
+        )
 
 
 def _from_json(tensor: InputTensor) -> Tensor:
     if tensor.data is None:
-        raise RequestError(f"input {tensor.name}: data is missing")
+        raise RequestError(f"input {excerpt(tensor.name)}: data is missing")
     data = list(_flat(tensor.name, tensor.data, len(tensor.shape)))
     kinds: tuple[type, ...] = (str,) if tensor.datatype == "BYTES" else (int, float)
     if not all(isinstance(element, kinds) for element in data):
-        raise RequestError(f"input {tensor.name}: data has elements that are not {tensor.datatype}")
+        raise RequestError(f"input {excerpt(tensor.name)}: data has elements that are not {tensor.datatype}")
     return _sized(tensor, data)
 
 
@@ -151,7 +158,7 @@ def _flat(name: str, data: Sequence[Any], dimensions: int) -> Iterator[Any]:
         elif dimensions > 1:
             yield from _flat(name, element, dimensions - 1)
         else:
-            raise RequestError(f"input {name}: data is nested more deeply than its shape")
+            raise RequestError(f"input {excerpt(name)}: data is nested more deeply than its shape")
 
 
 def _from_binary(tensor: InputTensor, data: bytes) -> Tensor:
@@ -160,7 +167,7 @@ def _from_binary(tensor: InputTensor, data: bytes) -> Tensor:
     code = _CODES[tensor.datatype]
     width = struct.calcsize(f"<{code}")
     if len(data) % width:
-        raise RequestError(f"input {tensor.name}: {len(data)} bytes are no whole number of {tensor.datatype}")
+        raise RequestError(f"input {excerpt(tensor.name)}: {len(data)} bytes are no whole number of {tensor.datatype}")
     return _sized(tensor, struct.unpack(f"<{len(data) // width}{code}", data))
 
 
@@ -170,7 +177,7 @@ def _elements(name: str, data: bytes) -> Iterator[str | bytes]:
         (length,) = struct.unpack_from("<I", data, at) if at + 4 <= len(data) else (len(data),)
         at += 4
         if at + length > len(data):
-            raise RequestError(f"input {name}: an element of BYTES is longer than the tensor")
+            raise RequestError(f"input {excerpt(name)}: an element of BYTES is longer than the tensor")
         element = data[at : at + length]
         try:
             yield element.decode()
@@ -181,7 +188,7 @@ def _elements(name: str, data: bytes) -> Iterator[str | bytes]:
 
 def _sized(tensor: InputTensor, data: Sequence[Any]) -> Tensor:
     if math.prod(tensor.shape) != len(data):
-        raise RequestError(f"input {tensor.name}: shape {tensor.shape} does not fit {len(data)} elements")
+        raise RequestError(f"input {excerpt(tensor.name)}: shape {tensor.shape} does not fit {len(data)} elements")
     return Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), data)
 
 
@@ -198,7 +205,7 @@ def answer(request: InferRequest, model: str, outputs: Sequence[Tensor]) -> tupl
     known = {output.name: output for output in outputs}
     for name in request.outputs:
         if name not in known:
-            raise RequestError(f"output {name} is not one of model {model}; ask for {', '.join(known)}")
+            raise RequestError(f"output {excerpt(name)} is not one of model {model}; ask for {', '.join(known)}")
     wanted = [output for output in outputs if not request.outputs or output.name in request.outputs]
     written, blobs = [], []
     for output in wanted:

@@ -10,6 +10,7 @@ import msgspec
 from lmi_server.contract.errors import LmiServerError, RequestError
 from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.protocol import Input
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields, lmi, routes
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.choices import CHOICES
@@ -111,7 +112,9 @@ def _parameters(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _one_value(tensor: Tensor) -> Any:
     if len(tensor.data) != 1:
-        raise RequestError(f"input {tensor.name}: {len(tensor.data)} elements; a parameter has one, for all prompts")
+        raise RequestError(
+            f"input {excerpt(tensor.name)}: {len(tensor.data)} elements; a parameter has one, for all prompts"
+        )
     return tensor.data[0]
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Input
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
 from lmi_server.dialects.framing import encode
 from lmi_server.dialects.kserve.tensors import InferRequest, Tensor, answer, nested, read
@@ -22,10 +23,12 @@ def as_lmi_request(request: Input) -> tuple[InferRequest, Input]:
         raise RequestError(f"inputs: {len(infer.inputs)} tensors were sent, and this model takes one")
     unknown = ", ".join(name for name in infer.outputs if name != OUTPUT)
     if unknown:
-        raise RequestError(f"output {unknown} is not one of this model; ask for {OUTPUT}")
+        raise RequestError(f"output {excerpt(unknown)} is not one of this model; ask for {OUTPUT}")
     data = nested(infer.inputs[0])
     if any(isinstance(element, bytes) for element in infer.inputs[0].data):
-        raise RequestError(f"input {infer.inputs[0].name}: an element is no UTF-8; post such bytes to /invocations")
+        raise RequestError(
+            f"input {excerpt(infer.inputs[0].name)}: an element is no UTF-8; post such bytes to /invocations"
+        )
     body = {"inputs": data, **({"parameters": dict(infer.parameters)} if infer.parameters else {})}
     kept = {
         name: value

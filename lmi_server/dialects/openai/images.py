@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Input
+from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields, routes
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.forms import form_fields, is_form
@@ -63,9 +65,10 @@ def read_body(request: Input) -> dict[str, Any]:
     sent = form_fields(kind, request.body()) if is_form(kind) else None
     if sent is None:
         return fields.json_object(request)
-    repeated = sorted({name for name, _ in sent if [other for other, _ in sent].count(name) > 1})
-    if repeated:
-        raise RequestError(f"{repeated[0][:60]} is in the form more than once; send it once")
+    counts = Counter(name for name, _ in sent)
+    repeated = min((name for name, count in counts.items() if count > 1), default=None)
+    if repeated is not None:
+        raise RequestError(f"{excerpt(repeated)} is in the form more than once; send it once")
     plain = [(name.removesuffix("[]"), value) for name, value in sent]  # some clients name a list so
     return {name: value if name in _FILES else _text(value) for name, value in plain}
 

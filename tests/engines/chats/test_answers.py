@@ -6,11 +6,20 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
+from growth import assert_linear
 
 from handlers.chats.answers import AnswerFormat, AnswerParser
 from handlers.chats.formats import REASONING_FORMATS, TOOL_FORMATS
-from lmi_server.contract.generation import ChatOptions, Delta, GenerationRequest, SamplingParameters, Token
+from lmi_server.contract.generation import (
+    ChatOptions,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    SamplingParameters,
+    Token,
+)
 
 PLACE = {
     "type": "object",
@@ -123,6 +132,27 @@ BROKEN_LATE = (
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Pa'),
     ("qwen3_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nPa"),
 )
+# The form, what a limit has left of an answer, its content, its calls with what came of their arguments.
+CUT = (
+    ("hermes", 'Hm.<tool_call>{"name": "weather", "arguments": {"city": "Pa', "Hm.", [("weather", '{"city": "Pa')]),
+    ("hermes", '<tool_call>{"name": "wea', "", []),
+    ("hermes", '<tool_call>{"arguments": {"city": "Pa', "", []),
+    ("hermes", f'<tool_call>[{CALL}, {{"name": "clo', "", [("weather", ARGUMENTS)]),
+    ("llama3_json", '{"name": "weather", "parameters": {"city": "Pa', "", [("weather", '{"city": "Pa')]),
+    ("llama3_json", '{"name": "wea', "", []),
+    ("llama3_json", '{"name": "Bo', '{"name": "Bo', []),
+    ("llama3_json", '{"size": 3, "na', '{"size": 3, "na', []),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"ci', "", [("weather", '{"ci')]),
+    ("qwen3_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=da", "",
+     [("weather", '{"city": "Rome"')]),
+    ("qwen3_xml", "<tool_call>\n<function=wea", "", []),
+    ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ro", "", [("weather", "")]),
+    ("pythonic", "[weather(city='Pa", "", []),
+    ("pythonic", "[open(file='x", "[open(file='x", []),
+    ("olmo3", "<function_calls>\nweather(days=", "", []),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>weath", "", []),
+    ("kimi_k2", "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{", "", [("weather", "{")]),
+)  # fmt: skip
 
 
 class Answer:
@@ -158,9 +188,10 @@ def answer(
     reasoning: str | None = None,
     prompt: str = "",
     stream: bool = True,
+    cut: FinishReason | None = None,
     **chat: Any,
 ) -> Answer:
-    """Return the parsed answer of a model that generates `pieces`."""
+    """Return the parsed answer of a model that generates `pieces`; `cut` is what ends it before its end token."""
     request = GenerationRequest(
         request_id="1",
         prompt=None,
@@ -172,6 +203,9 @@ def answer(
     form = AnswerFormat.of(tools and TOOL_FORMATS[tools], reasoning and REASONING_FORMATS[reasoning])  # type: ignore[arg-type]
     parser = AnswerParser(form, request, hides_special=True)
     deltas = [Delta(piece, (Token(1, piece),), prompt_text=None if at else prompt) for at, piece in enumerate(pieces)]
+    if cut is not None:
+        deltas[-1] = msgspec.structs.replace(deltas[-1], finish_reason=cut)
+        return Answer([parser.parse(delta) for delta in deltas])
     deltas.append(
         Delta("<eos>", (Token(2, "<eos>", special=True),), "eos_token", prompt_text=None if pieces else prompt)
     )
@@ -218,6 +252,16 @@ def test_a_call_that_breaks_behind_its_name_is_content_of_a_whole_answer(tools: 
     assert streamed[0] == "weather"
 
 
+@pytest.mark.parametrize("cut", ["length", "stop_sequence"])
+@pytest.mark.parametrize(("tools", "text", "content", "calls"), CUT)
+def test_nothing_of_a_call_that_a_limit_cuts_off_is_content(
+    tools: str, text: str, content: str, calls: list[tuple[str, str]], cut: FinishReason
+) -> None:
+    whole = answer([text], tools, stream=False, cut=cut)
+    assert (whole.content, whole.calls) == (content, calls)
+    assert all(answer(pieces, tools, cut=cut) == whole for pieces in cuts(text))
+
+
 def test_arguments_are_streamed_as_they_come() -> None:
     pieces = ['<tool_call>{"name": "wea', 'ther", "argum', 'ents": {"ci', 'ty": "Par', 'is"}', "}</tool_call>"]
     sent = [(piece.name, piece.arguments) for piece in answer(pieces, "hermes").pieces]
@@ -257,3 +301,15 @@ def test_deepseek_r1_reasons_from_the_beginning() -> None:
     assert (found.reasoning, found.content) == ("Hm.", "Yes.")
     closed = answer(["Yes."], None, "deepseek_r1", "<think>\n\n</think>")
     assert (closed.reasoning, closed.content) == ("", "Yes.")
+
+
+@pytest.mark.parametrize("tools", TOOL_FORMATS)
+@pytest.mark.parametrize("behind", [None, "", "f"])
+def test_a_run_of_spaces_costs_little(tools: str, behind: str | None) -> None:
+    """Clients choose what a model writes: by a bias, a grammar, or a prompt that asks for it."""
+    start = "" if behind is None else f"{TOOL_FORMATS[tools].begin}{behind}"
+    assert_linear(lambda spaces: answer([start + spaces], tools), " ", 1000)
+
+
+def test_arguments_that_do_not_end_cost_little() -> None:
+    assert_linear(lambda text: answer([f"<tool_call>f<arg_key>{text}"], "glm45"), "</arg_key><arg_value>", 5000)

@@ -10,7 +10,7 @@ import jinja2
 import pytest
 
 from handlers.chats.formats import REASONING_FORMATS, TOOL_FORMATS
-from handlers.chats.messages import needs_text, template_messages
+from handlers.chats.messages import needs_text, template_messages, with_known_roles
 from handlers.chats.templates import (
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -92,6 +92,18 @@ def test_a_template_wants_arguments_as_an_object_or_as_text(arguments: str, as_t
     calls = "{% for message in messages %}{% for call in message.tool_calls or [] %}{{ " + value + " }}"
     template = calls + "{% endfor %}{% endfor %}"
     assert needs_text(rendered(template)) is as_text
+
+
+def test_a_developer_is_the_system_of_a_template_that_does_not_know_the_role() -> None:
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    developer, system = {"role": "developer", "content": "c"}, {"role": "system", "content": "d"}
+    older = "{% if message['role'] == 'system' %}"
+    assert with_known_roles([developer, user], older) == [{"role": "system", "content": "c"}, user]
+    merged = [{"role": "system", "content": "d\n\nc"}, user, answer]
+    assert with_known_roles([system, user, answer, developer], older) == merged
+    assert with_known_roles([system, developer, user, answer], {"default": older}) == merged
+    for template, messages in ((older, [system, user, system]), ('== "developer"', [user, developer])):
+        assert with_known_roles(messages, template) == messages
 
 
 def test_arguments_become_what_the_template_wants() -> None:

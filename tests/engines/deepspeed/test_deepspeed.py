@@ -89,9 +89,7 @@ def split(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         kv_cache_memory_gb=0.02,
     )
     with clean(directory) as server:
-        server.log_line(
-            r"\] ready: process .* max_model_len=200 .* ranks=2 .* max_running_requests=4 .*engine=deepspeed "
-        )
+        server.log_line(r"\] loaded: max_model_len=200 .* ranks=2 .* max_running_requests=4 .*engine=deepspeed ")
         yield server
     assert not list(SHARED_MEMORY.glob("deepspeed_*"))
 

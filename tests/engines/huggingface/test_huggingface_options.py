@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,6 +103,15 @@ def test_no_more_run_together_than_max_running_requests(weights: Path, options: 
     running = [loaded.engine.stats.running for _ in steps(loaded)]
     assert max(running) == most
     assert all(len(answer.tokens) == 4 for answer in answers)
+
+
+def test_sampling_is_what_the_model_s_generation_config_says(weights: Path, tmp_path: Path) -> None:
+    """As with vLLM; what the file does not name has the default of the request's own API."""
+    copied = shutil.copytree(weights, tmp_path / "copied")
+    assert load(copied).sampling_defaults == {}
+    named = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "eos_token_id": 2}
+    (copied / "generation_config.json").write_text(json.dumps(named))
+    assert load(copied).sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
 
 
 def test_memory_is_what_mem_fraction_static_leaves_beside_the_weights(weights: Path) -> None:

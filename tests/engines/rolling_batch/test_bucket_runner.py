@@ -81,14 +81,14 @@ def run(engine: RollingBatchEngine, model: Any) -> None:
     waiting = [(index, *request) for index, request in enumerate(requests())]
     answers = {index: Received() for index, *_ in waiting}
     pending = list(waiting)
-    engine.add("gone", [1, 2, 3], SamplingParameters(max_new_tokens=50), "", 3, lambda output: None)
+    gone = engine.add("label", [1, 2, 3], SamplingParameters(max_new_tokens=50), "", 3, lambda output: None)
     while pending or engine.has_work:
         if pending:
             index, prompt, count = pending.pop(0)
-            engine.add(str(index), prompt, SamplingParameters(max_new_tokens=count), "", 3, answers[index].take)
+            engine.add("label", prompt, SamplingParameters(max_new_tokens=count), "", 3, answers[index].take)
         engine.step()
         if len(pending) == 9:
-            engine.abort("gone")
+            engine.abort(gone)
     for index, prompt, count in waiting:
         assert answers[index].tokens == generated(model, prompt, count), index
 
@@ -108,12 +108,13 @@ def test_rows_at_one_column_generate_what_transformers_does() -> None:
 def test_an_abort_frees_its_line_for_the_next_step() -> None:
     engine = engine_of(LineRunner(Lines(tiny_model("llama"), (8,))), 8)
     answers = [Received() for _ in range(ROWS + 1)]
-    for number, answer in enumerate(answers):
-        parameters = SamplingParameters(max_new_tokens=20, ignore_eos=True)
-        engine.add(str(number), [number, 1, 2], parameters, "", 3, answer.take)
+    parameters = SamplingParameters(max_new_tokens=20, ignore_eos=True)
+    numbers = [
+        engine.add("label", [place, 1, 2], parameters, "", 3, answer.take) for place, answer in enumerate(answers)
+    ]
     engine.step()
     assert [len(answer.tokens) for answer in answers] == [1, 1, 1, 0]
-    engine.abort("1")
+    engine.abort(numbers[1])
     engine.step()
     assert [len(answer.tokens) for answer in answers] == [2, 1, 2, 1]
 

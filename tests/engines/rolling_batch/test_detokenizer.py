@@ -54,6 +54,23 @@ def test_sentencepiece_with_byte_fallback_loses_nothing(pieces: list[str]) -> No
         assert text == expected
 
 
+def test_a_stop_sequence_may_be_held_off() -> None:
+    matcher = StopMatcher(("ab", "x"))
+    assert [matcher.feed(piece, ends) for piece, ends in (("cab", False), ("xa", False), ("b", True))] == [
+        ("cab", False),
+        ("x", False),
+        ("", True),
+    ]
+    assert matcher.found == "ab"
+
+
+@given(st.text(max_size=20))
+def test_the_texts_of_a_prompts_tokens_join_to_it(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    texts = IncrementalDetokenizer.texts(TOKENIZER, ids)
+    assert (len(texts), "".join(texts)) == (len(ids), text)
+
+
 def test_an_unfinished_character_comes_as_a_replacement_at_the_end() -> None:
     ids = TOKENIZER.encode("aé", add_special_tokens=False)[:-1]
     assert stream(ids) == ["a", "", "\ufffd"]

@@ -28,10 +28,9 @@ class Constrained(Engine):
 
     def ask(self, prompt: list[int], kind: Any, value: Any, **parameters: Any) -> Received:
         answer = Received()
-        self._count += 1
         asked = SamplingParameters(**{"max_new_tokens": 40, **parameters})
         grammar = self.match(kind, value)
-        self.engine.add(str(self._count), prompt, asked, "", 3, answer.take, grammar=grammar)
+        self.engine.add("label", prompt, asked, "", 3, answer.take, grammar=grammar)
         return answer
 
 

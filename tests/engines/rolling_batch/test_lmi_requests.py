@@ -22,6 +22,7 @@ LONG = {"max_new_tokens": 400, "ignore_eos": True}
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     model = make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
     options = {"rolling_batch": "scheduler", "max_rolling_batch_size": "8", "kv_cache_memory_gb": "0.1"}
+    options["max_json_whitespace"] = "1"
     with serving(tmp_path_factory.mktemp("served"), model, libraries="transformers", **options) as server:
         yield server.http
 
@@ -49,6 +50,25 @@ def test_the_length_is_lowered_to_what_the_context_holds(http: httpx.Client) -> 
 
 def test_the_log_probabilities_of_a_prompt_are_shown(http: httpx.Client) -> None:
     lmi_cases.check_prompt_logprobs(http)
+
+
+def test_the_tokens_of_log_probabilities_join_to_the_text(http: httpx.Client) -> None:
+    lmi_cases.check_token_texts(http)
+
+
+def test_chats_below_invocations_are_openais(http: httpx.Client) -> None:
+    """huggingface_hub asks there if /invocations is its address."""
+    body = {"model": "tgi", "messages": [{"role": "developer", "content": "Say."}], "max_tokens": 3}
+    reply = http.post("/invocations/v1/chat/completions", json=body)
+    assert (reply.status_code, reply.json()["object"]) == (200, "chat.completion")
+
+
+def test_white_space_of_json_has_the_bound_of_the_model(http: httpx.Client) -> None:
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 8, "maxItems": 8}
+    sampled = {"do_sample": True, "temperature": 2.0, "max_new_tokens": 60}
+    assert re.fullmatch(r"\[1(\s?,\s?1){7}\]", generated(http, guided_json=schema, **sampled))
+    text = generated(http, guided_json=schema, guided_whitespace_pattern="[ ]{0,3}", **sampled)
+    assert re.fullmatch(r"\[1( {0,3}, {0,3}1){7}\]", text)
 
 
 _SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "London"]}}, "required": ["city"]}

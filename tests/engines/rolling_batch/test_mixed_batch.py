@@ -65,10 +65,9 @@ class Mixed(Engine):
 
     def ask(self, prompt: list[int], adapter: Any, grammar: CompiledGrammar | None) -> Received:
         answer = Received()
-        self._count += 1
         match = None if grammar is None else GrammarMatch(grammar)
         parameters = SamplingParameters(max_new_tokens=TOKENS)
-        self.engine.add(str(self._count), prompt, parameters, "", 3, answer.take, adapter, grammar=match)
+        self.engine.add("label", prompt, parameters, "", 3, answer.take, adapter, grammar=match)
         return answer
 
 

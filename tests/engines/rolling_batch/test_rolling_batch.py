@@ -32,8 +32,8 @@ def test_every_request_gets_what_generate_gives_it_alone(family: Engine) -> None
     """More requests than slots, of mixed lengths, arriving while others run, some of them cancelled."""
     chance = random.Random(3)
     pending = [(prompt, chance.choice([1, 2, 9, 25])) for prompt in prompts(20)]
-    running: list[tuple[list[int], int, str, Received]] = []
-    cancelled: set[str] = set()
+    running: list[tuple[list[int], int, int, Received]] = []
+    cancelled: set[int] = set()
 
     def arrive_and_cancel() -> None:
         for _ in range(chance.choice([0, 0, 1, 3])):
@@ -41,20 +41,20 @@ def test_every_request_gets_what_generate_gives_it_alone(family: Engine) -> None
                 prompt, length = pending.pop()
                 running.append((prompt, length, *family.add(prompt, max_new_tokens=length)))
         if running and chance.random() < 0.1:
-            request_id = chance.choice(running)[2]
-            cancelled.add(request_id)
-            family.engine.abort(request_id)
+            number = chance.choice(running)[2]
+            cancelled.add(number)
+            family.engine.abort(number)
 
     while pending:
         arrive_and_cancel()
         family.run(arrive_and_cancel)
-    for prompt, length, request_id, answer in running:
+    for prompt, length, number, answer in running:
         expected = family.expected(prompt, length)
-        if request_id in cancelled:
+        if number in cancelled:
             assert answer.tokens == expected[: len(answer.tokens)]
         else:
             assert answer.tokens == expected
-    assert any(request_id in cancelled for _, _, request_id, _ in running)
+    assert any(number in cancelled for _, _, number, _ in running)
     assert not family.scheduler.slots._running
 
 
@@ -259,9 +259,9 @@ def test_a_request_whose_tokens_cannot_be_decoded_ends_alone() -> None:
             raise LookupError("no such piece")
 
     engine = Engine(tiny_model("llama"))
-    _, broken = engine.add([1, 2], max_new_tokens=4)
+    number, broken = engine.add([1, 2], max_new_tokens=4)
     _, sound = engine.add([1, 2, 3], max_new_tokens=4)
-    engine.engine._requests["1"].detokenizer = BrokenDetokenizer()
+    engine.engine._requests[number].detokenizer = BrokenDetokenizer()
     engine.run()
     assert "no such piece" in str(broken.error)
     assert sound.tokens == engine.expected([1, 2, 3], 4)

@@ -39,10 +39,10 @@ def serve_all(engine: Engine, requests: list[tuple[list[int], dict[str, Any]]], 
                 prompt, parameters = pending.pop(0)
                 answers.append(engine.add(prompt, **parameters)[1])
         if chance.random() < 0.02:
-            request_id, answer = engine.add(related_prompts(1, seed)[0], max_new_tokens=20)
+            number, answer = engine.add(related_prompts(1, seed)[0], max_new_tokens=20)
             cancelled.append(answer)
             engine.engine.step()
-            engine.engine.abort(request_id)
+            engine.engine.abort(number)
 
     while pending:
         arrive_and_cancel()

@@ -33,7 +33,7 @@ class Batch:
 
     @property
     def running(self) -> list[str]:
-        return [sequence.request_id for sequence in self.scheduler.running]
+        return [name_of(sequence) for sequence in self.scheduler.running]
 
     def step(self) -> tuple[list[str], list[tuple[str, int, int]]]:
         """Run one step, with a token for each sequence that gets logits; return what was planned."""
@@ -56,8 +56,8 @@ class Batch:
                 if sequence.generated == sequence.max_new_tokens:
                     self.scheduler.remove(sequence)
         return (
-            [sequence.request_id for sequence in plan.decode],
-            [(chunk.sequence.request_id, chunk.start, chunk.end) for chunk in plan.prefill],
+            [name_of(sequence) for sequence in plan.decode],
+            [(name_of(chunk.sequence), chunk.start, chunk.end) for chunk in plan.prefill],
         )
 
     def run(self) -> None:
@@ -76,6 +76,20 @@ class Batch:
         slot[start:end] = [(sequence.adapter, token) for token in sequence.tokens[start:end]]
 
 
+_names: dict[int, str] = {}  # of sequences, by number
+
+
+def number_of(name: str) -> int:
+    """Return a new number for a sequence that the test calls `name`."""
+    number = len(_names)
+    _names[number] = name
+    return number
+
+
+def name_of(sequence: Sequence) -> str:
+    return _names[sequence.number]
+
+
 def next_token(tokens: list[int]) -> int:
     return (sum(tokens) + len(tokens)) % 3
 
@@ -83,10 +97,19 @@ def next_token(tokens: list[int]) -> int:
 def sequence(name: str, prompt: int | list[int], new: int = 5, priority: int = 3, **more: Any) -> Sequence:
     """Return a sequence with a unique prompt of so many tokens, or with the given prompt."""
     tokens = [hash(name)] + [1] * (prompt - 1) if isinstance(prompt, int) else list(prompt)
-    return Sequence(name, tokens, len(tokens), new, priority, **more)
+    return Sequence(number_of(name), tokens, len(tokens), new, priority, **more)
 
 
 # --- the batch ---
+
+
+def test_a_sequence_without_a_token_to_compute_is_not_planned() -> None:
+    """It would get the logits of the sequence before it in the pass."""
+    batch = Batch()
+    batch.add(sequence("a", 3))
+    batch.scheduler.advance(batch.scheduler.plan())
+    with pytest.raises(AssertionError, match="never appended"):
+        batch.scheduler.plan()
 
 
 def test_a_prompt_is_computed_at_once_while_nothing_decodes() -> None:
@@ -162,7 +185,7 @@ def test_a_more_urgent_priority_waits_in_front_and_equals_stay_in_order() -> Non
     batch = Batch(max_running=1)
     for name, priority in (("a", 3), ("b", 3), ("urgent", 1), ("later", 5), ("c", 3)):
         batch.add(sequence(name, 1, priority=priority))
-    assert [entry.request_id for entry in batch.scheduler.waiting] == ["urgent", "a", "b", "c", "later"]
+    assert [name_of(entry) for entry in batch.scheduler.waiting] == ["urgent", "a", "b", "c", "later"]
 
 
 def test_what_could_never_be_admitted_is_refused() -> None:
@@ -383,7 +406,7 @@ def test_the_newest_of_the_least_urgent_is_retracted() -> None:
     while batch.scheduler.waiting or batch.scheduler.running:
         batch.step()
         if batch.plan.retraction:
-            order += [entry.request_id for entry in batch.plan.retraction.sequences]
+            order += [name_of(entry) for entry in batch.plan.retraction.sequences]
     assert order[:2] == ["late", "b"]
     assert "a" not in order
 
@@ -433,10 +456,10 @@ def test_everything_ends_within_the_memory(
     arrivals: list[tuple[int, Sequence, int | None]] = []
     for index, (prefix, shared, own, new, adapter, priority, after, aborted) in enumerate(requests):
         tokens = prefixes[prefix][:shared] + [chance.randrange(3) for _ in range(own)]
-        entry = Sequence(str(index), tokens, len(tokens), new, priority, adapter)
+        entry = Sequence(number_of(str(index)), tokens, len(tokens), new, priority, adapter)
         entry.may_reuse_prefix = chance.random() < 0.9
         arrivals.append((after, entry, None if aborted is None else after + aborted))
-    prompts = {entry.request_id: list(entry.tokens) for _, entry, _ in arrivals}
+    prompts = {entry: list(entry.tokens) for _, entry, _ in arrivals}
     aborted_ones = set()
     for step in range(5000):
         for after, entry, abort in arrivals:
@@ -445,7 +468,7 @@ def test_everything_ends_within_the_memory(
             live = entry.generated < entry.max_new_tokens
             if abort == step and live:
                 batch.scheduler.remove(entry)
-                aborted_ones.add(entry.request_id)
+                aborted_ones.add(entry)
         if step > 30 and not batch.scheduler.waiting and not batch.scheduler.running:
             break
         decoding, chunks = batch.step()
@@ -456,8 +479,8 @@ def test_everything_ends_within_the_memory(
     else:
         pytest.fail("not everything ended")
     for _, entry, _ in arrivals:
-        if entry.request_id not in aborted_ones:
-            expected = prompts[entry.request_id]
+        if entry not in aborted_ones:
+            expected = prompts[entry]
             while len(expected) < entry.prompt_len + entry.max_new_tokens:
                 expected.append(next_token(expected))
             assert entry.tokens == expected

@@ -93,16 +93,16 @@ def test_a_batch_that_fills_its_tiles_gets_no_drafts_unless_nearly_all_of_them_a
 
 def test_the_drafts_of_a_batch_go_to_the_sequences_whose_drafts_are_right() -> None:
     speculation = Speculation(4, Tiles())
-    entries = [Sequence(name, [1, 2, 3, 4] * 2, 8, 100) for name in ("wrong", "right")]
+    entries = wrong, right = [Sequence(number, [1, 2, 3, 4] * 2, 8, 100) for number in range(2)]
     for entry in entries:
-        speculation.add(entry.request_id, SamplingState(SamplingParameters(), entry.tokens))
+        speculation.add(entry.number, SamplingState(SamplingParameters(), entry.tokens))
     for place in range(12):
         drafts = speculation.propose([(entry, 50) for entry in entries], 2, 100)
-        entries[0].tokens.append((3, 1, 4, 2)[place % 4] if place % 3 else 7)
-        entries[1].tokens.append(1 + place % 4)
-    assert {entry.request_id: len(draft) for entry, draft in drafts.items()} == {"right": 2}
-    assert speculation.propose([(entries[1], 1)], 1, 100)[entries[1]] == [1]  # one more token may be generated
-    assert speculation.propose([(entries[1], 50)], 1, 0) == {}  # no room in the KV cache
+        wrong.tokens.append((3, 1, 4, 2)[place % 4] if place % 3 else 7)
+        right.tokens.append(1 + place % 4)
+    assert {entry: len(draft) for entry, draft in drafts.items()} == {right: 2}
+    assert speculation.propose([(right, 1)], 1, 100)[right] == [1]  # one more token may be generated
+    assert speculation.propose([(right, 50)], 1, 0) == {}  # no room in the KV cache
 
 
 def run_mixed(engine: Engine, adapter: Any = None) -> list[Received]:
@@ -249,8 +249,8 @@ def test_a_draft_model_that_does_not_pay_is_left_alone() -> None:
 class Checked(DraftModel):
     """Notes what its cache is taken to hold, which must be tokens that the request has."""
 
-    def _follow(self, sequence: Sequence, drafting: set[str]) -> None:
-        own = self._drafts[sequence.request_id].sequence
+    def _follow(self, sequence: Sequence, drafting: set[int]) -> None:
+        own = self._drafts[sequence.number].sequence
         before, computed = own.tokens, own.computed
         super()._follow(sequence, drafting)
         assert before[: own.computed] == sequence.tokens[: own.computed]

@@ -18,8 +18,8 @@ class Steps:
         self.scheduler = Scheduler(SchedulerLimits(2, kv_tokens, 50, 50, conservativeness=conservativeness))
         self.recorder = StepRecorder(self.scheduler, lambda: self.now)
 
-    def add(self, name: str, tokens: list[int], new: int) -> None:
-        self.scheduler.add(Sequence(name, list(tokens), len(tokens), new))
+    def add(self, number: int, tokens: list[int], new: int) -> None:
+        self.scheduler.add(Sequence(number, list(tokens), len(tokens), new))
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -55,18 +55,18 @@ def test_a_line_every_few_seconds_reports_what_runs(caplog: pytest.LogCaptureFix
 def test_idle_time_does_not_count_for_the_throughput(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     steps = Steps()
-    steps.add("a", [1, 2], new=3)
+    steps.add(1, [1, 2], new=3)
     steps.run(3)
     steps.now += 1000
-    steps.add("b", [3, 4], new=8)
+    steps.add(2, [3, 4], new=8)
     steps.run(5)
     assert "gen throughput (token/s): 1.60" in caplog.records[-1].getMessage()
 
 
 def test_a_retraction_is_a_warning_that_names_the_ratios(caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps(kv_tokens=60, conservativeness=0.1)
-    steps.add("a", [1] * 10, new=50)
-    steps.add("b", [2] * 10, new=50)
+    steps.add(1, [1] * 10, new=50)
+    steps.add(2, [2] * 10, new=50)
     steps.run(30)
     (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert warning.getMessage().startswith("decode out of memory happened, #retracted_reqs: 1, #new_token_ratio: 0.0")

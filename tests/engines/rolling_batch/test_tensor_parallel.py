@@ -65,7 +65,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def sharded(reference: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = make_model(tmp_path_factory.mktemp("tp") / "model", HUGGING_FACE, model_id=reference[0], **MPI_KEYS)
     with clean(directory) as server:
-        server.log_line(r"\] ready: process .* ranks=2 ")
+        server.log_line(r"\] loaded: .* ranks=2 ")
         yield server
 
 

@@ -105,6 +105,25 @@ def test_a_grammar_that_takes_too_much_ends_a_process_of_its_own() -> None:
     assert "a+" in fine
 
 
+def test_white_space_may_have_a_bound_for_all_requests() -> None:
+    grammars = TokenGrammars(byte_tokenizer(), 259, [258])
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 2}
+
+    async def takes(text: str, **style: Any) -> bool:
+        cache = GrammarCache(grammars.compile, most_white_space=2)
+        try:
+            matcher = (await cache.get(constraint("json", schema, **style))).matcher.deep_copy()
+        finally:
+            cache.stop()
+        return bool(matcher.consume_tokens(byte_tokenizer().encode(text)))
+
+    assert asyncio.run(takes("[1,\n 1]"))
+    assert not asyncio.run(takes("[1,\n  1]"))
+    assert not asyncio.run(takes("[ 1,1]"))
+    assert asyncio.run(takes("[1,    1]", whitespace_pattern="[ ]{0,4}"))
+    assert not asyncio.run(takes("[1, 1]", disable_any_whitespace=True))
+
+
 def test_one_constraint_is_compiled_once_for_all_that_wait() -> None:
     made: list[str] = []
 
@@ -152,8 +171,39 @@ def test_the_style_of_the_json_is_honoured() -> None:
     assert not takes('{"a":1,"b":2}', disable_additional_properties=True)
     assert takes('{"a":1}', disable_any_whitespace=True)
     assert not takes('{ "a":1}', disable_any_whitespace=True)
-    assert takes('{"a":   1}', whitespace_pattern=" {3}")
-    assert not takes('{"a": 1}', whitespace_pattern=" {3}")
+    for pattern in (" ?", "[ ]?", r"[\x20\n]{0,1}", r"\s?"):
+        assert takes('{"a": 1}', whitespace_pattern=pattern)
+        assert takes('{"a":1}', whitespace_pattern=pattern)
+        assert not takes('{"a":  1}', whitespace_pattern=pattern)
+        assert not takes('{"a":\u00a01}', whitespace_pattern=pattern)
+    assert takes('{"a":   1, "b" :2}', whitespace_pattern=r"[ \n]{0,3}")
+    assert takes('{"a":' + " " * 500 + "1}", whitespace_pattern="[ ]*")
+
+
+@pytest.mark.parametrize("pattern", [" {3}", "[ ]+", "a?", "[^a]?", "(( ?){1000}){1000}", ".*", " ?" * 200])
+def test_white_space_that_json_cannot_have_or_must_have_is_refused(pattern: str) -> None:
+    with pytest.raises(RequestError, match=r"whitespace_pattern: .* is not allowed; send"):
+        grammar_text(constraint("json", {}, whitespace_pattern=pattern))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches", "others"),
+    [
+        (r"\d{3}-\d{4}", "555-1234", "\N{ARABIC-INDIC DIGIT FIVE}" * 3 + "-1234"),
+        (r"[\d]+", "12", "\N{ARABIC-INDIC DIGIT ONE}"),
+        (r"\w+", "a_1", "é"),
+        (r"[^\d]", "\N{ARABIC-INDIC DIGIT THREE}", "3"),
+        (r"\W", "é", "a"),
+        (r"\D", "\N{ARABIC-INDIC DIGIT THREE}", "3"),
+    ],
+)
+def test_digits_and_letters_of_a_pattern_are_those_of_json_schemas(pattern: str, matches: str, others: str) -> None:
+    grammars = TokenGrammars(byte_tokenizer(), 259, [258])
+    schema = {"type": "string", "pattern": f"^{pattern}$"}
+    for kind, value, quote in (("regex", pattern, ""), ("json", schema, '"')):
+        for text, expected in ((matches, True), (others, False)):
+            matcher = grammars.compile(grammar_text(constraint(kind, value))).matcher.deep_copy()
+            assert matcher.consume_tokens(byte_tokenizer().encode(quote + text + quote)) is expected
 
 
 def test_a_tokenizer_that_cannot_be_used_says_so() -> None:

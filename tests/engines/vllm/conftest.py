@@ -40,7 +40,12 @@ def ours(tiny_model: Path, compilation: dict[str, str], tmp_path_factory: pytest
 def theirs(tiny_model: Path) -> Iterator[httpx.Client]:
     arguments = ("--dtype", "float32", "--max-num-seqs", "32", "--enforce-eager", "--disable-uvicorn-access-log")
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with vllm_server(tiny_model, "model", *arguments, *tools) as client:
+    constraints = ("--structured-outputs-config", '{"backend": "guidance"}')
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            # With that library it cannot hold calls in the form of the model's family; a forced call is a list in JSON.
+            patch.setenv("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
+            client = stack.enter_context(vllm_server(tiny_model, "model", *arguments, *tools, *constraints))
         yield client
 
 

@@ -106,7 +106,7 @@ def test_a_finish_reason_that_is_no_answer_is_an_error() -> None:
 def test_alternatives_are_the_most_likely_tokens_and_may_lack_the_chosen_one() -> None:
     entry = {4: Logprob(-5.0, 9, "d"), 1: Logprob(-0.2, 1, "a"), 2: Logprob(-2.0, 2, None)}
     (token,) = delta(builder(logprobs=2), Completion("d", [4], logprobs=[entry])).tokens
-    assert (token.id, token.text, token.logprob) == (4, "d", -5.0)
+    assert (token.id, token.text, token.logprob) == (4, "<4>", -5.0)
     assert [(top.id, top.text, top.logprob) for top in token.top] == [(1, "a", -0.2), (2, "", -2.0)]
 
 
@@ -115,6 +115,21 @@ def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
     first = delta(builder(prompt_logprobs=0), Completion("", []), prompt_logprobs=scores)
     assert first.prompt_tokens is not None
     assert [(token.id, token.logprob) for token in first.prompt_tokens] == [(7, None), (8, -1.0), (9, -3.0)]
+
+
+def test_the_texts_of_scored_tokens_join_to_the_output() -> None:
+    """A character of several tokens belongs to its last one, and what never becomes one to the last token."""
+    vocabulary = Vocabulary(lambda ids: bytes(ids).decode(errors="replace"), [])
+    prompt, text = list("é".encode()), "a€".encode() + b"\xe2"
+    deltas = DeltaBuilder(SamplingParameters(logprobs=0, prompt_logprobs=0), None, str, vocabulary)
+    tokens = []
+    for at, token in enumerate(text):
+        scores = [{token: Logprob(-1.0, 1, "\ufffd")}]
+        end = "length" if at == len(text) - 1 else None
+        built = deltas.build(Output([Completion("", [token], end, logprobs=scores)], prompt))
+        assert isinstance(built, Delta)
+        tokens += [*(built.prompt_tokens or ()), *built.tokens]
+    assert [token.text for token in tokens] == ["", "é", "a", "", "", "€", "\ufffd"]
 
 
 def test_special_tokens_are_marked() -> None:

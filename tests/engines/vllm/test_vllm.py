@@ -246,7 +246,7 @@ def test_the_worker_runs_as_explain_says(ours: Server, tiny_model: Path, tmp_pat
     worker = psutil.Process(ours.worker_pid())
     assert explained.worker_environment.items() <= worker.environ().items()
     assert not worker.children()  # the engine is in it
-    ready = next(line for line in ours.lines if "ready: process" in line)
+    ready = next(line for line in ours.lines if "] loaded: " in line)
     values = {option.key: option.value for option in explained.options}
     assert f"threads={values['option.threads']} " in ready
     assert f"kv_cache_gib={explained.memory['kv_reserved_bytes'] / 2**30} " in ready

@@ -17,9 +17,15 @@ import pydantic
 import pytest
 import torch
 import transformers
+from client_environment import ClientScripts
 from lmi_cases import generated
 from product_helpers import Server
 from tiny_models import byte_tokenizer
+
+from handlers.structured_output.grammar_text import grammar_text
+from handlers.structured_output.token_grammars import TokenGrammars
+from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import StructuredOutputs
 
 if TYPE_CHECKING:
     import openai
@@ -224,6 +230,82 @@ def test_both_refuse_the_same_requests(ours: Server, theirs: httpx.Client) -> No
         assert refused[0].json()["error"]["message"]
 
 
+# --- calls of tools ---
+
+TOOLS = [WEATHER, {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_demanded_call_fits_the_schema_of_its_tool(ours: Server, choice: Any) -> None:
+    """Although no tool says `strict`."""
+    sampled = {"temperature": 2.0, "n": 8, "seed": 3, "logit_bias": COMPACT, "max_tokens": 150}
+    body = {"messages": QUESTION, "tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, **sampled}
+    for found in (
+        choices_of_answer(whole_of(ours.http, "/v1/chat/completions", body)),
+        choices_of_stream(chunks_of(ours.http, "/v1/chat/completions", body, {})),
+    ):
+        assert len(found) == 8
+        for one in found:
+            assert (one["text"], one["reason"]) == ("", "stop" if choice is NAMED else "tool_calls")
+            assert one["calls"][0]["name"] == "weather"
+            assert json.loads(one["calls"][0]["arguments"])["city"] in ("Paris", "London")
+    any_tool = {"messages": QUESTION, "max_tokens": 90, "tools": [{**LOOK_UP, "strict": False}]}
+    any_tool |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "logit_bias": COMPACT}
+    (block,) = ours.http.post("/v1/messages", json=any_tool).json()["content"]
+    assert block["input"]["city"] in ("Paris", "London")
+
+
+@pytest.mark.parametrize(
+    "asked", [{"tool_choice": "required"}, {"tool_choice": NAMED}, {"structured_outputs": {"regex": CALL}}]
+)
+def test_a_call_that_a_limit_cuts_off_is_no_content(ours: Server, asked: dict[str, Any]) -> None:
+    body = {"messages": QUESTION, "tools": [WEATHER], "temperature": 0, "logit_bias": COMPACT, **asked}
+    began = 0
+    for limit in (1, 5, 20, 40, 55):
+        (whole,) = choices_of_answer(whole_of(ours.http, "/v1/chat/completions", body | {"max_tokens": limit}))
+        chunks = chunks_of(ours.http, "/v1/chat/completions", body | {"max_tokens": limit}, {})
+        assert choices_of_stream(chunks) == [whole]
+        if whole["reason"] == "length":
+            assert whole["text"] in ("", "<tool_cal"[:limit])
+            began += len(whole["calls"])
+    assert began
+
+
+def test_the_calls_of_strict_tools_fit_their_schemas_if_the_model_chooses() -> None:
+    """vLLM describes the calls, and this project's library compiles that."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+    from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag
+
+    tool = ChatCompletionToolsParam.model_validate({**WEATHER, "function": {**WEATHER["function"], "strict": True}})
+    tag = get_model_structural_tag("hermes", [tool], "auto", reasoning=False)
+    assert tag is not None
+    text = grammar_text(StructuredOutputs(kind="structural_tag", value=json.dumps(tag.model_dump())))
+
+    def takes(answer: str) -> bool:
+        matcher = TokenGrammars(byte_tokenizer(), 259, [258]).compile(text).matcher.deep_copy()
+        return bool(matcher.consume_tokens(byte_tokenizer().encode(answer)))
+
+    call = 'Hm.<tool_call>\n{{"name": "weather", "arguments": {{"city": {}}}}}\n</tool_call>'
+    assert takes("No call.")
+    assert takes(call.format('"Paris"'))
+    assert not takes(call.format("5"))
+    xml = tag.model_dump()
+    xml["format"]["tags"][0]["content"]["style"] = "qwen_xml"
+    with pytest.raises(RequestError, match="not JSON"):
+        grammar_text(StructuredOutputs(kind="structural_tag", value=json.dumps(xml)))
+
+
+def test_a_demanded_call_and_another_constraint_exclude_each_other(ours: Server) -> None:
+    body = {
+        "messages": QUESTION,
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "response_format": {"type": "json_object"},
+    }
+    refused = ours.http.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, "exclude each other" in refused.text) == (400, True)
+
+
 # --- LMI's requests ---
 
 
@@ -313,6 +395,7 @@ def test_typical_p_is_ignored_with_a_warning(ours: Server) -> None:
         lmi_cases.check_prompts,
         lmi_cases.check_length,
         lmi_cases.check_prompt_logprobs,
+        lmi_cases.check_token_texts,
     ],
 )
 def test_requests_of_lmi_get_what_the_rolling_batch_gives_them(ours: Server, check: Callable[..., None]) -> None:
@@ -333,9 +416,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"messages": [*QUESTION, {"role": "assistant", "content": LOOKED_UP}, *QUESTION]},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "Say."}]}], "max_tokens": 3},
     {"tools": [LOOK_UP], "tool_choice": {"type": "none"}},
-    {"tools": [LOOK_UP]},
-    {"tools": [LOOK_UP], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 90},
-    {"tools": [LOOK_UP], "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 90},
+    {"tools": [{**LOOK_UP, "strict": False}]},
     {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 60},
 ]
 
@@ -400,6 +481,15 @@ def test_anthropics_sdk_reads_calls_of_tools(ours: Server) -> None:
             client.messages.create(model="model", max_tokens=1, messages=[{"role": "user", "content": "a" * 300}])
 
 
+def test_a_budget_of_thinking_needs_a_parser_and_an_agents_is_ignored_without(ours: Server) -> None:
+    agent = {"model": "model", "max_tokens": 5, "messages": QUESTION}
+    agent["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+    assert ours.http.post("/v1/messages", json=agent).status_code == 200
+    ours.log_line("thinking.budget_tokens is ignored")
+    refused = ours.http.post("/v1/chat/completions", json={"messages": QUESTION, "thinking_token_budget": 9})
+    assert (refused.status_code, "option.reasoning_parser" in refused.text) == (400, True)
+
+
 # --- OpenAI's SDK ---
 
 
@@ -437,6 +527,31 @@ def test_the_sdk_streams_a_tool_call(sdk: openai.OpenAI) -> None:
     calls = final.choices[0].message.tool_calls
     assert calls is not None
     assert set(json.loads(calls[0].function.arguments)) == {"city"}
+
+
+INSTRUCTOR = """
+from typing import Literal
+
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel
+
+
+class Weather(BaseModel, extra="forbid"):
+    city: Literal["Paris", "London"]
+    sunny: bool
+
+
+client = instructor.from_openai(OpenAI(base_url="{url}/v1", api_key="none"), mode=instructor.Mode.TOOLS)
+asked = {{"messages": {messages}, "max_tokens": 150, "logit_bias": {bias}, "max_retries": 1}}
+print(type(client.chat.completions.create(model="model", response_model=Weather, **asked)).__name__)
+"""
+
+
+def test_instructor_gets_a_value_of_its_class(ours: Server) -> None:
+    """It names the function of its class, which does not say `strict`."""
+    code = INSTRUCTOR.format(url=ours.url, messages=QUESTION, bias=COMPACT)
+    assert ClientScripts({"instructor": ("instructor", code)}).output("instructor").strip() == "Weather"
 
 
 def test_a_tools_result_goes_back_to_the_model(sdk: openai.OpenAI) -> None:

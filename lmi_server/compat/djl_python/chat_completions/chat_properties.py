@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from djl_python.multimodal.utils import fetch_image
+from lmi_server.media.budget import media_of_request
 
 
 class TextInput:
@@ -69,6 +78,12 @@ class ChatProperties(BaseModel):
     top_p: float | None = 1.0
     user: str | None = Field(default=None, exclude=True)
     ignore_eos: bool = False
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def count_images_together(cls, body: Any, handler: ModelWrapValidatorHandler[ChatProperties]) -> ChatProperties:
+        with media_of_request():
+            return handler(body)
 
     @field_validator("frequency_penalty", "presence_penalty", mode="before")
     @classmethod

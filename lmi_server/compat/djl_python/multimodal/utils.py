@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import base64
-import io
-from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any
-from urllib.error import URLError
-from urllib.request import (
-    FTPHandler,
-    HTTPHandler,
-    HTTPSHandler,
-    OpenerDirector,
-    ProxyHandler,
-    Request,
-    build_opener,
-)
 
 from djl_python.optional_packages import needs
-from lmi_server.machine.public_addresses import allows_private, connect_to_public
-
-_TIMEOUT_S = 60
+from lmi_server.contract.quoting import excerpt
+from lmi_server.machine.fetching import fetch_bytes
+from lmi_server.machine.public_addresses import allows_private
+from lmi_server.media.images import open_image
 
 
 def get_image_text_prompt(prompt_text: str) -> str:
@@ -48,7 +37,7 @@ def fetch_image(image_url: str) -> Any:
         return fetch_image_from_url(image_url)
     if image_url.startswith("data:image"):
         return load_image_from_base64(image_url.partition(",")[2])
-    raise ValueError(f"the URL of the image is {image_url[:40]!r}; allowed: http://, https://, data:image/...")
+    raise ValueError(f"the URL of the image is '{excerpt(image_url, 40)}'; allowed: http://, https://, data:image/...")
 
 
 def encode_image_base64_from_url(image_url: str) -> str:
@@ -58,48 +47,10 @@ def encode_image_base64_from_url(image_url: str) -> str:
 
 def _fetched(image_url: str) -> bytes:
     if not image_url.startswith(("http://", "https://")):
-        raise ValueError(f"the URL of the image is {image_url[:40]!r}; allowed: http://, https://")
-    with _opener().open(image_url, timeout=_TIMEOUT_S) as answer:
-        data: bytes = answer.read()
-        return data
-
-
-def _opener() -> OpenerDirector:
-    """Return what opens URLs. A proxy, or FTP behind a redirect, would connect without the check of the address."""
-    if allows_private():
-        return build_opener()
-    return build_opener(ProxyHandler({}), _PublicHTTP(), _PublicHTTPS(), _NoFtp())
-
-
-class _PublicHTTPConnection(HTTPConnection):
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self._create_connection = connect_to_public
-
-
-class _PublicHTTPSConnection(HTTPSConnection):
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self._create_connection = connect_to_public
-
-
-class _PublicHTTP(HTTPHandler):
-    def http_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_PublicHTTPConnection, req)
-
-
-class _PublicHTTPS(HTTPSHandler):
-    def https_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_PublicHTTPSConnection, req)
-
-
-class _NoFtp(FTPHandler):
-    def ftp_open(self, req: Request) -> Any:
-        raise URLError("images are fetched by http and https alone")
+        raise ValueError(f"the URL of the image is '{excerpt(image_url, 40)}'; allowed: http://, https://")
+    return fetch_bytes(image_url, private=allows_private())
 
 
 def _image(data: bytes) -> Any:
     with needs("Pillow", "images"):
-        from PIL import Image
-
-    return Image.open(io.BytesIO(data))
+        return open_image(data)

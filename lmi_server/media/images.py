@@ -1,0 +1,61 @@
+"""Opens the files of images."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from lmi_server.contract.errors import LmiServerError, PayloadTooLargeError, RequestError
+from lmi_server.media.budget import MediaBudget, current_budget
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Formats whose head says how many pixels are decoded, and that Pillow decodes in this process: EPS starts Ghostscript,
+# and the image inside of an ICO file may be any size.
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_PIXEL_SIZE = 4  # bytes of a pixel in memory, whatever its mode; only grey ones take less
+_TILE_TAGS = (322, 323)  # width and height of the tiles of a TIFF file, which are decoded as a whole
+
+
+def open_image(data: bytes, budget: MediaBudget | None = None) -> Image:
+    """Return the image in the bytes of a file, of which only the head has been read; its first frame if it has several.
+
+    Raises PayloadTooLargeError if it would take too much, and what Pillow raises for a file that is none.
+    """
+    from PIL import Image
+
+    Image.init()  # else it knows some of the formats only
+    try:
+        image = Image.open(io.BytesIO(data), formats=[name for name in FORMATS if name in Image.OPEN])
+    except Image.DecompressionBombError as error:
+        raise PayloadTooLargeError(f"an image has more pixels than Pillow opens: {error}") from error
+    what = f"an image of {image.width} x {image.height} pixels"
+    (budget or current_budget()).take(_pixels(image) * _PIXEL_SIZE, what)
+    return image
+
+
+def read_image(name: str, data: bytes) -> Image:
+    """Return the decoded image of a request's field. Raises RequestError and PayloadTooLargeError."""
+    from PIL import UnidentifiedImageError
+
+    try:
+        image = open_image(data)
+        image.load()
+    except LmiServerError:
+        raise
+    except UnidentifiedImageError:
+        formats = ", ".join(FORMATS)
+        raise RequestError(f"{name} is not an image of a known format; send a file in one of {formats}") from None
+    except Exception as error:  # noqa: BLE001 - the border to Pillow, whose decoders raise anything for a broken file
+        raise RequestError(f"{name} is an image that cannot be read: {error}; send another file") from None
+    return image
+
+
+def _pixels(image: Image) -> int:
+    """Return how many pixels are decoded at once."""
+    pixels = image.width * image.height
+    if image.format != "TIFF":
+        return pixels
+    width, height = (image.tag_v2.get(tag, 0) for tag in _TILE_TAGS)  # type: ignore[attr-defined]
+    return max(pixels, width * height if isinstance(width, int) and isinstance(height, int) else 0)

@@ -1,0 +1,130 @@
+"""The records of a worker: none of a request's text begins a line of its log, or is a metric there."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+from own_code_helpers import make_own
+from server_helpers import Server, make_model, running
+
+from lmi_server.worker.log import RecordFormatter
+
+FORGED = "x\n[METRICS]Forged.Count:1|#a:b|c\nERROR forged: line\r[METRICS]Forged.Count:1|c\x1b[2J\u202e"
+CODE = """
+import logging
+import threading
+import warnings
+from djl_python import Output
+
+def fail(text):
+    raise ValueError(text)
+
+class Deleted:
+    def __init__(self, text):
+        self.text = text
+
+    def __del__(self):
+        fail(self.text)
+
+def handle(inputs):
+    if inputs.is_empty():
+        return None
+    asked = inputs.get_as_json()
+    if asked.get("by") == "warning":
+        warnings.warn(asked["text"])
+        return Output().add("done")
+    if asked.get("by") in ("thread", "deletion"):
+        run = threading.Thread(target=fail, args=[asked["text"]]) if asked["by"] == "thread" else Deleted(asked["text"])
+        if asked["by"] == "thread":
+            run.start()
+            run.join()
+        return Output().add("done")
+    if asked.get("measure"):
+        logging.getLogger("own").info("[METRICS]Own.Count:%d|#User:%s|c", 2, asked["text"])
+        return Output().add("done")
+    logging.getLogger("own").warning("got %s", asked["text"])
+    raise ValueError(asked["text"])
+"""
+
+
+def formatted(message: str, *arguments: object, error: BaseException | None = None) -> str:
+    details = None if error is None else (type(error), error, None)
+    return RecordFormatter().format(logging.LogRecord("own", logging.ERROR, "", 0, message, arguments, details))
+
+
+def test_further_lines_of_a_record_are_indented_and_control_characters_escaped() -> None:
+    text = formatted("request: %s", FORGED, error=ValueError(FORGED))
+    first, *others = text.split("\n")
+    assert first == "ERROR own: request: x"
+    assert others
+    assert all(line.startswith("  ") for line in others)
+    assert text.replace("\n", "").isprintable()
+
+
+def test_a_long_record_is_cut() -> None:
+    assert len(formatted("%s", "a b" * 1_000_000)) < 200_000
+
+
+@pytest.mark.parametrize("message", ["[METRICS]a.Count:1", "%s"])
+def test_only_a_mark_in_front_of_the_format_begins_a_line(message: str) -> None:
+    text = formatted(message, *(["[METRICS]a.Count:1"] if "%" in message else []))
+    assert text.startswith("[METRICS]") == (message != "%s")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    store = tmp_path_factory.mktemp("store")
+    make_model(store / "echo", "handlers.echo.handler:EchoHandler")
+    make_own(store / "own", CODE, maxWorkers=1)
+    with running("--model-store", store) as server:
+        for _ in range(2):
+            server.log_line(r"\] ready: process")
+        yield server
+
+
+def forged(server: Server) -> list[str]:
+    metrics = server.http.get("/metrics").text.split("\n")
+    lines = [
+        line for line in server.lines if re.match(r"(\S+ \S+ \w+ \S+ )?(\[own-\d+\] |\[echo-\d+\] )?ERROR forged", line)
+    ]
+    return [*lines, *(line for line in metrics if "Forged" in line)]
+
+
+def test_a_field_of_a_request_writes_no_line_and_no_metric(server: Server) -> None:
+    body = {"inputs": "a", FORGED: 1, "parameters": {FORGED: 1, "max_new_tokens": 1}}
+    assert server.http.post("/predictions/echo", json=body).status_code == 200
+    server.log_line(r"request \S+: .*is not known and is ignored")
+    assert not forged(server)
+
+
+def test_what_code_logs_or_raises_with_a_request_writes_no_line_and_no_metric(server: Server) -> None:
+    answer = server.http.post("/predictions/own", json={"text": FORGED})
+    assert answer.status_code >= 400
+    server.log_line(r"WARNING own: got x$")
+    server.log_line(r"ValueError: x$")
+    assert not forged(server)
+
+
+@pytest.mark.parametrize(
+    ("by", "line"),
+    [
+        ("warning", r"WARNING py.warnings: .*UserWarning: x$"),
+        ("thread", r"ERROR lmi_server.worker.log: the thread Thread-\d+.* ended"),
+        ("deletion", r"ERROR lmi_server.worker.log: .*Deleted.__del__"),
+    ],
+)
+def test_what_python_prints_by_itself_writes_no_line_and_no_metric(server: Server, by: str, line: str) -> None:
+    answer = server.http.post("/predictions/own", json={"text": FORGED, "by": by})
+    assert answer.status_code == 200
+    server.log_line(line)
+    assert not forged(server)
+
+
+def test_code_may_log_a_metric(server: Server) -> None:
+    answer = server.http.post("/predictions/own", json={"text": "u", "measure": True})
+    assert answer.status_code == 200
+    server.log_line(r"own")
+    assert 'Own_total{User="u"} 2.0' in server.http.get("/metrics").text
