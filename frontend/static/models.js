@@ -228,8 +228,9 @@ function Manage({ row, path, refresh }) {
     return `${row.label} is scaled.`;
   };
   const unregister = async () => {
+    const only = row.version === null ? "?model_version=" : "";  // without it, versions beside this one would go, too
     announce(null);
-    await call(`models/${path}`, { method: "DELETE" });
+    await call(`models/${path}${only}`, { method: "DELETE" });
     dialog.current?.close();
     location.hash = "models";
     announce({ text: `${row.label} is unregistered.` });

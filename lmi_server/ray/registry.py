@@ -79,6 +79,10 @@ class ClusterRegistry(ModelRegistry):
         names = [(alias, name) for name, replicas in self._replicas.items() for alias in replicas.aliases]
         self._aliases = {alias: self._endpoints[name] for alias, name in names if alias not in self._endpoints}
 
+    def reads_by_code(self, model: Model) -> bool:
+        """Return True: the files of the model are on the nodes of its replicas, so these judge names."""
+        return True
+
     async def register_and_load(self, source: ModelSource) -> Model:
         raise BadParameterError(_ELSEWHERE)
 
