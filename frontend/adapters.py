@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.management import MethodRoute
+from frontend.management import WholePathRoute
 from frontend.parameters import check_name, page, parameters, truth
 from frontend.registration_limits import RegistrationLimits
 from frontend.responses import json_response
@@ -48,9 +48,9 @@ class AdapterManagement:
             route
             for prefix in ("/models/{model}", "")
             for route in (
-                MethodRoute(f"{prefix}/adapters", {"GET": self.list, "POST": self.register}),
-                MethodRoute(f"{prefix}/adapters/{{adapter}}", {"GET": self.describe, "DELETE": self.unregister}),
-                MethodRoute(f"{prefix}/adapters/{{adapter}}/update", {"POST": self.update}),
+                WholePathRoute(f"{prefix}/adapters", {"GET": self.list, "POST": self.register}),
+                WholePathRoute(f"{prefix}/adapters/{{adapter}}", {"GET": self.describe, "DELETE": self.unregister}),
+                WholePathRoute(f"{prefix}/adapters/{{adapter}}/update", {"POST": self.update}),
             )
         ]
 

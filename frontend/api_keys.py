@@ -29,9 +29,10 @@ TENANT = "lmi.tenant"
 
 _HEADERS = (b"authorization", b"x-api-key")
 _SEPARATOR = re.compile(r"[,\n]")
-_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_DIGEST_MARK = "sha256:"
+_DIGEST = re.compile(_DIGEST_MARK + r"([0-9a-fA-F]{64})")
 _LIMIT = "max_concurrent_requests"
-_FORM = f"KEY or sha256:DIGEST, then {_LIMIT}=NUMBER if the key has a limit"
+_FORM = f"KEY or sha256:DIGEST with 64 hexadecimal digits, then {_LIMIT}=NUMBER if the key has a limit"
 
 
 @dataclass(slots=True)
@@ -136,11 +137,12 @@ def _parsed(setting: str, text: str) -> Iterator[ApiKey]:
     for number, entry in enumerate(_SEPARATOR.split(text), start=1):
         key, *rest = entry.split() or ("",)
         limit = _limit(rest)
-        if limit == 0 or len(rest) > 1:
+        digest = _DIGEST.fullmatch(key)
+        # A digest that is cut would be a key of its own, which no client has.
+        if limit == 0 or len(rest) > 1 or (digest is None and key.lower().startswith(_DIGEST_MARK)):
             raise ConfigurationError(f"{setting}: entry {number} is not allowed; allowed: {_FORM}")
         if key:
             SECRETS.add(key)
-            digest = _DIGEST.fullmatch(key)
             yield ApiKey(bytes.fromhex(digest[1]) if digest else hashlib.sha256(key.encode()).digest(), limit)
 
 

@@ -17,7 +17,7 @@ from frontend import kserve
 from frontend.adapters import AdapterManagement
 from frontend.async_invocations import AsyncInvocations
 from frontend.async_jobs import AsyncJobs
-from frontend.clients import Receive, Scope, Send, shown_path
+from frontend.clients import Receive, Scope, Send
 from frontend.console import CHAT, Console, is_for_people, to_console
 from frontend.detached import memory_for_answers
 from frontend.error_rates import ErrorRates
@@ -26,6 +26,7 @@ from frontend.listeners import Place
 from frontend.management import Management
 from frontend.management_access import Access, protected
 from frontend.metrics import PLAIN, Metrics
+from frontend.model_list import ModelList, place_of
 from frontend.openapi import Document
 from frontend.request_signatures import SignatureCheck
 from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
@@ -294,26 +295,6 @@ class StatusEndpoints:
         text, content_type = await self._metrics.exposition(request.headers.get("accept", PLAIN), names)
         return Response(text, headers={"content-type": content_type})
 
-    async def models(self, request: Request) -> Response:
-        """Return OpenAI's list of models, in which adapters are models too."""
-        named = [(name, self._models.named(name)) for name in self._models.names]
-        named += [(name, parent) for parent in self._models.models for name in parent.adapter_names]
-        parents = self._models.models
-        stores = await asyncio.gather(*(parent.stored_adapters() for parent in parents))
-        named += [(name, parent) for parent, names in zip(parents, stores, strict=True) for name in names]
-        entries = [self._entry(name, model, request.scope) for name, model in named]
-        return json_response({"object": "list", "data": entries})
-
-    async def model(self, request: Request) -> Response:
-        """Return OpenAI's description of a model or an adapter."""
-        name = request.path_params["model"]
-        model = self._models.named_as_model(name)
-        return json_response(self._entry(name, model, request.scope))
-
-    def _entry(self, name: str, model: Model, scope: Scope) -> dict[str, Any]:
-        """Return OpenAI's model object; what is no name of a model is an adapter of one."""
-        return _entry(name, model, scope, None if name in self._models.names else model.name)
-
     async def root(self, request: Request) -> Response:
         """Answer OPTIONS, which asks about the server as a whole; LMI has nothing else at this path."""
         if request.method != "OPTIONS":
@@ -335,12 +316,13 @@ def _health(status: StatusEndpoints, models: ModelRegistry) -> list[Route]:
 
 
 def _serving_routes(status: StatusEndpoints, models: ModelRegistry) -> list[Route]:
+    listed = ModelList(models)
     return [
         Route("/info", status.info),
         Route("/version", status.version),
-        Route("/v1/models", status.models),
+        Route("/v1/models", listed.models),
         *kserve.KServeEndpoints(models).routes(),
-        Route("/v1/models/{model:path}", status.model),
+        Route("/v1/models/{model:path}", listed.model),
         Route("/", status.root, methods=_ANY_METHOD, include_in_schema=False),
         # Only other methods than these get here, and are refused.
         *(Route(path, status.root, methods=["POST", "OPTIONS"], include_in_schema=False) for path in _EXACT),
@@ -378,25 +360,11 @@ def _ping_codes(settings: ServerSettings) -> dict[ModelStatus, int]:
     }
 
 
-def _entry(name: str, model: Model, scope: Scope, parent: str | None) -> dict[str, Any]:
-    """Return OpenAI's model object, with the additional fields of vLLM that its clients read.
-
-    `root` is the path or hub id of the weights, as far as it is known, and this client may know it. `max_model_len` is
-    there once the model has loaded. An adapter names its `parent`.
-    """
-    entry: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "lmi-server"}
-    entry["root"] = _place(name, model, scope)
-    entry["parent"] = parent
-    if model.pool is not None and model.pool.max_model_len:
-        entry["max_model_len"] = model.pool.max_model_len
-    return entry
-
-
 def _tgi_info(name: str, model: Model, scope: Scope) -> dict[str, Any]:
     """Return what text-generation-inference's clients read in /info; lengths once the model has loaded."""
     longest = None if model.pool is None else model.pool.max_model_len or None
     return {
-        "model_id": _place(name, model, scope),
+        "model_id": place_of(name, model, scope),
         "model_sha": None,
         "model_pipeline_tag": "text-generation",
         "max_concurrent_requests": None if model.resolved is None else model.resolved.serving.job_queue_size,
@@ -406,10 +374,3 @@ def _tgi_info(name: str, model: Model, scope: Scope) -> dict[str, Any]:
         "router": "lmi-server",
         "version": version("lmi-server"),
     }
-
-
-def _place(name: str, model: Model, scope: Scope) -> str:
-    if model.pool is not None and name in model.pool.adapters:
-        return shown_path(model.pool.adapters.get(name).source, name, scope)
-    place = None if model.resolved is None else model.resolved.options.model_id
-    return shown_path(place or model.name, model.name, scope)

@@ -28,6 +28,7 @@ from frontend.request_ids import new_request_id
 from frontend.responses import error_response, json_response
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
+from lmi_server.contract.protocol import SYNCHRONOUS_HEADER
 from lmi_server.contract.quoting import excerpt
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ Answer = Callable[[Response, Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 _ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
-_SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS = b"x-synchronous", b"x-starting-token", b"x-max-items"
+_SYNCHRONOUS = SYNCHRONOUS_HEADER.encode()
+_STARTING_TOKEN, _MAX_ITEMS = b"x-starting-token", b"x-max-items"
 _NAMES = frozenset({_SYNCHRONOUS, _STARTING_TOKEN, _MAX_ITEMS, _ATTRIBUTES})
 _NEXT_TOKEN = "x-next-token"
 _THREADS = 8  # that read and write in the store

@@ -10,6 +10,7 @@ from typing import Any
 
 from lmi_server.artifacts.location import is_hub_id
 from lmi_server.contract.errors import LmiServerError, error_from_kind
+from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.dialects.framing import encode, encode_line
 
@@ -39,11 +40,25 @@ def is_local(scope: Scope) -> bool:
     A proxy on this machine serves others. It shows only if it adds a header; many add none unless they are told to.
     """
     client = scope["client"]
-    if any(name in _ADDED or name.startswith(_ADDED_PREFIXES) for name, _ in scope["headers"]):
+    if _header_of_a_proxy(scope) is not None:
         return False
     if client is None:  # so it is on a Unix socket, and also if it is gone already
         return scope["server"] is not None and scope["server"][1] is None
     return client[0] in _LOOPBACK
+
+
+def remote_sign(scope: Scope) -> str:
+    """Return in words by what a client that is not local is known as such."""
+    header = _header_of_a_proxy(scope)
+    if header is not None:
+        return f"header {excerpt(header.decode('latin-1'))} says that a proxy sends this request"
+    client = scope["client"]
+    return "its connection is gone" if client is None else f"this client is at {client[0]}"
+
+
+def _header_of_a_proxy(scope: Scope) -> bytes | None:
+    added = (name for name, _ in scope["headers"] if name in _ADDED or name.startswith(_ADDED_PREFIXES))
+    return next(added, None)
 
 
 def shown_error(error: LmiServerError, scope: Scope) -> LmiServerError:

@@ -105,9 +105,10 @@ class ConnectionLimits:
     def give_memory_back(self) -> None:
         """Return free memory to the system after large bodies. The allocator would keep it for the next ones."""
         held = self._held
-        self._peak = max(self._peak, held)
+        self._peak = max(self._peak, held, self.bodies.peak)
         if self._peak - held > _WORTH_GIVING_BACK:
             self._peak = held
+            self.bodies.peak = self.bodies.used
             if _has_glibc():
                 ctypes.CDLL(None).malloc_trim(0)
 

@@ -38,7 +38,7 @@ CHAT = "/console/chat/completions"
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _OWN = ("console.css", "console.js", "connection.js", "live.js", "models.js", "chat.js", "text.js", "htm-preact.js")
-_PLOTS = ("uPlot.iife.min.js", "uPlot.min.css")  # as in the reports of lmi-server bench
+_PLOTS = ("language.js", "uPlot.iife.min.js", "uPlot.min.css")  # as in the reports of lmi-server bench
 # No inline script or style, nothing from elsewhere, no frame: what a model writes can at worst be read.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "

@@ -56,7 +56,8 @@ class ConsoleFeed:
             while not self._closed:
                 tail = self._tail.since(lines)
                 lines = tail[-1][0] if tail else lines
-                yield b"data: " + json_bytes(self._message(seen, tail)) + b"\n\n"
+                log = await asyncio.to_thread(_masked, tail) if tail else []
+                yield b"data: " + json_bytes(self._message(seen, log)) + b"\n\n"
                 seen = self._number
                 await self._sampled.wait()
         finally:
@@ -93,7 +94,7 @@ class ConsoleFeed:
                 await asyncio.wait_for(self._opened.wait(), max(0.0, began + interval - time.monotonic()))
         self._sampled.set()  # for pages that wait for a sample after the last one
 
-    def _message(self, seen: int, tail: Sequence[tuple[int, str]]) -> Row:
+    def _message(self, seen: int, log: Sequence[tuple[int, str]]) -> Row:
         """Return what has changed since sample `seen`, everything if that is 0 or if a model came or went."""
         whole = seen < self._listed
         return {
@@ -102,8 +103,7 @@ class ConsoleFeed:
             "whole": whole,
             "models": [row for changed, row in self._rows.values() if whole or changed > seen],
             "totals": self._totals,
-            # The log hides the secrets that it knows when it writes a line; some become known later.
-            "log": [[number, SECRETS.masked(line)] for number, line in tail],
+            "log": log,
         }
 
     async def _sample(self) -> None:
@@ -160,6 +160,14 @@ def _state(model: Model) -> Row:
         "loading": _loading(model) if model.status is ModelStatus.PENDING else None,
         "reloading": model.is_reloading,
     }
+
+
+def _masked(tail: Sequence[tuple[int, str]]) -> Sequence[tuple[int, str]]:
+    """Return lines without secrets: the log hides those that it knows when it writes a line; others become known later.
+
+    The first lines of a page are up to two megabytes, which is why this is for a thread.
+    """
+    return [(number, SECRETS.masked(line)) for number, line in tail]
 
 
 def _loading(model: Model) -> Row:

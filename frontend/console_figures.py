@@ -63,13 +63,13 @@ class Window:
 def counts_of(series: ModelMetrics | None, gauges: Mapping[str, float], now: float) -> Counts:
     """Return the counters of a model; those before its first request are needed to show this one."""
     if series is None:
-        return Counts(now, gauges.get("generated_tokens", 0.0))
+        return Counts(now, gauges.get("generated_tokens_total", 0.0))
     series.settle()
     adapters = series.adapters.values()
     # An engine that counts its tokens does so while it generates them, the front end when a request has ended.
     return Counts(
         now,
-        gauges.get("generated_tokens", sum(each.output_tokens for each in adapters)),
+        gauges.get("generated_tokens_total", sum(each.output_tokens for each in adapters)),
         sum(each.prompt_tokens for each in adapters),
         sum(each.cached_tokens for each in adapters),
         sum(series.by_code.values()),

@@ -21,9 +21,8 @@ Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Aw
 
 # What belongs to one answer over HTTP, and not to that of the model.
 _OF_AN_ANSWER = frozenset({"content-length", "connection", "x-request-id", "pragma", "cache-control", "expires"})
-
-
-_ITEM_SIZE = 64  # bytes that Python takes for an item of an answer, beside its own
+_TURN = 256  # pieces, after which other requests have their turn: nothing else here waits
+_ITEM_SIZE = 64  # bytes that a piece of an answer takes beside its content
 
 
 def memory_for_answers(settings: ServerSettings) -> MemoryBudget:
@@ -47,6 +46,7 @@ class DetachedRequest:
         """Its answer goes into `record`. `make_room` is called if there is no room for more of it."""
         self.record = record
         self.answer = answer
+        self._parts: list[bytes] | None = None  # those of a whole answer, which is one piece
         self.accepted = asyncio.Event()
         self.cancel: Callable[[], None] | None = None
         self.has_no_room = False
@@ -67,21 +67,30 @@ class DetachedRequest:
             headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in message["headers"]]
             self.record.status = message["status"]
             self.record.headers = [header for header in headers if header[0].lower() not in _OF_AN_ANSWER]
-        elif message.get("body"):
-            self._add(message["body"])
+            self._parts = [] if any(name.lower() == "content-length" for name, _ in headers) else None
+            return
+        if (body := message.get("body", b"")) and not self._add(body):
+            return
+        if self._parts and not message.get("more_body"):
+            self.record.items.append(b"".join(self._parts))
+            self._parts = None
+        elif body and not len(self.record.items) % _TURN:
+            await asyncio.sleep(0)
 
-    def _add(self, item: bytes) -> None:
-        size = len(item) + _ITEM_SIZE
-        if not self.answer.add(size):
+    def _add(self, piece: bytes) -> bool:
+        """Keep a piece of the answer; return whether there was room for it."""
+        if not self.answer.add(len(piece) + _ITEM_SIZE):
             self._make_room()
             if not self.answer.add(0):
                 self._give_up()
-                return
-        self.record.items.append(item)
+                return False
+        (self.record.items if self._parts is None else self._parts).append(piece)
+        return True
 
     def _give_up(self) -> None:
         """End the request. An error follows the place of what there was of its answer, which may be read in part."""
         self.has_no_room = True
+        self._parts = None
         self.answer.release()
         record = self.record
         status, headers, body = error_reply(self._route, NoRoomError(self.answer.full))
@@ -93,7 +102,8 @@ class DetachedRequest:
     # --- as a connection ---
 
     def watch(self, on_gone: Callable[[], None], reply: ReplySlot) -> None:
-        """Note that a queue has the request, which `on_gone` cancels."""
+        """Note that a queue has the request, which `on_gone` cancels. Its answer arrives as it was sent."""
+        reply.keeps_chunks = True
         self.cancel = on_gone
         self.accepted.set()
 

@@ -11,11 +11,11 @@ _FOR_SMALL_BODIES = 32 << 20  # bytes beyond the limit that small bodies may tak
 class MemoryBudget:
     """Memory for `limit` bytes, and a little more for small bodies. `used` is what is held of it.
 
-    `full` is the message for what finds no room.
+    `peak` is the most that was held since it was set, for however short. `full` is the message for what finds no room.
     """
 
     def __init__(self, limit: int, full: str) -> None:
-        self.used = 0
+        self.used = self.peak = 0
         self.full = full
         self._limit = limit
 
@@ -46,6 +46,8 @@ class HeldBytes:
         """Count `size` more bytes, or fewer if it is negative; return whether there is room for them."""
         self.size += size
         self._budget.used += size
+        if self._budget.used > self._budget.peak:
+            self._budget.peak = self._budget.used
         return self._budget.has_room(self.size)
 
     def reserve(self, size: int) -> None:

@@ -29,6 +29,11 @@ _EXTENSION = "lmi_server.connection"
 _NAMES = "lmi_server.header_names"
 _HELD = "lmi_server.held_bytes"
 _MAX_HEAD = 64 * 1024  # bytes of request line and headers, or of what is around the chunks of a body
+_MAX_HEADERS = 500  # of a request: each takes time and memory, however short it is
+_MAX_WAITING = 1000  # requests that a client has sent before the answer to an earlier one
+_MAX_PARTS = 2000  # of a body, beside those of _SMALL_PART bytes: each takes time, as a chunk of one byte does
+_SMALL_PART = 64
+_WAITING_SIZE = 4 * 1024  # bytes that Python takes for each of them
 _SMALL_HEAD = 8 * 1024  # bytes that are not counted: nearly all heads are smaller
 _HEAD_COPIES = 2  # the headers of the connection, and the properties that are made of them
 _WRITE_BUFFER = 64 * 1024  # bytes that wait for a client, from which on more is not written
@@ -42,6 +47,9 @@ _TCP_CLOSE = 7  # the state of a connection that the client has reset
 
 _TOO_LONG = "Request line and headers are longer than 64 KiB."
 _INVALID = "Invalid HTTP message."
+_TOO_MANY_HEADERS = f"The request has more than {_MAX_HEADERS} headers."
+_TOO_MANY_WAITING = f"More than {_MAX_WAITING} requests wait for an earlier one on this connection."
+_TOO_MANY_PARTS = f"The body comes in more than {_MAX_PARTS} chunks that are shorter than {_SMALL_PART} bytes."
 _TOO_MUCH_FRAMING = "Chunk extensions or trailers are longer than 64 KiB."
 # Two proxies, or a proxy and this server, could take different ones for the host (RFC 9112, section 3.2). A request
 # without any is served, as in LMI.
@@ -75,6 +83,7 @@ class RelayProtocol(HttpToolsProtocol):
         self._checks_without_data = 0
         self._checks_in_head = 0  # or without any request
         self._checks_in_body = self._arrived = 0  # of one request, and the bytes that have come of it
+        self._parts = 0  # of the body of one request, as they have come
         self._checks_closing = 0  # since the connection is closed, as far as the client lets it
         self._had_body = False  # in this read
         self._framing_size = 0  # bytes of reads without any of the body, since the last one with some
@@ -92,6 +101,7 @@ class RelayProtocol(HttpToolsProtocol):
         self._in_head = False  # from the first byte of a request to the end of its headers
         self._read_size = 0  # bytes of this read
         self._head_began = False  # in this read
+        self._head_held: HeldBytes | None = None  # of a request whose head has not arrived, or was refused
         self._first_read = 0  # bytes of the read in which the head began; not all of them need be its own
         self._head_read = 0  # bytes of the head in the whole reads after that one
         self._refusal: tuple[HTTPStatus, str, str] | None = None  # why a request is refused: status, type, message
@@ -231,6 +241,10 @@ class RelayProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Count the bytes until the answer is complete: the request may be sent to another worker till then."""
         self._had_body = True
+        self._parts += 1
+        if self._parts > _MAX_PARTS + self._arrived // _SMALL_PART:
+            self._refusal = (HTTPStatus.BAD_REQUEST, "BadRequestException", _TOO_MANY_PARTS)
+            raise _RefusedError
         if not self.cycle.response_complete and not held_by(self.scope).add(len(body)):
             self._refuse_full()
         super().on_body(body)
@@ -259,12 +273,22 @@ class RelayProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._reject(*(self._refusal or (HTTPStatus.BAD_REQUEST, "BadRequestException", _INVALID)))
             return
-        if self._in_head and not self._head_began:
-            self._head_read += len(data)
-            if self._head_read > _MAX_HEAD:
-                self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
+        if self._in_head:
+            self._count_part_of_head(len(data))
         elif not self._head_began:
             self._count_framing(len(data))
+
+    def _count_part_of_head(self, size: int) -> None:
+        """Bound and count what has come of a head without an end. `_count_head` counts the whole exactly."""
+        if not self._head_began:
+            self._head_read += size
+        if self._head_read > _MAX_HEAD:
+            self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
+            return
+        so_far = min(self._first_read + self._head_read, _MAX_HEAD)
+        held = self._head_held
+        if so_far > _SMALL_HEAD and held is not None and not held.add(_HEAD_COPIES * so_far - held.size):
+            self._reject(HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", held.full)
 
     def _count_framing(self, size: int) -> None:
         """Bound what comes between the chunks of a body and behind them, of which the parser reports nothing."""
@@ -295,6 +319,9 @@ class RelayProtocol(HttpToolsProtocol):
         if not self._in_head:
             return
         self._names.append(name)
+        if len(self._names) > _MAX_HEADERS:
+            self._refusal = (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_MANY_HEADERS)
+            raise _RefusedError
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -306,15 +333,42 @@ class RelayProtocol(HttpToolsProtocol):
             self._refusal = (HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "BadRequestException", _OTHER_VERSION)
             raise _RefusedError
         self._check_host()
+        before = self.cycle
+        if before is not None and not before.response_complete:
+            self._count_waiting()
         super().on_headers_complete()
+        if self.cycle is not before:  # else it is parsed again, without the upgrade
+            self._head_held = None
 
     def _count_head(self, size: int) -> None:
         """Count a head that is not small like a body. Raises _RefusedError if it is too long, or there is no room."""
         if size > _MAX_HEAD:
             self._refusal = (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_LONG)
             raise _RefusedError
-        if size > _SMALL_HEAD and not held_by(self.scope).add(_HEAD_COPIES * size):
+        held, counted = held_by(self.scope), _HEAD_COPIES * size if size > _SMALL_HEAD else 0
+        if not held.add(counted - held.size) and counted:
             self._refuse_full()
+
+    def _count_waiting(self) -> None:
+        """Count a request that waits for the answer to an earlier one. Raises _RefusedError, as `_count_head` does."""
+        if len(self.pipeline) >= _MAX_WAITING:
+            self._refusal = (HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", _TOO_MANY_WAITING)
+            raise _RefusedError
+        if not held_by(self.scope).add(_WAITING_SIZE):
+            self._refuse_full()
+
+    def _release_head(self) -> None:
+        """Count nothing of a head that has made no request."""
+        if self._head_held is not None:
+            self._head_held.release()
+            self._head_held = None
+
+    def _drop_head(self) -> None:
+        """Keep nothing of a head that has made no request: the connection may linger, and nothing more is parsed."""
+        if self._head_held is not None:
+            self._release_head()
+            self.url, self.headers, self._names = b"", [], []
+            self.parser = self.scope = None  # type: ignore[assignment]
 
     def _refuse_full(self) -> None:
         self._refusal = (HTTPStatus.SERVICE_UNAVAILABLE, "WlmException", self._limits.bodies.full)
@@ -335,10 +389,12 @@ class RelayProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = self._head_began = True
-        self._checks_in_head = self._framing_size = self._checks_in_body = self._arrived = 0
+        self._checks_in_head = self._framing_size = self._checks_in_body = self._arrived = self._parts = 0
         self._first_read, self._head_read = self._read_size, 0
         self._names = []
-        extensions = {_EXTENSION: self, _NAMES: self._names, _HELD: HeldBytes(self._limits.bodies)}
+        self._release_head()
+        self._head_held = HeldBytes(self._limits.bodies)
+        extensions = {_EXTENSION: self, _NAMES: self._names, _HELD: self._head_held}
         self.scope["extensions"] = cast("dict[str, dict[object, object]]", extensions)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -346,6 +402,7 @@ class RelayProtocol(HttpToolsProtocol):
         for cycle in (self._answering, self.cycle, *(waiting for waiting, _ in self.pipeline)):
             if cycle is not None:
                 _release(cycle)
+        self._release_head()
         self._forget_unread()
         _disconnect(self._answering)  # with pipelined requests it is not the last one, which alone uvicorn tells
         on_gone, self._on_gone = self._on_gone, None
@@ -457,6 +514,7 @@ class RelayProtocol(HttpToolsProtocol):
     def _reject(self, status: HTTPStatus, kind: str, message: str) -> None:
         """Stop reading. Answer, unless the client could take that for (a part of) the answer to an earlier request."""
         self._rejected = True
+        self._drop_head()
         cycle = self.cycle
         if self.transport.is_closing():
             return

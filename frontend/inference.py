@@ -1,7 +1,7 @@
 """The hot path: one inference request from ASGI to a worker pool and its answer back to the client.
 
 The front end relays bytes. It reads the path, the query and the headers. It reads the body in two cases only: for the
-name of the model, if several models are served and nothing else names one, and for a priority.
+name of the model, if its route has one there, and for a priority.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from frontend.inference_response import Response
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.management_access import Access
 from frontend.metrics import Metrics
+from frontend.model_names import refuse_unknown
 from frontend.request_ids import new_request_id
 from frontend.request_reports import AnsweredRequest, RequestReports
 from frontend.responses import error_statuses, standard_headers
@@ -48,7 +49,7 @@ from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects.adapters import naming_adapter
 from lmi_server.dialects.errors import error_event, error_reply
 from lmi_server.dialects.forms import form_fields, is_form, split_pairs
-from lmi_server.dialects.routes import ANTHROPIC_ROUTES, ANY_MODEL, MODEL_IN_BODY, PREDICTIONS, TGI
+from lmi_server.dialects.routes import ANTHROPIC_ROUTES, MODEL_IN_BODY, PREDICTIONS, TGI, means_any_model
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.registry import ModelRegistry
@@ -126,12 +127,12 @@ class Relay:
         held: HeldBytes,
     ) -> None:
         arrived = time.monotonic()
-        properties, names = _properties(scope)
+        properties, names, attributes = _properties(scope)
         request_id = properties.get(self._request_id_header) or properties.get(_INFERENCE_ID) or new_request_id()
         traceparent = properties.get("traceparent")
         trace, tracing = None, self._tracing
         if tracing is not None and (traceparent is not None or random() < tracing.ratio):
-            trace = tracing.begin(properties)
+            trace = tracing.begin(properties, scope)
         connection = connection_of(scope)
         response = self._response(route, request_id, scope, send, trace)
         model: Model | None = None
@@ -149,9 +150,10 @@ class Relay:
                 body = await self._body(scope, receive)
                 if "content-encoding" in properties and (model is None or not model.runs_user_code):
                     body = await decoded_body(body, properties, self._max_request_size, held)
-                model = model or self._named_in(route, body, asked, properties)
+                if model is None or _has_named(route, model):
+                    model = self._named_in(route, body, asked, properties, model)
             except ModelNotFoundError as error:
-                if self._implicit is None:
+                if self._implicit is None or model is not None:
                     raise
                 body = await self._body(scope, receive) if body is None else body
                 fields = form_fields(properties.get("content-type", ""), body, REGISTERED_IN_FORMS) or []
@@ -164,7 +166,7 @@ class Relay:
                 priority = priority_named_in(body, priority)
             deadline = deadline_of(properties, arrived)
             pool = model.loaded()
-            received = Input(route, properties, content, request_id, priority, names)
+            received = Input(route, properties, content, request_id, priority, names, attributes)
             tenant = scope.get(TENANT, b"")
             if pool.on_demand is None:
                 job = pool.submit(received, connection.abort, deadline, tenant)
@@ -235,17 +237,26 @@ class Relay:
             return self._models.default.choose(version)
         return None
 
-    def _named_in(self, route: str, body: bytes, version: str | None, properties: dict[str, str]) -> Model:
-        """Return the model that the body names, or the default one.
+    def _named_in(
+        self, route: str, body: bytes, version: str | None, properties: dict[str, str], chosen: Model | None
+    ) -> Model:
+        """Return the model that the body names, or the default one; `chosen` if something else has named a model.
 
-        An OpenAI request names it in `model`, also if it is a form; another form names it in `model_name`.
+        An OpenAI request names it in `model`, also if it is a form; another form names it in `model_name`. Raises
+        ModelNotFoundError if `model` is a name of another model.
         """
         fields = form_fields(properties["content-type"], body, _MODEL_IN_FORMS) if _has_form(properties) else None
-        if fields is not None and (name := _last(fields, "model_name")):
-            return self._models.named(name, version)
-        name = model_named_in(body) if fields is None else None
-        if fields is not None and route in MODEL_IN_BODY:
-            name = _last(fields, "model")
+        in_body = route in MODEL_IN_BODY
+        name = model_named_in(body) if fields is None else _last(fields, "model") if in_body else None
+        model = chosen or self._by_body(route, name, None if fields is None else _last(fields, "model_name"), version)
+        if name is not None and in_body:
+            refuse_unknown(self._models, model, name)
+        return model
+
+    def _by_body(self, route: str, name: str | None, in_form: str | None, version: str | None) -> Model:
+        """Return the model of a body with `name` in `model` and `in_form` in a form's `model_name`, or the default."""
+        if in_form:
+            return self._models.named(in_form, version)
         if name is not None and not self._means_default(name):
             return self._models.named_as_model(name, version)
         if self._models.default is not None:
@@ -257,7 +268,7 @@ class Relay:
 
     def _means_default(self, name: str) -> bool:
         """Return whether `name` is one that clients send to a server with one model, and no model has it."""
-        return name in ANY_MODEL and name not in self._models.names and self._models.default is not None
+        return means_any_model(name) and self._models.default is not None and not self._models.has(name)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         length = _header(scope, b"content-length")
@@ -359,7 +370,7 @@ async def _relay(route: str, job: Job, response: Response, statuses: Mapping[typ
     while True:
         terminal = reply.terminal
         data = reply.take()
-        if terminal is not None:
+        if terminal is not None and not reply.unread:
             if isinstance(terminal, End) and terminal.message:
                 data = response.shown_answer(data, terminal.message)
             await response.end(data + _ending(route, head, terminal, response))
@@ -421,6 +432,11 @@ def model_named_in(body: bytes) -> str | None:
         return None
 
 
+def _has_named(route: str, model: Model) -> bool:
+    """Return whether the body of a request to `model` names a model that the front end has to check."""
+    return route in MODEL_IN_BODY and not model.runs_user_code
+
+
 def priority_named_in(body: bytes, default: int) -> int:
     """Return the `priority` in the body of an OpenAI request, `default` if there is none.
 
@@ -437,23 +453,24 @@ def _has_form(properties: dict[str, str]) -> bool:
     return is_form(properties.get("content-type", ""))
 
 
-def _properties(scope: Scope) -> tuple[dict[str, str], str]:
+def _properties(scope: Scope) -> tuple[dict[str, str], str, str]:
     """Return the headers (names in lower case, the last of several wins) with SageMaker's custom attributes.
 
-    Return also their names as the client wrote them, one per line. An attribute never replaces a header: it must not
-    change how the body is read. A header without any name=value, such as an id, stays as it is.
+    Return also their names as the client wrote them, one per line, and the attributes as they came. An attribute never
+    replaces a header: it must not change how the body is read. A header without any name=value, such as an id, stays
+    as it is.
     """
     properties = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     names = b"\n".join(header_names(scope)).decode("latin-1")
-    attributes = properties.get(_CUSTOM_ATTRIBUTES)
+    attributes, exploded = properties.get(_CUSTOM_ATTRIBUTES), ""
     if attributes is not None and "=" in attributes:
-        del properties[_CUSTOM_ATTRIBUTES]
+        exploded = properties.pop(_CUSTOM_ATTRIBUTES)
         for attribute in attributes.split(";"):
             name, separator, value = attribute.partition("=")
             if separator:
                 names += f"\n{name.strip()}"
                 properties.setdefault(name.strip().lower(), value.strip())
-    return properties, names
+    return properties, names, exploded
 
 
 def parse_priority(value: str | None) -> int:

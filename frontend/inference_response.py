@@ -12,7 +12,8 @@ from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.protocol import Head
 
 _PART = 256 * 1024  # bytes of a whole answer that are written at once
-_WITHOUT_BODY = frozenset({204, 304})
+_WITHOUT_BODY = frozenset({204, 205, 304})
+_RESET_CONTENT = 205  # the one of them that says how long its body is (RFC 9110, section 15.3.6)
 _SET_HERE = frozenset({"cache-control", "expires", "pragma", "x-request-id"})  # whatever a handler says
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding"})  # uvicorn acts on them
 
@@ -20,13 +21,14 @@ _FRAMING = frozenset({"connection", "content-length", "transfer-encoding"})  # u
 class Response:
     """Writes the answer to one request as ASGI messages."""
 
-    __slots__ = ("_connection", "_headers", "_scope", "_send", "request_id")
+    __slots__ = ("_connection", "_has_body", "_headers", "_scope", "_send", "request_id")
 
     def __init__(
         self, connection: RelayProtocol, send: Send, request_id: str, headers: list[tuple[bytes, bytes]], scope: Scope
     ) -> None:
         """`headers` are added to every answer."""
         self._connection = connection
+        self._has_body = True
         self._headers = headers
         self._send = send
         self.request_id = request_id
@@ -52,7 +54,7 @@ class Response:
             self._connection.set_reason(reason)
         if status in _WITHOUT_BODY:
             await self._start(status, headers)
-            await self._send({"type": "http.response.body"})
+            await self.end(b"")
             return
         if len(data) <= _PART and self._write_at_once(status, headers, data):
             return
@@ -78,12 +80,16 @@ class Response:
         await self._start(head.status, head.headers)
 
     async def chunk(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        if self._has_body:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data})
+        await self._send({"type": "http.response.body", "body": data if self._has_body else b""})
 
     async def _start(self, status: int, headers: list[tuple[str, str]], *more: tuple[bytes, bytes]) -> None:
+        self._has_body = status not in _WITHOUT_BODY
+        if status == _RESET_CONTENT:
+            more = ((b"content-length", b"0"),)
         raw = [(_latin(name), _latin(value)) for name, value in headers if name.lower() not in _SET_HERE]
         await self._send(
             {

@@ -55,7 +55,7 @@ class LmiMetrics:
     def __init__(self) -> None:
         self._errors: dict[str, int] = dict.fromkeys(_ERRORS, 0)
         self._recorded: dict[str, _Recorded] = {}
-        self._series = 0
+        self._series: Counter[str] = Counter()  # by the model that made them
         self._refused: set[str] = set()  # names about which a warning was logged
 
     def failed(self, error: LmiServerError) -> Metric | None:
@@ -77,7 +77,7 @@ class LmiMetrics:
         if reason is not None:
             self._warn(metric.name, reason)
             return
-        self._series += labels not in family.values
+        self._series[metric.model] += labels not in family.values
         self._recorded[name] = family
         family.add(labels, metric.value)
 
@@ -88,9 +88,18 @@ class LmiMetrics:
             return "its first value was of another kind; use one of c, g and h for all"
         if family.kind == COUNTER and metric.value < 0:
             return "a counter cannot fall; print it as a gauge, with |g at the end"
-        if is_new and self._series >= _MAX_SERIES:
-            return f"there are {_MAX_SERIES} series already; print fewer names and dimensions"
+        if is_new and self._series[metric.model] >= self._share(metric.model):
+            count = self._series.total()
+            return f"there are {count} series already, of at most {_MAX_SERIES}; print fewer names and dimensions"
         return None
+
+    def _share(self, model: str) -> int:
+        """Return how many series a model may have: as many as are left, so that none can take the room of all others.
+
+        The server itself, whose names and dimensions are few, may have all.
+        """
+        left = _MAX_SERIES - self._series.total()
+        return left if model else _MAX_SERIES
 
     def _warn(self, name: str, reason: str) -> None:
         if name not in self._refused and len(self._refused) < _MAX_SERIES:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from frontend.clients import Scope
 from frontend.parameters import check_name, integer, page, parameters, truth
@@ -159,7 +159,10 @@ class Management:
         return json_response({"status": f'Model "{name}" reload scheduled.'}, 202)
 
     async def unregister(self, request: Request) -> Response:
+        """Unregister a version, or all. The parameter model_version names one as the path does; empty, that without."""
         name, version = _path(request)
+        if version is None:
+            version = request.query_params.get("model_version")
         await asyncio.shield(asyncio.ensure_future(self._models.unregister(name, version)))
         return json_response({"status": f'Model or workflow "{name}" unregistered'})
 
@@ -192,6 +195,17 @@ class MethodRoute(Route):
         super().__init__(path, call, methods=list(handlers))
         self.methods = set(handlers)
         self.handlers = handlers
+
+
+class WholePathRoute(MethodRoute):
+    """A MethodRoute that answers its path whatever the method is; 405 if it has none for it.
+
+    Otherwise a route behind it may take the path for one of its own.
+    """
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child_scope = super().matches(scope)
+        return (Match.NONE if match is Match.NONE else Match.FULL), child_scope
 
 
 def _heard(task: asyncio.Future[Any]) -> None:
@@ -320,10 +334,11 @@ def _serving(model: Model) -> dict[str, int]:
 
 
 def _replicas(replicas: Replicas, pool: WorkerPool) -> dict[str, Any]:
+    min_workers, max_workers = pool.bounds_of(replicas)
     return {
         "device": {"deviceType": replicas.devices.kind, "deviceId": replicas.devices.first},
-        "minWorkers": replicas.min_workers,
-        "maxWorkers": replicas.max_workers,
+        "minWorkers": min_workers,
+        "maxWorkers": max_workers,
         "workers": [
             {
                 "id": pool.worker_number(worker) + 1,

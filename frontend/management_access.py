@@ -13,7 +13,7 @@ from typing import Any
 from starlette.routing import Route
 
 from frontend.api_keys import KeyRing, key_ring
-from frontend.clients import Receive, Scope, Send, is_local
+from frontend.clients import Receive, Scope, Send, is_local, remote_sign
 from frontend.registration_limits import RegistrationLimits
 from frontend.web_pages import WebPages, pages_of_management, pages_of_requests
 from lmi_server.configuration.server_settings import ServerSettings
@@ -91,8 +91,8 @@ class ManagementGuard:
             )
         if self._clients == "local" and not is_local(scope):
             raise PermissionDeniedError(
-                "Models are managed from the machine of the server alone; management_api_keys lets clients with a key "
-                "do it, and management_clients=any lets all"
+                f"Models are managed from the machine of the server alone, and {remote_sign(scope)}; "
+                "management_api_keys lets clients with a key do it, and management_clients=any lets all"
             )
 
 

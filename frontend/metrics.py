@@ -24,7 +24,7 @@ from frontend.lmi_metrics import LmiMetrics
 from frontend.metric_families import labelled
 from frontend.metric_log import MetricLog
 from frontend.model_metrics import LoggedModelMetrics, ModelMetrics
-from frontend.pool_families import memory_families, pool_families
+from frontend.pool_families import build_family, memory_families, pool_families
 from frontend.request_families import request_families
 from frontend.vllm_metrics import vllm_families
 from lmi_server.contract.errors import LmiServerError
@@ -145,6 +145,7 @@ class Metrics:
         self._drop_gone()
         for series in self._all():
             series.settle()
+        yield build_family()
         yield from request_families(self._series, self._unrouted)
         yield from pool_families(self._models())
         if "djl_serving" in self._names:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 
 from prometheus_client import ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
-from frontend.metric_families import counter, gauge, histogram
+from frontend.metric_families import Labels, counter, gauge, histogram
 from lmi_server.machine.process_tree import tree_resident_bytes
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool
@@ -20,6 +21,7 @@ from lmi_server.serving.reload import ReloadStatus
 
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _MODEL = ("model",)
+_TOTAL = "_total"  # the end of the name of a counter
 
 
 def pool_families(models: Sequence[Model]) -> Iterator[Family]:
@@ -70,7 +72,7 @@ def pool_families(models: Sequence[Model]) -> Iterator[Family]:
         "Start of a worker's process to its loaded model.",
         {pool.label: pool.load_times for pool in pools},
     )
-    yield from _handler_gauges(pools)
+    yield from _handler_families(pools)
 
 
 def memory_families(processes: Mapping[tuple[str, str], int]) -> list[Family]:
@@ -86,18 +88,26 @@ def memory_families(processes: Mapping[tuple[str, str], int]) -> list[Family]:
 
 
 @functools.cache
+def build_family() -> Family:
+    """Return what runs here: one sample of value 1, whose labels name it."""
+    labels = {"version": version("lmi-server"), "python_version": platform.python_version()}
+    return gauge("lmi_build_info", "The server that runs, always 1.", tuple(labels), [(tuple(labels.values()), 1)])
+
+
+@functools.cache
 def _own_process() -> ProcessCollector:
     """Return the one for this process. It asks once when the machine was started."""
     return ProcessCollector(pid=os.getpid, registry=None)
 
 
-def _handler_gauges(pools: Sequence[WorkerPool]) -> Iterator[Family]:
-    families: dict[str, GaugeMetricFamily] = {}
+def _handler_families(pools: Sequence[WorkerPool]) -> Iterator[Family]:
+    """Yield what the handlers report: counters if their names end with _total, otherwise gauges."""
+    values: dict[str, list[tuple[Labels, float]]] = {}
     for pool in pools:
-        for worker, gauges in pool.worker_gauges().items():
-            for key, value in gauges.items():
-                name = "lmi_handler_" + _NOT_A_NAME.sub("_", key)
-                if name not in families:
-                    families[name] = GaugeMetricFamily(name, f"{key} of the handler.", labels=("model", "worker"))
-                families[name].add_metric((pool.label, worker), value)
-    yield from families.values()
+        for worker, reported in pool.worker_gauges().items():
+            for key, value in reported.items():
+                values.setdefault(_NOT_A_NAME.sub("_", key), []).append(((pool.label, worker), value))
+    for key, by_worker in values.items():
+        make = counter if key.endswith(_TOTAL) else gauge
+        name = key.removesuffix(_TOTAL)
+        yield make(f"lmi_handler_{name}", f"{name} of the handler.", ("model", "worker"), by_worker)

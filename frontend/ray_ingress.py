@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from frontend.server import run
-from frontend.server_log import LOG_FORMAT, LineFormatter
+from frontend.server_log import formatter
 from lmi_server.configuration.server_settings import find_config_file, resolve_server
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.hidden_variables import hide_secrets
@@ -22,12 +22,12 @@ _log = logging.getLogger(__name__)
 def main() -> int:
     hide_secrets()
     host, port, drain_timeout = sys.argv[1:]
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(LOG_FORMAT))
-    logging.basicConfig(level="INFO", handlers=[handler])
     environment = process_environment()
     flags = {"host": host, "port": int(port), "drain_timeout": float(drain_timeout), "model_store": None}
     settings, warnings = resolve_server(environment, flags, find_config_file(environment, Path.cwd()))
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(settings.log_format))
+    logging.basicConfig(level="INFO", handlers=[handler])
     for warning in warnings:
         _log.warning(warning)
     return run([], settings, environment, registry=ClusterRegistry)

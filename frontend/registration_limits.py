@@ -43,7 +43,13 @@ from lmi_server.serving.model_store import ModelSource
 _PLAIN = re.compile(r"[+-]?\d{1,20}(\.\d{1,20})?|true|false", re.IGNORECASE | re.ASCII)
 _KEY = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+# Everybody may propose a change to a model on the Hub, which is a revision of it: refs/pr/1, or the id of its commit.
+_OF_ANYBODY = re.compile(r"refs/.*|[0-9a-f]{7,64}", re.IGNORECASE | re.DOTALL)
 _OWN_MODULES = "djl_python."
+# What a refusal proposes.
+_FROM_STORE = "name a directory or file of the model store by its full path, or have registration_sources list it"
+_FROM_OPERATOR = "set the key in the serving.properties of the model, or allow everything by registration_sources=*"
+_OWN_CODE = f"name a handler of this server or a file of the model, or {_FROM_OPERATOR}"
 _LONGEST_PATH = 4096  # PATH_MAX of Linux; the time to follow links grows with the square of the length
 
 
@@ -174,13 +180,15 @@ class _Options:
         """Return a text of this kind to use. Raises PermissionDeniedError."""
         if kind is Kind.NOTHING or (kind is Kind.TEMPLATE and "{" in text):
             return text
+        if kind is Kind.REVISION and _OF_ANYBODY.fullmatch(text) is None:
+            return text
         if kind is Kind.MODEL:
             return self.allowed.model(key, text, self.directory or Path.cwd())
         if kind in (Kind.PATH, Kind.TEMPLATE):
             return self._path(key, text)
         if kind is Kind.CODE and self._is_own_code(text):
             return resolved_path(text) if os.path.isabs(text) else text
-        raise refusal(key, text)
+        raise refusal(key, text, _OWN_CODE if kind is Kind.CODE else _FROM_OPERATOR)
 
     def _path(self, key: str, text: str) -> str:
         if self.directory is None and _stays_inside(text):
@@ -215,7 +223,7 @@ class _Options:
         try:
             return msgspec.json.encode(members.checked(msgspec.json.decode(value))).decode()
         except (msgspec.MsgspecError, RecursionError, UnicodeError):
-            raise refusal(members.key, value) from None
+            raise refusal(members.key, value, _FROM_OPERATOR) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +247,7 @@ class _Members:
 
     def _name(self, name: str) -> str:
         if _KEY.fullmatch(name) is None:
-            raise refusal(self.key, name)
+            raise refusal(self.key, name, _FROM_OPERATOR)
         return name
 
 
@@ -256,10 +264,9 @@ def leads_up(url: str) -> bool:
     return ".." in unquote(url).split("/")
 
 
-def refusal(name: str, value: str) -> PermissionDeniedError:
+def refusal(name: str, value: str, remedy: str = _FROM_STORE) -> PermissionDeniedError:
     return PermissionDeniedError(
-        f'Parameter {excerpt(name)} is "{excerpt(value)}", which a registration may not name; '
-        "use a model of the model store, or allow it by registration_sources"
+        f'Parameter {excerpt(name)} is "{excerpt(value)}", which a registration may not name; {remedy}'
     )
 
 

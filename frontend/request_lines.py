@@ -14,11 +14,12 @@ from http import HTTPStatus
 import msgspec
 
 from frontend.request_record import RequestRecord
-from lmi_server.contract.quoting import NOT_FOR_TERMINALS
+from lmi_server.contract.quoting import NOT_FOR_TERMINALS, excerpt
 from lmi_server.contract.secrets import SECRETS
 
 _DELETE = b"\x7f"
 _WORD = re.compile(r"[^\s\"=\x00-\x1f]+")
+_LONGEST_ID = 256  # characters
 _SECOND = 1e6  # in microseconds
 _WHOLE = 2.0**52  # a double of this size has no bits for a fraction
 _HEAD = ("time", "client", "route", "code", "duration_ms")  # what begins a line of text, without names
@@ -97,7 +98,7 @@ class RequestLines:
                 ttft_ms = ((sent - arrived + prefill_s) * _SECOND + _WHOLE - _WHOLE) / 1000
         line = RequestLine(
             self._stamp,
-            request_id,
+            request_id if len(request_id) <= _LONGEST_ID else excerpt(request_id, _LONGEST_ID),
             model,
             route,
             code,

@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
-from typing import Protocol
+from typing import Any, Protocol
 
-from lmi_server.contract.quoting import as_record, shorten
+from lmi_server.contract import log_fields
+from lmi_server.contract.quoting import LONGEST_RECORD, as_record, shorten
 from lmi_server.contract.secrets import SECRETS
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -30,7 +31,6 @@ _RECORD_BYTES = 512  # of a record beside its text, roughly
 _CLOSE_LIMIT_S = 1.0
 _KEPT_LINES = 500
 _LONGEST_KEPT = 4096  # characters
-_LONGEST_MESSAGE = 128 * 1024  # characters: a line of a worker and more, which traces of Python's calls are not
 
 
 class Lines(Protocol):
@@ -73,7 +73,7 @@ class _MadeLines:
 
 def _shown_message(message: str) -> str:
     """Return the message of a record without secrets. One that is longer than any line of a worker is cut."""
-    return SECRETS.masked(shorten(message, _LONGEST_MESSAGE))
+    return SECRETS.masked(shorten(message, LONGEST_RECORD))
 
 
 class JsonFormatter(logging.Formatter):
@@ -82,14 +82,24 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if isinstance(record, WrittenLines):
             return record.getMessage()
-        entry = {
+        entry: dict[str, Any] = {
             "log": "server",
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "message": _shown_message(record.getMessage()),
+            **_fields(record),
         }
+        entry["message"] = _shown_message(entry.pop("message"))  # the last one
         return json.dumps(entry)  # in ASCII, so that no character means anything to a terminal
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """Return the fields of the record itself, and its text without the worker that stands in front of it as well."""
+    fields = log_fields.of_record(record)
+    message = record.getMessage().removeprefix(f"[{fields.get('worker', fields.get('model'))}] ")
+    if record.exc_info:  # of a record that has gone through no queue
+        message += f"\n{logging.Formatter().formatException(record.exc_info)}"
+    return {"message": message, **fields}
 
 
 class LineFormatter(logging.Formatter):

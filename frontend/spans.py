@@ -1,6 +1,7 @@
 """The spans of a request in OpenTelemetry's form, sent by OTLP over HTTP. Only `frontend/tracing.py` imports this.
 
-    chat demo                            arrival to the last byte, by the conventions for generative AI and HTTP
+    chat demo                            arrival to the last byte, by the conventions for generative AI and HTTP; POST
+                                         /invocations if nothing was generated
       receive                            the request is read and given to the queue
       queue                              it waits for a worker
       attempt                            a worker had it and lost it; it waits again (a second `queue`)
@@ -32,7 +33,7 @@ from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 from frontend import otlp
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.request_record import FAILED, EndedRequest
-from frontend.trace_context import RequestTrace
+from frontend.trace_context import HttpRequest, RequestTrace
 from lmi_server.dialects import routes
 
 _NAME = "lmi-server"
@@ -102,10 +103,12 @@ def written(request: EndedRequest, trace: RequestTrace, offset: float) -> bytes:
     spans = [
         otlp.span(
             (trace_id, own, parent),
-            f"{operation or request.route} {request.model}".strip(),
+            f"{operation} {request.model}".strip()
+            if operation
+            else f"{trace.http.method} {http_route(trace.http.path)}",
             otlp.SERVER,
             (int((request.arrived + offset) * 1e9), int((request.ended + offset) * 1e9)),
-            _attributes(request, operation),
+            _attributes(request, operation) + _http_attributes(trace.http),
             state=state,
             failed=_fails(request),
             is_remote=bool(parent),
@@ -159,6 +162,42 @@ def _attributes(request: EndedRequest, operation: str) -> bytes:
         if (first_token_s := request.first_token_s) is not None:
             attributes.append(otlp.attribute("gen_ai.response.time_to_first_chunk", first_token_s))
     return b"".join(attributes)
+
+
+def _http_attributes(http: HttpRequest) -> bytes:
+    attributes = [
+        _often("http.request.method", http.method),
+        _often("http.route", http_route(http.path)),
+        otlp.attribute("url.path", http.path),
+        _often("url.scheme", http.scheme),
+        _often("network.protocol.name", "http"),
+        _often("network.protocol.version", http.version),
+    ]
+    if http.server is not None:
+        address, port = http.server
+        attributes.append(_often("server.address", address))
+        if port is not None:
+            attributes.append(_often("server.port", port))
+    if http.user_agent:
+        attributes.append(_often("user_agent.original", http.user_agent))
+    return b"".join(attributes)
+
+
+def http_route(path: str) -> str:
+    """Return a path of inference with {model} and {version} in the place of names, of which there may be many."""
+    parts = path.split("/")
+    match parts[1:]:
+        case ["predictions", _, *rest]:
+            return "/predictions/{model}" + "/{version}" * bool(rest)
+        case ["models", _, *rest, "invoke"]:
+            return "/models/{model}" + "/{version}" * bool(rest) + "/invoke"
+        case ["v2", "models", _, "versions", _, *rest]:
+            return "/".join(["/v2/models/{model}/versions/{version}", *rest])
+        case ["v2", "models", _, *rest]:
+            return "/".join(["/v2/models/{model}", *rest])
+        case ["endpoints", _, *rest]:
+            return "/".join(["/endpoints/{model}", *rest])
+    return path
 
 
 # The same few values come again and again.

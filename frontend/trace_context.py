@@ -19,6 +19,21 @@ class TraceContext(NamedTuple):
     is_sampled: bool
 
 
+class HttpRequest(NamedTuple):
+    """What a span says of a request of HTTP. Texts from the client are cut.
+
+    `server` is the address and port that the client reached, or the path of a Unix socket and None; None if neither is
+    known. `user_agent` is "" if the client does not name itself.
+    """
+
+    method: str
+    scheme: str
+    path: str
+    version: str
+    server: tuple[str, int | None] | None
+    user_agent: str
+
+
 class RequestTrace(msgspec.Struct, gc=False):
     """The span of one request: its ids in hexadecimal digits, and the header tracestate that came with them.
 
@@ -27,6 +42,7 @@ class RequestTrace(msgspec.Struct, gc=False):
 
     trace_id: str
     span_id: str
+    http: HttpRequest
     parent_id: str = ""
     state: str = ""
 

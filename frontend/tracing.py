@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from frontend.clients import Scope
 from frontend.request_record import EndedRequest, RequestRecord
-from frontend.trace_context import RequestTrace, parse_traceparent
+from frontend.trace_context import HttpRequest, RequestTrace, parse_traceparent
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_S = 5.0
 _TOGETHER, _DELAY_S = 16, 0.2
+_LONGEST = 256  # characters of a text from the client
 
 
 class SpanWriter(Protocol):
@@ -58,7 +60,7 @@ class Tracing:
             ) from error
         return cls(settings.trace_sample, spans)
 
-    def begin(self, properties: dict[str, str]) -> RequestTrace | None:
+    def begin(self, properties: dict[str, str], scope: Scope) -> RequestTrace | None:
         """Return the span of a request that was drawn, or whose headers name a trace; None if that is not to be traced.
 
         The header traceparent is that of the new span from now on, so that code behind it adds to the same trace.
@@ -68,9 +70,10 @@ class Tracing:
         if parent is None:
             if header is not None and random.random() >= self.ratio:  # not drawn yet: it could have been valid
                 return None
-            trace = RequestTrace(_random_id(128), _random_id(64))
+            trace = RequestTrace(_random_id(128), _random_id(64), _http(properties, scope))
         elif parent.is_sampled:
-            trace = RequestTrace(parent.trace_id, _random_id(64), parent.span_id, properties.get("tracestate", ""))
+            state = properties.get("tracestate", "")
+            trace = RequestTrace(parent.trace_id, _random_id(64), _http(properties, scope), parent.span_id, state)
         else:
             return None
         properties["traceparent"] = trace.header
@@ -104,6 +107,17 @@ class Tracing:
         closing = threading.Thread(target=self._spans.close, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, _FLUSH_S)
+
+
+def _http(properties: dict[str, str], scope: Scope) -> HttpRequest:
+    return HttpRequest(
+        scope["method"],
+        scope["scheme"],
+        scope["path"][:_LONGEST],
+        scope["http_version"],
+        scope["server"],
+        properties.get("user-agent", "")[:_LONGEST],
+    )
 
 
 def _random_id(bits: int) -> str:

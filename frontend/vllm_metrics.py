@@ -43,9 +43,9 @@ def vllm_families(metrics: ModelMetrics, pool: WorkerPool) -> Iterator[Family]:
         yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 for all.", _LABEL, [(key, usage)])
     for name, (text, attribute) in _HISTOGRAMS.items():
         yield histogram(f"vllm:{name}", text, {metrics.name: getattr(metrics, attribute)}, "model_name")
-    if "retracted_requests" in gauges:
+    if "retracted_requests_total" in gauges:
         text = "Requests that were taken out of the batch to make room."
-        yield counter("vllm:num_preemptions", text, _LABEL, [(key, gauges["retracted_requests"])])
+        yield counter("vllm:num_preemptions", text, _LABEL, [(key, gauges["retracted_requests_total"])])
     yield from _token_counters(metrics)
     yield _ended(metrics)
 

@@ -1,13 +1,13 @@
 // A chat with one model, or with two side by side, over /v1/chat/completions' form.
 
-import { html, useEffect, useReducer, useRef, useState } from "./htm-preact.js";
+import { html, useEffect, useLayoutEffect, useReducer, useRef, useState } from "./htm-preact.js";
 import { call, eventsOf, store } from "./connection.js";
 import { statusName } from "./models.js";
 import { counted, number } from "./text.js";
 
 const MOST_TOKENS = 2000;  // that are listed with their times
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
-const NAMES = { temperature: "Temperature", top_p: "Top p", max_tokens: "Most tokens", seed: "Seed" };
+const NAMES = { temperature: "Temperature", top_p: "Top p", max_tokens: "Maximum tokens", seed: "Seed" };
 
 class Answer {
   constructor() {
@@ -47,6 +47,11 @@ class Answer {
     tool.arguments += part.function?.arguments ?? "";
   }
 
+  // Whether it failed, or was stopped, before the model wrote anything.
+  get unanswered() {
+    return Boolean(this.error || this.stopped) && !this.content && !this.tools.length;
+  }
+
   message() {
     const calls = this.tools.map((tool) => ({ id: tool.id, type: "function",
       function: { name: tool.name, arguments: tool.arguments } }));
@@ -54,17 +59,36 @@ class Answer {
   }
 }
 
-const messageOf = (entry) => (entry instanceof Answer ? entry.message() : entry);
+// The messages of a chat for the next request, without questions that got no answer.
+function messagesOf(entries) {
+  return entries.filter((entry, place) => !(entry.unanswered || entries[place + 1]?.unanswered))
+    .map((entry) => (entry instanceof Answer ? entry.message() : entry));
+}
+
+function parsed(title, text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${title} not valid JSON: ${error.message}`);
+  }
+}
+
+function numberOf(name, text) {
+  const value = Number(text);
+  if (!Number.isFinite(value)) throw new Error(`${NAMES[name]} is "${text}"; it takes a number such as 0.5`);
+  return value;
+}
 
 function bodyOf(model, settings, messages) {
   const body = { model, messages, stream: settings.stream };
   if (settings.stream) body.stream_options = { include_usage: true };
-  for (const name of NUMBERS) if (settings[name].trim()) body[name] = Number(settings[name]);
+  for (const name of NUMBERS) if (settings[name].trim()) body[name] = numberOf(name, settings[name]);
   if (settings.stop) body.stop = settings.stop.split("\n").filter(Boolean);
-  if (settings.tools.trim()) body.tools = JSON.parse(settings.tools);
+  if (settings.tools.trim()) body.tools = parsed("The tools are", settings.tools);
   if (settings.format === "json_object") body.response_format = { type: "json_object" };
   if (settings.format === "json_schema") {
-    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(settings.schema) } };
+    const schema = parsed("The schema is", settings.schema);
+    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   }
   if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: 3 });
   return body;
@@ -139,6 +163,10 @@ export function Chat() {
   const frame = useRef(0);
   const choices = choicesOf(store.models.values());
   const models = chosen(names, choices);
+  // A form that is in view stays there while the answer above it grows.
+  const form = useRef();
+  const inView = form.current && form.current.getBoundingClientRect().bottom <= innerHeight + 1;
+  useLayoutEffect(() => { if (inView) form.current.scrollIntoView({ block: "nearest", behavior: "instant" }); });
   // Tokens may come faster than the page can be drawn.
   const draw = () => { frame.current ||= requestAnimationFrame(() => { frame.current = 0; update(); }); };
 
@@ -155,15 +183,16 @@ export function Chat() {
     try {
       bodies = (both ? [0, 1] : [0]).map((index) => {
         const system = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
-        return bodyOf(models[index], settings, [...system, ...chats.current[index].map(messageOf), asked]);
+        return bodyOf(models[index], settings, [...system, ...messagesOf(chats.current[index]), asked]);
       });
     } catch (error) {
-      setProblem(`Tools or schema are no JSON: ${error.message}`);
+      setProblem(error.message);
       return;
     }
     setProblem("");
     field.value = "";
     setImages([]);
+    field.focus();  // the button that was pressed is disabled now
     const controller = (running.current = new AbortController());
     update();
     await Promise.all(bodies.map((body, index) => {
@@ -175,6 +204,7 @@ export function Chat() {
     update();
   };
   const stop = () => running.current?.abort();
+  const stopByHand = () => { stop(); form.current.elements.prompt.focus(); };
   const clear = () => { stop(); chats.current = [[], []]; update(); };
   useEffect(() => stop, []);
 
@@ -193,7 +223,7 @@ export function Chat() {
       ${chats.current[index].map((entry, place) => html`<${Message} key=${place} entry=${entry}
         logprobs=${settings.logprobs} />`)}</section>`)}</div>
     <p class="skip" role="status">${running.current ? "Answering" : "Ready"}</p>
-    <form class="panel" onSubmit=${send} aria-label="Message">
+    <form ref=${form} class="panel" onSubmit=${send} aria-label="Message">
       <label class="wide">Message<textarea name="prompt" rows="3" onKeyDown=${(event) => {
         if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
           event.preventDefault();
@@ -203,7 +233,7 @@ export function Chat() {
       ${problem && html`<p class="error" role="alert">${problem}</p>`}
       <div class="row">
         <button class="main" disabled=${running.current !== null}>Send</button>
-        <button type="button" disabled=${running.current === null} onClick=${stop}>Stop</button>
+        <button type="button" disabled=${running.current === null} onClick=${stopByHand}>Stop</button>
         <${Pictures} images=${images} setImages=${setImages} />
         <span class="note">Enter sends, Shift and Enter begin a new line.</span>
       </div></form>`;

@@ -61,12 +61,21 @@ async function errorOf(response) {
   return new CallError(response.status, String(message) || `HTTP ${response.status}`);
 }
 
+// What a browser says of a server that is gone is for programmers ("Failed to fetch").
+async function fetched(url, options) {
+  try {
+    return await fetch(url, options);
+  } catch (error) {
+    throw options.signal?.aborted ? error : new CallError(0, "The server does not answer.");
+  }
+}
+
 // Fetches a path of the management API, or of the console if it begins with "console/".
 export async function call(path, { method = "GET", query = {}, body, signal } = {}) {
   const url = new URL(path, root);
   for (const [name, value] of Object.entries(query)) if (value !== "") url.searchParams.set(name, value);
   const sent = body === undefined ? {} : { "content-type": "application/json" };
-  const response = await fetch(url, { method, headers: headers(sent), body: body && JSON.stringify(body), signal });
+  const response = await fetched(url, { method, headers: headers(sent), body: body && JSON.stringify(body), signal });
   if (!response.ok) throw await errorOf(response);
   return response;
 }
@@ -77,7 +86,7 @@ export async function* eventsOf(response) {
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch(() => { throw new CallError(0, "The connection broke."); });
       if (done) return;
       const parts = (rest + value).split(/\r?\n\r?\n/);
       rest = parts.pop();
@@ -177,6 +186,9 @@ function take(message) {
   changed();
 }
 
+// A browser has six connections to a server for all tabs: one that nobody sees needs none for its events.
 export function connect() {
-  reconnect();
+  const follow = () => (document.hidden ? following?.abort() : reconnect());
+  document.addEventListener("visibilitychange", follow);
+  follow();
 }

@@ -5,7 +5,7 @@ import { connect, setKey, store } from "./connection.js";
 import { Chat } from "./chat.js";
 import { Live } from "./live.js";
 import { Model, Models, Outcome } from "./models.js";
-import { counted, moment } from "./text.js";
+import { counted, moment, number } from "./text.js";
 
 const THEME = "lmi-server theme";
 const PARTS = [["models", "Models"], ["live", "Live"], ["chat", "Chat"]];
@@ -61,7 +61,8 @@ function Key() {
       <h2 id="key-title">Management key</h2>
       ${wanted && html`<p class="error" role="alert">${store.error}</p>`}
       <label class="wide">One of management_api_keys
-        <input name="key" type="password" autocomplete="off" /></label>
+        <input name="key" type="password" autocomplete="off" pattern="\\s*[!-~]*\\s*"
+          title="Letters, digits and signs of ASCII" /></label>
       <p class="note">It stays in this tab until you close it.</p>
       <div class="row"><button class="main">Use this key</button>
         <button type="button" onClick=${() => dialog.current.close()}>Cancel</button></div>
@@ -74,7 +75,7 @@ function Status() {
   const failed = withStatus("FAILED");
   const text = { open: "", connecting: store.time ? "No connection" : "Connecting", key: "A key is needed" }[store.state];
   return html`<span role="status" class=${text || failed ? "error" : "quiet"}>
-    ${text || `${withStatus("Healthy")} of ${counted(models.length, "model")} can serve${failed ? `, ${failed} failed` : ""}`}
+    ${text || `${withStatus("Healthy")} of ${counted(models.length, "model")} can serve${failed ? `, ${number(failed)} failed` : ""}`}
   </span>`;
 }
 
@@ -83,12 +84,23 @@ function Stale() {
     moment(store.time)}.`}</p>`;
 }
 
+const SHOWN = { models: Models, model: Model, live: Live, chat: null };
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;  // an address that somebody typed
+  }
+}
+
 function App() {
   useStore();
-  const fragment = useFragment() || "models";
-  const [part, ...rest] = fragment.split("/");
-  const shown = { models: Models, model: Model, live: Live }[part];
-  const label = decodeURIComponent(rest.join("/"));
+  const fragment = useFragment();
+  const [named, ...rest] = fragment.split("/");
+  const part = Object.hasOwn(SHOWN, named) ? named : "models";
+  const shown = SHOWN[part];
+  const label = decoded(rest.join("/"));
   const stale = store.state !== "open" && store.time !== null;
   useEffect(() => { document.title = `${label || part} - lmi-server`; }, [fragment]);
   return html`<a class="skip" href="#main" onClick=${(event) => {

@@ -5,6 +5,7 @@ import { SPAN_S, chart as follow, store } from "./connection.js";
 import { clock, moment, number, percent } from "./text.js";
 
 const HEIGHT = 160;
+const END_PX = 20;  // of the log, that count as its end
 const LATENCIES = ["p50", "p95", "p99"];
 const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];  // steps of an axis of counts
 const share = (value) => (value === null || value === undefined ? null : value * 100);
@@ -129,11 +130,17 @@ function Log() {
   const [held, setHeld] = useState(null);  // the lines that are shown while it is paused
   const place = useRef();
   const lines = (held ?? store.log).filter(([, line]) => line.toLowerCase().includes(wanted.toLowerCase()));
-  useEffect(() => { if (!held) place.current.scrollTop = place.current.scrollHeight; }, [lines.at(-1)?.[0], held]);
+  const atEnd = useRef(true);  // a reader who has scrolled up stays there
+  const scrolled = ({ target }) => {
+    atEnd.current = target.scrollHeight - target.scrollTop - target.clientHeight < END_PX;
+  };
+  useEffect(() => {
+    if (!held && atEnd.current) place.current.scrollTop = place.current.scrollHeight;
+  }, [lines.at(-1)?.[0], held]);
   return html`<h3>Log</h3>
     <div class="row"><label>Lines with<input type="search" onInput=${(event) => setWanted(event.target.value)} /></label>
       <button aria-pressed=${held !== null} onClick=${() => setHeld(held ? null : store.log)}>
         ${held ? "Continue" : "Pause"}</button></div>
-    <pre ref=${place} class="log panel" role="log" aria-live="off" tabindex="0" aria-label="Log">${lines.map(
+    <pre ref=${place} onScroll=${scrolled} class="log panel" role="log" aria-live="off" tabindex="0" aria-label="Log">${lines.map(
       ([count, line]) => html`<div key=${count} class=${levelOf(line)}>${line}</div>`)}</pre>`;
 }

@@ -1,6 +1,6 @@
 // The list of models, and one model: its workers, values and memory, and what the management API can do with it.
 
-import { html, useEffect, useRef, useState } from "./htm-preact.js";
+import { html, useEffect, useReducer, useRef, useState } from "./htm-preact.js";
 import { announce, call, store } from "./connection.js";
 import { counted, elapsed, gib, moment, number, percent, size } from "./text.js";
 
@@ -13,43 +13,50 @@ const link = (label) => `#model/${encodeURIComponent(label)}`;
 
 // --- the list ---
 
+const filters = { wanted: "", status: "", page: 0 };  // they stay while a model is shown
+
 export function Models() {
-  const [wanted, setWanted] = useState("");
-  const [status, setStatus] = useState("");
-  const [page, setPage] = useState(0);
+  const [, update] = useReducer((count) => count + 1, 0);
+  const place = useRef();
+  const { wanted, status, page } = filters;
+  const change = (more) => { Object.assign(filters, more); update(); };
+  const turn = (to) => {
+    change({ page: to });
+    place.current.scrollIntoView({ block: "start", behavior: "instant" });  // the button is below the last row
+  };
   const matching = [...store.models.values()].filter((row) =>
     row.label.toLowerCase().includes(wanted.toLowerCase()) && (!status || row.status === status));
   const pages = Math.max(1, Math.ceil(matching.length / PAGE));
   const here = Math.min(page, pages - 1);
   const shown = matching.slice(here * PAGE, (here + 1) * PAGE);
-  const filter = (set) => (event) => { set(event.target.value); setPage(0); };
+  const filter = (name) => (event) => change({ [name]: event.target.value, page: 0 });
   return html`<h2>Models</h2>
     <div class="row">
-      <label>Find<input type="search" value=${wanted} onInput=${filter(setWanted)} /></label>
-      <label>State<select value=${status} onChange=${filter(setStatus)}>
+      <label>Find<input type="search" value=${wanted} onInput=${filter("wanted")} /></label>
+      <label>State<select value=${status} onChange=${filter("status")}>
         <option value="">all</option>
         ${Object.entries(STATUSES).map(([name, title]) => html`<option value=${name}>${title}</option>`)}</select></label>
     </div>
-    <div class="scroll"><table>
+    <div class="scroll" ref=${place}><table>
       <caption aria-live="polite">${counted(matching.length, "model")}${pages > 1 ? `, page ${here + 1} of ${pages}` : ""}</caption>
       <thead><tr><th scope="col">Model</th><th scope="col">State</th><th scope="col" class="number less">Workers</th>
-        <th scope="col" class="number">Running</th><th scope="col" class="number less">Queue</th>
+        <th scope="col" class="number less">Running</th><th scope="col" class="number less">Queue</th>
         <th scope="col" class="number">Tokens/s</th><th scope="col" class="number less">TTFT p50</th>
         <th scope="col" class="number less">KV cache</th><th scope="col" class="less">Handler</th></tr></thead>
       <tbody>${shown.map((row) => html`<tr key=${row.label} class=${row.status}>
-        <th scope="row"><a href=${link(row.label)}>${row.label}</a>
+        <th scope="row"><a class="name" title=${row.label} href=${link(row.label)}>${row.label}</a>
           ${row.reason && html`<p class="error reason">${row.reason}</p>`}</th>
         <td><${State} row=${row} /><${Loading} row=${row} /></td>
         <td class="number less">${row.workers ? row.workers.ready : "–"}</td>
-        <td class="number">${number(row.running)}</td><td class="number less">${number(row.queue)}</td>
+        <td class="number less">${number(row.running)}</td><td class="number less">${number(row.queue)}</td>
         <td class="number">${number(row.tokens, 1)}</td>
         <td class="number less">${row.ttft ? `${number(row.ttft[0])} ms` : "–"}</td>
         <td class="number less">${percent(row.kv)}</td><td class="less">${row.handler}</td></tr>`)}</tbody>
     </table></div>
     ${pages > 1 && html`<nav class="row" aria-label="Pages">
-      <button disabled=${!here} onClick=${() => setPage(here - 1)}>Previous</button>
+      <button disabled=${!here} onClick=${() => turn(here - 1)}>Previous</button>
       <span>Page ${here + 1} of ${pages}</span>
-      <button disabled=${here === pages - 1} onClick=${() => setPage(here + 1)}>Next</button></nav>`}
+      <button disabled=${here === pages - 1} onClick=${() => turn(here + 1)}>Next</button></nav>`}
     <${Register} />`;
 }
 
@@ -70,9 +77,12 @@ export function Loading({ row }) {
 export function Outcome() {
   const { label, text } = store.outcome ?? {};
   const row = label === undefined ? undefined : store.models.get(label);
+  const known = useRef(null);  // the last outcome whose model was in the list
+  if (row) known.current = store.outcome;
+  const gone = !row && store.outcome !== null && known.current === store.outcome;
   const failed = row?.status === "FAILED";
-  const said = text ?? (label === undefined || failed ? "" : row?.status === "Healthy" ? `${label} can serve.`
-    : `${label} is loading.`);
+  const said = text ?? (label === undefined || failed ? "" : gone ? `${label} is no longer registered.`
+    : row?.status === "Healthy" ? `${label} can serve.` : `${label} is loading.`);
   return html`<div class=${`outcome ${failed ? "FAILED" : ""}`} hidden=${!store.outcome}>
     <p class="done" role="status">${said}</p>
     ${failed && html`<p class="error" role="alert">${label} could not be loaded: ${row.reason}</p>`}
@@ -107,15 +117,23 @@ const statusOf = async (response) => (await response.json()).status;
 const labelOf = (response) =>
   response.headers.get("location").split("/").slice(1).map(decodeURIComponent).join(":");
 
+// The options of a text with NAME=VALUE in each line, as in serving.properties.
+function optionsOf(text) {
+  const lines = text.split("\n").map((line) => line.trim()).filter((line) => line && !line.startsWith("#"));
+  return Object.fromEntries(lines.map((line) => {
+    const [name, ...value] = line.split("=");
+    if (!name.trim() || !value.length) throw new Error(`"${line}" is no option; it takes NAME=VALUE`);
+    return [name.trim(), value.join("=").trim()];
+  }));
+}
+
 function Register() {
   const run = async ({ settings, ...given }) => {
     announce(null);
-    const more = {};
-    for (const line of settings.split("\n").map((text) => text.trim()).filter(Boolean)) {
-      const [name, ...value] = line.split("=");
-      more[name.trim()] = value.join("=").trim();
-    }
+    const more = optionsOf(settings);
     const filled = Object.fromEntries(Object.entries(given).filter(([, text]) => text !== ""));
+    const twice = Object.keys(more).find((name) => Object.hasOwn(filled, name));
+    if (twice) throw new Error(`${twice} stands in the options and in a field of its own; give it once`);
     const body = { ...filled, ...more, synchronous: false };
     announce({ label: labelOf(await call("models", { method: "POST", body })) });
   };
@@ -123,8 +141,8 @@ function Register() {
     <${Action} title="Register a model" run=${run} button="Register">
       <label class="wide">URL: a directory, s3://bucket/prefix, or owner/name<input name="url" required size="40" /></label>
       <label>Name<input name="model_name" /></label><label>Version<input name="model_version" size="6" /></label>
-      <label>Workers, least<input name="min_worker" inputmode="numeric" size="4" /></label>
-      <label>most<input name="max_worker" inputmode="numeric" size="4" /></label>
+      <label>Minimum workers<input name="min_worker" inputmode="numeric" size="4" /></label>
+      <label>Maximum workers<input name="max_worker" inputmode="numeric" size="4" /></label>
       <label class="wide">Options, one in each line (option.dtype=bf16)
         <textarea name="settings" rows="3" cols="40" spellcheck="false"></textarea></label>
     <//></details>`;
@@ -142,11 +160,12 @@ export function Model({ label }) {
   useEffect(() => {
     if (!path) return;
     const controller = new AbortController();
+    let timer = 0;
     call(`console/models/${path}`, { signal: controller.signal })
       .then((response) => response.json())
       .then((body) => { setFound(body); setError(""); })
-      .catch((raised) => { if (!controller.signal.aborted) setError(raised.message); });
-    const timer = setTimeout(refresh, REFRESH_MS);
+      .catch((raised) => { if (!controller.signal.aborted) setError(raised.message); })
+      .finally(() => { if (!controller.signal.aborted) timer = setTimeout(refresh, REFRESH_MS); });
     return () => { controller.abort(); clearTimeout(timer); };
   }, [path, turn, row?.status]);
   if (!row) {
@@ -204,21 +223,22 @@ function Memory({ found }) {
 function Manage({ row, path, refresh }) {
   const dialog = useRef();
   const scale = async (given) => {
-    const status = await statusOf(await call(`models/${path}`, { method: "PUT", query: given }));
+    await call(`models/${path}`, { method: "PUT", query: given });
     refresh();
-    return status;
+    return `${row.label} is scaled.`;
   };
   const unregister = async () => {
+    const only = row.version === null ? "?model_version=" : "";  // without it, versions beside this one would go, too
     announce(null);
-    await call(`models/${path}`, { method: "DELETE" });
+    await call(`models/${path}${only}`, { method: "DELETE" });
     dialog.current?.close();
     location.hash = "models";
     announce({ text: `${row.label} is unregistered.` });
   };
   return html`<h3>Scale and unregister</h3><div class="panel">
     <${Action} title="Scale" run=${scale} button="Scale">
-      <label>Workers, least<input name="min_worker" inputmode="numeric" size="4" /></label>
-      <label>most<input name="max_worker" inputmode="numeric" size="4" /></label>
+      <label>Minimum workers<input name="min_worker" inputmode="numeric" size="4" /></label>
+      <label>Maximum workers<input name="max_worker" inputmode="numeric" size="4" /></label>
     <//>
     <button class="danger" onClick=${() => dialog.current.showModal()}>Unregister</button>
     <dialog ref=${dialog} aria-labelledby="unregister-title">
@@ -258,7 +278,7 @@ const written = (value) => (typeof value === "string" ? value : JSON.stringify(v
 function Configuration({ options }) {
   const [wanted, setWanted] = useState("");
   const [all, setAll] = useState(false);
-  const shown = options.filter((option) => (all || option.layer !== "default") && option.key.includes(wanted));
+  const shown = options.filter((option) => (all || option.layer !== "default") && option.key.toLowerCase().includes(wanted.toLowerCase()));
   return html`<h3>Configuration</h3>
     <div class="row"><label>Find a key<input type="search" onInput=${(event) => setWanted(event.target.value)} /></label>
       <label class="check"><input type="checkbox" checked=${all} onChange=${(event) => setAll(event.target.checked)} />

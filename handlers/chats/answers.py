@@ -50,12 +50,12 @@ def response_template(tools: ToolFormat | None, reasoning: ReasoningFormat | Non
     fields: dict[str, dict[str, Any]] = {_CONTENT: {}}
     if reasoning is not None:
         begin, end = regex.escape(reasoning.begin), regex.escape(reasoning.end)
-        fields[_REASONING] = {"open_pattern": rf"\A\s*{begin}", "close_pattern": rf"\s*{end}"}
+        fields[_REASONING] = {"open_pattern": rf"\A\s*{begin}", "close_pattern": rf"\s{{0,20}}{end}"}
     if tools is not None:
         closing = {} if tools.closing is None else {"close": tools.closing}
         fields[_CALLS] = {"open_pattern": tools.opening, "repeats": True, **closing}
         if tools.dropped is not None:  # a field without text: it ends at the next character
-            dropped = rf"\s*{regex.escape(tools.dropped)}"
+            dropped = rf"\s{{0,20}}{regex.escape(tools.dropped)}"
             fields[_DROPPED] = {"open_pattern": dropped, "close_pattern": r"(?=[\s\S])", "repeats": True}
     return load_response_template({"start_anchor_pattern": r"\A", "fields": fields})
 

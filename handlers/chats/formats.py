@@ -18,7 +18,9 @@ from handlers.chats.calls import CallReader, JsonCalls, PythonCalls, TaggedCalls
 class ToolFormat:
     """How a family of models writes calls.
 
-    `opening` is the pattern of what stands before a call, with its white space; `closing` is the text behind it.
+    `opening` is the pattern of what stands before a call, with its white space; `closing` is the text behind it. An
+    opening is searched for at every place of a text, so that it takes a bounded number of spaces: a long run of them
+    would be gone over from each of its places.
     Without `closing` the calls go to the end of the answer. `reader` makes the reader of what is between them, from the
     schemas of the functions by name. If that is no call, the client gets it between `begin` and `end`. `dropped` is a
     marker around several calls, which no client gets.
@@ -73,7 +75,7 @@ _KNOWN_JSON = functools.partial(JsonCalls, header=_json_header(), known=True)
 _MISTRAL = functools.partial(
     JsonCalls,
     header=regex.compile(
-        rf"(?:{_json_header().pattern})|\s*(?:\[TOOL_CALLS\])?\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(?=\{{)"
+        rf"(?:{_json_header().pattern})|\s*+(?:\[TOOL_CALLS\]\s*+)?(?P<name>[\w.-]++)\s*+(?:\[CALL_ID\]\w++\s*+)?(?:\[ARGS\]\s*+)?(?=\{{)"
     ),
 )
 _DEEPSEEK = functools.partial(
@@ -94,24 +96,24 @@ _GLM = functools.partial(
     TaggedCalls,
     header=regex.compile(r"\s*(?P<name>[^\s<]+)\s*(?=<)"),
     argument=regex.compile(
-        r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", regex.DOTALL
+        r"\s*(?><arg_key>(?P<key>.*?)</arg_key>)\s*<arg_value>(?P<value>.*?)</arg_value>\s*", regex.DOTALL
     ),
     last=regex.compile(r"(?!)(?P<key>)(?P<value>)"),
 )
 
-_HERMES_FORMAT = ToolFormat(r"\s*<tool_call>", "</tool_call>", "<tool_call>", "</tool_call>", _JSON)
+_HERMES_FORMAT = ToolFormat(r"\s{0,20}<tool_call>", "</tool_call>", "<tool_call>", "</tool_call>", _JSON)
 _LLAMA_JSON = ToolFormat(
-    r"\A\s*(?=\{)|\s*<\|python_tag\|>\s*(?=\{)", None, "", "", _KNOWN_JSON
+    r"\A\s*(?=\{)|\s{0,20}<\|python_tag\|>\s*(?=\{)", None, "", "", _KNOWN_JSON
 )  # the marker is optional, so that a call is told from other JSON by its name
 _PYTHONIC = ToolFormat(
-    r"\A\s*(?=\[\s*[A-Za-z_][\w.]*\()|\s*<\|python_start\|>\s*(?=\[)",
+    r"\A\s*(?=\[\s*[A-Za-z_][\w.]*\()|\s{0,20}<\|python_start\|>\s*(?=\[)",
     "<|python_end|>",
     "",
     "",
     functools.partial(PythonCalls, known=True),
 )
 _DEEPSEEK_FORMAT = ToolFormat(
-    r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>",
+    r"\s{0,20}(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
@@ -119,7 +121,7 @@ _DEEPSEEK_FORMAT = ToolFormat(
     "<｜tool▁calls▁end｜>",
 )
 _QWEN_FORMAT = ToolFormat(
-    r"\s*(?:<tool_call>\s*)?<function=",
+    r"\s{0,20}(?:<tool_call>\s*)?<function=",
     "</function>",
     "<tool_call>\n<function=",
     "</function>\n</tool_call>",
@@ -130,18 +132,18 @@ _QWEN_FORMAT = ToolFormat(
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseek_v3": _DEEPSEEK_FORMAT,
     "deepseek_v31": _DEEPSEEK_FORMAT,
-    "glm45": ToolFormat(r"\s*<tool_call>", "</tool_call>", "<tool_call>", "</tool_call>", _GLM),
-    "granite": ToolFormat(r"\s*<\|tool_call\|>", None, "<|tool_call|>", "", _JSON),
+    "glm45": ToolFormat(r"\s{0,20}<tool_call>", "</tool_call>", "<tool_call>", "</tool_call>", _GLM),
+    "granite": ToolFormat(r"\s{0,20}<\|tool_call\|>", None, "<|tool_call|>", "", _JSON),
     "hermes": _HERMES_FORMAT,
     "internlm": ToolFormat(
-        r"\s*<\|action_start\|>\s*<\|plugin\|>",
+        r"\s{0,20}<\|action_start\|>\s*<\|plugin\|>",
         "<|action_end|>",
         "<|action_start|><|plugin|>",
         "<|action_end|>",
         _JSON,
     ),
     "kimi_k2": ToolFormat(
-        r"\s*(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>",
+        r"\s{0,20}(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>",
         "<|tool_call_end|>",
         "<|tool_call_begin|>",
         "<|tool_call_end|>",
@@ -152,11 +154,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "llama3_json": _LLAMA_JSON,
     "llama4_json": _LLAMA_JSON,
     "llama4_pythonic": _PYTHONIC,
-    "mistral": ToolFormat(r"\s*\[TOOL_CALLS\]", None, "[TOOL_CALLS]", "", _MISTRAL, make_id=_mistral_id),
+    "mistral": ToolFormat(r"\s{0,20}\[TOOL_CALLS\]", None, "[TOOL_CALLS]", "", _MISTRAL, make_id=_mistral_id),
     "olmo3": ToolFormat(
-        r"\s*<function_calls>", "</function_calls>", "<function_calls>", "</function_calls>", PythonCalls
+        r"\s{0,20}<function_calls>", "</function_calls>", "<function_calls>", "</function_calls>", PythonCalls
     ),
-    "phi4_mini_json": ToolFormat(r"\s*functools(?=\[)", None, "functools", "", _JSON),
+    "phi4_mini_json": ToolFormat(r"\s{0,20}functools(?=\[)", None, "functools", "", _JSON),
     "pythonic": _PYTHONIC,
     "qwen3_coder": _QWEN_FORMAT,
     "qwen3_xml": _QWEN_FORMAT,

@@ -22,7 +22,7 @@ from handlers.rolling_batch.sharding import (
     make_local,
 )
 from lmi_server.configuration.options import NGRAM
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError, RollingBatchError
 from lmi_server.contract.ranks import Rank
 from lmi_server.machine.environment import own_rank
 
@@ -91,7 +91,7 @@ def _max_len(model: Any, options: HuggingFaceOptions) -> int:
     context = getattr(text_config, "max_position_embeddings", None)
     if options.max_model_len is None:
         if context is None:
-            raise ModelLoadError("config.json gives no max_position_embeddings; set option.max_model_len")
+            raise RollingBatchError("config.json gives no max_position_embeddings; set option.max_model_len")
         return int(context)
     if context is not None and options.max_model_len > context:
         raise ModelLoadError(

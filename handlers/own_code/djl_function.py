@@ -37,11 +37,14 @@ class DjlFunction(RequestHandler):
         function: Callable[[Input], Any],
         formatters: Mapping[str, Callable[..., Any]],
         adapter_functions: Mapping[str, Callable[[Input], Any]],
+        is_script: bool = False,
     ) -> None:
         """`formatters` are functions with a decorator of djl_python; LMI hands them to the call that loads the model.
 
-        `adapter_functions` get the LoRA adapters.
+        `adapter_functions` get the LoRA adapters. `is_script`: the function is a script for SageMaker's framework
+        containers, which takes one request at a time and the header of custom attributes as it came.
         """
+        self._is_script = is_script
         self._callable = function
         self._formatters = formatters
         self._adapter_functions = adapter_functions
@@ -57,7 +60,7 @@ class DjlFunction(RequestHandler):
         may_choose = environment.get(_MAY_CHOOSE_HANDLER, "").lower() == "true"
         adapters = self._adapters = AdapterFunctions(self._adapter_functions, common)
         served = adapters.registered if options.enable_lora else None
-        inputs = InputBuilder(options.handler, common, may_choose, served)
+        inputs = InputBuilder(options.handler, common, may_choose, served, self._is_script)
         function = self._function = UserFunction(self._callable, inputs, initial, model_dir)
         if options.rolling_batch != "disable":
             self._concurrent = RollingFunction(function, adapters, options.max_rolling_batch_size)
@@ -84,7 +87,7 @@ class DjlFunction(RequestHandler):
 
         If the call raises, the requests are repeated one by one, so that only the one that made it raise fails.
         """
-        if len(requests) > 1:
+        if len(requests) > 1 and not self._is_script:
             try:
                 batch = self._function.inputs.batch(requests)
             except LmiServerError:

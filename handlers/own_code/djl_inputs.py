@@ -9,6 +9,7 @@ from djl_python.inputs import Input, make_input, make_input_late
 from djl_python.properties import Properties
 
 from lmi_server.contract.errors import BadParameterError, RequestError
+from lmi_server.contract.protocol import CUSTOM_ATTRIBUTES
 from lmi_server.contract.protocol import Input as Request
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects.forms import form_fields
@@ -40,12 +41,15 @@ class InputBuilder:
         common: Mapping[str, Any],
         may_choose_handler: bool,
         adapters: Container[str] | None = None,
+        keeps_attributes: bool = False,
     ) -> None:
         """`common` are properties of every Input.
 
         A client may set the property `handler` only with `may_choose_handler`. `adapters` are the names that a request
-        may have as `adapter`; None allows any.
+        may have as `adapter`; None allows any. With `keeps_attributes` SageMaker's custom attributes are a property,
+        too, as they came.
         """
+        self._keeps_attributes = keeps_attributes
         self._function_name = function_name
         self._adapters = adapters
         self.common = {**common, "handler": function_name}
@@ -69,6 +73,8 @@ class InputBuilder:
         return make_input(properties, content, self._function_name)
 
     def _properties(self, request: Request, more: Mapping[str, str]) -> Properties:
+        if self._keeps_attributes and request.custom_attributes:
+            more = {CUSTOM_ATTRIBUTES: request.custom_attributes, **more}
         return Properties({**self.common, **sent_properties(request), **more})
 
     def content(self, request: Request) -> list[tuple[str, bytes]]:

@@ -137,7 +137,7 @@ class OwnFormatting(Formatting):
             return exchange
         text_input = text_input or _input_of(request)
         self._complete(text_input, request)
-        return self._written(exchange, text_input, _streams(text_input), served.name)
+        return self._written(exchange, text_input, _streams(text_input), served)
 
     def _body_formatted(self, request: Request) -> Request:
         assert self.reads is not None

@@ -2,7 +2,8 @@
 
 The functions and their parameters are those of the SageMaker Inference Toolkit: `model_fn(model_dir)`,
 `input_fn(data, content_type)`, `predict_fn(data, model)` and `output_fn(prediction, accept)`, or in place of the last
-three `transform_fn(model, data, content_type, accept)`. Each may take a context as one more parameter.
+three `transform_fn(model, data, content_type, accept)`. `pre_model_fn(model_dir)` is called before the model is loaded,
+`model_warmup_fn(model_dir, model)` afterwards. Each may take a context as one more parameter.
 """
 
 from __future__ import annotations
@@ -11,43 +12,21 @@ import inspect
 import io
 import json
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from djl_python.inputs import Input
 from djl_python.outputs import Output
 
+from handlers.own_code.script_context import Context
 from lmi_server.contract.errors import ModelLoadError
 
 JSON, CSV, NPY = "application/json", "text/csv", "application/x-npy"
+_OF_THE_SERVER = frozenset({"cluster_size", "device_id", "handler", "model_dir", "requestId"})  # no headers
+_PARTS = ("input_fn", "predict_fn", "output_fn")
 _TEXTS = (JSON, CSV)  # what functions get as str, as in the toolkit
 _UNSUPPORTED = 415
 _NOT_ACCEPTABLE = 406
-
-
-class Context:
-    """What a function may take as its last parameter, by the names of the toolkit. It is that of one call."""
-
-    def __init__(self, model_dir: str, headers: Mapping[str, str]) -> None:
-        self.system_properties = {"model_dir": model_dir, "gpu_id": None}
-        self.response_content_type: str | None = None
-        self.response_headers: dict[str, str] = {}
-        self._headers = headers
-
-    def get_request_header(self, index: int, key: str) -> str | None:
-        """Return a header of the request; there is one request to a call, with the index 0."""
-        return self._headers.get(key.lower())
-
-    def get_all_request_header(self, index: int) -> dict[str, str]:
-        """Return all headers of the request, by their names in lower case."""
-        return dict(self._headers)
-
-    def set_response_content_type(self, index: int, value: str) -> None:
-        """Set the content type of the answer."""
-        self.response_content_type = value
-
-    def set_response_header(self, index: int, key: str, value: str) -> None:
-        """Set a header of the answer."""
-        self.response_headers[key] = value
 
 
 class Script:
@@ -59,34 +38,54 @@ class Script:
         self._default_accept = default_accept
         self._place = place
         self._model: Any = None
-        self._model_dir = ""
+        self._system: dict[str, Any] = {}  # what every context has
 
     def __call__(self, inputs: Input) -> Output | None:
         if inputs.is_empty():
             self._load(inputs)
             return None
-        headers = {name.lower(): value for name, value in inputs.get_properties().items()}
-        kind = headers.get("content-type", JSON)
-        accept = headers.get("accept", "*/*")
-        accept = self._default_accept if accept in ("", "*/*") else accept
-        context = Context(self._model_dir, headers)
+        properties = inputs.get_properties()
+        headers = {name: value for name, value in properties.items() if name not in _OF_THE_SERVER}
+        kind = inputs.get_property("content-type") or JSON
+        accept = inputs.get_property("accept") or "*/*"
+        accept = self._default_accept if accept == "*/*" else accept
+        context = Context(self._system, headers, properties.get("requestId", ""))
         body = bytes(inputs.get_as_bytes())
         data = body.decode() if _is_text(kind) else body
         try:
             result, kind = self._answer(data, kind, accept, context)
         except _UnsupportedError as error:
             return Output().error(str(error), code=error.status, message=str(error))
-        output = Output().add(result).add_property("Content-Type", context.response_content_type or kind)
-        for name, value in context.response_headers.items():
+        status, phrase = context.get_response_status(0)
+        output = Output(status, phrase or "OK").add(result)
+        for name, value in {"Content-Type": kind, **_titled(context.get_response_headers(0))}.items():
             output.add_property(name, value)
         return output
 
     def _load(self, inputs: Input) -> None:
-        self._model_dir = inputs.get_properties()["model_dir"]
+        model_dir = inputs.get_properties()["model_dir"]
+        device = int(inputs.get_property("device_id") or -1)
+        self._system = {
+            "model_dir": model_dir,
+            "gpu_id": device if device >= 0 else None,
+            "batch_size": 1,
+            "server_name": "lmi-server",
+            "server_version": version("lmi-server"),
+        }
+        context = Context(self._system, {}, "")
         load = self._functions.get("model_fn")
         if load is None:
             raise ModelLoadError(f"{self._place}: defines no model_fn(model_dir), which loads the model; define it")
-        self._model = _call(load, (self._model_dir,), Context(self._model_dir, {}))
+        parts = [name for name in _PARTS if name in self._functions]
+        if parts and "transform_fn" in self._functions:
+            raise ModelLoadError(
+                f"{self._place}: transform_fn does the work of {', '.join(parts)}; define one or the other"
+            )
+        if "pre_model_fn" in self._functions:
+            _call(self._functions["pre_model_fn"], (model_dir,), context)
+        self._model = _call(load, (model_dir,), context)
+        if "model_warmup_fn" in self._functions:
+            _call(self._functions["model_warmup_fn"], (model_dir, self._model), context)
 
     def _answer(self, data: Any, kind: str, accept: str, context: Context) -> tuple[Any, str]:
         functions = self._functions
@@ -171,6 +170,11 @@ def _as_list(value: Any) -> Any:
     if not hasattr(value, "tolist"):
         raise TypeError(f"a {type(value).__name__} has no form in JSON; define output_fn")
     return value.tolist()
+
+
+def _titled(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return headers of an answer; the content type under the name that Output has for it."""
+    return {"Content-Type" if name.lower() == "content-type" else name: value for name, value in headers.items()}
 
 
 def _is_text(kind: str) -> bool:

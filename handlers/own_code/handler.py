@@ -31,7 +31,15 @@ logger = logging.getLogger(__name__)
 
 _Handler: TypeAlias = RequestHandler | AsyncRequestHandler | LLMHandler
 _HANDLERS: tuple[type[_Handler], ...] = (RequestHandler, AsyncRequestHandler, LLMHandler)
-_SCRIPT = ("model_fn", "input_fn", "predict_fn", "output_fn", "transform_fn")
+_SCRIPT = (
+    "pre_model_fn",
+    "model_fn",
+    "model_warmup_fn",
+    "input_fn",
+    "predict_fn",
+    "output_fn",
+    "transform_fn",
+)
 _FORMATTERS = ("input_formatter", "output_formatter")
 
 
@@ -147,7 +155,7 @@ def _code_of(module: ModuleType, options: OwnCodeOptions) -> RequestHandler:
         from handlers.own_code.framework_functions import JSON, Script
 
         accept = options.given.get("default_accept", JSON)
-        return DjlFunction(Script(script, accept, str(module.__file__)), {}, {})
+        return DjlFunction(Script(script, accept, str(module.__file__)), {}, {}, is_script=True)
     handler = find_class(module, _HANDLERS)
     if handler is not None:
         made = handler()

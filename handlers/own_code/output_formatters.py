@@ -3,6 +3,8 @@
 fn(output: TextGenerationOutput) -> str                                      after each step
 fn(token, first_token, last_token, details, generated_text, id) -> str       for each token; `id` may be missing
 fn(answer) -> str, dict or bytes                                             the finished answer, or each chunk
+
+The last form gets each chunk of a stream as LMI's asynchronous service does if the model is served as that does.
 """
 
 from __future__ import annotations
@@ -19,16 +21,17 @@ from handlers.own_code.answer_objects import LmiAnswer, StreamEvent, attribute_d
 from lmi_server.contract.errors import HandlerError, LmiServerError
 from lmi_server.contract.generation import Delta, GenerationRequest, Usage
 from lmi_server.contract.generation import Token as GeneratedToken
-from lmi_server.dialects.base import Exchange
+from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import error_event
-from lmi_server.dialects.framing import JSON_LINES
-from lmi_server.dialects.lmi import token_texts
+from lmi_server.dialects.framing import JSON_LINES, SSE, encode_line
+from lmi_server.dialects.lmi import AsyncLinesExchange, token_texts
+from lmi_server.dialects.openai import completion_lines
 from lmi_server.dialects.routes import INVOCATIONS
 
 _OUTPUT_TYPES = ("RequestOutput", "TextGenerationOutput")
 _TOKEN_ARGUMENTS = 5  # of the oldest form
 
-Write = Callable[[Exchange, RequestInput, bool, str], Exchange]
+Write = Callable[[Exchange, RequestInput, bool, ServedModel], Exchange]
 """Wraps the Exchange of a dialect: gets it, the request as formatters see it, whether the client streams, the model."""
 
 _FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
@@ -53,7 +56,16 @@ def exchange_writer(function: Callable[..., Any]) -> Write:
         return lambda inner, given, streams, _: _Stepwise(
             inner, given, streams, _Tokenwise(function, given.request_id if with_id else None)
         )
-    return lambda inner, given, streams, model: _Rewritten(inner, function, model)
+    return lambda inner, given, streams, served: _rewritten(inner, function, served)
+
+
+def _rewritten(inner: Exchange, function: Callable[..., Any], served: ServedModel) -> Exchange:
+    if not (served.async_service and inner.content_type == JSON_LINES.content_type):
+        return _Rewritten(inner, function, served.served_names[0] if served.served_names else served.name)
+    lines = inner
+    if isinstance(inner, AsyncLinesExchange):
+        lines = completion_lines(inner.requests, inner.warnings, served)
+    return _EventLines(lines, function, inner)
 
 
 class _Reading:
@@ -173,6 +185,8 @@ class _Rewritten(Exchange):
         self.content_type = inner.content_type
         self._inner = inner
         self._function = function
+        framing = SSE if inner.content_type == SSE.content_type else JSON_LINES
+        self._start, self._end = framing.start, framing.end  # of values that the function returns in place of a text
 
     def first(self) -> bytes:
         return self._chunk(self._inner.first())
@@ -211,7 +225,47 @@ class _Rewritten(Exchange):
 
     def _event(self, event: StreamEvent) -> bytes:
         written = self._function(event)
-        return written.written(self._texts).encode() if isinstance(written, StreamEvent) else _bytes(written)
+        if isinstance(written, StreamEvent):
+            return written.written(self._texts).encode()
+        data = _bytes(written)
+        return data if isinstance(written, str | bytes) or not data else self._start + data + self._end
+
+    def error_chunk(self, error: LmiServerError) -> bytes:
+        return self._inner.error_chunk(error)
+
+
+class _EventLines(Exchange):
+    """Calls a function with each event of a stream as vLLM writes it, also with the one that closes the stream.
+
+    Each result is a line of the answer, and an empty line ends it, as LMI's asynchronous service sends them.
+    """
+
+    stream = True
+    content_type = JSON_LINES.content_type
+
+    def __init__(self, lines: Exchange, function: Callable[..., Any], inner: Exchange) -> None:
+        """`lines` writes the JSON of the events, and `inner` how the stream ends if it fails."""
+        self.requests = lines.requests
+        self.warnings = lines.warnings
+        self._lines = lines
+        self._function = function
+        self._inner = inner
+
+    def first(self) -> bytes:
+        return self._written(self._lines.first())
+
+    def add(self, index: int, delta: Delta) -> bytes:
+        return self._written(self._lines.add(index, delta))
+
+    def last(self) -> bytes:
+        return self._written(self._lines.last()) + self._line(SSE.done.decode()) + b"\n"
+
+    def _written(self, lines: bytes) -> bytes:
+        return b"".join(self._line(f"data: {line}\n\n") for line in lines.decode().split("\n") if line)
+
+    def _line(self, event: str) -> bytes:
+        written = self._function(event)
+        return b"" if written is None else _bytes(written) + b"\n"
 
     def error_chunk(self, error: LmiServerError) -> bytes:
         return self._inner.error_chunk(error)
@@ -234,7 +288,7 @@ def _bytes(value: Any) -> bytes:
     if hasattr(value, "model_dump_json") and not isinstance(value, dict):
         return str(value.model_dump_json()).encode()
     try:
-        return msgspec.json.encode(value)
+        return encode_line(value)
     except TypeError:
         raise HandlerError(
             f"output_formatter returned a {type(value).__name__}; return str, bytes or values that JSON can express"

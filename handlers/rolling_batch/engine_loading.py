@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from handlers.chats.model import ModelChats
+from handlers.checkpoints.rotary import steady_length
 from handlers.checkpoints.transformers_loading import eos_token_ids, sampling_defaults
 from handlers.rolling_batch.attention import UnsupportedAttentionError
 from handlers.rolling_batch.communicator import Communicator
@@ -39,6 +40,7 @@ from lmi_server.contract.errors import (
     LmiServerError,
     ModelLoadError,
     ModelMemoryError,
+    RollingBatchError,
     describe,
     first_line,
     is_device_failure,
@@ -71,20 +73,20 @@ class LoadedEngine:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of OpenAI requests, by the model's files
 
     def stats(self) -> Mapping[str, float]:
-        """Return the engine's gauges."""
+        """Return the engine's gauges and counters."""
         stats = self.engine.stats
         return {
             "running_requests": stats.running,
             "waiting_requests": stats.waiting,
             "kv_cache_used_tokens": stats.used_tokens,
             "kv_cache_usage": stats.used_tokens / self.kv_tokens,
-            "engine_steps": stats.steps,
-            "generated_tokens": stats.generated_tokens,
-            "computed_prompt_tokens": stats.prompt_tokens,
-            "cached_prompt_tokens": stats.cached_prompt_tokens,
-            "retracted_requests": stats.retracted_requests,
-            "drafted_tokens": stats.drafted_tokens,
-            "accepted_draft_tokens": stats.accepted_tokens,
+            "engine_steps_total": stats.steps,
+            "generated_tokens_total": stats.generated_tokens,
+            "computed_prompt_tokens_total": stats.prompt_tokens,
+            "cached_prompt_tokens_total": stats.cached_prompt_tokens,
+            "retracted_requests_total": stats.retracted_requests,
+            "drafted_tokens_total": stats.drafted_tokens,
+            "accepted_draft_tokens_total": stats.accepted_tokens,
             "kv_cache_kept_tokens": stats.kept_tokens,
             "new_token_ratio": stats.new_token_ratio,
             "gen_throughput": stats.throughput if stats.running else 0.0,
@@ -176,8 +178,8 @@ def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOpti
 
 
 @contextmanager
-def _refusals(model: Any) -> Iterator[None]:
-    """Turn what a model under the rolling batch raises into a ModelLoadError that names the other ways to serve it."""
+def _refusals(model: Any, refusal: type[ModelLoadError] = RollingBatchError) -> Iterator[None]:
+    """Turn what a model under the rolling batch raises into a `refusal` that names the other ways to serve it."""
     try:
         yield
     except LmiServerError:
@@ -191,7 +193,7 @@ def _refusals(model: Any) -> Iterator[None]:
                 " kernel's log (dmesg, NVRM: Xid) say more"
             ) from error
         reason = str(error) if isinstance(error, UnsupportedAttentionError) else f"its code raised {describe(error)}"
-        raise ModelLoadError(
+        raise refusal(
             f"{type(model).__name__} cannot run under the rolling batch: {reason}; other ways to serve it are"
             " option.rolling_batch=disable, for static batches, and option.rolling_batch=vllm"
         ) from error
@@ -222,11 +224,8 @@ def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
     With them the output of a request would depend on the other requests in the batch. Raises UnsupportedAttentionError
     naming the length up to which they are constant.
     """
-    text_config = config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type"), *(entry.get("rope_type") for entry in rope.values() if isinstance(entry, dict))}
-    steady = rope.get("original_max_position_embeddings") or text_config.max_position_embeddings
-    if kinds & {"dynamic", "longrope"} and max_len > steady:
+    steady = steady_length(config.get_text_config().to_dict())
+    if steady is not None and max_len > steady:
         raise UnsupportedAttentionError(
             f"its rotary embeddings change with the length; set option.max_model_len={steady}"
         )
@@ -315,7 +314,7 @@ def _drafting_runner(loaded: LoadedModel, slots: int) -> ModelRunner | None:
     """Return the runner of the draft model, if there is one."""
     if loaded.draft is None:
         return None
-    with _refusals(loaded.draft.model):
+    with _refusals(loaded.draft.model, ModelLoadError):
         drafting = loaded.draft.runner()
         drafting.prepare(slots, loaded.draft.max_len)
     return drafting

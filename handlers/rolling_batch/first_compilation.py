@@ -76,23 +76,28 @@ def start(model_dir: str, options: RollingBatchOptions) -> FirstCompilation | No
     if element is None or own_rank().size > 1 or shown_gpus(process_environment())[1]:
         return None
     marker = compiled_marker(element)
-    return None if marker.exists() else FirstCompilation(element, marker)
+    return None if marker is None or marker.exists() else FirstCompilation(element, marker)
 
 
-def compiled_marker(element: str) -> Path:
-    """Return the file that says, beside the compiled kernels, that they are there for this kind of processor."""
+def compiled_marker(element: str) -> Path | None:
+    """Return the file that says, beside the compiled kernels, that they are there for this kind of processor.
+
+    None if compiled kernels are not kept.
+    """
     from handlers.rolling_batch.cpu_kernels.compilation import SOURCES, target
 
     processor = hashlib.sha256(" ".join(target()).encode()).hexdigest()[:16]
-    return compiled_kernels() / f"compiled_{element}_{SOURCES}_{processor}"
+    folder = compiled_kernels()
+    return None if folder is None else folder / f"compiled_{element}_{SOURCES}_{processor}"
 
 
-def compiled_kernels() -> Path:
-    """Return the folder in which numba keeps the compiled kernels."""
+def compiled_kernels() -> Path | None:
+    """Return the folder in which numba keeps the compiled kernels, None if it keeps none."""
     from handlers.rolling_batch.cpu_kernels.linear import linear
 
     kernel: Any = linear
-    return Path(kernel.stats.cache_path)
+    path = kernel.stats.cache_path
+    return None if path is None else Path(path)
 
 
 def mark_compiled(marker: Path) -> None:

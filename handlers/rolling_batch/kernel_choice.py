@@ -171,7 +171,9 @@ def measured_borders() -> Borders:
     kind, processor, features = target()
     versions = hashlib.sha256(" ".join((kind, features, hidden, torch.__version__, SOURCES, str(ROWS))).encode())
     threads = f"{torch.get_num_threads()} threads of {os.cpu_count()}"
-    return Borders(compiled_kernels() / _FILE, f"{processor}, {threads}, {versions.hexdigest()[:16]}")
+    folder = compiled_kernels()
+    kept = None if folder is None else folder / _FILE
+    return Borders(kept, f"{processor}, {threads}, {versions.hexdigest()[:16]}")
 
 
 def _read(path: Path | None) -> dict[str, dict[str, int]]:

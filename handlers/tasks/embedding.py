@@ -68,7 +68,7 @@ class TextEmbedding(Task):
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Text:
         if isinstance(value, list):
             value = fields.token_ids("inputs", value)
-        if not isinstance(value, str | tuple) or not value:
+        if not isinstance(value, str | tuple) or value == ():
             raise fields.not_allowed("inputs", value, "send a string or token ids, or a list of them")
         return self._checked(
             Text(
@@ -99,7 +99,7 @@ class TextEmbedding(Task):
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Embedding | LmiServerError]:
         encoder = self._encoder
         sequences = [self._cut(ids, text.size) for text, ids in zip(inputs, self._ids(inputs), strict=True)]
-        results: list[Embedding | LmiServerError] = [encoder.too_long(ids) for ids in sequences]
+        results: list[Embedding | LmiServerError] = [encoder.unfit(ids) for ids in sequences]
         for indices in encoder.batches(sequences):
             vectors = self._embed([sequences[index] for index in indices])
             for index, vector in zip(indices, vectors, strict=True):

@@ -12,12 +12,13 @@ import torch
 from transformers import AutoModel
 
 from handlers.checkpoints.placement import main_device
+from handlers.checkpoints.rotary import RotaryEmbeddings
 from handlers.checkpoints.text_length import TextLength
 from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
 from handlers.tasks.batches import even_batches
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task import Task, named, read_text
-from lmi_server.contract.errors import ContextLengthError
+from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.dialects import fields
 
 _MAX_TOKENS = 16384  # of one forward pass, padding included
@@ -34,6 +35,7 @@ class Encoder:
         self._text_length = TextLength(self.tokenizer)
         model = load_model(AutoModel, path, options)
         self.model = model.get_encoder() if model.config.is_encoder_decoder else model
+        self._rotary = RotaryEmbeddings(model)
         positions = getattr(model.config, "max_position_embeddings", None) or _NO_LIMIT
         longest = min(positions - _positions_lost(model), self.tokenizer.model_max_length)
         self.max_length = min(options.max_model_len or max_length or longest, longest)
@@ -78,6 +80,7 @@ class Encoder:
 
         The mask is False at padding.
         """
+        self._rotary.forget()
         lengths = torch.tensor([len(ids) for ids in batch])
         longest = int(lengths.max())
         ids = torch.full((len(batch), longest), self.tokenizer.pad_token_id or 0)
@@ -91,14 +94,22 @@ class Encoder:
         return self.model(input_ids=ids, **attention).last_hidden_state, mask
 
     def batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yield the indices of sequences that run together, without those that are too long for the model."""
-        fitting = [index for index, ids in enumerate(sequences) if len(ids) <= self.max_length]
-        for batch in even_batches(
-            [len(sequences[index]) for index in fitting], _MAX_TOKENS, main_device(self.model).type
-        ):
-            yield [fitting[index] for index in batch]
+        """Yield the indices of sequences that run together, without any that does not fit the model."""
+        kinds: dict[int, list[int]] = {}
+        for index, length in enumerate(map(len, sequences)):
+            if 0 < length <= self.max_length:
+                kinds.setdefault(0 if self._rotary.may_mix(length) else length, []).append(index)
+        for fitting in kinds.values():
+            lengths = [len(sequences[index]) for index in fitting]
+            for batch in even_batches(lengths, _MAX_TOKENS, main_device(self.model).type):
+                yield [fitting[index] for index in batch]
 
-    def too_long(self, ids: Sequence[int]) -> ContextLengthError:
+    def unfit(self, ids: Sequence[int]) -> RequestError:
+        """Return the error of a sequence that `batches` leaves out."""
+        if not ids:
+            return RequestError(
+                "an input has no tokens, not even the model's own around a text; send one that has some"
+            )
         count = f"{len(ids)} tokens or more" if isinstance(ids, range) else f"{len(ids)} tokens"
         return ContextLengthError(
             f"an input has {count}, and the model takes at most {self.max_length}; send a shorter one, or have "
@@ -149,7 +160,7 @@ class FeatureExtraction(Task):
         sequences = encoder.tokenize_unless_too_long(inputs, [is_cut] * len(inputs))
         if is_cut:
             sequences = [encoder.cut(ids, self.max_length) for ids in sequences]
-        results: list[Any] = [encoder.too_long(ids) for ids in sequences]
+        results: list[Any] = [encoder.unfit(ids) for ids in sequences]
         with torch.inference_mode():
             for indices in encoder.batches(sequences):
                 states, _ = encoder.hidden_states([sequences[index] for index in indices])

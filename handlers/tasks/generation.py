@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from handlers.checkpoints.placement import main_device
+from handlers.checkpoints.rotary import RotaryEmbeddings
 from handlers.checkpoints.text_length import TextLength
 from handlers.checkpoints.transformers_loading import eos_token_ids, load_model, load_tokenizer
 from handlers.tasks.generation_parameters import (
@@ -74,6 +75,7 @@ class GenerationTask(Task):
         # are more than the cores. A stream needs a second thread beside the main one, so all of generate() runs in it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
         self._pads = True
+        self._rotary = RotaryEmbeddings(self._model)
 
     @property
     def model(self) -> Any:
@@ -86,7 +88,7 @@ class GenerationTask(Task):
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
         each = parameters.get("num_return_sequences", 1)
         results: dict[int, list[Any]] = {}
-        for places in self._batches(inputs):
+        for places in self._batches(inputs, parameters):
             together = [inputs[place] for place in places]
             sequences = self._thread.submit(self._generate, together, parameters).result()
             for number, place in enumerate(places):
@@ -110,7 +112,7 @@ class GenerationTask(Task):
             )
 
     def stream(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Iterator[list[Piece]]:
-        if len(self._batches(inputs)) > 1:
+        if len(self._batches(inputs, parameters)) > 1:
             raise RequestError(
                 "inputs: a stream of this model takes texts of the same number of tokens; send each in its own request"
             )
@@ -147,14 +149,24 @@ class GenerationTask(Task):
         """Return the tokens that the generated text continues; the detokenizer needs them for spaces."""
         raise NotImplementedError
 
-    def _batches(self, inputs: Sequence[Prompt]) -> list[list[int]]:
-        """Return the places of the inputs that run together: all, or those of one length if padding changes answers."""
-        if self._pads:
-            return [list(range(len(inputs)))]
+    def _batches(self, inputs: Sequence[Prompt], parameters: Mapping[str, Any]) -> list[list[int]]:
+        """Return the places of the inputs that run together: all, or those of one length if padding changes answers.
+
+        It does if a sequence may grow beyond the length up to which the model's rotary embeddings stay the same.
+        """
         batches: dict[int, list[int]] = {}
         for place, prompt in enumerate(inputs):
-            batches.setdefault(len(prompt.ids), []).append(place)
+            length = len(prompt.ids)
+            mixes = self._pads and self._rotary.may_mix(self._longest(length, parameters))
+            batches.setdefault(0 if mixes else length, []).append(place)
         return list(batches.values())
+
+    def _longest(self, length: int, parameters: Mapping[str, Any]) -> int | None:
+        """Return how many tokens a prompt of `length` and its answer have at most; None if the model limits these."""
+        arguments = self.arguments(parameters)
+        if "max_new_tokens" in arguments:
+            return int(length + arguments["max_new_tokens"])
+        return max(length, int(arguments["max_length"])) if "max_length" in arguments else None
 
     def _generate(
         self,
@@ -164,6 +176,7 @@ class GenerationTask(Task):
         stopped: Stopped | None = None,
     ) -> list[NewTokens]:
         """Return the new tokens of each sequence, those of one input after each other."""
+        self._rotary.forget()
         if "seed" in parameters:
             torch.manual_seed(parameters["seed"])
         ids = [prompt.ids for prompt in inputs]

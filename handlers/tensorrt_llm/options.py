@@ -23,7 +23,7 @@ from lmi_server.configuration.options import (
     without_effect,
 )
 from lmi_server.configuration.options import ModelOptions as _ModelOptions
-from lmi_server.configuration.references import NAMES_MODEL, NAMES_NOTHING, NAMES_PATH, NUMBERS_ONLY
+from lmi_server.configuration.references import NAMES_MODEL, NAMES_NOTHING, NAMES_PATH, NAMES_REVISION, NUMBERS_ONLY
 
 ENGINE_REPOSITORY = "tensorrtllm_model_repo"
 """The directory beside serving.properties that holds built engines, by LMI's name."""
@@ -229,7 +229,7 @@ class TensorRtLlmOptions(_ModelOptions):
     tokenizer: Annotated[str | None, NAMES_MODEL] = Field(None, description="Tokenizer to use instead of the model's.")
     tokenizer_mode: Literal["auto", "slow"] = Field("auto", description="Kind of tokenizer.")
     skip_tokenizer_init: bool = Field(False, description="Accept and return token ids only.")
-    tokenizer_revision: Annotated[str | None, NAMES_NOTHING] = Field(
+    tokenizer_revision: Annotated[str | None, NAMES_REVISION] = Field(
         None, description="Branch, tag or commit of the tokenizer."
     )
     context_parallel_size: PositiveInt = Field(1, description="GPUs that one context is split over.")

@@ -48,10 +48,10 @@ class Statistics:
             "kv_cache_used_tokens": used * cache.get("tokensPerBlock", 0),
             "kv_cache_usage": used / blocks if blocks else 0.0,
             "kv_cache_free_blocks": blocks - used,
-            "kv_cache_reused_blocks": cache.get("reusedBlocks", 0),
+            "kv_cache_reused_blocks_total": cache.get("reusedBlocks", 0),
             "kv_cache_hit_rate": cache.get("cacheHitRate", 0.0),
-            "generated_tokens": self.generated_tokens,
-            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens_total": self.generated_tokens,
+            "prompt_tokens_total": self.prompt_tokens,
         }
 
     async def _follow(self, read: Read) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,6 +24,7 @@ _LOAD_ERRORS: tuple[type[Exception], ...] = (
     TypeError,
     NotImplementedError,
     OSError,
+    ImportError,
     AssertionError,
     RuntimeError,
 )
@@ -34,7 +36,15 @@ def load_errors(problem: str, *others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (*_LOAD_ERRORS, *others) as error:
-        raise ModelLoadError(f"{problem}: {error_message(error)}") from error
+        raise ModelLoadError(f"{problem}: {error_message(error)}{_missing_package(error)}") from error
+
+
+def _missing_package(error: Exception) -> str:
+    """Return the end of the message about a model that cannot be imported; vLLM leaves the reason to its log."""
+    unimported = isinstance(error, ImportError) or "failed to be inspected" in str(error)
+    if not unimported or find_spec("torchvision") is not None:
+        return ""
+    return "; most models of images need torchvision: install it in the version that fits torch"
 
 
 def create_engine_config(model_dir: str, options: VllmEngineOptions) -> Any:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -225,8 +226,18 @@ def as_request_error(error: Exception, max_model_len: int = 0) -> RequestError:
     return RequestError(message)
 
 
+_FIELD = re.compile(r"(?!(?:int|float|str|bool)$)[a-z][a-z0-9_]*")  # not the type that a form of the value has
+
+
+def _problem(detail: Mapping[str, Any]) -> str:
+    """Return what pydantic says of one value, and where that is. Names of types in the place are left out."""
+    place = ".".join(str(part) for part in detail["loc"] if isinstance(part, int) or _FIELD.fullmatch(part))
+    text = str(detail["msg"]).removeprefix("Value error, ")
+    return f"{place}: {text}" if place else text
+
+
 def error_message(error: BaseException) -> str:
-    """Return the message of an error, without the header and the links that pydantic adds."""
+    """Return the message of an error, without the header and the links that pydantic adds, with each place."""
     if isinstance(error, ValidationError):
-        return "; ".join(str(detail["msg"]).removeprefix("Value error, ") for detail in error.errors())
+        return "; ".join(dict.fromkeys(map(_problem, error.errors())))
     return str(error) or type(error).__name__

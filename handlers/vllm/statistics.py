@@ -49,8 +49,8 @@ class Statistics:
             "waiting_requests": self._waiting * busy,
             "kv_cache_used_tokens": round(self._usage * self._kv_tokens) * busy,
             "kv_cache_usage": self._usage * busy,
-            "generated_tokens": self._generated,
-            "prompt_tokens": self._prompt_tokens,
+            "generated_tokens_total": self._generated,
+            "prompt_tokens_total": self._prompt_tokens,
             "generation_throughput": self._rate * busy,
         }
 

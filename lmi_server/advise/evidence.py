@@ -69,12 +69,8 @@ def add_metrics(evidence: Evidence, seen: Sequence[Observed]) -> None:
             )
     before, after = seen[0].reading, seen[-1].reading
     evidence.retracted += server_metrics.increase(before, after, "retracted") or 0.0
-    cached, looked_up, computed = (
-        server_metrics.increase(before, after, key) or 0.0
-        for key in ("cached_tokens", "looked_up_tokens", "computed_tokens")
-    )
-    evidence.cached_tokens += cached
-    evidence.prompt_tokens += looked_up or (cached + computed)
+    evidence.cached_tokens += server_metrics.increase(before, after, "cached_tokens") or 0.0
+    evidence.prompt_tokens += server_metrics.increase(before, after, "looked_up_tokens") or 0.0
 
 
 def add_log(evidence: Evidence, lines: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bars
 
 from lmi_server.contract.errors import ArtifactError
+from lmi_server.contract.log_fields import of_model
 from lmi_server.contract.sizes import in_words
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class LogProgress:
         self._next_at[progress.what] = now + _LOG_EVERY_S
         if ended:
             self._finished.add(progress.what)
-        logger.info("[%s] %s%s", self._model_name, progress.what, _amount(progress))
+        model = self._model_name
+        logger.info("[%s] %s%s", model, progress.what, _amount(progress), extra=of_model(model))
 
 
 class TerminalProgress:

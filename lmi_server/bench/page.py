@@ -76,7 +76,8 @@ def page(title: str, sections: Sequence[Section]) -> str:
         f"<body><h1>{escape(title)}</h1>{body}"
         f"<footer>Plots by uPlot. {escape(_static('uPlot.LICENSE'))}</footer>\n"
         f'<script type="application/json" id="plots">{data}</script>\n'
-        f"<script>{_static('uPlot.iife.min.js')}</script><script>{_static('page.js')}</script></body></html>\n"
+        f"<script>{_static('language.js')}</script><script>{_static('uPlot.iife.min.js')}</script>\n"
+        f"<script>{_static('page.js')}</script></body></html>\n"
     )
 
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from urllib.request import Request, urlopen
 
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{.*\})? ([-+.\deE]*\d|NaN|[-+]Inf)(?: \d+)?")
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+.\deE]*\d|NaN|[-+]Inf)(?: \d+)?")
+_VLLM = "vllm:"
+_WORKER = 'worker="'
 _LIMIT_S = 5.0
 
 Reading = Mapping[str, float]
@@ -35,6 +37,7 @@ class _Quantity:
 QUANTITIES: Mapping[str, _Quantity] = {
     "running": _Quantity(
         (
+            "lmi_handler_running_requests",
             "vllm:num_requests_running",
             "sglang:num_running_reqs",
             "tgi_batch_current_size",
@@ -42,26 +45,27 @@ QUANTITIES: Mapping[str, _Quantity] = {
         )
     ),
     "queued": _Quantity(("lmi_queue_depth", "sglang:num_queue_reqs", "tgi_queue_size")),
-    "queued_in_engine": _Quantity(("vllm:num_requests_waiting", "lmi_handler_waiting_requests")),
+    "queued_in_engine": _Quantity(("lmi_handler_waiting_requests", "vllm:num_requests_waiting")),
     "kv_usage": _Quantity(
         ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", "lmi_handler_kv_cache_usage"),
         _mean,
     ),
     "cached_tokens": _Quantity(
-        ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total", "lmi_handler_cached_prompt_tokens")
+        ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total", "lmi_cached_prompt_tokens_total")
     ),
-    "looked_up_tokens": _Quantity(("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total")),
-    "computed_tokens": _Quantity(("lmi_handler_computed_prompt_tokens",)),
+    "looked_up_tokens": _Quantity(
+        ("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total", "lmi_prompt_tokens_total")
+    ),
     "generated_tokens": _Quantity(
         (
             "vllm:generation_tokens_total",
             "sglang:generation_tokens_total",
-            "lmi_handler_generated_tokens",
+            "lmi_handler_generated_tokens_total",
             "tgi_request_generated_tokens_sum",
         )
     ),
     "retracted": _Quantity(
-        ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total", "lmi_handler_retracted_requests")
+        ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total", "lmi_handler_retracted_requests_total")
     ),
     "queue_s": _Quantity(
         ("lmi_queue_time_seconds_sum", "sglang:queue_time_seconds_sum", "tgi_request_queue_duration_sum")
@@ -76,16 +80,38 @@ QUANTITIES: Mapping[str, _Quantity] = {
 
 
 def read(text: str) -> Reading:
-    """Return the values in a text of /metrics."""
+    """Return the values in a text of /metrics.
+
+    Of this server's text, vLLM's names count only where vLLM reports them: elsewhere they repeat values that this
+    server has under its own names, and their waiting requests include those of the job queue.
+    """
     samples: dict[str, list[float]] = defaultdict(list)
-    for name, value in _samples(text.splitlines()):
-        samples[name].append(value)
+    is_own = is_lmi_server(text)
+    for name, labels, value in _samples(text.splitlines()):
+        if not (is_own and name.startswith(_VLLM) and _WORKER not in labels):
+            samples[name].append(value)
     found = {}
     for key, quantity in QUANTITIES.items():
         known = [name for name in quantity.names if name in samples]
         if known:
             found[key] = quantity.total(samples[known[0]])
     return found
+
+
+def is_lmi_server(text: str) -> bool:
+    """Return whether a text of /metrics is of this server."""
+    return "lmi_queue_depth" in text
+
+
+def reports_vllm(text: str) -> bool:
+    """Return whether vLLM serves a model behind a text of /metrics.
+
+    This server shows the values of every handler under vLLM's names. Only what comes from vLLM has a worker there.
+    """
+    is_own = is_lmi_server(text)
+    return any(
+        name.startswith(_VLLM) and (not is_own or _WORKER in labels) for name, labels, _ in _samples(text.splitlines())
+    )
 
 
 def fetch(url: str, headers: Mapping[str, str]) -> Reading:
@@ -106,11 +132,7 @@ def cache_hit(before: Reading, after: Reading) -> float | None:
     """Return the share of prompt tokens that the prefix cache had between two readings; None if it is not known."""
     cached = increase(before, after, "cached_tokens")
     looked_up = increase(before, after, "looked_up_tokens")
-    computed = increase(before, after, "computed_tokens")
-    if cached is None:
-        return None
-    total = looked_up if looked_up is not None else cached + (computed or 0.0)
-    return cached / total if total > 0 else None
+    return cached / looked_up if cached is not None and looked_up else None
 
 
 def queue_time(before: Reading, after: Reading) -> float | None:
@@ -138,8 +160,9 @@ def increase(before: Reading, after: Reading, key: str) -> float | None:
     return after[key] if grown < 0 else grown
 
 
-def _samples(lines: Iterable[str]) -> Iterable[tuple[str, float]]:
+def _samples(lines: Iterable[str]) -> Iterable[tuple[str, str, float]]:
+    """Yield the name, the labels as they are written, and the value of each sample."""
     for line in lines:
         found = None if line.startswith("#") or "_bucket{" in line else _SAMPLE.fullmatch(line)
         if found is not None:
-            yield found[1], float(found[2])
+            yield found[1], found[2] or "", float(found[3])

@@ -14,8 +14,9 @@ from rich.console import Console
 from lmi_server.advise.evidence import Evidence, add_log, add_metrics
 from lmi_server.advise.rules import Advice, advise
 from lmi_server.bench.observation import Observer
-from lmi_server.bench.server_metrics import fetch_text, read
+from lmi_server.bench.server_metrics import fetch_text, is_lmi_server, read, reports_vllm
 from lmi_server.commands.bench import parse_headers
+from lmi_server.commands.server_calls import remedy
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.whole_files import write_text
@@ -56,7 +57,7 @@ def _watch(evidence: Evidence, url: str, headers: dict[str, str], seconds: float
     try:
         text = fetch_text(metrics, headers)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{metrics}: {error}") from error
+        raise ConfigurationError(f"{metrics}: {error}{remedy(error)}") from error
     if not read(text):
         raise ConfigurationError(f"{metrics} has no metrics of this server, vLLM, SGLang or text-generation-inference")
     evidence.engine = engine_of(text)
@@ -67,8 +68,8 @@ def _watch(evidence: Evidence, url: str, headers: dict[str, str], seconds: float
 
 def engine_of(metrics: str) -> str:
     """Return the engine whose metrics these are, a key of `rules.OPTIONS`."""
-    has_vllm = "vllm:" in metrics
-    if "lmi_queue_depth" in metrics:
+    has_vllm = reports_vllm(metrics)
+    if is_lmi_server(metrics):
         return "lmi-vllm" if has_vllm else "lmi"
     return "vllm" if has_vllm else "sglang"
 

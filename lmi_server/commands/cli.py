@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version as distribution_version
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from frontend.server_log import LOG_FORMAT, LineFormatter
+from frontend.server_log import formatter
 from lmi_server.artifacts.location import MODEL_FORMS, names_model_file
 from lmi_server.commands import ray
 from lmi_server.commands.advise import advise_server
@@ -42,7 +43,7 @@ from lmi_server.machine import model_imports
 from lmi_server.machine.descriptors import send_errors_to_output
 from lmi_server.machine.device_tools import Gpu, nvidia_products
 from lmi_server.machine.devices import nvidia_driver
-from lmi_server.machine.environment import is_multi_model, log_stream, process_environment, set_region
+from lmi_server.machine.environment import is_multi_model, log_format, log_stream, process_environment, set_region
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.ray.recommendation import CONTEXT, DEGREES, Goal, find_accelerator, find_model, own_accelerator
 from lmi_server.ray.recommendation import recommend as recommend_settings
@@ -124,10 +125,13 @@ def serve(
         "log_level": log_level,
     }
     _choose_stream(log_stream(environment))
-    with plain_configuration_errors():
+    _log_to_stderr("info", log_format(environment))
+    with _startup_errors(log_format(environment)):
         config_file = config_file or find_config_file(environment, Path.cwd())
         settings, setting_warnings = resolve_server(environment, flags, config_file)
-        _choose_stream(settings.log_stream)
+    _choose_stream(settings.log_stream)
+    _log_to_stderr(settings.log_level, settings.log_format)
+    with _startup_errors(settings.log_format):
         if config_file is not None:
             environment = {**model_defaults(config_file), **environment}
         startup = _startup(directories or (), models or (), settings, environment)
@@ -136,7 +140,6 @@ def serve(
             raise ConfigurationError(f"require_model is set, and there is no model: {'; '.join(warnings)}")
         if startup.directories and len(sources) == 1:
             _check_directory(sources[0], environment)
-    _log_to_stderr(settings.log_level)
     if config_file is not None:
         _log.info("settings are read from %s", config_file)
     for warning in (*setting_warnings, *warnings):
@@ -365,10 +368,24 @@ def _choose_stream(name: str) -> None:
         send_errors_to_output()
 
 
-def _log_to_stderr(level: str) -> None:
+def _log_to_stderr(level: str, written_as: str = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(LOG_FORMAT))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    handler.setFormatter(formatter(written_as))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+@contextlib.contextmanager
+def _startup_errors(written_as: str) -> Iterator[None]:
+    """Exit with code 1 at a ConfigurationError: its message is a record of the log if that is in JSON."""
+    if written_as != "json":
+        with plain_configuration_errors():
+            yield
+        return
+    try:
+        yield
+    except ConfigurationError as error:
+        _log.error("%s", error.message)
+        raise typer.Exit(1) from error
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ _TOKEN_GAP = "lmi_inter_token_latency_seconds"
 _WORKERS = "lmi_workers"
 _KV_USAGE = ("lmi_handler_kv_cache_usage", "vllm:kv_cache_usage_perc")
 # Of several names the first that a model has counts: handlers count tokens as they come, the front end at the end.
-_GENERATED = ("lmi_handler_generated_tokens", "vllm:generation_tokens_total", "lmi_output_tokens_total")
+_GENERATED = ("lmi_handler_generated_tokens_total", "vllm:generation_tokens_total", "lmi_output_tokens_total")
 _PLAIN = ("lmi_queue_depth", "lmi_requests_in_flight", "lmi_worker_resident_memory_bytes")
 _PROMPT, _CACHED = "lmi_prompt_tokens_total", "lmi_cached_prompt_tokens_total"
 _NAMES = (_FIRST_TOKEN, _TOKEN_GAP, _WORKERS, *_KV_USAGE, *_GENERATED, *_PLAIN, _PROMPT, _CACHED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
 from typing import Any, cast
 from urllib.error import HTTPError, URLError
@@ -51,7 +52,8 @@ class ServerCalls:
             return cast(HTTPResponse, urlopen(request, timeout=timeout_s))  # nosec B310
         except HTTPError as error:
             with error:
-                raise ConfigurationError(error_message(error.read()) or f"{self.url}{path}: {error}") from error
+                message = error_message(error.read()) or f"{self.url}{path}: {error}"
+                raise ConfigurationError(f"{message}{remedy(error)}") from error
         except (OSError, HTTPException) as error:
             raise self._gone(error) from error
 
@@ -64,3 +66,9 @@ class ServerCalls:
     def _gone(self, error: Exception) -> ConfigurationError:
         reason = error.reason if isinstance(error, URLError) else error
         return ConfigurationError(f"{self.url} does not answer: {reason}")
+
+
+def remedy(error: Exception) -> str:
+    """Return what a message of a command adds to an answer that asks for a key, nothing for any other."""
+    wants_key = isinstance(error, HTTPError) and error.code == HTTPStatus.UNAUTHORIZED
+    return "; --header 'x-api-key: KEY' sends a key" if wants_key else ""

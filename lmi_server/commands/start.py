@@ -10,4 +10,4 @@ def main() -> None:
     hide_secrets()
     from lmi_server.commands.cli import app
 
-    app()
+    app(prog_name="lmi-server")

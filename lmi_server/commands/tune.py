@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +35,14 @@ from lmi_server.tune.space import Space, check_space, grid, parse_space, space_o
 if TYPE_CHECKING:
     from lmi_server.tune.search import Search
 
+
+class Objective(StrEnum):
+    """What a search raises."""
+
+    THROUGHPUT = "throughput"
+    GOODPUT = "goodput"
+
+
 _DURATION = re.compile(r"([0-9.]+)(ms|s|)")
 _NOT_INSTALLED = "lmi-server tune needs optuna; pip install lmi-server[tune] brings it"
 
@@ -55,12 +64,17 @@ def tune(
     min_cache_hit: Annotated[
         str | None, typer.Option(help="Share of prompt tokens that must come from the prefix cache, such as 30%.")
     ] = None,
+    objective: Annotated[
+        Objective, typer.Option(help="What to raise: output tokens per second, or requests per second within limits.")
+    ] = Objective.THROUGHPUT,
     concurrency: Annotated[int, typer.Option(help="Requests at a time, fewer where the limits demand it.")] = 32,
     requests: Annotated[int, typer.Option(help="Requests of the run that judges a setting.")] = 128,
     api: Annotated[str, typer.Option(help="API of the requests, as in lmi-server bench.")] = "completions",
     input_tokens: Annotated[int | None, typer.Option(help="Words of random prompts; 128 by default.")] = None,
     output_tokens: Annotated[int | None, typer.Option(help="Tokens that each generates; 128 by default.")] = None,
-    shared_prefix: Annotated[float, typer.Option(help="Share of random prompts that is the same in all.")] = 0.0,
+    shared_prefix: Annotated[
+        float | None, typer.Option(help="Share of random prompts that is the same in all; 0 by default.")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="Prompts, as in lmi-server bench.")] = None,
     adapters: Annotated[
         str | None, typer.Option(help="Adapters by weight, such as base=1,french=3, as they will be used.")
@@ -94,6 +108,9 @@ def tune(
         check_space(directory, space, variables)
         if use_grid:
             list(grid(space))
+        p99_s = _limits(max_p99_e2el, max_p99_ttft, max_p99_tpot, max_p99_itl, variables)
+        if objective is Objective.GOODPUT and not p99_s:
+            raise ConfigurationError("--objective goodput needs a limit that requests keep, such as --max-p99-e2el 13s")
         _search(
             _Asked(
                 directory=directory.resolve(),
@@ -101,8 +118,9 @@ def tune(
                 space=space,
                 is_grid=use_grid,
                 trials=trials,
-                p99_s=_limits(max_p99_e2el, max_p99_ttft, max_p99_tpot, max_p99_itl, variables),
-                min_cache_hit=_share(min_cache_hit, variables),
+                objective=objective,
+                p99_s=p99_s,
+                min_cache_hit=_share("--min-cache-hit", min_cache_hit or "0"),
                 concurrency=concurrency,
                 requests=requests,
                 api=api,
@@ -128,6 +146,7 @@ class _Asked:
     space: Space
     is_grid: bool
     trials: int
+    objective: Objective
     p99_s: Mapping[str, float]
     min_cache_hit: float
     concurrency: int
@@ -149,7 +168,7 @@ class _Asked:
         return {
             "directory": str(self.directory),
             "properties": self.properties.read_text(encoding="utf-8"),
-            "limits": [dict(self.p99_s), self.min_cache_hit],
+            "limits": [dict(self.p99_s), self.min_cache_hit, self.objective],
             "load": [self.concurrency, self.requests, self.api, dict(self.weights), repr(self.workload), self.seed],
         }
 
@@ -168,7 +187,7 @@ def _search(asked: _Asked) -> None:
         measurement = Measurement(
             str(asked.directory),
             load,
-            Limits(asked.p99_s, asked.min_cache_hit),
+            Limits(asked.p99_s, asked.min_cache_hit, asked.objective is Objective.GOODPUT),
             asked.load_timeout_s,
             lambda: servers.enter_context(trial_server(log)),
         )
@@ -239,7 +258,7 @@ def _print(console: Console, found: Found) -> None:
     if found.best is None:
         console.print("No setting keeps the limits; the lines above say why.", style="red")
         return
-    console.print(_front(pareto(found.trials, "e2el_ms")))
+    console.print(_front(pareto(found.trials, "e2el_ms"), found.unit))
     for key, importance in found.importances.items():
         console.print(f"{key}: {importance:.0%} of the differences", highlight=False)
     if found.costs:
@@ -274,14 +293,14 @@ def _line(trial: Trial) -> str:
         return f"{name}: {outcome.reason}"
     p99 = outcome.figures["e2el_ms"]["p99"] / 1000
     return (
-        f"{name}: {outcome.value:.1f} output tokens/s at {outcome.concurrency} requests, "
+        f"{name}: {outcome.value:.1f} {outcome.unit} at {outcome.concurrency} requests, "
         f"p99 end to end {p99:.2f} s{f' ({outcome.reason})' if outcome.reason else ''}"
     )
 
 
-def _front(trials: Sequence[Trial]) -> Table:
+def _front(trials: Sequence[Trial], unit: str) -> Table:
     table = Table(title="none is both faster and better in its p99 end to end")
-    for name in ("trial", "output tokens/s", "p99 end to end, s", "settings"):
+    for name in ("trial", unit, "p99 end to end, s", "settings"):
         table.add_column(name)
     for trial in trials:
         settings = "\n".join(f"{key}={value}" for key, value in trial.settings.items()) or "as it is"
@@ -319,14 +338,13 @@ def _seconds(name: str, text: str) -> float:
     return value / 1000 if found[2] == "ms" else value
 
 
-def _share(text: str | None, variables: Mapping[str, str]) -> float:
-    given = text or variables.get("MIN_CACHE_HIT_PCT", "").strip() or "0"
+def _share(name: str, given: str) -> float:
     try:
         value = float(given.removesuffix("%")) / 100
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise ConfigurationError(f'--min-cache-hit "{given}" is not allowed; allowed: a percentage, such as 30%')
+        raise ConfigurationError(f'{name} "{given}" is not allowed; allowed: a percentage, such as 30%')
     return value
 
 
@@ -334,11 +352,13 @@ def _workload(
     data: Path | None,
     input_tokens: int | None,
     output_tokens: int | None,
-    shared_prefix: float,
+    shared_prefix: float | None,
     variables: Mapping[str, str],
 ) -> Workload:
     if data is not None:
         return Recorded(read_prompts(data), output_tokens)
+    if shared_prefix is None:  # as in the script
+        shared_prefix = _share("variable MIN_CACHE_HIT_PCT", variables.get("MIN_CACHE_HIT_PCT", "").strip() or "0")
     return RandomPrompts(
         input_tokens or _whole("INPUT_LEN", variables),
         output_tokens or _whole("OUTPUT_LEN", variables),

@@ -17,7 +17,7 @@ from lmi_server.configuration.declaration import (
     Options,
     Unavailable,
 )
-from lmi_server.configuration.layers import DERIVED, Given, Source
+from lmi_server.configuration.layers import DERIVED, Given, Source, value_advice
 from lmi_server.configuration.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import FORMATTERS, ModelOptions, ServingOptions
 
@@ -47,7 +47,9 @@ def _wrong_fields(options_type: type[Options], values: Mapping[str, str]) -> lis
 
 
 def _bad_value(option: Option, sources: Given) -> str:
-    return f"{describe_source(sources[option.key], option.key)} is not allowed; allowed: {option.allowed}"
+    source = sources[option.key]
+    advice = value_advice(source, option.allowed)
+    return f"{describe_source(source, option.key)} is not allowed; allowed: {option.allowed}{advice}"
 
 
 def describe_source(source: Source, key: str) -> str:

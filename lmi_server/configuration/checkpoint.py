@@ -84,6 +84,10 @@ def is_pointer(path: Path) -> bool:
         return file.read(len(_POINTER)) == _POINTER
 
 
+READS_MORE = "ForConditionalGeneration"
+"""How the names of most models end that read images or sounds beside text, and of some that have tasks of their own."""
+
+
 def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the architectures that `config` names; empty if it names none."""
     return tuple(str(name) for name in (*(config.get("architectures") or ()), *(config.get("auto_map") or ())))

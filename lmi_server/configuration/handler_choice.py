@@ -6,13 +6,14 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lmi_server.artifacts.location import refuse_remote_entry_point
 from lmi_server.configuration.check import describe_source
+from lmi_server.configuration.checkpoint import READS_MORE, is_causal_lm
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable
 from lmi_server.configuration.layers import Given, Source
 from lmi_server.configuration.model_code import MODEL_CODE, takes_requests
@@ -24,6 +25,7 @@ ENTRY_POINT = "option.entryPoint"
 HANDLER = "option.handler"
 ROLLING_BATCH = "option.rolling_batch"
 MPI_MODE = "option.mpi_mode"
+MAX_MODEL_LEN = "option.max_model_len"
 
 # What LMI makes of these engines. Both run Python code, one process per device.
 _ALIASES: Mapping[str, Mapping[str, str]] = {
@@ -82,7 +84,7 @@ def engine_alias(engine: Source | None, own_code: bool = False) -> Given:
 class Model:
     """What is known of the model itself; `architectures` is empty and `task` is None if they are unknown.
 
-    `weights` is the directory of the weights, None if they are not on this machine.
+    `weights` is the directory of the weights, None if they are not on this machine; `config` is the config.json there.
     """
 
     directory: Path
@@ -90,6 +92,7 @@ class Model:
     task: str | None
     in_gguf: bool = False
     weights: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def choose_handler(given: Given, model: Model, machine: Machine, handlers: HandlerTable) -> Choice:
@@ -117,7 +120,7 @@ def choose_handler(given: Given, model: Model, machine: Machine, handlers: Handl
     chosen = _variant(chosen, workload, handlers)
     if chosen.spec is not None and chosen.spec.rolling_batch_decides:
         chosen = _variant(_by_rolling_batch(chosen, given, model, machine, handlers), workload, handlers)
-        batched = replace(workload, architectures=model.architectures)
+        batched = replace(workload, architectures=model.architectures, config=model.config)
         chosen = _without_rolling_batch(chosen, given, batched, machine, handlers)
     return _with_rolling_batch_as_reason(chosen, given)
 
@@ -139,7 +142,14 @@ def _workload(given: Given, task: str | None) -> Workload:
         under_mpi=MPI_MODE in given and is_true(given[MPI_MODE].raw),
         batches_statically=batches_statically(given),
         true_keys=frozenset(key for key, source in given.items() if is_true(source.raw)),
+        max_model_len=_whole(given.get(MAX_MODEL_LEN)),
     )
+
+
+def _whole(source: Source | None) -> int | None:
+    """Return a number of up to nine digits; None for anything else, which is reported where values are checked."""
+    raw = "" if source is None else source.raw
+    return int(raw) if raw.isascii() and raw.isdigit() and len(raw) < 10 else None
 
 
 def _variant(chosen: Choice, workload: Workload, handlers: HandlerTable) -> Choice:
@@ -155,13 +165,17 @@ def _without_rolling_batch(
     An engine that can batch it comes first. But as with LMI, a user who names huggingface and no rolling batch gets the
     handler of that name.
     """
+    free = chosen.source is None or ROLLING_BATCH in given
+    engine = next((spec for spec in handlers.specs if spec.takes_over(workload.architectures, machine)), None)
+    if reads_more_than_text(chosen.spec, workload):
+        return _with_engine_for_more(chosen, engine, workload) if free and engine is not None else chosen
     static = _variant(chosen, workload, handlers)
     if static.spec is chosen.spec:
         return chosen
     names = ", ".join(workload.architectures)
-    cannot = f"{names} cannot run under the rolling batch of transformers and is served"
-    free = chosen.source is None or ROLLING_BATCH in given
-    engine = next((spec for spec in handlers.specs if spec.takes_over(workload.architectures, machine)), None)
+    reason = None if chosen.spec is None else chosen.spec.cannot_batch(workload)
+    why = "" if reason is None else f" ({reason})"
+    cannot = f"{names} cannot run under the rolling batch of transformers{why} and is served"
     if free and engine is not None:
         own = f"option.rolling_batch={engine.rolling_batches[0]}"
         note = (
@@ -174,6 +188,23 @@ def _without_rolling_batch(
         " option.rolling_batch=vllm serves it if vLLM can"
     )
     return replace(static, note=note)
+
+
+def reads_more_than_text(spec: HandlerSpec | None, workload: Workload) -> bool:
+    """Return whether the model reads images or sounds beside text, and `spec`, chosen by auto, decodes text alone."""
+    names = workload.architectures
+    text_alone = spec is not None and spec.causal_lm_only and not is_causal_lm(names)
+    by_auto = workload.rolling_batch in (None, "auto") and not workload.under_mpi and not workload.batches_statically
+    return text_alone and by_auto and any(name.endswith(READS_MORE) for name in names)
+
+
+def _with_engine_for_more(chosen: Choice, engine: HandlerSpec, workload: Workload) -> Choice:
+    own = f"option.rolling_batch={engine.rolling_batches[0]}"
+    note = (
+        f"{', '.join(workload.architectures)} reads more than text, and is served with {engine.title}; {own} says so"
+        " without this warning"
+    )
+    return replace(chosen, spec=engine, note=note)
 
 
 def _by_model(given: Given, model: Model, handlers: HandlerTable) -> Choice:

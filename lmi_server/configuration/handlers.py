@@ -51,6 +51,8 @@ class HandlerSpec:
     - `variants`: the handlers that take its place for other workloads; the first one that serves it counts.
     - `generates`: "module:function" that takes architectures and a kind of device (`Machine.device_kind`), and returns
       whether the engine generates text with one of them; None if the handler takes over no model from another one.
+    - `unbatched`: "module:function" that takes a `Workload`, and returns what of its config.json the rolling batch of
+      the handler cannot serve.
 
     What it needs and serves:
     - `engines`: Python packages that must be installed.
@@ -84,6 +86,7 @@ class HandlerSpec:
     mpi_architectures: tuple[str, ...] = ()
     variants: tuple[Variant, ...] = ()
     generates: str | None = None
+    unbatched: str | None = None
     engines: tuple[str, ...] = ()
     alternatives: tuple[str, ...] = ()
     installed_by: str = ""
@@ -120,6 +123,11 @@ class HandlerSpec:
             return False
         generates = cast("Callable[[tuple[str, ...], str], bool]", load(self.generates))
         return generates(architectures, machine.device_kind)
+
+    def cannot_batch(self, workload: Workload) -> str | None:
+        """Return why the rolling batch cannot serve `workload`; None if the architecture alone says it, or it can."""
+        why = None if self.unbatched is None else cast("Callable[[Workload], str | None]", load(self.unbatched))
+        return None if why is None else why(workload)
 
     def variant_for(self, workload: Workload) -> str | None:
         """Return the title of the variant that serves `workload`; None if the handler serves it itself."""
@@ -197,6 +205,7 @@ _HUGGING_FACE = HandlerSpec(
     rolling_batches=("scheduler",),
     rolling_batch_decides=True,
     variants=(Variant("huggingface pipeline", serves="handlers.huggingface.options:runs_as_pipeline"),),
+    unbatched="handlers.huggingface.options:unbatched_rotary",
     engines=("transformers", "torch"),
     causal_lm_only=True,
     reads_checkpoint=True,
@@ -257,6 +266,7 @@ _VLLM = HandlerSpec(
     variants=(Variant("vllm pooling", serves="handlers.vllm.options:runs_pooling"),),
     generates="handlers.vllm.architectures:can_generate",
     engines=("vllm",),
+    installed_by="pip install lmi-server[vllm], or lmi-server[vllm-cuda] for GPUs",
     reads_checkpoint=True,
     batches_by_default=True,
     takes_all_gpus=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -28,6 +29,9 @@ Layer = Literal[
 
 DERIVED: tuple[Layer, ...] = ("model directory", "engine alias", "deprecated key", "recommender", "default")
 """Layers of values that no user wrote."""
+
+_BEGINNING = 6  # characters of a key that are enough to find a longer one
+_COMMENT = re.compile(r"\s+[#!].*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +139,21 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
     by_core: dict[str, str] = {}
     for name in known:
         by_core.setdefault(_core(name), name)
-    found = difflib.get_close_matches(_core(key), by_core, n=1, cutoff=0.7)
+    core = _core(key)
+    longer = [name for name in by_core if len(core) >= _BEGINNING and name.startswith(core)]
+    found = [min(longer, key=len)] if longer else difflib.get_close_matches(core, by_core, n=1, cutoff=0.7)
     return by_core[found[0]] if found else None
 
 
+def value_advice(source: Source, allowed: str) -> str:
+    """Return what to say behind the allowed values, for a wrong value that is near one, or has a comment behind it."""
+    value = _COMMENT.sub("", source.raw)
+    if value != source.raw:
+        return "; a comment needs a line of its own"
+    items = {_core(item): item for item in allowed.split(", ")}
+    found = difflib.get_close_matches(_core(value), items, n=1, cutoff=0.7)
+    return f"; did you mean {items[found[0]]}?" if found else ""
+
+
 def _core(key: str) -> str:
-    return key.removeprefix("option.").replace("_", "").lower()
+    return key.removeprefix("option.").replace("_", "").replace("-", "").lower()

@@ -15,12 +15,12 @@ from lmi_server.configuration.check import (
     undefined_formatters,
     value_warnings,
 )
-from lmi_server.configuration.checkpoint import is_causal_lm
+from lmi_server.configuration.checkpoint import READS_MORE, is_causal_lm
 from lmi_server.configuration.declaration import Option
 from lmi_server.configuration.gguf import gguf_files, read_gguf
-from lmi_server.configuration.handler_choice import Choice, Model
+from lmi_server.configuration.handler_choice import ROLLING_BATCH, Choice, Model
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
-from lmi_server.configuration.layers import Given, SortedKeys, nearest_key, spellings, unknown_key_warning
+from lmi_server.configuration.layers import DERIVED, Given, SortedKeys, nearest_key, spellings, unknown_key_warning
 from lmi_server.configuration.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.machine.inventory import Machine
@@ -76,6 +76,8 @@ class ModelChecks:
         if not self.spec.reads_checkpoint or self.location != str(directory) or (directory / "config.json").is_file():
             return
         missing = "holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
+        if (directory / "model_index.json").is_file():
+            missing = "holds a pipeline of diffusers; set option.entryPoint=djl_python.stable_diffusion"
         if (directory / "MAR-INF").is_dir():
             missing = "is an archive of TorchServe (MAR-INF), which is not served; put a model.py beside its files"
         in_gguf = ", ".join(path.name for path in gguf_files(directory))
@@ -143,13 +145,24 @@ class ModelChecks:
                 "set option.task"
             )
         if self.spec.causal_lm_only and names and not is_causal_lm(names):
-            reads_more = any(name.endswith("ForConditionalGeneration") for name in names)  # images or audio
-            remedy = "rolling_batch=vllm" if reads_more else "task, for example option.task=text-embedding"
-            yield (
-                f"{self.model.directory}: architecture {', '.join(names)} cannot be decoded by "
-                f"option.rolling_batch={self.options.rolling_batch}, which needs a causal language model "
-                f"(*ForCausalLM); set option.{remedy}"
-            )
+            yield f"{self.model.directory}: architecture {', '.join(names)} {self._not_decoded(names)}"
+
+    def _not_decoded(self, names: tuple[str, ...]) -> str:
+        """Return why the rolling batch does not decode a model, and what serves it."""
+        if not any(name.endswith(READS_MORE) for name in names):
+            return f"{self._needs_causal_lm()}; set option.task, for example option.task=text-embedding"
+        engine = next(spec for spec in self.handlers.specs if spec.generates is not None)
+        if not self.machine.engines.issuperset(engine.engines):
+            return f"reads more than text, which {engine.title} serves; {engine.installed_by}"
+        if not engine.takes_over(names, self.machine):
+            return f"reads more than text, and the installed {engine.title} does not know it; install a newer one"
+        return f"{self._needs_causal_lm()}; set option.rolling_batch={engine.rolling_batches[0]}"
+
+    def _needs_causal_lm(self) -> str:
+        source = self.merged.known.get(ROLLING_BATCH)
+        named = source is not None and source.layer not in DERIVED
+        what = f"option.rolling_batch={self.options.rolling_batch}" if named else "the rolling batch of transformers"
+        return f"cannot be decoded by {what}, which needs a causal language model (*ForCausalLM)"
 
     def warnings(self) -> Iterator[str]:
         """Yield a line for each value that is deprecated, has no effect, or is undeclared."""

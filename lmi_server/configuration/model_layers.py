@@ -37,12 +37,14 @@ _NAME_MODEL = frozenset({ENTRY_POINT, _MODEL_ID, _OLD_MODEL_ID})
 class ModelLayers:
     """The layers above the recommender (highest first) and the one below it, keys as they were written.
 
-    The last of the `upper` layers holds the variables of text-generation-inference.
+    The last of the `upper` layers holds the variables of text-generation-inference. `has_config`: the directory holds
+    a model's config.json.
     """
 
     upper: tuple[Given, ...]
     lower: Given
     warnings: tuple[str, ...]
+    has_config: bool
 
     def as_written(self) -> Given:
         """Return a view of all values, for the choice of the handler.
@@ -62,7 +64,8 @@ def read_layers(model_dir: Path, environment: Mapping[str, str], registration: M
     from_disk, warnings = _read_file(model_dir)
     hugging_face = env.hugging_face_variables(environment)
     names_model = bool(hugging_face)
-    if hugging_face and (model_dir / "config.json").is_file():
+    has_config = (model_dir / "config.json").is_file()
+    if hugging_face and has_config:
         warnings.append(f"variable HF_MODEL_ID is ignored, because {model_dir} holds a model (config.json) itself")
         hugging_face = []
     variables = [*env.model_variables(environment), *hugging_face]
@@ -79,7 +82,7 @@ def read_layers(model_dir: Path, environment: Mapping[str, str], registration: M
         {} if names_model else _from_files(model_dir, environment),
         from_variables("environment", env.text_generation_inference_variables(environment)),
     )
-    return ModelLayers(tuple(map(_with_new_names, upper)), lower, tuple(warnings))
+    return ModelLayers(tuple(map(_with_new_names, upper)), lower, tuple(warnings), has_config)
 
 
 def _from_files(model_dir: Path, environment: Mapping[str, str]) -> Given:
@@ -125,7 +128,8 @@ def merge_layers(
     above = _with_replacements_of_deprecated(merge([written, alias.known]), declared)
     above = _with_workers_of_device_kind(above, machine)
     given = merge([above, lower.known])
-    recommended = from_values("recommender", recommend(spec, given, inferred_task, machine))
+    names_model = layers.has_config or _MODEL_ID in given
+    recommended = from_values("recommender", recommend(spec, given, inferred_task, machine, names_model))
     # "auto" asks for a recommendation; with none it stays, and the handler decides when it loads the model.
     left_open = {key for key in recommended if key in above and above[key].raw.lower() == "auto"}
     decided = {key: source for key, source in above.items() if key not in left_open}

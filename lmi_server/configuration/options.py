@@ -31,6 +31,7 @@ from lmi_server.configuration.references import (
     NAMES_NOTHING,
     NAMES_PATH,
     NAMES_PYTHON,
+    NAMES_REVISION,
 )
 from lmi_server.machine.devices import CUDA_VISIBLE_DEVICES
 from lmi_server.machine.inventory import Machine
@@ -169,7 +170,11 @@ class ServingOptions(Options):
             "Rust",
         ],
         Key(also=("option.engine",)),
-        DeprecatedValue("DeepSpeed", "use engine=MPI with option.entryPoint=djl_python.deepspeed"),
+        DeprecatedValue(
+            "DeepSpeed",
+            "use engine=MPI with option.entryPoint=djl_python.deepspeed, "
+            "for images engine=Python with option.entryPoint=djl_python.stable_diffusion",
+        ),
         Unavailable(lambda engine: engine not in ("Python", "MPI", "DeepSpeed"), "use engine=Python"),
     ] = Field("Python", description="Runtime of the model's code; MPI starts one process per device.")
     job_queue_size: Count = Field(
@@ -282,7 +287,7 @@ class ModelOptions(Options):
         str | None,
         Field(pattern=r"^[^\s~^:?*\[\\-][^\s~^:?*\[\\]*$"),
         Allowed("the name of a branch or tag, or a commit"),
-        NAMES_NOTHING,
+        NAMES_REVISION,
     ] = Field(None, description="Branch, tag or commit of a Hugging Face model.")
     trust_remote_code: bool = Field(False, description="Run the Python code in the repository of a Hugging Face model.")
     entry_point: Annotated[str | None, Key("entryPoint"), NAMES_CODE] = Field(

@@ -14,9 +14,9 @@ from lmi_server.machine.inventory import Machine
 
 _BATCH_SIZES = next(option.keys for option in ServingOptions.declared() if option.field == "batch_size")
 _DEGREE = "option.tensor_parallel_degree"
-# LMI runs a model with adapters or sessions in one worker on the first GPU.
+# LMI runs a model with adapters or sessions in one worker on the first GPU, but not code that names no model.
 _ONE_WORKER_OF_ONE_GPU = ("option.enable_lora", "option.enable_stateful_sessions")
-_ONE_WORKER = (*_ONE_WORKER_OF_ONE_GPU, "option.mpi_mode")
+_MPI_MODE = "option.mpi_mode"
 # What pydantic takes for true. Keys are read here before they are validated.
 _TRUE = ("true", "1", "yes", "on", "t", "y")
 
@@ -47,18 +47,22 @@ def _schedules_itself(spec: HandlerSpec, names: tuple[str, ...], machine: Machin
     )
 
 
-def recommend(spec: HandlerSpec, given: Given, task: str | None, machine: Machine) -> Mapping[str, str]:
+def recommend(
+    spec: HandlerSpec, given: Given, task: str | None, machine: Machine, names_model: bool
+) -> Mapping[str, str]:
     """Return values by key. Each is used if no higher layer has a value, or if that value is "auto".
 
-    `task` follows from the model's files; None if they do not say.
+    `task` follows from the model's files; None if they do not say. `names_model`: the directory holds a model's
+    config.json, or a key names a model.
     """
+    one_worker = _ONE_WORKER_OF_ONE_GPU if names_model or not spec.runs_user_code else ()
     options_type = load_options_type(spec)
     recommended = {**_for_task(spec, given, task), **options_type.recommended(machine)}
     recommended |= _for_handler(spec, given, machine)
     recommended |= _threads(options_type, given, machine)
     if "maxWorkers" not in given:
-        recommended |= _most_workers(spec, given, machine)
-    if machine.gpus and any(_says_true(given, key) for key in _ONE_WORKER_OF_ONE_GPU):
+        recommended |= _most_workers(spec, given, machine, (*one_worker, _MPI_MODE))
+    if machine.gpus and any(_says_true(given, key) for key in one_worker):
         recommended |= {"load_on_devices": "0", "maxWorkers": "1"}
     if any(_says_true(given, key) for key in options_type.one_worker_keys):
         recommended["maxWorkers"] = "1"
@@ -81,12 +85,15 @@ def _threads(options_type: type[ModelOptions], given: Given, machine: Machine) -
     return {"option.threads": str(max(1, share // (_number(given, _DEGREE) * _stages(given))))}
 
 
-def _most_workers(spec: HandlerSpec, given: Given, machine: Machine) -> Mapping[str, str]:
-    """Return maxWorkers: as many as minWorkers, and for code of users on the CPU as many as LMI starts under load."""
+def _most_workers(spec: HandlerSpec, given: Given, machine: Machine, one_worker: tuple[str, ...]) -> Mapping[str, str]:
+    """Return maxWorkers: as many as minWorkers, and for code of users on the CPU as many as LMI starts under load.
+
+    `one_worker`: keys with which there is one worker.
+    """
     asked = given["minWorkers"].raw if "minWorkers" in given else ""
     least = [int(asked)] if asked.isdecimal() else []
     shares_cpu = spec.runs_user_code and machine.device_kind == "cpu"
-    if shares_cpu and not any(_says_true(given, key) for key in _ONE_WORKER):
+    if shares_cpu and not any(_says_true(given, key) for key in one_worker):
         least.append(machine.cpu_workers)
     return {"maxWorkers": str(max(1, *least))} if least else {}
 
@@ -140,7 +147,7 @@ def _for_handler(spec: HandlerSpec, given: Given, machine: Machine) -> Mapping[s
     # As with LMI, such a rolling batch means MPI, whatever the engine is called.
     named = rolling is not None and rolling.raw.lower() in spec.rolling_batches
     if spec.needs_mpi and (named or "engine" not in given):
-        recommended["option.mpi_mode"] = "true"
+        recommended[_MPI_MODE] = "true"
     return recommended
 
 

@@ -15,11 +15,12 @@ class Kind(IntEnum):
     """What a text names; of two handlers that declare one key, the higher kind counts."""
 
     NOTHING = 0
-    MODEL = 1  # a directory, an archive, a file in GGUF, the id of a model on the Hub, or s3://bucket/prefix
-    PATH = 2  # a file or directory; a relative one is in the directory of the model
-    TEMPLATE = 3  # a file, or the text of a template, which has a brace
-    CODE = 4  # a file of the model, or the name of a built-in handler
-    OPERATOR = 5  # what only the operator decides: code to import, variables of workers, and what guards the server
+    REVISION = 1  # a branch or tag of a model on the Hub
+    MODEL = 2  # a directory, an archive, a file in GGUF, the id of a model on the Hub, or s3://bucket/prefix
+    PATH = 3  # a file or directory; a relative one is in the directory of the model
+    TEMPLATE = 4  # a file, or the text of a template, which has a brace
+    CODE = 5  # a file of the model, or the name of a built-in handler
+    OPERATOR = 6  # what only the operator decides: code to import, variables of workers, and what guards the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ def _texts(*keys: str) -> dict[str, Kind]:
 
 
 NAMES_NOTHING = Reference(Kind.NOTHING)
+NAMES_REVISION = Reference(Kind.REVISION)
 NAMES_MODEL = Reference(Kind.MODEL)
 NAMES_DRAFT = Reference(Kind.MODEL, words=frozenset({"[ngram]", "ngram"}))
 NAMES_PATH = Reference(Kind.PATH)
@@ -50,7 +52,8 @@ NAMES_DRAFTING = Reference(
     words=NAMES_DRAFT.words,
     within={
         "model": Kind.MODEL,
-        **_texts("method", "revision", "quantization", "rejection_sample_method", "draft_sample_method"),
+        "revision": Kind.REVISION,
+        **_texts("method", "quantization", "rejection_sample_method", "draft_sample_method"),
     },
 )
 NAMES_CONNECTOR = Reference(Kind.OPERATOR, within=_texts("kv_connector", "kv_role", "kv_buffer_device", "engine_id"))

@@ -147,7 +147,7 @@ def inspect_model(
     config = read_config(location)
     inferred_task = infer_task(architectures(config), location)
     weights = Path(location) if os.path.isabs(location) else None
-    model = Model(model_dir, architectures(config), _task(given) or inferred_task, is_gguf(location), weights)
+    model = Model(model_dir, architectures(config), _task(given) or inferred_task, is_gguf(location), weights, config)
     choice = choose_handler(given, model, machine, handlers)
     spec = choice.spec or handlers.default
     declared = declared_options(spec)

@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from lmi_server.configuration.check import describe_source
 from lmi_server.configuration.gguf import is_gguf, read_gguf
+from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.layers import Given, Layer
 from lmi_server.configuration.model_code import MODEL_CODE
 from lmi_server.configuration.options import NGRAM
@@ -65,8 +70,18 @@ _WRITTEN: tuple[Layer, ...] = ("registration", "serving.properties", "environmen
 # DJL Serving looks for the first five; the others are pickles too.
 _PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle|joblib|cloudpkl|dill)", re.IGNORECASE)
 _PICKLED_FORMATS = ("pt", "npcache")  # values of option.load_format
-_TEMPLATE_FIELD_FILES = ("tokenizer_config.json", "processor_config.json", "chat_template.json")
+# Readers of tokenizers take a template from any of these; others are searched, too, but need not be readable.
+_TEMPLATE_FIELD_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "processor_config.json",
+    "chat_template.json",
+)
 _TEMPLATE_SUFFIX = ".jinja"
+_JSON = ".json"
+_SAFETENSORS = ".safetensors"
+_PICKLE_START = re.compile(rb"\x80[\x02-\x05]")  # the protocols of Python 3; older ones are plain text
+_ZIP = b"PK\x03\x04"
 _MORE_TEMPLATES = "additional_chat_templates"  # a directory
 _TEMPLATE_IN_GGUF = "tokenizer.chat_template"  # the beginning: a model may have several
 _IN_SECURE_MODE = "is not allowed in secure mode"
@@ -121,7 +136,7 @@ class SecureMode:
         if REMOTE_CODE in self.controls and remote_code is not None and is_true(remote_code.raw):
             yield _refusal(given, "option.trust_remote_code", f"{REMOTE_CODE} is on; allowed: false")
         entry_point = given.get("option.entryPoint")
-        if SCRIPTS in self.controls and entry_point is not None and not entry_point.raw.startswith("djl_python."):
+        if SCRIPTS in self.controls and entry_point is not None and not _is_built_in(entry_point.raw):
             yield _refusal(given, "option.entryPoint", f"{SCRIPTS} is on; allowed: a handler of djl_python")
         if PICKLE in self.controls:
             yield from _pickled_values(given)
@@ -131,6 +146,11 @@ class SecureMode:
             yield f"{directory / MODEL_CODE} {_IN_SECURE_MODE}; {SCRIPTS} is on: remove the file"
         if REQUIREMENTS in self.controls and (directory / "requirements.txt").exists():
             yield f"{directory / 'requirements.txt'} {_IN_SECURE_MODE}; {REQUIREMENTS} is on: remove the file"
+
+
+def _is_built_in(entry_point: str) -> bool:
+    """Return whether an entry point is one of djl_python; a name that ends with .py is a file of the model."""
+    return entry_point.startswith("djl_python.") and HANDLERS.by_entry_point(entry_point) is not None
 
 
 def secure_mode(environment: Mapping[str, str]) -> SecureMode | None:
@@ -190,8 +210,28 @@ def _pickled_values(given: Given) -> Iterator[str]:
 
 def _pickles(files: Iterable[Path]) -> Iterator[str]:
     for path in files:
-        if _PICKLES.fullmatch(path.name):
+        if _PICKLES.fullmatch(path.name) or _holds_pickle(path):
             yield f"{path} {_IN_SECURE_MODE}; {PICKLE} is on: only safetensors are loaded; remove or convert the file"
+
+
+def _holds_pickle(path: Path) -> bool:
+    """Return whether a file with any other name is a pickle, or an archive of torch: an index may name it as weights.
+
+    A file in safetensors begins with a length, which may look like a pickle, but is read as nothing else.
+    """
+    if path.suffix == _SAFETENSORS:
+        return False
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_ZIP))
+            if start != _ZIP:
+                return _PICKLE_START.match(start) is not None
+            with zipfile.ZipFile(file) as archive:
+                return any(name.endswith("data.pkl") for name in archive.namelist())
+    except zipfile.BadZipFile:
+        return False
+    except OSError:
+        return True  # nobody knows
 
 
 def _chat_templates(files: Iterable[Path]) -> Iterator[str]:
@@ -204,13 +244,21 @@ def _has_chat_template(path: Path) -> bool:
     """Return whether the file has a chat template in a field; one that cannot be read counts, because nobody knows."""
     if path.suffix.lower() == ".gguf":
         return _has_template_in_header(path)
-    if path.name not in _TEMPLATE_FIELD_FILES:
+    if path.suffix != _JSON:
         return False
     try:
-        decoded = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return True
+        decoded = _decode(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return path.name in _TEMPLATE_FIELD_FILES
     return isinstance(decoded, dict) and "chat_template" in decoded
+
+
+def _decode(data: bytes) -> Any:
+    """Return what JSON holds; of an object in UTF-8, members are not decoded further, for a vocabulary is large."""
+    try:
+        return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):  # Python's reader takes more: a list, NaN, UTF-16
+        return json.loads(data)
 
 
 def _has_template_in_header(path: Path) -> bool:
@@ -240,7 +288,7 @@ def _files(place: Path) -> Iterator[Path]:
 
 
 def _is_template_file(path: Path) -> bool:
-    return path.suffix == _TEMPLATE_SUFFIX or path.name in _TEMPLATE_FIELD_FILES
+    return path.suffix in (_TEMPLATE_SUFFIX, _JSON)
 
 
 def _first_time(directory: str, seen: set[str]) -> bool:

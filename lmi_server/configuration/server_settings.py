@@ -24,6 +24,7 @@ from lmi_server.configuration.layers import (
     sort_keys,
     spellings,
     unknown_key_warning,
+    value_advice,
 )
 from lmi_server.configuration.options import NonNegativeInt, PositiveInt
 from lmi_server.configuration.properties import read_properties
@@ -59,6 +60,13 @@ MetricNames = Annotated[
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("texts separated by commas")]
+# One colon is that of a port; an IPv6 address has more.
+_HostName = Annotated[str, Field(pattern=r"^([^/:]+|[^/:]*:[^/:]*:[^/]*)$")]
+HostNames = Annotated[
+    tuple[_HostName, ...],
+    BeforeValidator(_names),
+    Allowed("names without https:// and without a port, separated by commas; * for any"),
+]
 
 _DURATION = r"P(?:(?P<days>\d+)D)?(?:T(?:(?P<hours>\d+)H)?(?:(?P<minutes>\d+)M)?(?:(?P<seconds>\d+)S)?)?"
 _ERROR_RATE = re.compile(rf"(?P<errors>\d{{1,6}})(?:/{_DURATION})?", re.IGNORECASE | re.ASCII)
@@ -137,9 +145,7 @@ class ServerSettings(Options):
         description="Who may manage models without management_api_keys: clients on this machine, or any. If not set, "
         "clients on this machine, or none once api_keys or api_keys_file is set.",
     )
-    allowed_hosts: Names = Field(
-        (), description="Further names under which the server is called (header Host); * for any."
-    )
+    allowed_hosts: HostNames = Field((), description="Further names under which the server is called (header Host).")
     registration_sources: Names | None = Field(
         None,
         description="What a registration may name, * for everything: directories, s3://bucket/prefix, hub ids, owner/. "
@@ -462,7 +468,9 @@ def _address(key: str, source: Source, problems: list[str]) -> dict[str, Source]
     match = _ADDRESS.fullmatch(source.raw)
     if match is None:
         allowed = "http://host:port, https://host:port or unix:/path"
-        problems.append(f'{source.place}: {key} = "{source.raw}" is not allowed; allowed: {allowed}')
+        problems.append(
+            f'{source.place}: {key} = "{source.raw}" is not allowed; allowed: {allowed}{value_advice(source, allowed)}'
+        )
         return {}
     scheme, host, port = match.groups()
     values = {"host": host.strip("[]"), "port": port or _PORTS[scheme], "tls": str(scheme == "https").lower()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class Workload:
 
     `task` is None if it is unknown, `rolling_batch` (in lower case) if the key is not given; `batches_statically` is
     true if requests are collected to batches that run together from start to end. `architectures` are those of the
-    model if the handler's own rolling batch would serve it. `true_keys` are the keys in full whose value is true.
+    model if the handler's own rolling batch would serve it, and `config` is its config.json then. `true_keys` are the
+    keys in full whose value is true, `max_model_len` is that of the key of this name.
     """
 
     task: str | None
@@ -59,6 +61,8 @@ class Workload:
     batches_statically: bool
     architectures: tuple[str, ...] = ()
     true_keys: frozenset[str] = frozenset()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    max_model_len: int | None = None
 
 
 def canonical_task(name: Any) -> Any:

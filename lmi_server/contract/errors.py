@@ -64,6 +64,10 @@ class ModelLoadError(LmiServerError):
     """The handler could not load the model."""
 
 
+class RollingBatchError(ModelLoadError):
+    """The rolling batch of transformers does not serve the model; static batches may."""
+
+
 class ModelMemoryError(ModelLoadError):
     """The model does not fit in the memory of the host or of its devices."""
 

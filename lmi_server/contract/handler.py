@@ -117,7 +117,10 @@ class LLMHandler(ABC):
         return b""
 
     def stats(self) -> Mapping[str, float]:
-        """Return gauges of the engine, by Prometheus name without prefix (`running_requests`, ...)."""
+        """Return gauges and counters of the engine, by Prometheus name without prefix (`running_requests`, ...).
+
+        A value that only grows is a counter, and its name ends with `_total` (`generated_tokens_total`).
+        """
         return {}
 
     async def stop(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from lmi_server.contract.protocol import FromWorker, Load, Message, ToWorker
+from lmi_server.contract.protocol import FromWorker, Load, Message, Submit, ToWorker
 from lmi_server.contract.sendable import all_sendable
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,8 @@ class Link(asyncio.Protocol, Generic[M]):
 
     `on_message` gets each message, in order; `on_lost` is called once, when the other side is gone or `close` was
     called. Messages given to `send` during one tick of the loop leave in one write. While the other side reads more
-    slowly than this one sends, messages wait as they are: encoded, each would take its memory a second time.
+    slowly than this one sends, a request waits as it is, and what is sent after it waits behind it: encoded, it would
+    take its memory a second time.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def send(self, message: Message) -> None:
         """Send `message` at the end of this tick, together with the others of the tick."""
-        if self._waiting or self.congested:
+        if self._waiting or (isinstance(message, Submit) and self.congested):
             self._waiting.append(message)
             return
         if not self._outgoing:

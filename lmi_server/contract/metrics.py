@@ -28,7 +28,8 @@ _LINE = re.compile(
 class Metric(NamedTuple):
     """One measured value. `dimensions` are pairs of name and value; without any, it belongs to the host.
 
-    Without a `kind` a value of the unit Count is a counter and any other is a gauge, as in LMI.
+    Without a `kind` a value of the unit Count is a counter and any other is a gauge, as in LMI. `model` is the one
+    whose worker printed it, "" if the server measured it; it is not shown.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Metric(NamedTuple):
     value: float
     dimensions: tuple[tuple[str, str], ...] = ()
     kind: str | None = None
+    model: str = ""
 
     def __str__(self) -> str:
         dimensions = ",".join(f"{name}:{value}" for name, value in self.dimensions)

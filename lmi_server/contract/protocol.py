@@ -42,7 +42,7 @@ class Input(msgspec.Struct, array_like=True, frozen=True):
     `content` holds the query parameters, then the body under the key "data". `request_id` is the client's or a new one;
     logs name the request by it. `priority`: lower is served sooner. Both also remain in `properties` if the client sent
     them as headers, because users' code reads them there. `names` has the names of `properties` as the client wrote
-    them, one per line.
+    them, one per line. `custom_attributes` is the header that was exploded, as it came.
     """
 
     route: str
@@ -51,6 +51,7 @@ class Input(msgspec.Struct, array_like=True, frozen=True):
     request_id: str = ""
     priority: int = DEFAULT_PRIORITY
     names: str = ""
+    custom_attributes: str = ""
 
     def body(self) -> bytes:
         """Return the bytes under the last "data" (a query may have the same key), or the first entry, or nothing."""
@@ -59,6 +60,17 @@ class Input(msgspec.Struct, array_like=True, frozen=True):
                 return value
         return self.content[0][1] if self.content else b""
 
+    @property
+    def keeps_chunks(self) -> bool:
+        """True if each chunk of a stream arrives as it was sent; otherwise ready chunks go together."""
+        return self.properties.get(SYNCHRONOUS_HEADER, "").lower() == "false"
+
+
+SYNCHRONOUS_HEADER = "x-synchronous"
+"""DJL Serving's header: if it is "false", the answer is kept and read later, in pages of the chunks that were sent."""
+
+CUSTOM_ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
+"""SageMaker's header of `name=value` pairs, which are properties of their own."""
 
 ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 """SageMaker's header that names the LoRA adapter of a request; it goes before every other place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 LONGEST = 100  # characters
 LONGEST_MESSAGE = 8192  # characters of a whole message, whatever it quotes
+LONGEST_RECORD = 128 * 1024  # characters of a record of a log, with its traceback
 _LONGEST_WORD = 512
 
 # What would let a text look like lines of a log, control a terminal, or turn the order of its characters.

@@ -12,7 +12,7 @@ from lmi_server.contract.protocol import ADAPTER_HEADER, Input
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import ServedModel
-from lmi_server.dialects.routes import ANY_MODEL, MODEL_IN_BODY
+from lmi_server.dialects.routes import MODEL_IN_BODY, means_any_model
 
 ALIAS_HEADER = "x-amzn-sagemaker-adapter-alias"
 _ABSENT = msgspec.Raw(b"null")
@@ -70,7 +70,7 @@ class _AnyOther(Collection[str]):
         self._names = names
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and bool(name) and name not in self._names
+        return isinstance(name, str) and bool(name) and name not in self._names and not means_any_model(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
@@ -87,7 +87,7 @@ def naming_adapter(request: Input, served_names: Sequence[str]) -> Input:
     """
     if ADAPTER_HEADER in request.properties:
         return request
-    others = _AnyOther({*served_names, *ANY_MODEL})
+    others = _AnyOther(frozenset(served_names))
     served = ServedModel(name=served_names[0], served_names=tuple(served_names), adapters=others)
     try:
         name = requested_adapter(request, _naming_fields(request), served)

@@ -30,6 +30,8 @@ LMI_ROUTES = frozenset({INVOCATIONS, PREDICTIONS})
 ANY_MODEL = frozenset({"lmi", "tgi", "dummy"})
 """What clients send as `model` to a server with one model: LMI's examples, and those of text-generation-inference."""
 
+_SCHEMES = ("http://", "https://")
+
 POOLING_ROUTES = frozenset({EMBEDDINGS, SCORE, RERANK})
 """The routes for vectors and scores of texts; a model that generates text serves none of them."""
 
@@ -55,3 +57,13 @@ ANTHROPIC_ROUTES = frozenset({MESSAGES, COUNT_TOKENS})
 
 MODEL_IN_BODY = OPENAI_ROUTES | ANTHROPIC_ROUTES
 """The routes whose bodies name the model; one that is not served is refused."""
+
+
+def means_any_model(name: str) -> bool:
+    """Return whether clients that know no name of the model send `name`: a word of `ANY_MODEL`, or the server's URL."""
+    return name in ANY_MODEL or is_address(name)
+
+
+def is_address(name: str) -> bool:
+    """Return whether `name` is a URL, as clients send it that take the address of the server for its model."""
+    return name[:8].lower().startswith(_SCHEMES)

@@ -67,7 +67,7 @@ FIELDS: dict[str, Field] = {
     "spaces_between_special_tokens": Field(
         "spaces_between_special_tokens", fields.boolean, "engine_extras", neutral=True
     ),
-    "bad_words": Field("bad_words", fields.strings, "bad_words"),
+    "bad_words": Field("bad_words", fields.bad_words, "bad_words"),
     "allowed_token_ids": Field("allowed_token_ids", fields.token_ids, "allowed_token_ids"),
     "prompt_logprobs": Field("prompt_logprobs", fields.LOGPROBS),
     **constraints.FIELDS,

@@ -152,6 +152,11 @@ def log_stream(environment: Mapping[str, str]) -> str:
     return environment.get("SERVING_LOG_STREAM", "").strip().lower()
 
 
+def log_format(environment: Mapping[str, str]) -> str:
+    """Return the value of the setting `log_format`, for messages about settings that cannot be read."""
+    return environment.get("SERVING_LOG_FORMAT", "").strip().lower()
+
+
 def safe_ports(environment: Mapping[str, str]) -> range | None:
     """Return the ports that SageMaker leaves to this container beside its own; None if it does not say.
 

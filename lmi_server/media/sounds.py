@@ -29,7 +29,8 @@ def read_sound(name: str, data: bytes, sampling_rate: int) -> Any:
             _check(name, sound)
             samples = _mixed(sound, sampling_rate)
     except soundfile.LibsndfileError as error:
-        raise RequestError(f"{name} is no sound file: {error}; send the bytes of a WAV, FLAC, OGG or MP3") from None
+        reason = error.error_string.rstrip(".")
+        raise RequestError(f"{name} is no sound file: {reason}; send the bytes of a WAV, FLAC, OGG or MP3") from None
     if not len(samples):
         raise RequestError(f"{name} is a sound without samples; send a longer one")
     return samples

@@ -92,6 +92,10 @@ class ClusterRegistry(ModelRegistry):
         self._aliases = {alias: self._endpoints[name] for alias, name in names if alias not in self._endpoints}
         self._told.set()
 
+    def reads_by_code(self, model: Model) -> bool:
+        """Return True: the files of the model are on the nodes of its replicas, so these judge names."""
+        return True
+
     async def register_and_load(self, source: ModelSource) -> Model:
         raise BadParameterError(_ELSEWHERE)
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.contract.errors import BadParameterError, ModelLoadError
+from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import MetricSink
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.ray.messages import Replicas as Announced
@@ -120,7 +121,7 @@ class RemoteReplicas:
                 was_of_use = True
                 await worker.lost.wait()
             except ModelLoadError as error:
-                logger.warning("[%s] cannot connect to the replica: %s", worker.name, error)
+                WorkerLogger(logger, worker.name).warning("cannot connect to the replica: %s", error)
             finally:
                 connection.worker = None
                 await worker.reap()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from lmi_server.contract.errors import (
     RequestError,
     WorkerDiedError,
 )
+from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.protocol import Adapter, AddAdapter, RemoveAdapter
 from lmi_server.contract.quoting import excerpt
 
@@ -62,6 +64,7 @@ class Adapters:
         self, given: Sequence[RegisteredAdapter], workers: Callable[[], Sequence[WorkerProcess]], timeout_s: float
     ) -> None:
         self._adapters = {registered.name: registered for registered in given}
+        self._since = dict.fromkeys(self._adapters, time.time())
         self._workers = workers
         self._timeout_s = timeout_s
         self._changing = asyncio.Lock()
@@ -72,6 +75,10 @@ class Adapters:
     @property
     def names(self) -> list[str]:
         return sorted(self._adapters)
+
+    def registered_at(self, name: str) -> float:
+        """Return when the adapter was registered, by time.time(). Raises KeyError."""
+        return self._since[name]
 
     def get(self, name: str) -> RegisteredAdapter:
         """Return an adapter. Raises ModelNotFoundError."""
@@ -122,7 +129,7 @@ class Adapters:
             if refusals:
                 await self._restore(name, workers, outcomes)
                 raise refusals[0]
-            del self._adapters[name]
+            del self._adapters[name], self._since[name]
             return _first_message(outcomes)
 
     async def equip(self, worker: WorkerProcess) -> None:
@@ -147,6 +154,7 @@ class Adapters:
             await self._restore(registered.name, workers, outcomes)
             raise (refusals or dead)[0]
         self._adapters[registered.name] = registered
+        self._since.setdefault(registered.name, time.time())
         return _first_message(outcomes)
 
     async def _restore(
@@ -185,7 +193,7 @@ class Adapters:
                 return (await worker.controls.call(command)).decode()
         except TimeoutError:
             late = f"did not finish {command.operation} within {self._timeout_s:g} seconds"
-            logger.error("[%s] %s; killing it", worker.name, late)
+            WorkerLogger(logger, worker.name).error("%s; killing it", late)
             worker.kill()
             raise WorkerDiedError(f"The worker {late}") from None
 

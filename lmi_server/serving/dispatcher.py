@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.contract.errors import DeadlineError, LmiServerError, QueueDelayError, QueueFullError
 from lmi_server.contract.histogram import Histogram
+from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import (
     ADAPTER_HEADER,
@@ -387,7 +388,9 @@ class Dispatcher:
             job = in_flight.get(item.id)
             if job is None:
                 if not worker.controls.settle(item):
-                    logger.error("[%s] sent a %s for request %d, which it does not hold", worker.name, item, item.id)
+                    WorkerLogger(logger, worker.name).error(
+                        "sent a %s for request %d, which it does not hold", item, item.id
+                    )
                 continue
             requests.progressed_at = now
             if not isinstance(item, Chunk):  # most items are chunks

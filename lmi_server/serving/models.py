@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from lmi_server.artifacts.progress import Progress
+from lmi_server.configuration.model_code import MODEL_CODE
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError
 from lmi_server.contract.quoting import excerpt
@@ -37,6 +38,7 @@ class Model:
         self.reloads: Counter[ReloadStatus] = Counter()
         self.resolved: ResolvedModel | None = None
         self.pool: WorkerPool | None = None
+        self.batches_statically = False  # because the rolling batch has refused it
         self.failed: LmiServerError | None = None  # why there will be no pool
         self.settled = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
@@ -68,6 +70,20 @@ class Model:
     def runs_user_code(self) -> bool:
         """Return whether the user's own code gets the bytes of a request as they were sent."""
         return self.resolved is not None and self.resolved.spec.runs_user_code
+
+    @property
+    def has_code(self) -> bool:
+        """Return whether a model.py of the model or of an adapter, or a function that an option names, reads requests.
+
+        It looks at files, so it is for the requests that would be refused otherwise.
+        """
+        if self.pool is None or self.resolved is None:
+            return False
+        adapters = (self.pool.adapters.get(name).adapter.directory for name in self.adapter_names)
+        directories = (self.resolved.model_dir, *adapters)
+        return self.resolved.options.input_formatter is not None or any(
+            Path(directory, MODEL_CODE).is_file() for directory in directories
+        )
 
     @property
     def adapter_names(self) -> list[str]:

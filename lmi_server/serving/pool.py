@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelNotReadyError
+from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelNotReadyError, RollingBatchError
 from lmi_server.contract.histogram import Histogram
-from lmi_server.contract.metrics import MetricSink, unrecorded
+from lmi_server.contract.log_fields import WorkerLogger
+from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import Input, Ready
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.serving.adapter_store import OnDemand, hold_in_time
@@ -160,6 +161,16 @@ class WorkerPool:
     async def engine_metrics(self) -> dict[str, bytes]:
         """Return the metrics of each ready worker's engine, as `worker_metrics.engine_metrics` does."""
         return await engine_metrics(list(self._roster.ready))
+
+    def bounds_of(self, replicas: Replicas) -> tuple[int, int]:
+        """Return minWorkers and maxWorkers of a device set, as they were if the model is given up."""
+        if self.failure is None:
+            return replicas.min_workers, replicas.max_workers
+        return self._configured_bounds(replicas)
+
+    def _configured_bounds(self, replicas: Replicas) -> tuple[int, int]:
+        configured = (self._settings.min_workers, self._settings.max_workers)
+        return self._bounds.get(replicas.devices.first, configured)
 
     def worker_number(self, worker: WorkerProcess) -> int:
         """Return the number of a worker that is not reaped yet; no two have the same."""
@@ -302,9 +313,8 @@ class WorkerPool:
 
     def start(self) -> None:
         """Spawn the workers; `settled` returns once they are loaded, or at once if the first request starts one."""
-        configured = (self._settings.min_workers, self._settings.max_workers)
         for replicas in self.replica_sets:
-            replicas.scale(*self._bounds.get(replicas.devices.first, configured))
+            replicas.scale(*self._configured_bounds(replicas))
         self._watch.start()
         if self._starts_on_demand:
             logger.info("model %s: minWorkers is 0, so that the first request starts a worker", self.label)
@@ -340,6 +350,9 @@ class WorkerPool:
 
     # --- what a replica set needs of its pool (see `replicas.Owner`) ---
 
+    def _on_printed(self, metric: Metric) -> None:
+        self._on_metric(metric._replace(model=self.name))
+
     def new_worker(self, devices: DeviceSet, remote: RemotePlace | None = None) -> WorkerProcess:
         number = self._roster.free_number()
         worker = WorkerProcess(
@@ -350,7 +363,7 @@ class WorkerPool:
             self._settings.heartbeat_timeout_s,
             {**self._settings.environment, **devices.environment},
             self._settings.mpi,
-            self._on_metric,
+            self._on_printed,
             self._settings.python,
             remote,
         )
@@ -364,8 +377,9 @@ class WorkerPool:
         if worker.is_ending:
             raise ModelLoadError("the worker process ended right after it had loaded the model")
         details = " ".join(f"{key}={value}" for key, value in ready.details.items())
-        logger.info("[%s] loaded: max_model_len=%d %s", worker.name, ready.max_model_len, details)
-        logger.info("[%s] ready: process %s", worker.name, worker.pid)
+        about = WorkerLogger(logger, worker.name)
+        about.info("loaded: max_model_len=%d %s", ready.max_model_len, details)
+        about.info("ready: process %s", worker.pid)
         self.was_ready = True
         self.load_times.observe(worker.load_s)
         self.max_model_len = ready.max_model_len
@@ -412,7 +426,8 @@ class WorkerPool:
         if self.failure is not None:
             return
         what = "has failed" if self.was_ready else "could not be loaded"
-        logger.error("model %s %s: %s", self.label, what, error)
+        if not isinstance(error, RollingBatchError):  # it need not be the end, and the registry logs whether it is
+            logger.error("model %s %s: %s", self.label, what, error)
         self.failure = error
         for replicas in self.replica_sets:
             replicas.close()

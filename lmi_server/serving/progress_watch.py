@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lmi_server.contract.errors import PredictTimeoutError
+from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.supervisor.job import Job
 
 if TYPE_CHECKING:
@@ -78,5 +79,5 @@ class ProgressWatch:
             if not hangs:
                 worker.requests.cancel(job)
         if hangs:
-            logger.error("[%s] makes no progress; killing it", worker.name)
+            WorkerLogger(logger, worker.name).error("makes no progress; killing it")
             worker.kill()

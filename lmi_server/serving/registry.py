@@ -19,6 +19,7 @@ from typing import Any
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
 from lmi_server.artifacts.progress import OnProgress, Progress, shown_progress
+from lmi_server.configuration.layers import DERIVED
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.configuration.secure_mode import secure_mode
 from lmi_server.contract.errors import (
@@ -29,6 +30,7 @@ from lmi_server.contract.errors import (
     ModelMemoryError,
     ModelNotFoundError,
     ModelNotReadyError,
+    RollingBatchError,
 )
 from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
 from lmi_server.contract.quoting import excerpt
@@ -47,6 +49,8 @@ from lmi_server.supervisor.log import LEVELS
 
 logger = logging.getLogger(__name__)
 
+_ROLLING_BATCH = "option.rolling_batch"
+_STATIC = {_ROLLING_BATCH: "disable"}
 _RELOAD_DRAIN_S = 600.0  # for the requests of the workers that a reload replaces; as when a model is scaled down
 
 
@@ -108,6 +112,11 @@ class ModelRegistry:
         """Return every name under which requests may ask for a model: each model's own name, then its aliases."""
         return [name for endpoint in self.endpoints for name in self._names_of(endpoint)]
 
+    def has(self, name: str) -> bool:
+        """Return whether a model or an adapter has that name."""
+        own = name in self._endpoints or name in self._aliases
+        return own or any(model.pool is not None and name in model.pool.adapters for model in self.models)
+
     def _names_of(self, endpoint: Endpoint) -> Iterator[str]:
         yield endpoint.name
         yield from (alias for alias, target in self._aliases.items() if target is endpoint)
@@ -133,6 +142,10 @@ class ModelRegistry:
     def named(self, name: str, version: str | None = None) -> Model:
         """Return the model that a request names. Raises ModelNotFoundError."""
         return self.endpoint(name).choose(version)
+
+    def reads_by_code(self, model: Model) -> bool:
+        """Return whether code of the user may read the bodies for `model`, and so take any name of a model in them."""
+        return model.runs_user_code or model.has_code
 
     @property
     def startup_statuses(self) -> set[ModelStatus]:
@@ -184,12 +197,13 @@ class ModelRegistry:
     async def unregister(self, name: str, version: str | None = None) -> None:
         """Remove one version of a model, or all of them; return once their workers have ended.
 
-        Requests that were accepted finish first, within `drain_timeout_s`. Raises ModelNotFoundError.
+        The version "" is the model without a version, which may stand beside others. Requests that were accepted finish
+        first, within `drain_timeout_s`. Raises ModelNotFoundError.
         """
         endpoint = self._endpoints.get(name)
         if endpoint is None:
             raise ModelNotFoundError(f"Model or workflow not found: {excerpt(name)}")
-        await self._remove([endpoint.version(version)] if version is not None else list(endpoint.models))
+        await self._remove([endpoint.version(version or None)] if version is not None else list(endpoint.models))
 
     async def _remove(self, models: Sequence[Model]) -> None:
         for model in models:
@@ -273,7 +287,11 @@ class ModelRegistry:
         try:
             after.pool = await self._make_pool(after, model.pool)
             after.pool.start()
-            await after.pool.complete()
+            try:
+                await after.pool.complete()
+            except RollingBatchError as error:
+                await self._batch_statically(after, error, model.pool)
+                await after.pool.complete()
             self._replace(model, after)
             failure = None
         except LmiServerError as error:
@@ -322,6 +340,8 @@ class ModelRegistry:
             made_at = time.monotonic()
             model.pool.start()
             await model.pool.settled()
+            if isinstance(model.failure, RollingBatchError):
+                await self._batch_statically(model, model.failure)
             if model.failure is None:
                 self._measure("LoadModel", model, made_at)
                 self._measure("RegisterWorkflow", model, began)
@@ -332,6 +352,34 @@ class ModelRegistry:
             self._fail(model, ModelLoadError(f"{type(error).__name__}: {error}"))
         finally:
             model.settled.set()
+
+    async def _batch_statically(
+        self, model: Model, refusal: RollingBatchError, before: WorkerPool | None = None
+    ) -> None:
+        """Load a model in static batches that the rolling batch has refused. Raises `refusal` if it cannot be.
+
+        It cannot if the configuration names a rolling batch, or if its handler has no static batches.
+        """
+        failed, refused = model.pool, model.resolved
+        assert failed is not None
+        assert refused is not None
+        if refused.sources[_ROLLING_BATCH].layer not in DERIVED:
+            raise refusal
+        model.pool, model.batches_statically = None, True
+        await failed.stop()
+        try:
+            model.pool = await self._make_pool(model, before)
+        except ConfigurationError:
+            raise refusal from None
+        if model.resolved is None or model.resolved.spec is refused.spec:
+            model.pool = None
+            raise refusal
+        logger.warning(
+            "model %s is loaded again, for static batches: %s; %s=disable says so without this warning",
+            model.label, refusal, _ROLLING_BATCH,
+        )  # fmt: skip
+        model.pool.start()
+        await model.pool.settled()
 
     async def _make_pool(self, model: Model, before: WorkerPool | None = None) -> WorkerPool:
         """Fetch `model` and return its pool, not started yet, which may take the place of another one.
@@ -426,15 +474,16 @@ class ModelRegistry:
             raise ModelNotFoundError(f'url = "{excerpt(source.url, 200)}" {error}') from error
         if isinstance(location, HubModel) and "/" not in source.url and not model.at_startup:
             raise ModelNotFoundError(
-                f'url = "{excerpt(source.url, 200)}" is not allowed; there is no such directory, and a registration '
-                "names a model of the Hugging Face Hub by owner/name"
+                f'url = "{excerpt(source.url, 200)}" is not allowed; there is no such directory; a registration '
+                "names one, also of the model store, by its full path, and a model of the Hugging Face Hub by "
+                "owner/name"
             )
         environment = {**self._environment, **source.variables}
         with shown_progress(source.label, sys.stderr) as show:
             on_progress = _recorded(model, show)
             model.directory, more = await fetch_directory(location, source.url, self.artifacts, on_progress)
             model.configured_by = configuration_state(model.directory)
-            settings = {**source.settings, **more}
+            settings = {**source.settings, **more, **(_STATIC if model.batches_statically else {})}
             return await fetch_model(
                 model.directory, environment, settings, self.artifacts, inspect=self._inspect, on_progress=on_progress
             )

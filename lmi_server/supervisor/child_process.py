@@ -12,6 +12,7 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.contract.link import WorkerLink
+from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import MetricSink
 from lmi_server.contract.protocol import Load
 from lmi_server.machine.memory import oom_kills
@@ -94,7 +95,7 @@ class ChildProcess:
         out_of_memory = code == -signal.SIGKILL and not self.killed and oom_kills() > self._oom_kills
         reason = _exit_reason(code)
         self._on_exit(reason, out_of_memory)
-        logger.info("[%s] process %d %s", self._name, process.pid, reason)
+        WorkerLogger(logger, self._name).info("process %d %s", process.pid, reason)
 
     def link_lost(self) -> None:
         """Do nothing: the end of the process follows that of its link, and says more."""
@@ -114,7 +115,8 @@ class ChildProcess:
         try:
             kill_family(pid, self._mark)
         except OSError as error:
-            logger.warning("[%s] cannot look for the processes that it started: %s; trying again", self._name, error)
+            about = WorkerLogger(logger, self._name)
+            about.warning("cannot look for the processes that it started: %s; trying again", error)
             asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._kill_family, pid)
 
     async def exit_within(self, limit_s: float) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.machine.process_tree import is_stopped
 from lmi_server.supervisor.launch import WorkerLaunch
 
@@ -58,7 +59,9 @@ class HealthChecks:
         # worker wait in the socket, and a comparison of times would kill a worker that is alive.
         self._silent_checks += 1
         if self._silent_checks > _SILENT_CHECKS:
-            logger.error("[%s] no sign of life for %g seconds; killing it", self._name, self._heartbeat_timeout_s)
+            WorkerLogger(logger, self._name).error(
+                "no sign of life for %g seconds; killing it", self._heartbeat_timeout_s
+            )
             self._on_hung("the worker process hung")
             return
         self.watch_heartbeat()
@@ -69,7 +72,7 @@ class HealthChecks:
         )
         for pid, checks in self._stopped_checks.items():
             if checks >= _STOPPED_CHECKS:
-                logger.error("[%s] process %d is stopped by a signal; killing the worker", self._name, pid)
+                WorkerLogger(logger, self._name).error("process %d is stopped by a signal; killing the worker", pid)
                 self._on_hung("the worker process was stopped")
                 return
         self.watch_processes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,20 +19,32 @@ class ReplySlot:
     """Where the answer to one request arrives. One reader: `await wait()`, then `take()`, until `terminal` is set.
 
     The slot keeps exactly one terminal item (Reply, End or Error) and drops everything that follows it. Once `head` is
-    set, the client may have seen a part of the answer. While `is_held` is set, the worker waits for the reader. Times
-    are those of time.monotonic(), 0.0 before the event.
+    set, the client may have seen a part of the answer. While `is_held` is set, the worker waits for the reader. If
+    `keeps_chunks` is set, `take` returns one chunk at a time. Times are those of time.monotonic(), 0.0 before the
+    event.
     """
 
-    __slots__ = ("_chunks", "_waiter", "first_byte_at", "head", "is_held", "progressed_at", "terminal", "unread")
+    __slots__ = (
+        "_chunks",
+        "_waiter",
+        "first_byte_at",
+        "head",
+        "is_held",
+        "keeps_chunks",
+        "progressed_at",
+        "terminal",
+        "unread",
+    )
 
     def __init__(self) -> None:
         self.head: Head | None = None
         self.terminal: Reply | End | Error | None = None
         self.first_byte_at = 0.0
         self.is_held = False
+        self.keeps_chunks = False
         self.progressed_at = 0.0  # the last time at which the worker got the request or went on with it
         self.unread = 0  # bytes that `take` has not returned yet
-        self._chunks: list[bytes] = []
+        self._chunks: deque[bytes] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: Item, now: float) -> None:
@@ -68,8 +81,12 @@ class ReplySlot:
         await self._waiter
 
     def take(self) -> bytes:
-        """Return the bytes that arrived since the last call."""
+        """Return the bytes that arrived since the last call, or the next chunk of them; `unread` says what is left."""
         chunks = self._chunks
+        if self.keeps_chunks and len(chunks) > 1:
+            data = chunks.popleft()
+            self.unread -= len(data)
+            return data
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
         self.unread = 0

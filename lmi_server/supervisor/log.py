@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
+from lmi_server.contract.log_fields import WorkerLogger, of_worker
 from lmi_server.contract.metrics import MARK, MetricSink, parse_metric, unrecorded
+from lmi_server.supervisor.tracebacks import Tracebacks
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +20,8 @@ _LONGEST_LINE = 64 * 1024
 _BYTES_PER_S = 256 * 1024  # that one worker may log
 _REPORT_AFTER_S = 1.0
 _KEPT_LINES = 20
+_OPEN_S = 0.2  # for which the next line of a traceback may take
+_OF_LOGGER = re.compile(r"[A-Z]+ ([\w.]+): ")
 _BURST = 4 * _BYTES_PER_S  # that it may log at once after a quiet time
 
 LEVELS: dict[str, int] = {}
@@ -48,10 +53,12 @@ class WorkerLog:
         self._allowed = float(_BURST)
         self._since = time.monotonic()
         self._dropped = 0  # bytes
+        self._about = WorkerLogger(logger, name)
 
     async def forward(self, stream: asyncio.StreamReader) -> None:
         """Log the lines of `stream`, to its end."""
         rest = b""
+        records = _Records(self._log)
         whole = True  # whether `rest` is the beginning of a line
         while data := await stream.read(_LONGEST_LINE):
             self._earn()
@@ -62,14 +69,16 @@ class WorkerLog:
                 continue
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                self._log(line, whole)
+                self._add(line, whole, records)
                 whole = True
             if len(rest) > _LONGEST_LINE:
-                self._log(rest, whole)
+                self._add(rest, whole, records)
                 rest, whole = b"", False
+            records.settle()
         self._report_dropped()
         if rest:
-            self._log(rest, whole)
+            self._add(rest, whole, records)
+        records.close()
 
     def _earn(self) -> None:
         now = time.monotonic()
@@ -85,21 +94,28 @@ class WorkerLog:
 
     def _report_dropped(self) -> None:
         if self._dropped:
-            logger.warning("[%s] writes too fast to be logged; %d bytes were dropped", self._name, self._dropped)
+            self._about.warning("writes too fast to be logged; %d bytes were dropped", self._dropped)
             self._dropped = 0
 
-    def _log(self, line: bytes, whole: bool) -> None:
-        """Log a line, or its further part if it is not `whole`: what stands at the beginning of that is no mark."""
+    def _add(self, line: bytes, whole: bool, records: _Records) -> None:
+        """Add a line, or its further part if it is not `whole`, which begins neither a metric nor a record."""
         self._allowed -= len(line) + 64  # what a record costs beside its text
         rank, text = self._rank_of_line(line.decode(errors="replace").rstrip())
         if whole and text.startswith(MARK) and self._is_metric(text):
             return
         text = text.rpartition("\r")[2]  # as a terminal shows it: a progress bar writes over itself
+        text = text if whole else f"  {text}"
         self.last_lines.append(text)
+        records.add(rank, text)
+
+    def _log(self, rank: int | None, text: str) -> None:
         name = self._name if rank is None else f"{self._name} rank {rank}"
         level, wanted = _level_of(text)
         if level >= (logger.getEffectiveLevel() if wanted is None else wanted):
-            logger.handle(logger.makeRecord(logger.name, level, __file__, 0, "[%s] %s", (name, text), None))
+            extra = of_worker(self._name, **_fields(rank, text))
+            logger.handle(
+                logger.makeRecord(logger.name, level, __file__, 0, "[%s] %s", (name, text), None, None, extra)
+            )
 
     def _is_metric(self, line: str) -> bool:
         """Return whether a metric follows the mark at the beginning of the line, and report it."""
@@ -108,6 +124,44 @@ class WorkerLog:
             return False
         self._on_metric(metric)
         return True
+
+
+class _Records:
+    """The records of one stream, by rank: each goes to `log` once it is complete, or nothing follows for a while."""
+
+    def __init__(self, log: Callable[[int | None, str], None]) -> None:
+        self._log = log
+        self._by_rank: defaultdict[int | None, Tracebacks] = defaultdict(Tracebacks)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, rank: int | None, line: str) -> None:
+        for record in self._by_rank[rank].add(line):
+            self._log(rank, record)
+
+    def settle(self) -> None:
+        """Log what is there, but for tracebacks that may go on: they have a little time for that."""
+        self._take({rank for rank, tracebacks in self._by_rank.items() if not tracebacks.is_open})
+        if self._by_rank:
+            self._timer = asyncio.get_running_loop().call_later(_OPEN_S, self.close)
+
+    def close(self) -> None:
+        """Log what is there."""
+        self._take(set(self._by_rank))
+
+    def _take(self, ranks: set[int | None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for rank in ranks:
+            for record in self._by_rank.pop(rank).take():
+                self._log(rank, record)
+
+
+def _fields(rank: int | None, text: str) -> dict[str, str | int]:
+    """Return the fields of a record: the rank, and the logger of a line that one wrote, whose text is the rest."""
+    fields: dict[str, str | int] = {"message": text} if rank is None else {"message": text, "rank": rank}
+    found = _OF_LOGGER.match(text)
+    return fields if found is None else {**fields, "logger": found[1], "message": text[found.end() :]}
 
 
 def _level_of(text: str) -> tuple[int, int | None]:

@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.protocol import Load, Ready
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.supervisor.remote import RemotePlace
@@ -223,7 +224,7 @@ class ReplicaSet:
                 and not worker.requests.in_flight
                 and now - worker.requests.progressed_at >= max_idle_s
             ):
-                logger.info("[%s] idle for %g seconds; ending it", worker.name, max_idle_s)
+                WorkerLogger(logger, worker.name).info("idle for %g seconds; ending it", max_idle_s)
                 self._close(replica)
 
     def close(self) -> None:
@@ -286,7 +287,7 @@ class ReplicaSet:
             if replica.closing or self._owner.stopping or self._give_up(worker, error):
                 return
             pause_s = backoff.pause_s(was_of_use)
-            logger.warning("[%s] restarting it in %.1f seconds", worker.name, pause_s)
+            WorkerLogger(logger, worker.name).warning("restarting it in %.1f seconds", pause_s)
             await asyncio.sleep(pause_s)
 
     def _give_up(self, worker: WorkerProcess, error: ModelLoadError | None) -> bool:
@@ -299,7 +300,7 @@ class ReplicaSet:
             self._owner.unloadable(error)
             return True
         if error is not None:
-            logger.error("[%s] could not load the model again: %s", worker.name, error)
+            WorkerLogger(logger, worker.name).error("could not load the model again: %s", error)
             self._owner.cannot_add(error)
         if error is not None and self.size > self.min_workers:
             self._no_growth_before = time.monotonic() + self._growth.pause_s(was_of_use=False)

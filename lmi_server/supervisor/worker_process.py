@@ -28,6 +28,7 @@ from lmi_server.contract.errors import (
     error_from_kind,
 )
 from lmi_server.contract.link import worker_link
+from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.protocol import (
     Failed,
@@ -178,7 +179,7 @@ class WorkerProcess:
         self._health.stop()
         await self._child.reap()
         if self._report is not None:
-            logger.error("[%s] %s", self.name, self._report())
+            WorkerLogger(logger, self.name).error("%s", self._report())
             self._report = None
 
     # --- what arrives ---
@@ -230,7 +231,7 @@ class WorkerProcess:
         if self.is_retiring or not self._loaded.done():
             self._loop.call_later(EXIT_GRACE_S, self.kill)
             return
-        logger.error("[%s] rank %d has ended; killing the others", self.name, rank)
+        WorkerLogger(logger, self.name).error("rank %d has ended; killing the others", rank)
         self.kill()
 
     def _on_link_lost(self) -> None:

@@ -14,7 +14,7 @@ from lmi_server.bench.client import Target
 from lmi_server.bench.records import summary
 from lmi_server.bench.run import Extent, Run
 from lmi_server.bench.workload import Workload, with_adapters
-from lmi_server.tune.outcome import Outcome
+from lmi_server.tune.outcome import GOODPUT, THROUGHPUT, Outcome
 from lmi_server.tune.server import LoadFailedError, TrialServer
 
 _SHORT = 5  # the short run before has a fifth of the requests
@@ -24,21 +24,28 @@ _REQUEST_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a setting must keep: p99 in seconds by name of the latency, and the share of prompt tokens in the cache."""
+    """What a setting must keep: p99 in seconds by name of the latency, and the share of prompt tokens in the cache.
+
+    With `of_each_request` the latencies are those that a request must keep to count, as in goodput.
+    """
 
     p99_s: Mapping[str, float]
     min_cache_hit: float = 0.0
+    of_each_request: bool = False
 
     def broken_by(self, figures: Mapping[str, Any]) -> str:
         """Return which limits the figures of a run exceed; empty if none."""
-        problems = [
+        problems = [] if self.of_each_request else self._slow_p99s(figures)
+        if self.min_cache_hit and (share := cache_hit(figures)) < self.min_cache_hit:
+            problems.append(f"{share:.0%} of prompt tokens were in the cache, less than {self.min_cache_hit:.0%}")
+        return "; ".join(problems)
+
+    def _slow_p99s(self, figures: Mapping[str, Any]) -> list[str]:
+        return [
             f"p99 of {name} is {p99 / 1000:.2f} s, more than {most:g}"
             for name, most in self.p99_s.items()
             if (p99 := figures[f"{name}_ms"].get("p99")) is None or p99 > most * 1000
         ]
-        if self.min_cache_hit and (share := cache_hit(figures)) < self.min_cache_hit:
-            problems.append(f"{share:.0%} of prompt tokens were in the cache, less than {self.min_cache_hit:.0%}")
-        return "; ".join(problems)
 
 
 def cache_hit(figures: Mapping[str, Any]) -> float:
@@ -57,12 +64,14 @@ class Load:
     concurrency: int
     seed: int
 
-    def run(self, concurrency: int, requests: int, number: int) -> dict[str, Any]:
-        """Return the figures of a run; no two numbers have the same prompts."""
+    def run(
+        self, concurrency: int, requests: int, number: int, limits: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
+        """Return the figures of a run, with the goodput within `limits`; no two numbers have the same prompts."""
         seed = self.seed + number
         prompts = with_adapters(self.workload.prompts(seed), self.weights, seed)
         run = Run(self.target, ClosedLoop(concurrency), prompts, Extent(requests, None, _REQUEST_S))
-        return summary(uvloop.run(run.run(seed)), {})
+        return summary(uvloop.run(run.run(seed)), limits or {})
 
 
 class Measurement:
@@ -77,6 +86,10 @@ class Measurement:
         self._load_timeout_s = load_timeout_s
         self._start = start
         self._server = start()
+
+    @property
+    def _unit(self) -> str:
+        return GOODPUT if self._limits.of_each_request else THROUGHPUT
 
     @property
     def server(self) -> TrialServer:
@@ -107,24 +120,35 @@ class Measurement:
         if not figures["completed"]:
             return Outcome(None, load.concurrency, figures, _errors(figures))
         # Far slower than the best, with or without the limits: the limits could only make it slower.
-        if figures["output_tokens_per_s"] < _HOPELESS * best:
-            value = figures["output_tokens_per_s"]
-            return Outcome(value, load.concurrency, figures, "given up after a short run", is_pruned=True)
+        value = figures["requests_per_s" if self._limits.of_each_request else "output_tokens_per_s"]
+        if value < _HOPELESS * best:
+            return Outcome(
+                value, load.concurrency, figures, "given up after a short run", is_pruned=True, unit=self._unit
+            )
         return self._within_limits(load)
 
     def _within_limits(self, load: Load) -> Outcome:
-        """Return the outcome at the highest concurrency that keeps the limits, halving it until it does."""
+        """Return the outcome at the highest concurrency that keeps the limits, halving it until it does.
+
+        The number of requests stays: the p99 of fewer would be another figure.
+        """
         concurrency, number, problem = load.concurrency, 1, ""
         figures: dict[str, Any] = {}
         while concurrency >= 1:
-            figures = load.run(concurrency, max(load.requests * concurrency // load.concurrency, 2), number)
+            figures = load.run(concurrency, load.requests, number, self._limits.p99_s)
             if figures["errors"]:
                 return Outcome(None, concurrency, figures, _errors(figures))
             problem = self._limits.broken_by(figures)
             if not problem:
-                return Outcome(figures["output_tokens_per_s"], concurrency, figures)
+                return self._valued(concurrency, figures)
             concurrency, number = concurrency // 2, number + 1
         return Outcome(None, 1, figures, problem)
+
+    def _valued(self, concurrency: int, figures: dict[str, Any]) -> Outcome:
+        value = figures["goodput_per_s" if self._limits.of_each_request else "output_tokens_per_s"]
+        if not value:
+            return Outcome(None, concurrency, figures, "no request keeps the limits")
+        return Outcome(value, concurrency, figures, unit=self._unit)
 
     def _target_load(self) -> Load:
         return replace(self._load, target=self._load.target.at(self._server.url))

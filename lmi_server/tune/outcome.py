@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+THROUGHPUT, GOODPUT = "output tokens/s", "good requests/s"
+"""Units of the value of a trial: what its server generates within the limits, or the requests that keep them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a trial gave: `value` is the throughput within the limits, None if nothing could be measured.
+    """What a trial gave: `value` is what the search raises, in `unit`; None if nothing could be measured.
 
     `reason` says why there is no value, or why the trial was given up early (`is_pruned`). `figures` are those of the
     run that decided, at `concurrency` requests at a time.
@@ -21,6 +24,7 @@ class Outcome:
     reason: str = ""
     is_pruned: bool = False
     load_s: float = 0.0
+    unit: str = THROUGHPUT
 
 
 Measure = Callable[[Mapping[str, str], float], Outcome]

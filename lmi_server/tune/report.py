@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lmi_server.bench.page import Plot, Section, Table, scattered
 from lmi_server.tune.adapter_costs import Cost
 from lmi_server.tune.confirmation import Confirmation, chosen
-from lmi_server.tune.outcome import Trial, pareto
+from lmi_server.tune.outcome import THROUGHPUT, Trial, pareto
 from lmi_server.tune.space import Choices, Range, Space
 
 _UNIMPORTANT = 0.05
@@ -37,6 +37,11 @@ class Found:
         return chosen(self.trials, self.confirmation)
 
     @property
+    def unit(self) -> str:
+        """Return the unit of the values of all trials."""
+        return next((trial.outcome.unit for trial in self.trials if trial.outcome.value is not None), THROUGHPUT)
+
+    @property
     def baseline(self) -> Trial | None:
         return next((trial for trial in self.trials if trial.number < 0), None)
 
@@ -48,11 +53,14 @@ def sections(found: Found) -> list[Section]:
         Section("Result", _result(found)),
         Section("What to change", code=found.difference or "Nothing: no setting is better than the one that is there."),
         Section(
-            "Throughput and latency", _FRONT_TEXT, [_table("Pareto front", front)], [_front_plot(found.trials, front)]
+            "Throughput and latency",
+            _FRONT_TEXT,
+            [_table("Pareto front", front, found.unit)],
+            [_front_plot(found, front)],
         ),
         Section("Importance", tables=[_importance(found.importances)]),
         Section("What to measure next", next_steps(found) or ["Nothing stands out."]),
-        Section("All trials", tables=[_table("", found.trials)]),
+        Section("All trials", tables=[_table("", found.trials, found.unit)]),
     ]
     if found.costs:
         parts.insert(3, Section("What adapters cost", _COST_TEXT, [cost_table(found.costs)]))
@@ -70,7 +78,7 @@ def _result(found: Found) -> list[str]:
     best, baseline = found.best, found.baseline
     if best is None or best.outcome.value is None:
         return ["No setting keeps the limits; the table of all trials says why."]
-    text = f"The best of {len(found.trials)} settings gives {best.outcome.value:.1f} output tokens/s: {_name(best)}."
+    text = f"The best of {len(found.trials)} settings gives {best.outcome.value:.1f} {found.unit}: {_name(best)}."
     before = None if baseline is None else baseline.outcome.value
     if not before:
         return [text, "The configuration as it is gives none within the limits."]
@@ -98,7 +106,7 @@ def confirmed(found: Found) -> str:
     return f"{text}: that may be chance, and the configuration as it is stays."
 
 
-def _table(title: str, trials: Sequence[Trial]) -> Table:
+def _table(title: str, trials: Sequence[Trial], unit: str) -> Table:
     rows = []
     for trial in trials:
         outcome = trial.outcome
@@ -106,7 +114,7 @@ def _table(title: str, trials: Sequence[Trial]) -> Table:
         p99s = [_p99(trial, latency) for latency in ("e2el_ms", "ttft_ms", "itl_ms")]
         cells = [value, str(outcome.concurrency or ""), *p99s, outcome.reason]
         rows.append([_name(trial), *cells])
-    columns = ("settings", "output tokens/s", "requests", "p99 end to end, ms", "p99 TTFT, ms", "p99 ITL, ms", "")
+    columns = ("settings", unit, "requests", "p99 end to end, ms", "p99 TTFT, ms", "p99 ITL, ms", "")
     return Table(title, columns, rows)
 
 
@@ -119,16 +127,16 @@ def _p99(trial: Trial, latency: str) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
-def _front_plot(trials: Sequence[Trial], front: Sequence[Trial]) -> Plot:
+def _front_plot(found: Found, front: Sequence[Trial]) -> Plot:
     on_front = {trial.number for trial in front}
     groups: dict[str, list[tuple[float, float]]] = {"other settings": [], "front": [], "as it is": []}
-    for trial in trials:
+    for trial in found.trials:
         p99 = trial.outcome.figures.get("e2el_ms", {}).get("p99")
         if trial.outcome.value is not None and p99 is not None:
             group = "as it is" if trial.number < 0 else "front" if trial.number in on_front else "other settings"
             groups[group].append((trial.outcome.value, p99))
     points = scattered(groups)
-    return Plot("p99 end to end, by throughput", "output tokens/s", "ms", points.x, points.series, "points")
+    return Plot("p99 end to end, by throughput", found.unit, "ms", points.x, points.series, "points")
 
 
 def _importance(importances: Mapping[str, float]) -> Table:

@@ -8,10 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from lmi_server.tune.confirmation import Confirmation
-from lmi_server.tune.outcome import Trial
+from lmi_server.tune.outcome import GOODPUT, THROUGHPUT, Trial
 from lmi_server.tune.report import Found
 
 _MARK = "# lmi-server tune: "
+_NAMES = {THROUGHPUT: "output_tokens_per_s", GOODPUT: "goodput_per_s"}
 
 
 def tuned_properties(text: str, best: Trial, baseline: Trial | None, confirmation: Confirmation | None = None) -> str:
@@ -42,14 +43,14 @@ def as_json(found: Found) -> dict[str, Any]:
     """Return all that was found, for a file."""
     return {
         "best": None if found.best is None else found.best.number,
-        "confirmation": None if found.confirmation is None else _confirmation(found.confirmation),
+        "confirmation": None if found.confirmation is None else _confirmation(found.confirmation, found.unit),
         "importances": dict(found.importances),
         "adapter_costs": [asdict(cost) for cost in found.costs],
         "trials": [
             {
                 "number": trial.number,
                 "settings": dict(trial.settings),
-                "output_tokens_per_s": trial.outcome.value,
+                _NAMES[trial.outcome.unit]: trial.outcome.value,
                 "concurrency": trial.outcome.concurrency,
                 "reason": trial.outcome.reason,
                 "is_pruned": trial.outcome.is_pruned,
@@ -61,10 +62,10 @@ def as_json(found: Found) -> dict[str, Any]:
     }
 
 
-def _confirmation(confirmation: Confirmation) -> dict[str, Any]:
+def _confirmation(confirmation: Confirmation, unit: str) -> dict[str, Any]:
     return {
         "trial": confirmation.trial,
-        "output_tokens_per_s": [list(pair) for pair in confirmation.pairs],
+        _NAMES[unit]: [list(pair) for pair in confirmation.pairs],
         "ratio": confirmation.ratio,
         "interval": confirmation.interval,
         "confidence": confirmation.confidence,
@@ -75,16 +76,16 @@ def _confirmation(confirmation: Confirmation) -> dict[str, Any]:
 
 def _figures(trial: Trial) -> str:
     figures = trial.outcome.figures
-    tokens, seconds = trial.outcome.value or 0.0, figures["e2el_ms"]["p99"] / 1000
-    return f"{tokens:.1f} output tokens/s at {trial.outcome.concurrency} requests, p99 end to end {seconds:.2f} s"
+    value, seconds = trial.outcome.value or 0.0, figures["e2el_ms"]["p99"] / 1000
+    return f"{value:.1f} {trial.outcome.unit} at {trial.outcome.concurrency} requests, p99 end to end {seconds:.2f} s"
 
 
 def _compared(baseline: Trial | None, confirmation: Confirmation | None) -> str:
     before = None if baseline is None else baseline.outcome.value
-    if before is None:
+    if baseline is None or before is None:
         return ""
     times = "" if confirmation is None else f"; {confirmation.ratio:.2f} times that in {len(confirmation.pairs)} pairs"
-    return f" (before: {before:.1f} output tokens/s{times})"
+    return f" (before: {before:.1f} {baseline.outcome.unit}{times})"
 
 
 def _is_entry(line: str, key: str) -> bool:

@@ -51,10 +51,11 @@ class Range:
 Space = Mapping[str, Choices | Range]
 """What is tried of each key of serving.properties."""
 
-# The variables of vLLM's auto_tune.sh, which lists candidates for two arguments of vLLM's.
+# The variables of vLLM's auto_tune.sh, which lists candidates for arguments of vLLM's.
 _SCRIPT_LISTS = {
     "NUM_SEQS_LIST": "option.max_rolling_batch_size",
     "NUM_BATCHED_TOKENS_LIST": "option.max_rolling_batch_prefill_tokens",
+    "MAX_MODEL_LEN": "option.max_model_len",  # one value
 }
 
 

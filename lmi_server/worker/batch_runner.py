@@ -74,7 +74,7 @@ class BatchRunner(Runner):
     # --- the link's thread ---
 
     def submit(self, submit: Submit) -> None:
-        call = _Call(submit.input, ResponseWriter(self._buffer, submit.id, submit.input.route, submit.input.request_id))
+        call = _Call(submit.input, ResponseWriter(self._buffer, submit))
         self._calls[submit.id] = self._waiting[submit.id] = call
         self._forming.append(call)
         if not submit.more:

@@ -50,7 +50,7 @@ class ConcurrentService(WorkerService):
         return Ready(info.max_model_len, dict(info.details), window=info.window)
 
     def submit(self, submit: Submit) -> None:
-        writer = ResponseWriter(self._buffer, submit.id, submit.input.route, submit.input.request_id)
+        writer = ResponseWriter(self._buffer, submit)
         writer.is_ahead = submit.ahead
         task = asyncio.create_task(self._processor.process(submit.input, writer))
         self._requests[submit.id] = task

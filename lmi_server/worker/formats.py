@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +20,8 @@ from lmi_server.dialects import fields
 from lmi_server.dialects.adapters import requested_adapter, with_adapter
 from lmi_server.dialects.base import Exchange, Formatting, ServedModel
 from lmi_server.worker.handler_loading import Loading
+
+_LONG_BODY = 256 * 1024  # bytes; to check one of many small members takes ten milliseconds or more
 
 
 class FormattedAdapter(Adapter, frozen=True, kw_only=True):
@@ -35,10 +39,21 @@ class Formats:
     def __init__(self, loading: Loading, handler: LLMHandler) -> None:
         """Load the code of the model. Raises ModelLoadError with file and line if it cannot be loaded."""
         self._options = loading.options
+        self._thread = ThreadPoolExecutor(1, "parser")
         self._handler = handler
         spec = HANDLERS.by_handler(loading.load.handler)
         formats_itself = spec is not None and spec.runs_user_code
         self._own = None if formats_itself else self._load(loading.model_dir, None)
+
+    async def parse_any(self, request: Input, served: ServedModel) -> Exchange:
+        """Parse a request as `parse` does, and a long one beside the event loop, where streams go on meanwhile.
+
+        Code of the model or an adapter expects no second thread, so that it parses on the loop.
+        """
+        if len(request.body()) <= _LONG_BODY or self._own is not None or self._has_formatted_adapters():
+            return self.parse(request, served)
+        run = asyncio.get_running_loop().run_in_executor
+        return await run(self._thread, dialects.parse, request, served)
 
     def parse(self, request: Input, served: ServedModel) -> Exchange:
         """Parse a request. Raises RequestError if it cannot be served, HandlerError if the model's code raises."""
@@ -60,17 +75,19 @@ class Formats:
             return adapter
         return FormattedAdapter(**msgspec.structs.asdict(adapter), formatting=formatting)
 
+    def _has_formatted_adapters(self) -> bool:
+        return any(isinstance(adapter, FormattedAdapter) for adapter in self._handler.adapters.values())
+
     def _formatted_adapter(self, request: Input, served: ServedModel) -> FormattedAdapter | None:
         """Return the adapter that `request` asks for, if it brings code of its own."""
-        adapters = self._handler.adapters
         # Most models have no such adapter, and then nobody has to read the body twice.
-        if not any(isinstance(adapter, FormattedAdapter) for adapter in adapters.values()):
+        if not self._has_formatted_adapters():
             return None
         try:
             name = requested_adapter(request, _json_body(request), served)
         except RequestError:  # a wrong type; whoever parses the request says so
             return None
-        adapter = adapters.get(name or "")
+        adapter = self._handler.adapters.get(name or "")
         return adapter if isinstance(adapter, FormattedAdapter) else None
 
     def _load(self, directory: str, base: Formatting | None) -> Formatting | None:

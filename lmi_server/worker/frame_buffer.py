@@ -14,7 +14,19 @@ from collections import deque
 from typing import Protocol
 
 from lmi_server.contract.errors import HandlerError, LmiServerError, describe
-from lmi_server.contract.protocol import CANCELLED, RECALLED, Begun, Chunk, End, Error, Frame, Frames, Head, Reply
+from lmi_server.contract.protocol import (
+    CANCELLED,
+    RECALLED,
+    Begun,
+    Chunk,
+    End,
+    Error,
+    Frame,
+    Frames,
+    Head,
+    Reply,
+    Submit,
+)
 from lmi_server.dialects.errors import error_reply
 from lmi_server.worker.tally import Tally
 
@@ -152,13 +164,14 @@ class ResponseWriter:
     """Writes the answer to one request; it ends exactly once, with `reply`, `end`, `error` or `fail`.
 
     The head of a stream leaves with its first bytes, so that an error before them has a status of its own. What a
-    stream produces between two flushes leaves as one chunk. While `is_held` is set, its client does not keep up. While
-    `is_ahead` is set, the request waits for a place of the engine; if `is_recalled`, the front end wants it back. What
-    `tally` has counted leaves with the end of the answer.
+    stream produces between two flushes leaves as one chunk, unless the request keeps chunks. While `is_held` is set,
+    its client does not keep up. While `is_ahead` is set, the request waits for a place of the engine; if `is_recalled`,
+    the front end wants it back. What `tally` has counted leaves with the end of the answer.
     """
 
     __slots__ = (
         "_head",
+        "_keeps_chunks",
         "_name",
         "_pieces",
         "_prefix",
@@ -175,9 +188,9 @@ class ResponseWriter:
         "tally",
     )
 
-    def __init__(self, buffer: FrameBuffer, number: int, route: str, request_id: str = "") -> None:
-        """`route` and `request_id` are those of the Input; the form of errors depends on them."""
-        self.id = number
+    def __init__(self, buffer: FrameBuffer, submit: Submit) -> None:
+        """Write the answer to `submit` into `buffer`."""
+        self.id = submit.id
         self.started = False
         self.ended = False
         self.is_ahead = False
@@ -186,8 +199,9 @@ class ResponseWriter:
         self.progressed = False  # set when the handler yields something; whoever reports it clears it
         self.buffer = buffer
         self.tally = Tally(time.monotonic())
-        self._route = route
-        self._name = request_id
+        self._route = submit.input.route  # the form of errors depends on these two
+        self._name = submit.input.request_id
+        self._keeps_chunks = submit.input.keeps_chunks
         self._head: Head | None = None
         self._prefix = b""
         self._pieces: list[bytes] = []
@@ -257,6 +271,8 @@ class ResponseWriter:
         pieces = self._pieces
         # `chunk` may append meanwhile, in another thread; what comes after the count stays for the next flush.
         count = len(pieces)
+        if self._keeps_chunks:
+            return self._move_each(items, count)
         if count == 1:
             data = pieces.pop(0)
         else:
@@ -270,6 +286,18 @@ class ResponseWriter:
         if data:
             items.append(Chunk(self.id, data))
         return moved
+
+    def _move_each(self, items: list[Frame], count: int) -> int:
+        """Move `count` pieces, each as a chunk of its own; return their bytes without the prefix."""
+        if self._head is not None:
+            items.append(self._head)
+            self._head = None
+            if self._prefix:
+                items.append(Chunk(self.id, self._prefix))
+        moved = self._pieces[:count]
+        del self._pieces[:count]
+        items += [Chunk(self.id, piece) for piece in moved]
+        return sum(map(len, moved))
 
     def _finish(self, item: Reply | End | Error) -> None:
         assert not self.ended, f"request {self.id} ends twice"

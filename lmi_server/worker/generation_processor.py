@@ -108,7 +108,7 @@ class GenerationProcessor(RequestProcessor):
             if request.route in routes.TOKEN_ROUTES:
                 writer.reply(200, [("content-type", "application/json")], await self._tokens(request, served))
                 return
-            exchange = self._formats.parse(request, served)
+            exchange = await self._formats.parse_any(request, served)
             _log_warnings(request, exchange.warnings)
             if exchange.stream:
                 await self._stream(exchange, writer)

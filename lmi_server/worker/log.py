@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
+from typing import Any
 
 from lmi_server.contract.metrics import MARK
-from lmi_server.contract.quoting import as_record
+from lmi_server.contract.quoting import LONGEST_RECORD, as_record, shorten
+
+logger = logging.getLogger(__name__)
 
 
 class RecordFormatter(logging.Formatter):
@@ -23,7 +27,7 @@ class RecordFormatter(logging.Formatter):
         text = super().format(record)
         if isinstance(record.msg, str) and record.msg.startswith(MARK):
             text = text[text.index(MARK) :]
-        return as_record(text)
+        return as_record(shorten(text, LONGEST_RECORD))
 
 
 def log_to_stderr() -> None:
@@ -31,3 +35,32 @@ def log_to_stderr() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(RecordFormatter())
     logging.basicConfig(handlers=[handler], level=logging.INFO)
+    _log_what_python_prints()
+
+
+def _log_what_python_prints() -> None:
+    """Have warnings, and exceptions that nothing catches, become records: both may quote a request."""
+    logging.captureWarnings(True)
+    threading.excepthook = _log_end_of_thread
+    sys.unraisablehook = _log_unraisable
+    sys.excepthook = _log_end_of_process
+
+
+def _log_end_of_thread(ended: threading.ExceptHookArgs) -> None:
+    if ended.exc_type is SystemExit:  # as Python does
+        return
+    name = "" if ended.thread is None else ended.thread.name
+    _log_exception(f"the thread {name} ended", ended.exc_value)
+
+
+def _log_unraisable(found: Any) -> None:
+    _log_exception(f"{found.err_msg or 'an exception was ignored'}: {found.object!r}", found.exc_value)
+
+
+def _log_end_of_process(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    _log_exception("the process ends", error)
+
+
+def _log_exception(what: str, error: BaseException | None) -> None:
+    details = None if error is None else (type(error), error, error.__traceback__)
+    logger.error("%s", what, exc_info=details)

@@ -136,11 +136,20 @@ def test_preemptions_of_vllm() -> None:
     (found,) = advise(evidence)
     assert found.finding.startswith("5 requests lost their place")
     assert found.remedy == "raise option.gpu_memory_utilization, or lower option.max_rolling_batch_size"
-    assert [engine_of(text) for text in ("vllm:x lmi_queue_depth", "vllm:x", "sglang:x")] == [
-        "lmi-vllm",
-        "vllm",
-        "sglang",
-    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "engine"),
+    [
+        ('lmi_queue_depth{model="m"} 0\nvllm:num_requests_running{model="m",model_name="m"} 0', "lmi"),
+        ('lmi_queue_depth{model="m"} 0\nvllm:num_requests_running{model="m",worker="m-0",engine="0"} 0', "lmi-vllm"),
+        ('vllm:num_requests_running{engine="0"} 0', "vllm"),
+        ("sglang:num_running_reqs 0", "sglang"),
+    ],
+)
+def test_an_engine_is_known_by_what_it_reports_itself(metrics: str, engine: str) -> None:
+    """This server shows the values of every handler under vLLM's names, without a worker."""
+    assert engine_of(metrics) == engine
 
 
 def test_unknown_figures_give_no_advice() -> None:
@@ -155,10 +164,11 @@ def test_a_live_server_and_its_log(tmp_path: Path) -> None:
     with serving(tmp_path, max_rolling_batch_size=4) as server:
         url = f"http://127.0.0.1:{server.port}"
         with connect(server, raw_request("wait")):  # it never ends by itself
-            server.until("lmi_requests_in_flight", 1)
+            server.until("lmi_handler_running_requests", 1)
             done = run_command("advise", url, "--seconds", "0.1", "--json", "found", env=os.environ, cwd=tmp_path)
             logged = run_command("advise", url, "--seconds", "0", "--log", "log", env=os.environ, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+    assert "settings are named as in lmi." in done.stdout
     assert "the queue was empty at 100% of" in done.stdout
     assert json.loads((tmp_path / "found").read_text())[0]["source"] == SGLANG
     assert "raise option.schedule_conservativeness" in logged.stdout
@@ -179,3 +189,20 @@ def test_what_cannot_be_looked_at_is_said(tmp_path: Path, arguments: list[str], 
     assert done.returncode == 1
     assert done.stderr.startswith(message)
     assert "Traceback" not in done.stderr
+
+
+def test_a_live_server_whose_workers_are_full(tmp_path: Path) -> None:
+    """The worker takes one request, the next one waits before it, and the KV cache has room."""
+    with (
+        serving(tmp_path, "fault_handlers:CachingHandler", max_rolling_batch_size=1) as server,
+        connect(server, raw_request("wait")),
+        connect(server, raw_request("wait")),
+    ):
+        server.until("lmi_queue_depth", 1)
+        server.until("lmi_handler_running_requests", 1)
+        url = f"http://127.0.0.1:{server.port}"
+        done = run_command("advise", url, "--seconds", "0.1", "--json", "found", env=os.environ, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [(each["remedy"], each["source"]) for each in json.loads((tmp_path / "found").read_text())] == [
+        ("raise option.max_rolling_batch_size", OWN)
+    ]

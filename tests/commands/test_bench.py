@@ -380,7 +380,7 @@ VLLM = """# TYPE vllm:kv_cache_usage_perc gauge
 lmi_queue_depth{model="m"} 3.0
 lmi_queue_time_seconds_sum{model="m"} 2.0
 lmi_queue_time_seconds_count{model="m"} 4.0
-vllm:num_requests_waiting{engine="0",model_name="a b"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="a b",worker="0"} 2.0
 vllm:kv_cache_usage_perc{worker="0"} 0.5
 vllm:kv_cache_usage_perc{worker="1"} 0.25
 vllm:prefix_cache_hits_total{worker="0"} 10.0
@@ -403,11 +403,31 @@ def test_metrics_of_every_server_are_read() -> None:
         'sglang:token_usage{a="b"} 0.28\nsglang:cached_tokens_total 5\nsglang:prompt_tokens_total 20 1700000000000'
     )
     assert (sglang["kv_usage"], cache_hit({}, sglang), waiting(sglang)) == (0.28, 0.25, None)
-    own = read("lmi_handler_cached_prompt_tokens 30\nlmi_handler_computed_prompt_tokens 70")
+    own = read("lmi_cached_prompt_tokens_total 30\nlmi_prompt_tokens_total 100")
     assert cache_hit(own, own) is None
-    assert cache_hit({"cached_tokens": 20.0, "computed_tokens": 60.0}, own) == 0.5
+    assert cache_hit({"cached_tokens": 20.0, "looked_up_tokens": 80.0}, own) == 0.5
     assert increase({"retracted": 9.0}, {"retracted": 2.0}, "retracted") == 2  # the server has started again
     assert read("# nothing") == {}
+
+
+REPEATED = """lmi_queue_depth{model="m"} 3.0
+lmi_queue_time_seconds_sum{model="m"} 2.0
+lmi_queue_time_seconds_count{model="m"} 4.0
+lmi_handler_running_requests{model="m",worker="m-0"} 4.0
+lmi_handler_waiting_requests{model="m",worker="m-0"} 1.0
+lmi_handler_retracted_requests_total{model="m",worker="m-0"} 6.0
+vllm:num_requests_running{model="m",model_name="m"} 4.0
+vllm:num_requests_waiting{model="m",model_name="m"} 4.0
+vllm:request_queue_time_seconds_sum{model="m",model_name="m"} 2.0
+vllm:request_queue_time_seconds_count{model="m",model_name="m"} 4.0
+"""
+
+
+def test_what_this_server_repeats_under_vllms_names_counts_once() -> None:
+    reading = read(REPEATED)
+    assert waiting(reading) == 4
+    assert queue_time({}, reading) == 0.5
+    assert (reading["running"], reading["retracted"]) == (4, 6)
 
 
 def test_figures_are_of_what_could_be_seen() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from forked_servers import run_command
 from pseudo_terminal import terminal
-from server_helpers import Server, serving
+from server_helpers import Server, make_model, running, serving
 
 from lmi_server.commands.model_figures import figures, parse
 
@@ -19,8 +19,8 @@ lmi_queue_depth{model="a:1"} 2.0
 lmi_requests_in_flight{model="a:1"} 4.0
 lmi_workers{model="a:1",state="ready"} 2.0
 lmi_workers{model="a:1",state="starting"} 1.0
-lmi_handler_generated_tokens{model="a:1",worker="a:1-0"} 100.0
-lmi_handler_generated_tokens{model="a:1",worker="a:1-1"} 50.0
+lmi_handler_generated_tokens_total{model="a:1",worker="a:1-0"} 100.0
+lmi_handler_generated_tokens_total{model="a:1",worker="a:1-1"} 50.0
 lmi_handler_kv_cache_usage{model="a:1",worker="a:1-0"} 0.25
 lmi_handler_kv_cache_usage{model="a:1",worker="a:1-1"} 0.5
 lmi_output_tokens_total{adapter="",model="a:1"} 7.0
@@ -33,8 +33,8 @@ lmi_time_to_first_token_seconds_bucket{le="+Inf",model="a:1"} 10.0
 """
 AFTER = """
 lmi_requests_in_flight{model="a:1"} 4.0
-lmi_handler_generated_tokens{model="a:1",worker="a:1-0"} 160.0
-lmi_handler_generated_tokens{model="a:1",worker="a:1-1"} 70.0
+lmi_handler_generated_tokens_total{model="a:1",worker="a:1-0"} 160.0
+lmi_handler_generated_tokens_total{model="a:1",worker="a:1-1"} 70.0
 lmi_output_tokens_total{adapter="",model="b"} 3.0
 lmi_prompt_tokens_total{adapter="",model="a:1"} 150.0
 lmi_prompt_tokens_total{adapter="x",model="a:1"} 50.0
@@ -91,6 +91,18 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, url: str, message: st
     found = run_command("top", url, env=dict(os.environ), cwd=tmp_path)
     assert (found.returncode, found.stdout, found.stderr.count("\n")) == (1, "", 1)
     assert message in found.stderr
+
+
+def test_a_server_that_wants_a_key_has_the_flag_named(tmp_path: Path) -> None:
+    variables = dict.fromkeys(("SERVING_API_KEYS", "SERVING_MANAGEMENT_API_KEYS"), "key-0123456789")
+    with running(make_model(tmp_path / "model"), variables=variables) as server:
+        server.log_line(r"\] ready: process")
+        url = f"http://127.0.0.1:{server.port}"
+        for command in (["top", url], ["reload", "--url", url], ["chat", url], ["advise", url, "--seconds", "0"]):
+            refused = run_command(*command, env=dict(os.environ), cwd=tmp_path)
+            assert (refused.returncode, "--header 'x-api-key: KEY' sends a key" in refused.stderr) == (1, True), command
+        accepted = run_command("top", url, "--header", "x-api-key: key-0123456789", env=dict(os.environ), cwd=tmp_path)
+        assert accepted.returncode == 0
 
 
 def test_the_table_lives_in_a_terminal_until_q(server: Server) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from forked_servers import run_command
+from paths import ROOT
 from processes import children, is_running
 from waiting import wait_until
 
@@ -34,7 +36,7 @@ from lmi_server.tune.merging import merge
 from lmi_server.tune.outcome import Outcome, Trial, best_of, pareto
 from lmi_server.tune.report import Found, next_steps, sections
 from lmi_server.tune.result import difference, tuned_properties
-from lmi_server.tune.space import Choices, Range, Space, grid, parse_space, size_of, space_of_script
+from lmi_server.tune.space import Choices, Range, Space, check_space, grid, parse_space, size_of, space_of_script
 
 if TYPE_CHECKING:
     from lmi_server.tune.search import Search
@@ -90,10 +92,26 @@ def test_the_best_setting_is_found_and_written_on_request(model: Path) -> None:
 @pytest.mark.slow
 def test_limits_lower_the_traffic_until_it_keeps_them(model: Path) -> None:
     """Here not even one request at a time does."""
-    done = tune(model, "--option", "max_rolling_batch_size=1,2", "--max-p99-e2el", "0.1ms", "--trials", "0")
+    arguments = ("--max-p99-e2el", "0.1ms", "--trials", "0", "--json", "found.json")
+    done = tune(model, "--option", "max_rolling_batch_size=1,2", *arguments)
     assert done.returncode == 1
+    [trial] = json.loads((model.parent / "found.json").read_text())["trials"]
+    assert (trial["concurrency"], trial["figures"]["requests"]) == (1, 16), "the number of requests stays"
     assert "as it is: p99 of e2el is " in done.stdout
     assert "No setting keeps the limits" in done.stdout
+
+
+@pytest.mark.slow
+def test_goodput_counts_the_requests_that_keep_the_limits(model: Path) -> None:
+    """The script's share of a prefix that is the same is no limit: nothing of it has to be in a cache."""
+    arguments = ("--objective", "goodput", "--max-p99-e2el", "60s", "--trials", "0", "--json", "found.json")
+    done = tune(model, "--option", "max_rolling_batch_size=1,2", *arguments, MIN_CACHE_HIT_PCT="30")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert " good requests/s at 8 requests" in done.stdout
+    [trial] = json.loads((model.parent / "found.json").read_text())["trials"]
+    assert trial["goodput_per_s"] == trial["figures"]["requests_per_s"] > 0
+    again = tune(model, "--option", "max_rolling_batch_size=1,2", *arguments, "--shared-prefix", "0.3")
+    assert "as it is: " not in again.stdout, "it is the same search"
 
 
 @pytest.mark.slow
@@ -232,12 +250,26 @@ def test_a_space_has_lists_and_ranges() -> None:
 
 
 def test_the_variables_of_vllms_script() -> None:
-    variables = {"NUM_SEQS_LIST": "128 256", "NUM_BATCHED_TOKENS_LIST": "4096"}
+    variables = {"NUM_SEQS_LIST": "128 256", "NUM_BATCHED_TOKENS_LIST": "4096", "MAX_MODEL_LEN": "2048"}
     assert space_of_script(variables) == {
         "option.max_rolling_batch_size": Choices(("128", "256")),
         "option.max_rolling_batch_prefill_tokens": Choices(("4096",)),
+        "option.max_model_len": Choices(("2048",)),
     }
     assert space_of_script({"NUM_SEQS_LIST": " "}) == {}
+
+
+def test_the_first_example_of_the_docs_fits_the_demo_model(tmp_path: Path) -> None:
+    """The demo model is a Llama, which the rolling batch serves here."""
+    (tmp_path / "serving.properties").write_text("option.entryPoint=djl_python.huggingface\n")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8, "hidden_size": 8}
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8, "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(config | heads))
+    docs = (ROOT / "docs" / "tuning.md").read_text()
+    example = docs[docs.index("    lmi-server tune") : docs.index("It starts a server of its own")]
+    options = re.findall(r"--option (\S+)", example)
+    assert len(options) == 2
+    check_space(tmp_path, parse_space(options), {})
 
 
 # --- the search ---

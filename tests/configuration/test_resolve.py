@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -193,6 +194,7 @@ def test_served_names(write: Write) -> None:
         ("option.entry_point=huggingface", "did you mean option.entryPoint?"),
         ("dtype=fp16", "unknown key dtype, it is ignored; did you mean option.dtype?"),
         ("minworkers=2", "did you mean minWorkers?"),
+        ("option.max_rolling_batch=8", "did you mean option.max_rolling_batch_size?"),
         ("option.zzz=1", "unknown key option.zzz, it is ignored"),
         ("option.data_type=fp16\noption.dtype=fp32", "option.data_type is ignored, because option.dtype is given too"),
         ("option.dtype=", "option.dtype has no value and is ignored"),
@@ -416,7 +418,7 @@ def test_files_of_sentence_transformers_make_an_embedding_model(write: Write) ->
 
 def test_an_architecture_without_a_task_asks_for_one(write: Write) -> None:
     (problem,) = refusal(write(config={"architectures": ["ViTModel"]}))
-    assert "cannot be decoded by option.rolling_batch=scheduler" in problem
+    assert "cannot be decoded by the rolling batch of transformers" in problem
     assert "set option.task" in problem
 
 
@@ -997,6 +999,27 @@ def test_workers_by_kind_of_machine(write: Write, machine: Machine, workers: tup
     assert (serving.min_workers, serving.max_workers) == workers
 
 
+@pytest.mark.parametrize("key", ["option.enable_lora=true", "option.enable_stateful_sessions=true"])
+@pytest.mark.parametrize(
+    ("config", "line", "on_cpu", "devices"),
+    [
+        (None, "", 2, "*"),
+        (LLAMA, "", 1, "0"),
+        (None, "option.model_id=some/model", 1, "0"),
+        (None, "option.mpi_mode=true", 1, "*"),
+    ],
+    ids=["code alone", "with config.json", "with model_id", "under MPI"],
+)
+def test_code_that_names_no_model_has_further_workers_with_adapters_and_sessions(
+    write: Write, key: str, config: object, line: str, on_cpu: int, devices: str
+) -> None:
+    directory = write(f"engine=Python\noption.entryPoint=model.py\n{key}\n{line}", config)
+    (directory / "model.py").write_text("def handle(inputs):\n    return None\n")
+    cpu = inspect_model(directory, {}, machine=replace(NO_GPU, cpu_workers=2))
+    assert cpu.serving.max_workers == on_cpu
+    assert inspect_model(directory, {}, machine=FOUR_GPUS).serving.load_on_devices == devices
+
+
 def test_variables_of_text_generation_inference(write: Write) -> None:
     environment = {
         "MAX_BATCH_SIZE": "7",
@@ -1062,7 +1085,83 @@ def test_auto_prefers_vllm_to_static_batches_if_it_is_able(
 def test_a_model_of_images_and_text_points_to_vllm(write: Write, architecture: str, unavailable: bool) -> None:
     config = {"architectures": [architecture], "vision_config": {}}
     found = inspect_model(write(config=config), {}, machine=NO_GPU)
-    assert [text.rpartition("; ")[2] for text in found.unavailable] == ["set option.rolling_batch=vllm"] * unavailable
+    wanted = "reads more than text, which vllm serves; pip install lmi-server[vllm], or lmi-server[vllm-cuda] for GPUs"
+    assert [text.partition(f"{architecture} ")[2] for text in found.unavailable] == [wanted] * unavailable
+
+
+@needs_vllm
+@pytest.mark.parametrize("lines", [(), ("option.rolling_batch=auto",)])
+@pytest.mark.parametrize(
+    "architecture",
+    ["LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Idefics3ForConditionalGeneration"],
+)
+def test_auto_serves_a_model_of_images_and_text_with_vllm(
+    write: Write, lines: tuple[str, ...], architecture: str
+) -> None:
+    machine = replace(NO_GPU, engines=frozenset({"vllm"}))
+    config = {"architectures": [architecture], "vision_config": {}}
+    found = inspect_model(write("\n".join(lines), config=config), {}, machine=machine)
+    assert (found.spec.title, found.problems, found.unavailable) == ("vllm", (), ())
+    (warning,) = found.warnings
+    assert warning == (
+        f"{architecture} reads more than text, and is served with vllm; option.rolling_batch=vllm says so without this"
+        " warning"
+    )
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("lines", "architecture", "reason"),
+    [
+        ((), "NewerForConditionalGeneration", "the installed vllm does not know it"),
+        (("option.entryPoint=djl_python.huggingface",), "LlavaForConditionalGeneration", "the rolling batch of trans"),
+        (("option.rolling_batch=scheduler",), "LlavaForConditionalGeneration", "option.rolling_batch=scheduler, which"),
+    ],
+)
+def test_a_model_of_images_and_text_that_no_engine_serves_says_what_would(
+    write: Write, lines: tuple[str, ...], architecture: str, reason: str
+) -> None:
+    machine = replace(NO_GPU, engines=frozenset({"vllm"}))
+    config = {"architectures": [architecture], "vision_config": {}}
+    found = inspect_model(write("\n".join(lines), config=config), {}, machine=machine)
+    (line,) = found.unavailable
+    assert reason in line
+
+
+PHI_3 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "max_position_embeddings": 1024,
+    "original_max_position_embeddings": 128,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+}
+
+
+@pytest.mark.parametrize(
+    ("lines", "title"),
+    [
+        ((), "huggingface pipeline"),
+        (("option.rolling_batch=auto",), "huggingface pipeline"),
+        (("option.max_model_len=129",), "huggingface pipeline"),
+        (("option.max_model_len=128",), "huggingface"),
+        (("option.rolling_batch=scheduler",), "huggingface"),
+    ],
+)
+def test_auto_serves_rotary_embeddings_that_change_with_the_length_in_static_batches(
+    write: Write, lines: tuple[str, ...], title: str
+) -> None:
+    found = inspect_model(write("\n".join(lines), config=PHI_3), {}, machine=NO_GPU)
+    assert (found.spec.title, found.problems) == (title, ())
+    if title != "huggingface":
+        (warning,) = found.warnings
+        assert "change beyond 128 tokens; option.max_model_len=128 stays below) and is served in static" in warning
+        assert "option.rolling_batch=disable says so without this warning" in warning
+
+
+@pytest.mark.parametrize("config", [{"rope_scaling": 3}, {"rope_scaling": {"type": [1]}}, {"rope_parameters": []}])
+def test_rotary_embeddings_of_any_form_are_read(write: Write, config: dict[str, Any]) -> None:
+    found = inspect_model(write(config={**PHI_3, "rope_scaling": None, **config}), {}, machine=NO_GPU)
+    assert found.spec.title == "huggingface"
 
 
 def test_a_rolling_batch_that_was_asked_for_is_chosen_for_any_architecture(write: Write) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,6 +62,11 @@ def test_a_model_of_safetensors_is_served_under_every_control(tmp_path: Path) ->
             ["model.py"],
         ),
         ("DISALLOW_CUSTOM_INFERENCE_SCRIPTS", {"adapters/one/model.py": ""}, ["adapters/one/model.py"]),
+        (
+            "DISALLOW_CUSTOM_INFERENCE_SCRIPTS",
+            {"djl_python.own.py": "", "serving.properties": "option.entryPoint=djl_python.own.py"},
+            ["option.entryPoint"],
+        ),
         ("DISALLOW_REQUIREMENTS_TXT", {"requirements.txt": "torch"}, ["requirements.txt"]),
         ("DISALLOW_REQUIREMENTS_TXT", {"adapters/one/requirements.txt": ""}, ["adapters/one/requirements.txt"]),
         *(
@@ -87,6 +94,9 @@ def test_a_model_of_safetensors_is_served_under_every_control(tmp_path: Path) ->
         ("DISALLOW_CHAT_TEMPLATE", {"tokenizer_config.json": "cut {"}, ["tokenizer_config.json"]),
         ("DISALLOW_CHAT_TEMPLATE", {"chat_template.jinja": ""}, ["chat_template.jinja"]),
         ("DISALLOW_CHAT_TEMPLATE", {"chat_template.json": TEMPLATE}, ["chat_template.json"]),
+        ("DISALLOW_CHAT_TEMPLATE", {"special_tokens_map.json": TEMPLATE}, ["special_tokens_map.json"]),
+        ("DISALLOW_CHAT_TEMPLATE", {"special_tokens_map.json": "cut {"}, ["special_tokens_map.json"]),
+        ("DISALLOW_CHAT_TEMPLATE", {"other.json": '{"chat\\u005ftemplate": "a"}'}, ["other.json"]),
     ],
 )
 def test_a_control_refuses_what_it_names_and_another_control_does_not(
@@ -98,6 +108,25 @@ def test_a_control_refuses_what_it_names_and_another_control_does_not(
     other = next(name for name in CONTROLS if name != control)
     assert problems(directory, other) == []
     assert inspect_model(directory, {}).problems == ()
+
+
+def test_a_pickle_is_found_by_what_it_holds(tmp_path: Path) -> None:
+    directory = make(tmp_path, SAFE)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        (directory / "weights.dat").write_bytes(pickle.dumps({"a": 1}, protocol))
+        refused(directory, "weights.dat", "DISALLOW_PICKLE_FILES")
+    with zipfile.ZipFile(directory / "weights.dat", "w") as archive:
+        archive.writestr("weights/data.pkl", b"")
+    refused(directory, "weights.dat", "DISALLOW_PICKLE_FILES")
+    with zipfile.ZipFile(directory / "weights.dat", "w") as archive:
+        archive.writestr("schema.json", b"{}")
+    assert problems(directory) == []
+
+
+def test_a_length_in_front_of_safetensors_is_no_pickle(tmp_path: Path) -> None:
+    directory = make(tmp_path, SAFE)
+    (directory / "model-2.safetensors").write_bytes(struct.pack("<Q", 0x0280) + b"{}".ljust(0x0280))
+    assert problems(directory) == []
 
 
 def test_a_chat_template_in_the_header_of_a_gguf_file_is_one(tmp_path: Path) -> None:

@@ -137,6 +137,8 @@ def test_limits_on_errors(text: str, rate: tuple[int, float]) -> None:
         ("error_rate_any", "often"),
         ("error_rate_wlm", "1/5M"),
         ("cors_allowed_origin", "a\nb"),
+        ("allowed_hosts", "https://models.example.com"),
+        ("allowed_hosts", "a.example.com,models.example.com:8443"),
         ("model_url_pattern", "("),
         ("wlm_error_http_code", "200"),
     ],

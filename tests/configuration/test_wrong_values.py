@@ -63,3 +63,26 @@ def test_a_wrong_handler(key: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (problem,) = inspect_model(tmp_path, {}, machine=MACHINE).problems
     assert problem.startswith(f'{file}:2: {key} = "{WRONG}" is not allowed; allowed: ')
+
+
+@pytest.mark.parametrize(
+    ("entry", "advice"),
+    [
+        ("option.max_rolling_batch_size=8 # at a time", "allowed: an integer of 1 or more; a comment needs a line"),
+        ("option.dtype=bf16\t! fast", "; a comment needs a line of its own"),
+        ("option.rolling_batch=trt-llm", "; did you mean trtllm?"),
+        ("option.rolling_batch=lmi_dist", "; did you mean lmi-dist?"),
+    ],
+)
+def test_the_message_says_what_is_near(tmp_path: Path, entry: str, advice: str) -> None:
+    (tmp_path / "serving.properties").write_text(f"option.entryPoint=djl_python.huggingface\n{entry}\n")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert [text for text in inspect_model(tmp_path, {}, machine=MACHINE).problems if advice in text]
+
+
+def test_a_pipeline_of_diffusers_under_the_engine_deepspeed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "serving.properties").write_text("engine=DeepSpeed\n")
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    found = inspect_model(tmp_path, {}, machine=MACHINE)
+    assert "holds a pipeline of diffusers; set option.entryPoint=djl_python.stable_diffusion" in "".join(found.problems)
+    assert "for images engine=Python" in "".join(found.warnings)

@@ -145,6 +145,8 @@ def test_log_probabilities_are_requested_only_if_the_answer_shows_them() -> None
         ({"inputs": None}, "inputs is missing"),
         ({"inputs": ""}, 'inputs: "" is not allowed'),
         ({"inputs": 3}, "inputs: 3 is not allowed"),
+        ({"inputs": [{"role": "user", "content": "a"}]}, "or a chat as messages in place of inputs"),
+        ({"inputs": {"prompt": "a"}}, "or a chat as messages in place of inputs"),
         ({"inputs": ["a", "b"]}, "send one request for each prompt"),
         ({"inputs": "a", "parameters": []}, "parameters: a list of 0"),
         ({"inputs": "a", "stream": "ja"}, 'stream: "ja" is not allowed; send true or false'),

@@ -51,7 +51,7 @@ def client_of(deltas: Any, served: ServedModel = SERVED, breaks: bool = False) -
 # --- requests ---
 
 
-@pytest.mark.parametrize("name", ["tiny", "lmi", "tgi", "dummy"])
+@pytest.mark.parametrize("name", ["tiny", "lmi", "tgi", "dummy", "http://127.0.0.1:8080/v1"])
 def test_names_that_mean_the_only_model(name: str) -> None:
     assert chat(model=name).requests[0].messages == MESSAGES
 
@@ -447,12 +447,12 @@ def test_a_chat_stream_says_the_same_as_a_whole_answer(deltas: list[Delta], logp
     ("formatter", "stream", "content_type"),
     [
         (None, False, "application/json"),
-        (None, True, "text/event-stream"),
-        ("json", True, "text/event-stream"),
+        (None, True, "application/jsonlines"),
+        ("json", True, "application/jsonlines"),
         ("json_chat", True, "application/json"),
         ("jsonlines_chat", False, "application/jsonlines"),
         ("sse_chat", False, "text/event-stream"),
-        ("unheard", True, "text/event-stream"),
+        ("unheard", True, "application/jsonlines"),
     ],
 )
 def test_formatters_of_chat_on_invocations(formatter: str | None, stream: bool, content_type: str) -> None:
@@ -462,6 +462,19 @@ def test_formatters_of_chat_on_invocations(formatter: str | None, stream: bool, 
     assert bool(exchange.warnings) == (formatter == "unheard")
     on_v1 = chat("chat/completions", served, stream=stream)
     assert on_v1.content_type == ("text/event-stream" if stream else "application/json")
+
+
+@pytest.mark.parametrize("body", [{"messages": [{"role": "user", "content": "Hi"}]}, {"prompt": "Hi"}], ids=str)
+def test_streams_on_invocations_are_json_lines_unless_the_request_asks_for_events(body: dict[str, Any]) -> None:
+    def asked(served: ServedModel, **headers: str) -> Exchange:
+        return parse(request("invocations", {**body, "stream": True}, **headers), served)
+
+    lines = asked(ServedModel(name="tiny"))
+    assert (lines.content_type, b"[DONE]" in answer(lines, DELTAS)) == ("application/jsonlines", False)
+    asking = asked(ServedModel(name="tiny"), accept="text/event-stream")
+    for events in (asking, asked(ServedModel(name="tiny", tgi_compat=True))):
+        assert events.content_type == "text/event-stream"
+        assert answer(events, DELTAS).endswith(b"data: [DONE]\n\n")
 
 
 def test_jsonlines_chat_is_chunks_without_frames() -> None:

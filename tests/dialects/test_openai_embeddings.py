@@ -43,9 +43,8 @@ def test_every_field() -> None:
     ("body", "expected"),
     [
         ({}, "input is missing"),
-        ({"input": ""}, 'input[0]: "" is not allowed'),
         ({"input": []}, "input: a list of 0"),
-        ({"input": [""]}, "input[0]"),
+        ({"input": [None]}, "input[0]"),
         ({"input": ["a", 1]}, "input[1]: 1"),
         ({"input": [[1, -2]]}, "input[0]: -2"),
         ({"input": ["a"] * 2049}, "at most 2048"),

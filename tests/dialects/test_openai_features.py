@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from dialect_helpers import SERVED, answer, request
 
@@ -145,6 +146,16 @@ def test_parameters_of_capable_engines() -> None:
     )
     assert (sampling.min_tokens, sampling.bad_words, sampling.allowed_token_ids) == (2, ("x",), (1, 2))
     assert (sampling.extra, sampling.prompt_logprobs) == ({"vllm_xargs": {"a": 1}}, 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected", "fits"),
+    [({}, 64, True), ({"max_tokens": 10}, 10, False), ({"max_tokens": 1000}, 64, False)],
+)
+def test_the_models_own_files_limit_the_length_of_an_answer(asked: dict[str, int], expected: int, fits: bool) -> None:
+    limited = msgspec.structs.replace(CAPABLE, sampling_defaults={"temperature": 0.6, "max_new_tokens": 64})
+    sampling = chat(limited, **asked).requests[0].sampling
+    assert (sampling.max_new_tokens, sampling.fit_context, sampling.temperature) == (expected, fits, 0.6)
 
 
 def test_the_models_own_defaults_stand_below_the_request() -> None:

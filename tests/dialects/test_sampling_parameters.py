@@ -134,3 +134,26 @@ def test_what_changes_nothing_is_taken() -> None:
     neutral = {"no_repeat_ngram_size": 0, "guidance_scale": 1.0, "detokenize": True, "bad_words_ids": [], "n": 1}
     exchange = parse(request("invocations", {"inputs": "a", "parameters": neutral}), SERVED)
     assert exchange.requests[0].sampling == SamplingParameters(fit_context=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bad_words", ["a" * 101]),
+        ("bad_words", ["a"] * 1001),
+        ("logit_bias", {str(token): 1 for token in range(5001)}),
+        ("stop_token_ids", [1.0] * 10_001),
+    ],
+)
+def test_what_costs_time_for_each_entry_is_bounded(name: str, value: Any) -> None:
+    refused = refusal(name, value)
+    assert refused is not None
+    assert refused.startswith(f"parameters.{name}: ")
+
+
+def test_token_ids_may_be_many() -> None:
+    ids = list(range(200_000))
+    taken = parse(request("invocations", {"inputs": "a", "parameters": {"allowed_token_ids": ids}}), CAPABLE)
+    assert taken.requests[0].sampling.allowed_token_ids == tuple(ids)
+    few = {"inputs": "a", "parameters": {"stop_token_ids": [1.0, "2", 3]}}
+    assert parse(request("invocations", few), CAPABLE).requests[0].sampling.stop_token_ids == (1, 2, 3)

@@ -65,6 +65,15 @@ def test_the_life_of_an_adapter(server: Server, source: str) -> None:
     assert server.http.delete("/models/model/adapters/first").status_code == 200
 
 
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH"])
+@pytest.mark.parametrize("path", ["/models/model/adapters", "/models/nowhere/adapters", "/adapters"])
+def test_a_method_that_the_list_does_not_have_is_not_allowed(server: Server, method: str, path: str) -> None:
+    """A path of versions, /models/{model}/{version}, is not asked."""
+    answer = server.http.request(method, path)
+    assert (answer.status_code, answer.json()["type"]) == (405, "MethodNotAllowedException")
+    assert answer.headers["allow"] == "GET, POST"
+
+
 def test_those_beside_the_model_are_there_from_the_start(server: Server) -> None:
     assert answers(server, "beside") == {" beside: a"}
     row = server.http.get("/adapters/beside").json()

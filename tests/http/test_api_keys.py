@@ -223,6 +223,10 @@ def test_files_of_keys_are_read_again(server: Server, directory: Path) -> None:
         ("a max_concurrent_requests=x", None),
         ("a max_concurrent_requests=0", None),
         ("a b", None),
+        ("sha256:", None),
+        ("sha256:0123", None),
+        (f"sha256:{'0' * 63}g", None),
+        (f"SHA256:{'0' * 64}", None),
         (None, "/no"),
     ],
 )

@@ -89,12 +89,33 @@ def test_a_stream_is_read_in_pages(server: Server) -> None:
     while following:
         answer = page(server, following, **{"x-max-items": "5"})
         following = answer.headers.get("x-next-token", "")
-        if following:  # an item is what has come from the model at a time, one line or more
-            assert answer.content.count(b"\n") >= 5
+        assert answer.content.count(b"\n") == 5, "an item is what the model sent at a time"
         read, pages = read + answer.content, pages + 1
         assert answer.headers["content-type"] == "application/jsonlines"
     assert read == whole
-    assert 1 <= pages <= 40 / 5
+    assert pages == 40 / 5
+    end(server, token)
+
+
+def test_what_the_model_sends_at_once_is_still_counted_one_by_one(server: Server) -> None:
+    token = started(server, 40, stream=True)
+    finished(server, token)
+    pages: list[bytes] = []
+    following = token
+    while following:
+        answer = page(server, following, **{"x-max-items": "1"})
+        following = answer.headers.get("x-next-token", "")
+        pages.append(answer.content)
+    assert [part.count(b"\n") for part in pages] == [1] * 40
+    end(server, token)
+
+
+def test_a_whole_answer_is_one_item_however_long_it_is(server: Server) -> None:
+    body = {"inputs": "a" * 400_000, "parameters": {"max_new_tokens": 1}}
+    token = server.http.post("/predictions/model", json=body, headers=START).headers["x-next-token"]
+    finished(server, token)
+    answer = page(server, token, **{"x-max-items": "1"})
+    assert ("x-next-token" in answer.headers, len(answer.json()["generated_text"])) == (False, 400_001)
     end(server, token)
 
 

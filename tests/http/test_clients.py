@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from paths import MODEL_CODE
+from paths import MODEL_CODE, ROOT
 from server_helpers import Server, running
 
 pytestmark = pytest.mark.slow
@@ -68,12 +69,31 @@ def arguments(engine: str, backend: str, server: Server, tiny_model: Path, resul
     ]
 
 
+def documented(server: Server, tiny_model: Path, results: Path) -> list[str]:
+    """Return the arguments of docs/clients.md, for this server and few requests."""
+    page = (ROOT / "docs" / "clients.md").read_text()
+    command = page[page.index(f".venv/bin/python {BENCH.relative_to(ROOT)}") :].partition("\n\n")[0]
+    words = shlex.split(command.replace("\\\n", " "))[2:]
+    given = {
+        **dict(zip(words[::2], words[1::2], strict=True)),
+        "--base-url": f"http://127.0.0.1:{server.port}",
+        "--model": "scheduler",
+        "--tokenizer": str(tiny_model),
+        "--num-prompts": str(REQUESTS),
+        "--result-dir": str(results),
+        "--result-filename": "documented.json",
+    }
+    return ["--save-result", *(word for pair in given.items() for word in pair)]
+
+
 def test_vllm_bench_serve(server: Server, tiny_model: Path, tmp_path: Path) -> None:
-    runs = "\n".join(json.dumps(arguments(*run, server, tiny_model, tmp_path)) for run in RUNS)
+    asked = [*(arguments(*run, server, tiny_model, tmp_path) for run in RUNS), documented(server, tiny_model, tmp_path)]
+    runs = "\n".join(map(json.dumps, asked))
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(BENCH)]
     ran = subprocess.run(command, input=runs, capture_output=True, text=True, env=environment, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert json.loads((tmp_path / "documented.json").read_text())["completed"] == REQUESTS
     for engine, backend in RUNS:
         result = json.loads((tmp_path / f"{engine}-{backend}.json").read_text())
         assert (result["completed"], result["failed"]) == (REQUESTS, 0), (engine, backend)

@@ -20,7 +20,7 @@ from server_helpers import Server, make_model, running
 from waiting import wait_until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, ConsoleMessage, Locator, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, Route
 
 pytestmark = pytest.mark.slow
 
@@ -205,6 +205,11 @@ def test_failed_and_loading_models_stand_out_and_are_found(browser: Browser, ser
             page.get_by_role("link", name=name, exact=True).wait_for()
         page.get_by_role("combobox", name="State").select_option(label="Unhealthy")
         page.get_by_role("caption").get_by_text("0 models", exact=True).wait_for()
+        page.evaluate("location.hash = 'model/gated'")
+        note, figures = page.locator(".loading").bounding_box(), page.locator(".figures").bounding_box()
+        assert note is not None
+        assert figures is not None
+        assert figures["y"] - note["y"] - note["height"] >= 6
 
 
 def colour(place: Locator) -> str:
@@ -357,6 +362,243 @@ def test_the_chat_has_every_model_and_two_side_by_side_differ(browser: Browser, 
         assert page.locator("section u").count() == 0
 
 
+# --- what users and browsers do wrong ---
+
+
+def test_a_browser_without_a_language_has_charts(browser: Browser, server: Server) -> None:
+    """Chromium says en-US@posix where the machine has no locale, which is no language."""
+    with opened(browser, server) as page:
+        page.add_init_script('Object.defineProperty(Navigator.prototype, "language", { get: () => "en-US@posix" })')
+        page.reload()
+        page.evaluate("location.hash = 'live'")
+        page.get_by_role("img", name="Requests: running").wait_for()
+        page.get_by_role("log").get_by_text("listening on").wait_for()
+
+
+def test_an_address_that_leads_nowhere_breaks_nothing(browser: Browser, server: Server) -> None:
+    with opened(browser, server) as page:
+        page.evaluate("location.hash = 'nothing'")
+        page.get_by_role("heading", name="Models", exact=True).wait_for()
+        page.evaluate("location.hash = 'model/%E0'")
+        page.get_by_text("There is no model %E0.").wait_for()
+        page.get_by_role("link", name="Chat", exact=True).click()
+        page.get_by_role("heading", name="Chat", exact=True).wait_for()
+
+
+def test_the_longest_names_stay_within_a_narrow_screen(browser: Browser, server: Server, tmp_path: Path) -> None:
+    name = "n" * 255
+    url = str(make_model(tmp_path / "model", enable_lora=True))
+    query = {"url": url, "model_name": name, "synchronous": "true"}
+    assert server.http.post("/models", params=query).status_code == 200
+    adapter = {"name": "a" * 255, "src": str(tmp_path)}
+    assert server.http.post(f"/models/{name}/adapters", json=adapter).status_code == 200
+    with opened(browser, server, viewport=NARROW) as page:
+        height = page.get_by_role("row", name=re.compile(name)).evaluate("row => row.clientHeight")
+        assert height < NARROW["height"] / 3
+        for part, heading in (("chat", "Chat"), ("live", "Live"), (f"model/{name}", re.compile(name))):
+            page.evaluate(f"location.hash = '{part}'")
+            page.get_by_role("heading", name=heading, level=2).wait_for()
+            if part.startswith("model"):
+                page.get_by_role("button", name="Unregister aaa").wait_for()
+            assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"], part
+        page.get_by_role("button", name="Unregister", exact=True).click()
+        assert page.get_by_role("dialog").evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth")
+    assert server.http.delete(f"/models/{name}").status_code == 200
+
+
+def test_a_parameter_that_is_no_number_is_named(browser: Browser, server: Server) -> None:
+    """JSON has no number for it: it would be sent as null, which is the default."""
+    with opened(browser, server) as page:
+        page.evaluate("location.hash = 'chat'")
+        page.get_by_text("Parameters").click()
+        page.get_by_role("textbox", name="Seed").fill("0,5")
+        ask(page, "one two")
+        page.get_by_role("alert").get_by_text('Seed is "0,5"; it takes a number such as 0.5').wait_for()
+        assert page.get_by_role("textbox", name="Message").input_value() == "one two"
+        assert page.locator(".message").count() == 0
+        page.get_by_role("textbox", name="Seed").fill("")
+        page.get_by_role("combobox", name="Answer").select_option("json_schema")
+        page.get_by_role("textbox", name="Schema").fill("{")
+        page.get_by_role("button", name="Send").click()
+        page.get_by_role("alert").get_by_text("The schema is not valid JSON").wait_for()
+
+
+def test_a_refused_question_is_not_sent_again(browser: Browser, server: Server) -> None:
+    """An answer that never was would be one without text."""
+    with opened(browser, server) as page:
+        page.evaluate("location.hash = 'chat'")
+        page.get_by_text("Parameters").click()
+        page.get_by_role("textbox", name="Top p").fill("7")
+        ask(page, "refused")
+        page.get_by_role("alert").get_by_text("top_p: 7 is not allowed").wait_for()
+        page.get_by_role("textbox", name="Top p").fill("")
+        with page.expect_request("**/console/chat/completions") as sent:
+            ask(page, "taken")
+        assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "taken"}]
+        page.get_by_text("ended by length").wait_for()
+
+
+def test_the_keyboard_stays_in_the_chat(browser: Browser, server: Server) -> None:
+    """A button that is disabled under the focus loses it to the top of the page."""
+    with opened(browser, server) as page:
+        page.evaluate("location.hash = 'chat'")
+        message = page.get_by_role("textbox", name="Message")
+        focused = "field => field === document.activeElement"
+        page.get_by_text("Parameters").click()
+        page.get_by_role("textbox", name="Maximum tokens").fill("100000")
+        message.fill("without end")
+        page.get_by_role("button", name="Send").press("Enter")
+        page.locator(".assistant").get_by_text("without end").wait_for()
+        assert message.evaluate(focused)
+        page.get_by_role("button", name="Stop").press("Enter")
+        page.get_by_text("Stopped.").wait_for()
+        assert message.evaluate(focused)
+
+
+def test_a_long_answer_is_followed_unless_the_reader_scrolls(browser: Browser, server: Server) -> None:
+    with opened(browser, server) as page:
+        page.evaluate("location.hash = 'chat'")
+        in_view = "button => button.getBoundingClientRect().bottom <= innerHeight"
+        stop = page.get_by_role("button", name="Stop")
+        ask(page, "line\n" * 100)
+        page.get_by_text("ended by length").wait_for()
+        assert page.evaluate("document.documentElement.scrollHeight > 2 * innerHeight")
+        assert stop.evaluate(in_view)
+        ask(page, "line\n" * 100)
+        page.locator(".assistant").nth(1).get_by_text("line").wait_for()
+        page.evaluate("scrollTo({ top: 0, behavior: 'instant' })")
+        page.get_by_text("ended by length").nth(1).wait_for()
+        assert page.evaluate("scrollY") == 0
+
+
+def test_the_log_stays_where_the_reader_is(browser: Browser, server: Server) -> None:
+    with opened(browser, server, "#live") as page:
+        log = page.get_by_role("log")
+        log.get_by_text("listening on").wait_for()
+        while not log.evaluate("log => log.scrollHeight > log.clientHeight"):
+            fail_once(server, log)
+        log.evaluate("log => { log.scrollTop = 0; }")
+        fail_once(server, log)
+        assert log.evaluate("log => log.scrollTop") == 0
+        log.evaluate("log => { log.scrollTop = log.scrollHeight; }")
+        fail_once(server, log)
+        end = "log => log.scrollHeight - log.scrollTop - log.clientHeight < 2"
+        wait_until(lambda: log.evaluate(end), "the end is shown")
+
+
+def fail_once(server: Server, log: Locator) -> None:
+    """Have the server write an error to its log, and wait until the page has it."""
+    lines = log.get_by_text("raised before the first token")
+    count = lines.count()
+    assert server.invoke("raise").status_code == 424
+    wait_until(lambda: lines.count() > count, "there are new lines")
+
+
+def test_a_line_of_the_options_that_is_none_is_named(browser: Browser, server: Server, tmp_path: Path) -> None:
+    guest = make_model(tmp_path / "guest")
+    with opened(browser, server) as page:
+        page.get_by_text("Register a model").click()
+        page.get_by_role("textbox", name="URL").fill(str(guest))
+        options, button = (
+            page.get_by_role("textbox", name="Options"),
+            page.get_by_role("button", name="Register", exact=True),
+        )
+        refused = page.get_by_role("alert")
+        options.fill("option.dtype bf16")
+        button.click()
+        refused.get_by_text('"option.dtype bf16" is no option; it takes NAME=VALUE').wait_for()
+        options.fill("url=/elsewhere")
+        button.click()
+        refused.get_by_text("url stands in the options and in a field of its own").wait_for()
+        options.fill("# a comment\noption.max_rolling_batch_size=5")
+        button.click()
+        page.get_by_role("status").get_by_text("guest can serve.").wait_for()
+        assert "comment" not in json.dumps(server.http.get("/console/models/guest").json()["warnings"])
+    assert server.http.delete("/models/guest").status_code == 200
+
+
+def test_a_registration_that_is_taken_back_elsewhere_does_not_load_for_ever(
+    browser: Browser, server: Server, tmp_path: Path
+) -> None:
+    gated = make_model(tmp_path / "gated", "fault_handlers:GatedHandler")
+    with opened(browser, server) as page:
+        page.get_by_text("Register a model").click()
+        page.get_by_role("textbox", name="URL").fill(str(gated))
+        page.get_by_role("button", name="Register", exact=True).click()
+        page.get_by_role("row", name=re.compile("gated.*Loading")).wait_for()
+        assert server.http.delete("/models/gated").status_code == 200
+        page.get_by_role("status").get_by_text("gated is no longer registered.").wait_for()
+
+
+def test_a_key_that_no_header_takes_is_refused_by_the_form(browser: Browser, server: Server) -> None:
+    with opened(browser, server) as page:
+        page.get_by_role("button", name="Key").click()
+        page.get_by_label("One of management_api_keys").fill("schlüssel")
+        page.get_by_role("button", name="Use this key").click()
+        assert page.get_by_label("One of management_api_keys").evaluate("field => field.validity.patternMismatch")
+        assert page.get_by_role("dialog").is_visible()
+        page.get_by_label("One of management_api_keys").fill("")
+        page.get_by_role("button", name="Use this key").click()
+        page.get_by_role("dialog").wait_for(state="hidden")
+
+
+def test_the_page_of_a_model_waits_for_a_slow_server(browser: Browser, server: Server) -> None:
+    """A new question while the first one is open would end that one, again and again."""
+    held: list[Route] = []
+    with opened(browser, server) as page:
+        page.clock.install()
+        page.route("**/console/models/model", lambda route: held.append(route))
+        page.evaluate("location.hash = 'model/model'")
+        wait_until(lambda: page.evaluate("1") and held, "the page asks")
+        page.clock.run_for(30_000)
+        assert len(held) == 1
+        held[0].continue_()
+        page.get_by_role("heading", name="Workers", exact=True).wait_for()
+        page.unroute("**/console/models/model")
+
+
+def test_a_call_to_a_server_that_is_gone_says_so(browser: Browser, server: Server) -> None:
+    with opened(browser, server) as page:
+        page.route("**/models?*", lambda route: route.abort())
+        page.route("**/models", lambda route: route.abort())
+        page.get_by_text("Register a model").click()
+        page.get_by_role("textbox", name="URL").fill("anything")
+        page.get_by_role("button", name="Register", exact=True).click()
+        page.get_by_role("alert").get_by_text("The server does not answer.", exact=True).wait_for()
+
+
+def test_an_answer_that_breaks_off_says_so(browser: Browser, tmp_path: Path) -> None:
+    with running(make_model(tmp_path / "model", echo_delay_ms=20)) as server:
+        server.log_line(r"\] ready: process")
+        with opened(browser, server) as page:
+            page.evaluate("location.hash = 'chat'")
+            page.get_by_text("Parameters").click()
+            page.get_by_role("textbox", name="Maximum tokens").fill("100000")
+            ask(page, "without end")
+            page.locator(".assistant").get_by_text("without end").wait_for()
+            server.process.kill()
+            assert server.ended() != 0
+            page.locator(".assistant").get_by_role("alert").get_by_text("The connection broke.").wait_for()
+
+
+def test_a_hidden_tab_holds_no_connection(browser: Browser, server: Server) -> None:
+    """A browser has six connections to a server for all of its tabs."""
+    hide = """hidden => {
+        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+
+    def is_live(request: Request) -> bool:
+        return request.url.endswith("/console/live")
+
+    with opened(browser, server) as page:
+        with page.expect_event("requestfailed", is_live):
+            page.evaluate(hide, True)
+        with page.expect_request(is_live):
+            page.evaluate(hide, False)
+        page.get_by_role("status").filter(has_text="can serve").wait_for()
+
+
 # --- what it does ---
 
 
@@ -389,7 +631,7 @@ def test_the_stop_button_cancels_the_request(browser: Browser, server: Server) -
     with opened(browser, server) as page:
         page.evaluate("location.hash = 'chat'")
         page.get_by_text("Parameters").click()
-        page.get_by_role("textbox", name="Most tokens").fill("100000")
+        page.get_by_role("textbox", name="Maximum tokens").fill("100000")
         ask(page, "without end")
         page.locator(".assistant").get_by_text("without end").wait_for()
         assert server.metric("lmi_requests_in_flight") == 1
@@ -444,7 +686,7 @@ def test_what_the_chat_sends(browser: Browser, server: Server) -> None:
         assert sent[2]["messages"][2]["tool_calls"][0]["function"]["name"] == "clock"
         page.get_by_role("textbox", name="Tools").fill("no json")
         ask(page, "Third")
-        page.get_by_role("alert").get_by_text("no JSON").wait_for()
+        page.get_by_role("alert").get_by_text("The tools are not valid JSON").wait_for()
         assert len(sent) == 4
 
 
@@ -460,10 +702,10 @@ def test_a_model_is_registered_scaled_and_unregistered(browser: Browser, server:
         page.get_by_role("row", name=re.compile("guest:2.*Healthy")).get_by_role("link").click()
         row = page.get_by_role("row", name=re.compile(r"option\.max_rolling_batch_size"))
         assert re.search(r"5\s+registration", row.inner_text())
-        page.get_by_role("form", name="Scale").get_by_label("Workers, least").fill("2")
-        page.get_by_role("form", name="Scale").get_by_label("most").fill("2")
+        page.get_by_role("form", name="Scale").get_by_label("Minimum workers").fill("2")
+        page.get_by_role("form", name="Scale").get_by_label("Maximum workers").fill("2")
         page.get_by_role("button", name="Scale").click()
-        page.get_by_text("max workers:2").wait_for()
+        page.get_by_role("status").get_by_text("guest:2 is scaled.").wait_for()
         page.get_by_role("rowheader", name="2", exact=True).wait_for()
         page.get_by_role("button", name="Unregister").click()
         page.get_by_role("dialog").get_by_role("button", name="Unregister").click()
@@ -500,9 +742,45 @@ def test_a_thousand_models_are_found_and_shown(browser: Browser, server: Server)
         assert page.get_by_role("row").count() == 51
         page.get_by_role("button", name="Next").click()
         page.get_by_role("link", name="m0050").wait_for()
+        assert page.get_by_role("link", name="m0050").evaluate("link => link.getBoundingClientRect().top >= 0")
         page.get_by_role("searchbox", name="Find").fill("0777")
+        page.get_by_role("link", name="m0777").click()
+        page.get_by_role("link", name="All models").click()
         page.get_by_role("link", name="m0777").wait_for()
         assert page.get_by_role("row").count() == 2
+
+
+def test_counts_of_failed_models_read_as_other_counts(browser: Browser, server: Server) -> None:
+    rows = [
+        {"label": f"m{number}", "name": f"m{number}", "version": None, "status": "FAILED", "reason": "absent",
+         "handler": "", "loading": None, "reloading": False}
+        for number in range(1000)
+    ]  # fmt: skip
+    with opened(browser, server) as page:
+        tell(page, {**MESSAGE, "models": rows})
+        page.get_by_role("status").filter(has_text="0 of 1,000 models can serve, 1,000 failed").wait_for()
+
+
+def test_a_failure_is_read_on_a_narrow_screen(browser: Browser, server: Server) -> None:
+    row = {"label": "m", "name": "m", "version": None, "status": "FAILED", "reason": "there is no directory /models/m",
+           "handler": "", "loading": None, "reloading": False}  # fmt: skip
+    with opened(browser, server, viewport=NARROW) as page:
+        tell(page, {**MESSAGE, "models": [row]})
+        page.locator(".reason").wait_for()
+        assert page.locator(".reason").evaluate("reason => reason.scrollHeight <= reason.clientHeight")
+
+
+def test_keys_are_found_in_any_case_and_stand_in_one_line(browser: Browser, server: Server) -> None:
+    with opened(browser, server) as page:
+        page.evaluate("location.hash = 'model/model'")
+        page.get_by_role("checkbox", name="Defaults, too").check()
+        page.get_by_label("Find a key").fill("MAX_ROLLING")
+        key = page.get_by_role("rowheader", name="option.max_rolling_batch_size", exact=True).locator("code")
+        assert key.evaluate("code => code.getClientRects().length") == 1
+        page.get_by_label("Find a key").fill("")
+        for width in (1280, 1030, 900, 700):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 MESSAGE = {"server": {"version": "1", "since": 1}, "time": 1, "whole": True, "models": [], "totals": {}, "log": []}

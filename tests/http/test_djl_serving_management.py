@@ -24,6 +24,14 @@ from djl_python import Output
 def handle(inputs):
     return None if inputs.is_empty() else Output().add(inputs.get_as_bytes())
 """
+ADAPTERS = f"""{ECHO}
+def register_adapter(inputs):
+    return Output(message=f"Adapter {{inputs.get_property('name')}} registered")
+def update_adapter(inputs):
+    return Output(message=f"Adapter {{inputs.get_property('name')}} updated")
+def unregister_adapter(inputs):
+    return Output(message=f"Adapter {{inputs.get_property('name')}} unregistered")
+"""
 _NUMBER = "a number that is none is a mistake of the client, 400"
 _NULL = "a body that lacks a parameter or is no JSON object is a mistake of the client, 400"
 _TOKEN = "only a page that is followed by another has a token; a client that reads to the end would never stop"
@@ -52,8 +60,9 @@ DIFFERENT = {
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("home")
-    for name in ("models/echo", "models/adaptecho", "extra/echo2"):
+    for name in ("models/echo", "extra/echo2"):
         make_own(directory / name, ECHO)
+    make_own(directory / "models" / "adaptecho", ADAPTERS, enable_lora="true")
     return directory
 
 

@@ -194,6 +194,38 @@ def test_long_heads_count(server: Server) -> None:
         server.until("lmi_queue_depth", 0)
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        "GET /ping HTTP/1.1\r\nhost: x\r\nhost: y",
+        "GET /ping HTTP/2.0\r\nhost: x",
+        "GET /%zz/\x7f HTTP/1.1\r\nhost: x",
+        "GET /ping HTTP/1.1\r\nhost: x\r\nconnection: close, upgrade\r\nupgrade: websocket",
+        "CONNECT x:80 HTTP/1.1\r\nhost: x",
+    ],
+    ids=["two hosts", "other version", "no URL", "upgrade", "tunnel"],
+)
+def test_nothing_is_held_of_a_head_that_has_been_answered(server: Server, start: str) -> None:
+    data = f"{start}\r\nx-long: {'a' * 60_000}\r\n\r\n".encode()
+    for _ in range(700):
+        with connect(server, data) as connection:
+            received(connection, b"}")
+    large = server.http.post("/invocations", content=TEXT + b" " * MIB)
+    assert large.status_code == 200, large.text
+
+
+def test_heads_count_before_they_have_an_end(server: Server) -> None:
+    with watched(server):
+        data = b"GET /ping HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 60_000
+        connections = [connect(server, data) for _ in range(700)]
+        wait_until(lambda: refused(server, 503) > 100, "some are refused")
+        for connection in connections:
+            connection.close()
+    wait_until(
+        lambda: server.http.post("/invocations", content=TEXT + b" " * MIB).status_code == 200, "all is released"
+    )
+
+
 def test_a_connection_may_send_any_number_of_requests_ahead(server: Server) -> None:
     """Only those count that have no answer yet."""
     body = TEXT + b" " * (10 * MIB)

@@ -206,6 +206,8 @@ def refused(server: Server, code: int) -> float:
         (b"POST /invocations HTTP/1.1\r\nhost: x\r\n", 408),
         (head(100) + b"{", 408),
         (head(2, f"x: {'y' * 70_000}") + b"{}", 431),
+        (CHUNKED + b"1\r\na\r\n" * 4000, 400),
+        (head(2, *["x: y"] * 499) + b"{}", 431),
         (b"no http\r\n\r\n", 400),
     ],
 )
@@ -213,6 +215,13 @@ def test_what_the_protocol_refuses_is_counted_once(server: Server, sent: bytes, 
     before, gone = refused(server, code), refused(server, 499)
     assert exchanged(server, sent).startswith(b"HTTP/1.1 %d" % code)
     assert (refused(server, code), refused(server, 499)) == (before + 1, gone)
+
+
+def test_requests_that_wait_for_an_earlier_one_have_a_limit(server: Server) -> None:
+    """All that come in one read wait: reading pauses only behind it."""
+    one = json.dumps(request("a", 1000, stream=True)).encode()
+    answers = exchanged(server, head(len(one)) + one + b"GET /ping HTTP/1.1\r\n\r\n" * 3000)
+    assert 500 < answers.count(b"HTTP/1.1 200") < 1500
 
 
 def test_a_slow_client_that_goes_on_is_served(server: Server) -> None:

@@ -222,13 +222,16 @@ def test_whatever_is_printed_the_text_can_be_read() -> None:
 
 def test_printed_series_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     metrics = LmiMetrics()
+    for model in ("one", "two"):
+        for number in range(3000):
+            metrics.record(Metric(model, "Count", 1, (("Id", str(number)),), model=model))
     for number in range(3000):
-        metrics.record(Metric("Request", "Count", 1, (("Id", str(number)),)))
-    (family,) = [family for family in metrics.recorded() if family.name == "Request"]
-    assert len(family.samples) == 2000
-    assert [record.message for record in caplog.records] == [
-        "metric Request is not counted: there are 2000 series already; print fewer names and dimensions"
-    ]
+        metrics.record(Metric("own", "Count", 1, (("Id", str(number)),)))
+    shares = {family.name: len(family.samples) for family in metrics.recorded()}
+    assert shares == {"one": 1000, "two": 500, "own": 2000}
+    assert next(record.message for record in caplog.records) == (
+        "metric one is not counted: there are 1000 series already, of at most 2000; print fewer names and dimensions"
+    )
 
 
 def test_values_without_a_kind() -> None:

@@ -188,6 +188,17 @@ def test_zero_and_minus_one_leave_a_number_as_it_is_configured(server: Server, s
         server.http.delete("/models/echo")
 
 
+def test_a_model_without_a_version_goes_and_its_versions_stay(server: Server, store: Path) -> None:
+    for version in ("", "1"):
+        assert register(server, store / "echo", model_name="both", model_version=version).status_code == 200
+    assert server.http.delete("/models/both?model_version=2").status_code == 404
+    assert server.http.delete("/models/both?model_version=").status_code == 200
+    assert [element["version"] for element in server.http.get("/models/both").json()] == ["1"]
+    assert server.http.delete("/models/both?model_version=").status_code == 404
+    assert server.http.delete("/models/both?model_version=1").status_code == 200
+    assert server.http.get("/models/both").status_code == 404
+
+
 def test_versions_take_turns(server: Server, store: Path) -> None:
     for version in ("1", "2"):
         assert register(server, store / "echo", model_name="m", model_version=version).status_code == 200
@@ -284,7 +295,7 @@ def test_bad_parameters(server: Server, store: Path) -> None:
         (400, register(server, echo, min_worker="two"), 'Parameter min_worker is "two"; it takes an integer'),
         (400, register(server, echo, batch_size="abc"), 'registration: batch_size = "abc" is not allowed'),
         (400, register(server, echo, batch_size="99999999999"), "allowed: an integer from 1 to 2147483647"),
-        (404, register(server, "nope"), "names a model of the Hugging Face Hub by owner/name"),
+        (404, register(server, "nope"), "names one, also of the model store, by its full path, and a model of the"),
         (400, register(server, echo, synchronous="perhaps"), "it takes true or false"),
         (400, http.put("/models/first?min_worker=3&max_worker=2"), "min_worker is 3, max_worker 2"),
         (400, http.put("/models/first?min_worker=-2"), "an integer from 0 to 1000, or -1 for no change"),

@@ -12,7 +12,7 @@ from own_code_helpers import make_own
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
-from frontend.clients import is_local, shown_error, shown_path, without_directories
+from frontend.clients import is_local, remote_sign, shown_error, shown_path, without_directories
 from frontend.server_log import LineFormatter
 from frontend.web_pages import pages_of_management, pages_of_requests
 from lmi_server.configuration.server_settings import ServerSettings
@@ -81,8 +81,8 @@ def refusal(server: Server, method: str, path: str, headers: dict[str, str], **m
         ({"sec-fetch-site": "same-site"}, "other sites"),
         ({"host": "evil.example:8080"}, "Host"),
         ({"host": "evil.example", "origin": "http://evil.example"}, "Host"),
-        (REMOTE, "management_clients=any"),
-        ({"forwarded": "for=203.0.113.7"}, "management_clients=any"),
+        (REMOTE, "header x-forwarded-for says that a proxy sends this request; management_api_keys lets"),
+        ({"forwarded": "for=203.0.113.7"}, "header forwarded says that"),
     ],
 )
 def test_a_page_or_another_machine_manages_nothing(
@@ -345,8 +345,10 @@ def test_paths_of_urls_stay(tmp_path: Path) -> None:
     ],
 )
 def test_local_clients(client: str | None, local: bool) -> None:
-    peer = None if client is None else (client, 1)
-    assert is_local({"client": peer, "server": ("127.0.0.1", 8080), "headers": []}) is local
+    scope = {"client": None if client is None else (client, 1), "server": ("127.0.0.1", 8080), "headers": []}
+    assert is_local(scope) is local
+    sign = "its connection is gone" if client is None else f"this client is at {client}"
+    assert local or remote_sign(scope) == sign
 
 
 @pytest.mark.parametrize(

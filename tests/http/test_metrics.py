@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as plain_text
 from prometheus_client.samples import Exemplar
-from server_helpers import Server, make_model, running
+from server_helpers import Server, make_model, running, serving
 from waiting import wait_until
 
 from frontend.engine_metrics import joined
@@ -103,6 +106,24 @@ def test_a_client_that_leaves_counts_as_cancelled(server: Server) -> None:
     with server.http.stream("POST", "/invocations", json={"inputs": "token-then-wait", "stream": True}) as answer:
         next(answer.iter_bytes())
     wait_until(lambda: samples(server, model="model").get(name) == before + 1, "the request counts as cancelled")
+
+
+def test_what_a_handler_counts_is_a_counter(tmp_path: Path) -> None:
+    with serving(tmp_path, "fault_handlers:CachingHandler") as server:
+        server.until("lmi_handler_generated_tokens_total", 7)
+        families = {family.name: family for family in plain_text(server.http.get("/metrics").text)}
+    assert families["lmi_handler_generated_tokens"].type == "counter"
+    assert families["lmi_handler_kv_cache_usage"].type == "gauge"
+    sample = families["lmi_handler_generated_tokens"].samples[0]
+    assert (sample.name, sample.labels) == (
+        "lmi_handler_generated_tokens_total",
+        {"model": "model", "worker": "model-0"},
+    )
+
+
+def test_the_version_is_a_label(server: Server) -> None:
+    wanted = {f"lmi_build_info python_version={platform.python_version()} version={version('lmi-server')}": 1}
+    assert wanted.items() <= samples(server).items()
 
 
 def test_workers_and_processes_are_measured(server: Server) -> None:

@@ -56,6 +56,16 @@ def refusal() -> Iterator[None]:
 # --- models ---
 
 
+@pytest.mark.parametrize("revision", ["refs/pr/7", "refs/heads/main", "0123abc", "0123456789abcdef" * 2 + "01234567"])
+def test_a_revision_may_not_be_what_a_stranger_proposes(home: Path, revision: str) -> None:
+    for key in ("option.revision", "option.tokenizer_revision"):
+        with refusal():
+            checked(home, key, revision, str(home / "store"), "owner/")
+        assert checked(home, key, "v1.0", str(home / "store"), "owner/") == "v1.0"
+    with refusal():
+        checked(home, "option.speculative_config", json.dumps({"revision": revision}), str(home / "store"), "owner/")
+
+
 def test_a_source_allows_whole_parts_and_nothing_beside_them(tmp_path: Path) -> None:
     sources = ("s3://bucket/models", "owner/", "someone/model", str(tmp_path / "store"))
     limits = RegistrationLimits(ServerSettings(registration_sources=sources), {})
@@ -203,6 +213,33 @@ def test_a_name_that_is_also_a_path_is_no_id_of_the_hub(home: Path, monkeypatch:
 def test_an_option_names_nothing_beyond_the_store(home: Path, key: str, value: str) -> None:
     with refusal():
         checked(home, key, value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("option.model_id", "model", "name a directory or file of the model store by its full path"),
+        ("option.chat_template", "/etc/passwd", "name a directory or file of the model store by its full path"),
+        ("option.entryPoint", "json.tool", "name a handler of this server or a file of the model, or set the key in"),
+        ("option.pythonExecutable", "/usr/bin/python3", "set the key in the serving.properties of the model"),
+        ("option.env", "A=1", "set the key in the serving.properties of the model"),
+        ("option.own_key", "five", "set the key in the serving.properties of the model"),
+        ("option.speculative_config", "{'model': 'x'}", "set the key in the serving.properties of the model"),
+        ("option.speculative_config", '{"model": "owner/model"}', "name a directory or file of the model store"),
+    ],
+)
+def test_a_refusal_says_what_works_instead(home: Path, key: str, value: str, remedy: str) -> None:
+    with pytest.raises(PermissionDeniedError) as refused:
+        checked(home, key, value)
+    assert f"Parameter {key}" in str(refused.value)
+    assert remedy in str(refused.value)
+
+
+def test_a_model_of_the_store_is_named_by_its_path(home: Path) -> None:
+    with pytest.raises(PermissionDeniedError, match=r'url is "model", .* of the model store by its full path'):
+        limits(home).check_model(ModelSource("model", "m"), FAR)
+    path = str(home / "store" / "model")
+    assert limits(home).check_model(ModelSource(path, "m"), FAR).url == path
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,15 @@ def test_a_value_in_a_line_of_text_looks_like_one_word(sent: str, shown: str) ->
     assert bytes(lines).count(b"\n") == 1
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_long_id_is_cut(form: str) -> None:
+    lines = RequestLines(form, 1.0)
+    lines.add(RequestRecord(200, 1.0, 1.125, 1.25, 1.5, 2.0, None, ""), "a" * 60_000, "m", "invocations", "", "")
+    lines.encode()
+    assert len(bytes(lines)) < 1000
+    assert b"a... (60000 characters)" in bytes(lines)
+
+
 def test_work_for_an_idle_loop_waits_for_what_is_ready_and_no_longer_than_it_may() -> None:
     events: list[str] = []
 

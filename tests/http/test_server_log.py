@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -12,10 +13,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from paths import TESTS
+from process_log import ProcessLog
 from relay_helpers import HANDLERS
 from server_helpers import make_model, request
 
@@ -138,3 +141,66 @@ def test_a_reader_that_is_gone_is_no_error() -> None:
         os.close(reading)
         logger.warning("nobody reads this")
         log.close(30)
+
+
+# --- the log in JSON ---
+
+
+def log_in_json(directory: Path, *arguments: str, code: int, until: str = "", **variables: str) -> list[Any]:
+    """Start a server with the log in JSON, stop it at a line with `until`, and return all lines of the log."""
+    path = os.pathsep.join([HANDLERS, str(TESTS.parent)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmi_server", "serve", *arguments, "--port", "0"],
+        stderr=subprocess.PIPE,
+        cwd=directory,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path, "SERVING_LOG_FORMAT": "json"} | variables,
+    )
+    log = ProcessLog(process.stderr)
+    try:
+        if until:
+            log.wait_for(until)
+            process.terminate()
+        assert process.wait(120) == code, log.lines
+    finally:
+        process.kill()
+        log.close()
+    return [json.loads(line) for line in log.lines]
+
+
+def test_a_log_in_json_is_json_from_the_first_line(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    (tmp_path / "config.properties").write_text("log_format=json\nno_such_setting=1\n")
+    lines = log_in_json(tmp_path, str(model), "--config-file", "config.properties", code=0, until="ready: process")
+    assert {line["log"] for line in lines} == {"server"}
+    assert [line for line in lines if "no_such_setting" in line["message"]]
+    ready = next(line for line in lines if line["message"].startswith("ready: process"))
+    assert (ready["model"], ready["worker"], ready["logger"]) == ("model", "model-0", "lmi_server.serving.pool")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "timeout", "message"), [([], "none", '"none" is not allowed'), (["nowhere"], "1", "nowhere")]
+)
+def test_errors_before_the_start_are_lines_in_json(
+    tmp_path: Path, arguments: list[str], timeout: str, message: str
+) -> None:
+    [line] = log_in_json(tmp_path, *arguments, code=1, SERVING_DRAIN_TIMEOUT=timeout)
+    assert (line["level"], message in line["message"]) == ("ERROR", True)
+
+
+def test_a_worker_that_raises_leaves_one_line_in_json(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.py").write_text(
+        "import logging, traceback\n"
+        "logging.getLogger('my.code').error('it began')\n"
+        "try:\n    1 / 0\nexcept ZeroDivisionError:\n"
+        "    logging.getLogger('my.code').exception('it failed')\n    traceback.print_exc()\n"
+        "def handle(inputs):\n    return None\n"
+    )
+    lines = log_in_json(tmp_path, "model", code=0, until="ready: process")
+    logged = [line for line in lines if line["logger"] == "my.code"]
+    assert [line["message"].partition("\n")[0] for line in logged] == ["it began", "it failed"]
+    assert logged[1]["message"].endswith("ZeroDivisionError: division by zero")
+    assert (logged[1]["level"], logged[1]["model"], logged[1]["worker"]) == ("ERROR", "model", "model-0")
+    [printed] = [line for line in lines if line["message"].startswith("Traceback")]
+    assert printed["message"].endswith("ZeroDivisionError: division by zero")

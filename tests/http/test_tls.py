@@ -8,11 +8,14 @@ import re
 import socket
 import ssl
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from paths import TESTS
 from server_helpers import Server, make_model, raw_request, request, running
 from waiting import wait_until
 
@@ -223,3 +226,23 @@ def test_the_socket_of_a_killed_server_is_replaced_and_that_of_a_running_one_is_
     with pytest.raises(ConfigurationError, match="cannot listen on unix:"):
         listen(settings)
     assert path.read_text() == "a file"
+
+
+def health(directory: Path, **variables: str) -> int:
+    """Return the exit code of the health check of the container images."""
+    command = [sys.executable, "-m", "lmi_server.commands.health_check"]
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent)} | variables
+    return subprocess.run(command, env=environment, cwd=directory, capture_output=True, check=False).returncode
+
+
+def test_the_health_check_speaks_tls(server: Server, directory: Path) -> None:
+    port = str(port_of(server))
+    assert health(directory, SERVING_PORT=port, SERVING_TLS="true") == 0
+    assert health(directory, SERVING_PORT=port) == 1
+
+
+def test_the_health_check_asks_a_unix_socket(tmp_path: Path) -> None:
+    address = {"SERVING_HOST": f"unix:{tmp_path / 'socket'}"}
+    managed = {"SERVING_MANAGEMENT_HOST": "127.0.0.1", "SERVING_MANAGEMENT_PORT": "0"}
+    with running(make_model(tmp_path / "model"), variables=address | managed):
+        wait_until(lambda: health(tmp_path, **address) == 0, "the server is healthy")

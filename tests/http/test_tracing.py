@@ -14,7 +14,7 @@ from server_helpers import Server, make_model, running
 from waiting import wait_until
 
 from frontend.request_record import EndedRequest, RequestRecord
-from frontend.trace_context import RequestTrace, parse_traceparent
+from frontend.trace_context import HttpRequest, RequestTrace, parse_traceparent
 from frontend.tracing import Tracing
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install lmi-server[otel]")
@@ -73,7 +73,16 @@ def test_the_spans_of_a_chat(server: Server, receiver: Receiver) -> None:
     assert answer.headers["traceparent"] == f"00-{trace_id}-{whole.span_id}-01"
     assert (whole.parent_id, whole.kind, whole.failed, whole.state) == (PARENT_ID, SERVER_KIND, False, "vendor=1")
     assert 0 < whole.attributes.pop("gen_ai.response.time_to_first_chunk") < 60
+    assert whole.attributes.pop("user_agent.original").startswith("python-httpx/")
     assert whole.attributes == {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "url.path": "/v1/chat/completions",
+        "url.scheme": "http",
+        "network.protocol.name": "http",
+        "network.protocol.version": "1.1",
+        "server.address": "127.0.0.1",
+        "server.port": server.port,
         "http.response.status_code": 200,
         "client.address": "127.0.0.1",
         "lmi.request.id": "traced",
@@ -107,8 +116,8 @@ def test_a_request_that_lost_its_worker_shows_each_attempt(server: Server, recei
 @pytest.mark.parametrize(
     ("number", "path", "prompt", "name", "kind", "failed"),
     [
-        (3, "/invocations", "raise", "invocations model", "424", True),
-        (4, "/predictions/nobody", "a", "predictions", "ModelNotFoundError", False),
+        (3, "/invocations", "raise", "POST /invocations", "424", True),
+        (4, "/predictions/nobody", "a", "POST /predictions/{model}", "ModelNotFoundError", False),
     ],
 )
 def test_failures(
@@ -171,7 +180,8 @@ async def test_a_request_whose_spans_cannot_be_made_costs_no_others(caplog: pyte
     tracing = Tracing(1, writer)
     for name in ("a", "odd", "b"):
         record = RequestRecord(200, 0.0, 0.0, 0.0, 0.0, 0.0, None, "")
-        tracing.add(RequestTrace(f"{1:032x}", PARENT_ID), record, (name, "model", "invocations", "", "", ()))
+        trace = RequestTrace(f"{1:032x}", PARENT_ID, HttpRequest("POST", "http", "/invocations", "1.1", None, ""))
+        tracing.add(trace, record, (name, "model", "invocations", "", "", ()))
     assert writer.written == []
     await tracing.close()
     assert writer.written == ["a", "b"]
@@ -193,6 +203,24 @@ async def test_a_request_whose_spans_cannot_be_made_costs_no_others(caplog: pyte
 )
 def test_the_header(header: str, is_valid: bool) -> None:
     assert (parse_traceparent(header) is not None) is is_valid
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/invocations", "/invocations"),
+        ("/predictions/invoke", "/predictions/{model}"),
+        ("/predictions/m/2", "/predictions/{model}/{version}"),
+        ("/models/models/invoke", "/models/{model}/invoke"),
+        ("/models/m/2/invoke", "/models/{model}/{version}/invoke"),
+        ("/v2/models/v2/infer", "/v2/models/{model}/infer"),
+        ("/v2/models/m/versions/2/generate", "/v2/models/{model}/versions/{version}/generate"),
+        ("/endpoints/m/invocations", "/endpoints/{model}/invocations"),
+    ],
+)
+def test_a_route_has_no_names(path: str, route: str) -> None:
+    """A collector keeps a series for each."""
+    assert import_module("frontend.spans").http_route(path) == route
 
 
 def test_without_traces_nothing_is_imported() -> None:

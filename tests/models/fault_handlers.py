@@ -270,4 +270,4 @@ class CachingHandler(FaultHandler):
     """Reports a KV cache, as engines do."""
 
     def stats(self) -> dict[str, float]:
-        return {**super().stats(), "kv_cache_usage": 0.25}
+        return {**super().stats(), "waiting_requests": 0, "kv_cache_usage": 0.25, "generated_tokens_total": 7}

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import pytest
 from paths import ROOT
@@ -101,7 +101,7 @@ def test_every_target_is_an_image_of_the_server_for_a_user_without_privileges() 
     targets = {name: lines for name, (base, lines) in stages().items() if base == "runtime"}
     assert [*targets] == ["slim", "cuda", "tensorrt-llm", "neuronx", "cpu"], "the last is what a build makes"
     for name, lines in targets.items():
-        assert lines[-1] == "USER lmi-server", name
+        assert lines[-1] == "USER 1000:0", name
         assert any("add_server.sh" in line for line in lines), name
 
 
@@ -145,19 +145,41 @@ def test_the_extras_of_each_image_are_those_of_the_package() -> None:
 
 def test_signals_reach_the_server_and_an_argument_replaces_serve() -> None:
     (entry_point,), (command,) = instructions("ENTRYPOINT"), instructions("CMD")
-    assert json.loads(entry_point)[-1] == "lmi-server"  # a list: there is no shell between
+    program = json.loads(entry_point)[-1]  # a list: there is no shell between
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    scripts = settings["options.entry_points"]["console_scripts"]
+    assert f"\n{program} = lmi_server.commands.container_command:main" in scripts
     assert json.loads(command) == ["serve"]
 
 
-@pytest.mark.parametrize(("status", "is_healthy"), [(200, True), (503, False)])
-def test_the_health_check_asks_the_port_of_the_server(status: int, is_healthy: bool) -> None:
+def checked(variables: dict[str, str], directory: Path) -> int:
+    """Run the health check of the image; return its exit code."""
     (check,) = instructions("HEALTHCHECK")
     python, *arguments = json.loads(check[check.index("[") :])
     assert python == "python"
+    path = {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, env=os.environ | path | variables, cwd=directory, capture_output=True, check=False
+    ).returncode
+
+
+@pytest.mark.parametrize(("status", "is_healthy"), [(200, True), (207, True), (503, False)])
+def test_the_health_check_asks_the_port_of_the_server(status: int, is_healthy: bool, tmp_path: Path) -> None:
     with answering(status) as port:
-        environment = {**os.environ, "SERVING_PORT": str(port)}
-        done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, check=False)
-    assert (done.returncode == 0) is is_healthy
+        assert (checked({"SERVING_PORT": str(port)}, tmp_path) == 0) is is_healthy
+
+
+def test_the_health_check_reads_the_settings_as_the_server_does(tmp_path: Path) -> None:
+    """SageMaker's variable wins, and a file is read."""
+    home = tmp_path / "home"
+    (home / "conf").mkdir(parents=True)
+    with answering(200) as port:
+        assert checked({"SAGEMAKER_BIND_TO_PORT": str(port), "SERVING_PORT": "1"}, tmp_path) == 0
+        (home / "conf" / "config.properties").write_text(f"inference_address=http://127.0.0.1:{port}\n")
+        assert checked({"MODEL_SERVER_HOME": str(home)}, tmp_path) == 0
+        assert checked({"SERVING_PORT": "none"}, tmp_path) == 1
 
 
 @contextlib.contextmanager

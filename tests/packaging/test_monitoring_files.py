@@ -149,3 +149,53 @@ def test_prometheus_takes_the_whole_exposition(prometheus: Prometheus) -> None:
 def test_promtool_accepts_the_rules() -> None:
     checked = subprocess.run([program("promtool"), "check", "rules", str(ALERTS)], capture_output=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+UP = {"series": 'up{job="lmi-server", instance="a"}', "values": "1+0x60"}
+ANSWERS = {"series": 'lmi_requests_total{model="m", code="200"}', "values": "0+60x60"}
+FAILURES = {"series": 'lmi_requests_total{model="m", code="424"}', "values": "0+20x60"}
+
+
+def evaluated(directory: Path, series: list[dict[str, str]], **wanted: list[dict[str, Any]]) -> str:
+    """Have promtool evaluate the rules, or queries, on these series an hour long; return what it finds wrong."""
+    test = {"interval": "1m", "input_series": series, **wanted}
+    file = directory / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "tests": [test]}))
+    done = subprocess.run(
+        [program("promtool"), "test", "rules", str(file)], capture_output=True, text=True, check=False
+    )
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def alert(name: str, *labels: dict[str, str]) -> dict[str, Any]:
+    return {"eval_time": "30m", "alertname": name, "exp_alerts": [{"exp_labels": each} for each in labels]}
+
+
+def fires(directory: Path, name: str, series: list[dict[str, str]]) -> bool:
+    """Return whether the rule has an alert on these series."""
+    return evaluated(directory, series, alert_rule_test=[alert(name)]) != ""
+
+
+@pytest.mark.parametrize(
+    ("name", "series"),
+    [
+        ("LmiServerMissing", []),
+        ("LmiServerDown", [{**UP, "values": "0+0x60"}]),
+        ("LmiNoModel", [UP]),
+        ("LmiModelNotReady", [UP, {"series": 'lmi_model_ready{model="m", instance="a"}', "values": "0+0x60"}]),
+        ("LmiRequestsFail", [UP, ANSWERS, FAILURES]),
+    ],
+)
+def test_a_rule_finds_what_is_wrong(tmp_path: Path, name: str, series: list[dict[str, str]]) -> None:
+    ready = {"series": 'lmi_model_ready{job="lmi-server", model="m", instance="a"}', "values": "1+0x60"}
+    assert fires(tmp_path, name, series)
+    assert not fires(tmp_path, name, [UP, ANSWERS, ready])
+
+
+def test_the_share_of_failures_is_zero_while_nothing_fails(tmp_path: Path) -> None:
+    [expression] = [each.values[0] for each in panels() if "424" in each.values[0]]
+    for name, value in (VARIABLES | {"$__rate_interval": "5m"}).items():
+        expression = expression.replace(name, value)
+    for series, share in (([ANSWERS], 0), ([ANSWERS, FAILURES], 0.25)):
+        wanted = {"expr": expression, "eval_time": "30m", "exp_samples": [{"labels": '{model="m"}', "value": share}]}
+        assert evaluated(tmp_path, series, promql_expr_test=[wanted]) == ""

@@ -12,10 +12,10 @@ _TRIES = 4
 _NEGLIGIBLE_S = 0.005
 
 
-def assert_linear(call: Callable[[str], object], part: str) -> None:
-    """Call the function with repetitions of `part`; fail if eight times as many take more than 16 times as long."""
-    short = _least_s(call, part * (_SIZE // len(part)))
-    long = _least_s(call, part * (_FACTOR * _SIZE // len(part)))
+def assert_linear(call: Callable[[str], object], part: str, size: int = _SIZE) -> None:
+    """Call the function with `size` characters of `part`; fail if 8 times as many take more than 16 times as long."""
+    short = _least_s(call, part * (size // len(part)))
+    long = _least_s(call, part * (_FACTOR * size // len(part)))
     assert long <= _MOST * max(short, _NEGLIGIBLE_S), f"{part!r}: {short:.4f} s, and {long:.4f} s for {_FACTOR} times"
 
 

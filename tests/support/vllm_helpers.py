@@ -13,10 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from paths import MODEL_CODE
 from process_log import ProcessLog
 from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    Blip2Processor,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedModel,
+)
+from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
 SETTINGS = {
     "rolling_batch": "vllm",
@@ -27,6 +36,12 @@ SETTINGS = {
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}{% if tools %}{# <tool_call> #}{% endif %}"
+)
+
+_IMAGE_TEMPLATE = (  # vLLM puts the image before the prompt
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
+    "{% endif %}{% endfor %}"
 )
 
 
@@ -47,6 +62,32 @@ def make_tiny_model(directory: Path, chat_template: str | None = _CHAT_TEMPLATE)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def make_image_model(directory: Path) -> tuple[Path, Blip2ForConditionalGeneration]:
+    """Save a random BLIP-2, which vLLM runs without torchvision; return the directory and the model."""
+    tokenizer = byte_tokenizer()
+    size = {"height": 28, "width": 28}
+    processor = Blip2Processor(BlipImageProcessorPil(size=size), tokenizer, num_query_tokens=4)
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = {"hidden_size": 64, "intermediate_size": 64, "image_size": 28, "patch_size": 14, **layers}
+    queries = {"hidden_size": 64, "intermediate_size": 64, "encoder_hidden_size": 64, "vocab_size": 64, **layers}
+    text = OPTConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, bos_token_id=257, eos_token_id=258, hidden_size=128,
+        ffn_dim=128, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    config = Blip2Config(
+        vision_config=vision, qformer_config={**queries, "cross_attention_frequency": 1}, text_config=text.to_dict(),
+        num_query_tokens=4, image_token_index=tokenizer.convert_tokens_to_ids("<image>"), tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    model = Blip2ForConditionalGeneration(config).eval()
+    for weights in (parameter.data for parameter in model.parameters() if parameter.dim() > 1):
+        weights.normal_(std=0.3)
+    model.save_pretrained(directory)
+    tokenizer.chat_template = _IMAGE_TEMPLATE
+    processor.save_pretrained(directory)
+    return directory, model
 
 
 @contextlib.contextmanager

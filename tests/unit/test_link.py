@@ -189,6 +189,32 @@ def test_large_messages_wait_as_they_are_and_arrive_in_order(closes: bool) -> No
             pair.arrived.clear()
             await pair.arrived.wait()
         assert pair.at_worker == messages
+        pair.worker.close()
+        await pair.lost.wait()
+
+    uvloop.run(main())
+
+
+def test_an_answer_that_cannot_be_encoded_is_refused_while_the_other_side_reads_slowly() -> None:
+    """Later, nothing would know which request it belongs to."""
+
+    async def main() -> None:
+        pair = await Pair().connect()
+        assert pair.frontend._transport is not None
+        pair.frontend._transport.pause_reading()
+        pair.worker.send_now(Frames([Chunk(1, b"x" * 4_000_000)]))
+        assert pair.worker.congested
+        unknown: Any = object()
+        with pytest.raises(TypeError):
+            pair.worker.send_now(Frames([Chunk(1, unknown)]))
+        pair.worker.send_now(Frames([End(1)]))
+        pair.frontend._transport.resume_reading()
+        while len(pair.at_frontend) < 2:
+            pair.arrived.clear()
+            await pair.arrived.wait()
+        assert pair.at_frontend[1] == Frames([End(1)])
+        pair.worker.close()
+        await pair.lost.wait()
 
     uvloop.run(main())
 

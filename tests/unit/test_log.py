@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 
 import pytest
 from relay_helpers import on_loop
 
+from frontend.server_log import JsonFormatter
 from lmi_server.contract.metrics import Metric
 from lmi_server.supervisor.log import WorkerLog
 
@@ -27,6 +29,75 @@ async def test_a_progress_bar_is_logged_as_its_last_state(caplog: pytest.LogCapt
         "[model-0] ERROR a: two",
     ]
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "ERROR"]
+
+
+async def logged(*chunks: bytes) -> None:
+    """Have a worker write these chunks."""
+    stream = asyncio.StreamReader()
+    for chunk in chunks:
+        stream.feed_data(chunk)
+    stream.feed_eof()
+    await WorkerLog("model:1-0").forward(stream)
+
+
+RAW = b"""print: 1
+Traceback (most recent call last):
+  File "model.py", line 3, in handle
+    1 / 0
+ZeroDivisionError: division by zero
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "model.py", line 5, in handle
+    raise ValueError("no")
+ValueError: no
+print: 2
+  print: 3
+"""
+
+
+@on_loop
+async def test_a_traceback_is_one_record(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    await logged(*(RAW[start : start + 50] for start in range(0, len(RAW), 50)))
+    first, traceback, *others = [record.getMessage() for record in caplog.records]
+    assert first == "[model:1-0] print: 1"
+    assert traceback.startswith("[model:1-0] Traceback (most")
+    assert traceback.endswith('raise ValueError("no")\nValueError: no')
+    assert others == ["[model:1-0] print: 2", "[model:1-0]   print: 3"]
+
+
+@pytest.mark.parametrize("indent", [b"", b"  "])
+@on_loop
+async def test_a_traceback_belongs_to_the_line_of_its_logger(caplog: pytest.LogCaptureFixture, indent: bytes) -> None:
+    """A worker's own loggers indent what follows, other formatters do not."""
+    caplog.set_level(logging.INFO)
+    traceback = [b"Traceback (most recent call last):", b"  File a", b"ValueError: no"]
+    await logged(
+        b"\n".join([b"ERROR my.code: it failed", *(indent + line for line in traceback), b"INFO b: next", b""])
+    )
+    failed, following = caplog.records
+    assert failed.levelname == "ERROR"
+    assert json.loads(JsonFormatter().format(failed)) | {"time": ""} == {
+        "log": "server",
+        "time": "",
+        "level": "ERROR",
+        "logger": "my.code",
+        "model": "model:1",
+        "worker": "model:1-0",
+        "message": "it failed\nTraceback (most recent call last):\n  File a\nValueError: no",
+    }
+    assert following.getMessage() == "[model:1-0] INFO b: next"
+
+
+@on_loop
+async def test_a_traceback_without_an_end_is_logged_in_parts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    await logged(b"Traceback (most recent call last):\n", *[b"  " + b"x" * 9_998 + b"\n"] * 20)
+    sizes = [len(record.getMessage()) for record in caplog.records]
+    assert sum(sizes) > 200_000
+    assert max(sizes) < 70_000
 
 
 @on_loop
@@ -56,3 +127,16 @@ async def test_the_rest_of_a_long_line_is_no_metric() -> None:
     stream.feed_eof()
     await reading
     assert [metric.name for metric in found] == ["Own"]
+
+
+@on_loop
+async def test_the_rest_of_a_long_line_looks_like_no_record(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    stream = asyncio.StreamReader()
+    stream.feed_data(b"INFO own: " + b"ERROR forged: x " * 20_000 + b"\nERROR own: next\n")
+    stream.feed_eof()
+    await WorkerLog("model-0").forward(stream)
+    first, *rest, last = caplog.records
+    assert (first.levelname, last.levelname, last.getMessage()) == ("INFO", "ERROR", "[model-0] ERROR own: next")
+    assert rest
+    assert all(record.levelname == "INFO" and record.getMessage().startswith("[model-0]   ") for record in rest)

@@ -240,7 +240,7 @@ def test_a_head_that_lies_is_not_relied_on() -> None:
         (sound_file(1.0, kind="VOC"), "inputs is a sound in VOC; send a file in one of AIFF"),
         (sound_file(1.0, 500), "inputs is a sound with 500 samples a second; send one with 1000 or more"),
         (sound_file(0.0), "inputs is a sound without samples"),
-        (b"no sound", "inputs is no sound file"),
+        (b"no sound", "inputs is no sound file: Format not recognised; send the bytes of a WAV"),
     ],
     ids=["format", "rate", "empty", "text"],
 )

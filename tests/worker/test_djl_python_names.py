@@ -229,6 +229,14 @@ def test_a_model_streams_without_a_handler(named: Any) -> None:
     assert streamed[0] == ["abc"]
 
 
+@pytest.mark.parametrize("method", ["get_as_string", "get_as_json"])
+def test_an_input_without_content_has_no_text(named: Any, method: str) -> None:
+    empty = named("djl_python").Input()
+    assert (empty.get_as_bytes(), empty.get_data()) == (None, None)
+    with pytest.raises(AttributeError, match=r"no content to decode; look at is_empty\(\) first"):
+        getattr(empty, method)()
+
+
 def test_a_model_is_tested_without_a_server(named: Any, tmp_path: Path) -> None:
     tools = named("djl_python.test_model")
     (tmp_path / "serving.properties").write_text("option.greeting=hello\n")

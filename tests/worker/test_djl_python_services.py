@@ -97,10 +97,13 @@ def test_a_service_refuses_what_it_cannot_do(
     assert remedy in str(raised.value)
 
 
-def test_a_formatter_that_would_not_be_called_is_refused(named: Any, tmp_path: Path) -> None:
-    properties = {"model_dir": str(tmp_path), "output_formatter": str}
-    with pytest.raises(ValueError, match="@output_formatter, which HuggingFaceService does not call"):
+@pytest.mark.parametrize("name", ["input_formatter", "output_formatter"])
+def test_a_formatter_that_would_not_be_called_is_refused(named: Any, tmp_path: Path, name: str) -> None:
+    """The server hands over one that model.py marks; code may set the property itself, too."""
+    properties = {"model_dir": str(tmp_path), name: str}
+    with pytest.raises(ValueError, match="HuggingFaceService answers whole requests and calls no formatters") as raised:
         named("djl_python.huggingface").HuggingFaceService().initialize(properties)
+    assert str(raised.value).startswith(f"the property {name} is the function str. In a model.py")
 
 
 def test_a_wrong_value_is_refused_by_its_name(named: Any, tmp_path: Path) -> None:
@@ -167,6 +170,37 @@ def test_a_batch_of_texts(named: Any, tmp_path: Path, module: str, name: str, en
     assert json.loads(first)[0][0]["token_str"] == json.loads(last)[0][0]["token_str"]
     assert json.loads(first)[0][0]["token"] == json.loads(alone)[0][0]["token"]
     assert "inputs is missing" in json.loads(refused)["error"]
+
+
+@pytest.mark.slow
+def test_a_module_of_a_service_is_tested_without_a_server(
+    named: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is named by the directory, by a variable, or with the request."""
+    from tiny_tasks import make_task_model  # it imports torch
+
+    directory = make_task_model("fill-mask", tmp_path / "model")
+    (directory / "serving.properties").write_text("option.task=fill-mask")
+    monkeypatch.chdir(tmp_path)
+    module, tools = named("djl_python.huggingface"), named("djl_python.test_model")
+    body = {"inputs": "a [MASK]"}
+
+    def token(output: Any) -> str:
+        data = output.content.values[0]
+        return str(json.loads(data)[0][0]["token_str"])
+
+    expected = token(tools.TestHandler(module, str(directory)).inference(tools.create_json_request(body)))
+    given = {"model_id": str(directory), "task": "fill-mask"}
+    assert token(tools.TestHandler(module).inference_batch([body], serving_properties=given)) == expected
+    assert token(tools.TestHandler("djl_python.huggingface", str(directory)).inference_batch([body])) == expected
+    monkeypatch.setenv("HF_MODEL_ID", str(directory))
+    handler = tools.TestHandler(module)
+    assert handler.serving_properties == {"model_id": str(directory)}
+    assert token(handler.inference(tools.create_json_request(body))) == expected
+    with pytest.raises(
+        ValueError, match=r"option\.rolling_batch=auto: in a model\.py HuggingFaceService answers whole"
+    ):
+        tools.TestHandler(module).inference_rolling_batch([body], serving_properties={"rolling_batch": "auto"})
 
 
 SUBCLASS = """

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -43,10 +44,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     shutil.copy(CODE / "formatters.py", make_adapter(store / "adapted" / "adapters" / "own") / "model.py")
     make(store / "completion", "completion_formatter")
     (store / "completion" / "wording.py").write_text("def shout(text): return text.upper()\n")
+    make(store / "events", "event_formatters", async_mode="true")
+    make(store / "lines", "event_formatters", output_formatter="replace")
+    make(store / "replaced", "event_formatters", async_mode="true", output_formatter="replace")
     make(store / "wrapped", "custom_handler")
     make(store / "instead", "custom_handler", own_engine="true")
     with running("--model-store", store) as server:
-        for _ in range(11):
+        for _ in range(14):
             server.log_line(r"\] ready: process")
         yield server
 
@@ -247,6 +251,60 @@ def test_a_formatter_reads_and_changes_the_same_object_in_a_stream(server: Serve
     assert [line["choices"][0]["finish_reason"] for line in lines] == [None, "length"]
     assert {line["object"] for line in lines} == {"text_completion"}
     assert [line["usage"] is None for line in lines] == [True, False]
+
+
+PROMPTS: list[tuple[dict[str, Any], str]] = [
+    ({"inputs": "a b", "parameters": {"max_new_tokens": 2}}, "text_completion"),
+    ({"prompt": "a b", "max_tokens": 2}, "text_completion"),
+    ({"messages": [{"role": "user", "content": "a b"}], "max_tokens": 2}, "chat.completion.chunk"),
+]
+
+
+@pytest.mark.parametrize(("body", "kind"), PROMPTS, ids=["inputs", "prompt", "messages"])
+def test_a_formatter_of_the_asynchronous_service_gets_vllms_events(
+    server: Server, body: dict[str, Any], kind: str
+) -> None:
+    answer = server.http.post("/predictions/events", json={**body, "stream": True})
+    assert answer.headers["content-type"] == "application/jsonlines"
+    *lines, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert {(chunk["object"], chunk["model"], chunk["processed_by"]) for chunk in chunks} == {(kind, "lmi", "mine")}
+
+
+def test_a_text_in_lmis_form_has_log_probabilities_and_usage_in_vllms_events(server: Server) -> None:
+    answer = server.http.post("/predictions/events", json={**PROMPTS[0][0], "stream": True})
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    *tokens, usage = chunks
+    assert [token["choices"][0]["text"] for token in tokens] == [" a", " b"]
+    assert [token["choices"][0]["logprobs"]["tokens"] for token in tokens] == [["token_id:0"], ["token_id:1"]]
+    assert [token["choices"][0]["finish_reason"] for token in tokens] == [None, "length"]
+    assert [token["usage"]["completion_tokens"] for token in tokens] == [1, 2]
+    assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 4)
+
+
+def test_each_result_of_a_formatter_of_events_is_a_line(server: Server) -> None:
+    answer = server.http.post("/predictions/replaced", json={**PROMPTS[0][0], "stream": True})
+    *lines, end = answer.text.split("\n")[:-1]
+    assert ([json.loads(line) for line in lines], end) == ([{"is_text": True, "has_choices": False}] * 4, "")
+    whole = server.http.post("/predictions/replaced", json=PROMPTS[0][0]).json()
+    assert whole == {"is_text": False, "has_choices": True}
+
+
+def test_a_value_in_place_of_the_text_of_an_event_is_framed_as_the_stream_is(server: Server) -> None:
+    answer = server.http.post("/predictions/lines", json={**PROMPTS[0][0], "stream": True})
+    assert [json.loads(line)["is_text"] for line in answer.text.splitlines()] == [True, True]
+    events = {"Accept": "text/event-stream"}
+    answer = server.http.post("/predictions/lines", json={**PROMPTS[0][0], "stream": True}, headers=events)
+    assert [json.loads(event.removeprefix("data: "))["is_text"] for event in answer.text.split("\n\n")[:-1]] == [
+        True
+    ] * 2
+
+
+def test_a_formatter_of_events_that_raises_ends_its_stream_with_an_error(server: Server) -> None:
+    body = {"inputs": "a broken", "parameters": {"max_new_tokens": 2}, "stream": True}
+    *_, error = server.http.post("/predictions/events", json=body).text.splitlines()
+    assert (json.loads(error)["code"], json.loads(error)["error"]) == (424, "RuntimeError: no such event")
 
 
 def ask(server: Server, model: str, prompt: str, path: str = "/predictions/{}") -> httpx.Response:

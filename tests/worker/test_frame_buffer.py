@@ -11,7 +11,7 @@ from relay_helpers import on_loop
 
 from lmi_server.contract.errors import HandlerError
 from lmi_server.contract.link import frame
-from lmi_server.contract.protocol import Chunk, End, Error, Frames, Head, Item, Reply
+from lmi_server.contract.protocol import Chunk, End, Error, Frames, Head, Input, Item, Reply, Submit
 from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
 
 
@@ -34,8 +34,12 @@ class Sink:
         self.sent.append(message.items)
 
 
+def submit(number: int, **properties: str) -> Submit:
+    return Submit(number, Input("invocations", {name.replace("_", "-"): text for name, text in properties.items()}, []))
+
+
 def opened(buffer: FrameBuffer, number: int, prefix: bytes = b"") -> ResponseWriter:
-    writer = ResponseWriter(buffer, number, "invocations")
+    writer = ResponseWriter(buffer, submit(number))
     writer.open(200, [], prefix)
     return writer
 
@@ -56,6 +60,21 @@ async def test_what_all_requests_produce_in_one_turn_leaves_as_one_message() -> 
     second.end()
     await asyncio.sleep(0)
     assert sink.sent[1:] == [[Chunk(2, b"c"), End(2)]]
+
+
+@on_loop
+async def test_each_piece_leaves_by_itself_if_the_request_keeps_chunks() -> None:
+    sink = Sink()
+    writer = ResponseWriter(FrameBuffer(sink), submit(1, x_synchronous="False"))
+    writer.open(200, [], b"<")
+    writer.chunk(b"a")
+    writer.chunk(b"b")
+    await asyncio.sleep(0)
+    writer.chunk(b"c")
+    writer.end()
+    await asyncio.sleep(0)
+    head = [Head(1, 200, []), Chunk(1, b"<"), Chunk(1, b"a"), Chunk(1, b"b")]
+    assert sink.sent == [head, [Chunk(1, b"c"), End(1)]]
 
 
 @on_loop
@@ -173,8 +192,8 @@ async def test_an_answer_that_cannot_be_encoded_fails_its_own_request_only() -> 
     for stream in streams:
         stream.chunk(b"a")
     for number, status in enumerate(strange, 10):
-        ResponseWriter(buffer, number, "invocations").reply(status, [], b"")
-    broken = ResponseWriter(buffer, 20, "invocations")
+        ResponseWriter(buffer, submit(number)).reply(status, [], b"")
+    broken = ResponseWriter(buffer, submit(20))
     broken.open(strange[0], [])
     broken.chunk(b"a")
     buffer.flush()

@@ -77,4 +77,6 @@ def test_a_first_request_whose_worker_cannot_load_says_why(server: Server) -> No
     """The last test, because the model fails for good."""
     response = server.http.post("/predictions/broken", content="0")
     assert (response.status_code, "no weights" in response.json()["message"]) == (503, True)
+    found = group(server, "broken")
+    assert (found["minWorkers"], found["maxWorkers"], found["workers"]) == (0, 2, []), "the bounds stay, as in LMI"
     assert server.http.get("/ping").status_code == 500

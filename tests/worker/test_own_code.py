@@ -147,6 +147,9 @@ def test_tensors_are_encoded(server: Server) -> None:
     ("case", "status", "body"),
     [
         ("none", 204, b""),
+        ("reset", 205, b""),
+        ("reset in pieces", 205, b""),
+        ("nothing in pieces", 204, b""),
         ("code", 418, b"short and stout"),
         ("json", 200, b'{\n  "a":[\n    1,\n    "\xc3\xa9"\n  ]\n}'),
         ("keys", 200, b"second"),
@@ -155,6 +158,7 @@ def test_tensors_are_encoded(server: Server) -> None:
 def test_an_output_is_the_answer(server: Server, case: str, status: int, body: bytes) -> None:
     answer = ask(server, case)
     assert (answer.status_code, answer.content) == (status, body)
+    assert answer.headers.get("content-length") == (None if status == 204 else str(len(body)))
     assert answer.headers.get("x-pot") == ("tea" if case == "code" else None)
 
 

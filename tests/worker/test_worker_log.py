@@ -15,12 +15,33 @@ from lmi_server.worker.log import RecordFormatter
 FORGED = "x\n[METRICS]Forged.Count:1|#a:b|c\nERROR forged: line\r[METRICS]Forged.Count:1|c\x1b[2J\u202e"
 CODE = """
 import logging
+import threading
+import warnings
 from djl_python import Output
+
+def fail(text):
+    raise ValueError(text)
+
+class Deleted:
+    def __init__(self, text):
+        self.text = text
+
+    def __del__(self):
+        fail(self.text)
 
 def handle(inputs):
     if inputs.is_empty():
         return None
     asked = inputs.get_as_json()
+    if asked.get("by") == "warning":
+        warnings.warn(asked["text"])
+        return Output().add("done")
+    if asked.get("by") in ("thread", "deletion"):
+        run = threading.Thread(target=fail, args=[asked["text"]]) if asked["by"] == "thread" else Deleted(asked["text"])
+        if asked["by"] == "thread":
+            run.start()
+            run.join()
+        return Output().add("done")
     if asked.get("measure"):
         logging.getLogger("own").info("[METRICS]Own.Count:%d|#User:%s|c", 2, asked["text"])
         return Output().add("done")
@@ -41,6 +62,10 @@ def test_further_lines_of_a_record_are_indented_and_control_characters_escaped()
     assert others
     assert all(line.startswith("  ") for line in others)
     assert text.replace("\n", "").isprintable()
+
+
+def test_a_long_record_is_cut() -> None:
+    assert len(formatted("%s", "a b" * 1_000_000)) < 200_000
 
 
 @pytest.mark.parametrize("message", ["[METRICS]a.Count:1", "%s"])
@@ -80,6 +105,21 @@ def test_what_code_logs_or_raises_with_a_request_writes_no_line_and_no_metric(se
     assert answer.status_code >= 400
     server.log_line(r"WARNING own: got x$")
     server.log_line(r"ValueError: x$")
+    assert not forged(server)
+
+
+@pytest.mark.parametrize(
+    ("by", "line"),
+    [
+        ("warning", r"WARNING py.warnings: .*UserWarning: x$"),
+        ("thread", r"ERROR lmi_server.worker.log: the thread Thread-\d+.* ended"),
+        ("deletion", r"ERROR lmi_server.worker.log: .*Deleted.__del__"),
+    ],
+)
+def test_what_python_prints_by_itself_writes_no_line_and_no_metric(server: Server, by: str, line: str) -> None:
+    answer = server.http.post("/predictions/own", json={"text": FORGED, "by": by})
+    assert answer.status_code == 200
+    server.log_line(line)
     assert not forged(server)
 
 

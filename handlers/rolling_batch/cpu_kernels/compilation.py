@@ -10,7 +10,7 @@ from typing import Any
 from numba import njit
 from numba.core import registry
 
-from handlers.rolling_batch.cpu_kernels import amx
+from handlers.rolling_batch.cpu_kernels import amx, kernel_cache
 from handlers.rolling_batch.cpu_kernels.part_compiler import PartCompiler
 
 
@@ -23,6 +23,9 @@ def sources_digest(folder: Path) -> str:
 
 
 SOURCES = sources_digest(Path(__file__).parent)
+IS_KEPT = kernel_cache.find_place(sources_digest)
+"""Whether later starts, and other processes, find what is compiled."""
+
 _CHOSEN = "amx" if amx.IS_USABLE else "vectors"  # not by the processor's features alone, as numba thinks
 # C code does not call kernels, and a division by zero raises no error. Code for both takes long to compile.
 _LEAST_CODE = {"no_cfunc_wrapper": True, "error_model": "numpy"}
@@ -49,7 +52,7 @@ def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., No
 
     def decorate(function: Callable[..., None]) -> Callable[..., Any]:
         function.__qualname__ = f"{function.__name__}_{SOURCES}_{_CHOSEN}"
-        compiled: Callable[..., Any] = njit(signatures, nogil=True, cache=True, **_LEAST_CODE, **options)(function)
+        compiled: Callable[..., Any] = njit(signatures, nogil=True, cache=IS_KEPT, **_LEAST_CODE, **options)(function)
         return compiled
 
     return decorate

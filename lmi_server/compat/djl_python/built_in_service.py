@@ -98,7 +98,8 @@ class BuiltInService:
         from lmi_server.machine.environment import process_environment
 
         options = {**_options(properties), "option.entryPoint": self.entry_point, "option.rolling_batch": "disable"}
-        model = resolve_model(Path(properties["model_dir"]), process_environment(), options)
+        # A worker runs in the directory of its model; tests of a module may name none.
+        model = resolve_model(Path(properties.get("model_dir") or "."), process_environment(), options)
         for warning in model.warnings:
             if MODEL_CODE not in warning:  # a handle() is not without effect here
                 logger.warning("%s", warning)

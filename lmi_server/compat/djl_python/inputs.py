@@ -126,12 +126,18 @@ class Input:
         return content.values[content.keys.index(key)]
 
     def get_as_string(self, key: str | None = None) -> Any:
-        data = self.get_as_bytes(key)
-        return None if data is None else data.decode("utf-8")
+        """Return a text. Raises AttributeError, as LMI's does, if there is no content at all."""
+        return self._some_bytes(key).decode("utf-8")
 
     def get_as_json(self, key: str | None = None) -> Any:
+        """Return the value of JSON. Raises AttributeError, as LMI's does, if there is no content at all."""
+        return json.loads(self._some_bytes(key))
+
+    def _some_bytes(self, key: str | None) -> Any:
         data = self.get_as_bytes(key)
-        return None if data is None else json.loads(data)
+        if data is None:
+            raise AttributeError("the input has no content to decode; look at is_empty() first")
+        return data
 
     def get_as_image(self, key: str | None = None) -> Any:
         """Return a PIL image. Raises ImportError if Pillow is not installed.

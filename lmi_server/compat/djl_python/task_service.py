@@ -15,10 +15,12 @@ class TaskService(BuiltInService):
 
     def initialize(self, properties: Mapping[str, Any]) -> None:
         for name in ("input_formatter", "output_formatter"):
-            if callable(properties.get(name)):
+            function = properties.get(name)
+            if callable(function):
                 raise ValueError(
-                    f"model.py marks a function with @{name}, which {type(self).__name__} does not call; call it from"
-                    f" handle(), or leave handle() out and set option.entryPoint={self.entry_point}"
+                    f"the property {name} is the function {getattr(function, '__name__', function)}. In a model.py"
+                    f" {type(self).__name__} answers whole requests and calls no formatters; call it from handle(), or"
+                    f" mark it with @{name}, leave handle() out and set option.entryPoint={self.entry_point}"
                 )
         super().initialize(properties)
         task = self._handler.task  # type: ignore[union-attr]  # a TaskHandler's

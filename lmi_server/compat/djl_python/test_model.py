@@ -159,24 +159,36 @@ def update_properties_with_env_vars(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class TestHandler:
-    """Calls a model.py (its module, or the name of one) as a worker does. `serving_properties` are the model's."""
+    """Calls a model.py (its module, or the name of one) as a worker does.
+
+    `serving_properties` are the model's: those of its directory, and variables. Every call has them beside its own. A
+    module of this package, such as `djl_python.huggingface`, loads its model with the first request.
+    """
 
     __test__ = False  # pytest takes it for a test otherwise
 
     def __init__(self, entry_point: str | ModuleType, model_dir: str | None = None) -> None:
-        self.serving_properties: dict[str, Any] = {}
-        if isinstance(entry_point, str) and model_dir is not None:
-            properties = update_properties_with_env_vars(load_properties(model_dir))
-            self.serving_properties = properties | {"model_dir": model_dir}
-            self.service: Any = load_model_service(model_dir, entry_point, "-1").module
+        directory = {} if model_dir is None else {"model_dir": model_dir}
+        properties = load_properties(model_dir) if model_dir is not None else {}
+        self.serving_properties: dict[str, Any] = update_properties_with_env_vars(properties) | directory
+        if isinstance(entry_point, ModuleType):
+            self.service: Any = entry_point
+        elif model_dir is None:
+            self.service = importlib.import_module(entry_point)
         else:
-            self.service = importlib.import_module(entry_point) if isinstance(entry_point, str) else entry_point
+            self.service = load_model_service(model_dir, entry_point, "-1").module
+        own = getattr(self.service, "_service", None)
+        if own is not None:
+            own.initialized = False  # another test may have loaded another model
+            return
         first = Input()
         first.properties.update(self.serving_properties)
         self.service.handle(first)
 
     def inference(self, inputs: Input) -> Output:
         """Return the answer to a request."""
+        for name, value in self.serving_properties.items():
+            inputs.properties.setdefault(name, value)
         function = getattr(self.service, inputs.get_function_name() or "handle")
         answer: Output = function(inputs)
         return answer

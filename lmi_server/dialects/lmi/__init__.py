@@ -12,6 +12,7 @@ text-generation-inference, which `huggingface_hub.InferenceClient.text_generatio
 """
 
 from lmi_server.dialects.lmi.answer import token_texts
+from lmi_server.dialects.lmi.async_answer import AsyncLinesExchange
 from lmi_server.dialects.lmi.formatters import FORMATTER_NAMES
 from lmi_server.dialects.lmi.request import NO_EFFECT, PARAMETERS, parse, parse_csv, parse_text, parse_tgi, wants_tgi
 
@@ -19,6 +20,7 @@ __all__ = [
     "FORMATTER_NAMES",
     "NO_EFFECT",
     "PARAMETERS",
+    "AsyncLinesExchange",
     "parse",
     "parse_csv",
     "parse_text",

@@ -29,8 +29,13 @@ def choose_framing(
     warnings = formatter_warnings(name)
     if not stream:
         return None, warnings
-    wants_events = served.tgi_compat or "text/event-stream" in request.properties.get("accept", "")
-    return (SSE if wants_events else JSON_LINES), warnings
+    return unnamed_framing(request, served), warnings
+
+
+def unnamed_framing(request: Input, served: ServedModel) -> Framing:
+    """Return the framing of a stream on LMI's routes if no option names one."""
+    wants_events = served.tgi_compat or SSE.content_type in request.properties.get("accept", "")
+    return SSE if wants_events and not served.async_service else JSON_LINES
 
 
 def formatter_warnings(name: str | None) -> tuple[str, ...]:

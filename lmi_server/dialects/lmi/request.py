@@ -22,6 +22,8 @@ from lmi_server.dialects.lmi.formatters import TEXT_ONLY, choose_framing
 
 def _inputs(name: str, value: Any) -> str | tuple[int, ...]:
     """Read the prompt: a text or its token ids, or a list of one of these."""
+    if isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict)):
+        raise fields.not_allowed(name, value, "send the prompt as a string, or a chat as messages in place of inputs")
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
         if len(value) > 1:
             raise fields.not_allowed(name, value, "send one request for each prompt, with the prompt as a string")

@@ -9,13 +9,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.generation import Delta, GenerationRequest, Token
+from lmi_server.contract.generation import Delta, GenerationRequest, SamplingParameters, Token
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.choices import CHOICES, FINISH, choices_of
 from lmi_server.dialects.fields import Field
-from lmi_server.dialects.framing import Framing, encode, encode_line
+from lmi_server.dialects.framing import JSON_LINES, Framing, encode, encode_line
 from lmi_server.dialects.openai.answer import (
     Chunks,
     OpenAIExchange,
@@ -105,6 +105,24 @@ def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) 
     ]
     parsed = Parsed(tuple(requests), envelope, warnings, options)
     return CompletionStream(parsed, form, stream_framing(request, served)) if stream else CompletionBody(parsed, form)
+
+
+def completion_lines(requests: Sequence[GenerationRequest], warnings: tuple[str, ...], served: ServedModel) -> Exchange:
+    """Return the chunks, as JSON lines, of a completion that a request in LMI's form asks for.
+
+    They have what LMI's asynchronous service has vLLM write: log probabilities by the id of each token, and the usage.
+    """
+    options = AnswerOptions(
+        alternatives=1, n=len(requests), include_usage=True, continuous_usage=True, tokens_as_ids=True
+    )
+    scored = tuple(msgspec.structs.replace(request, sampling=_with_logprobs(request.sampling)) for request in requests)
+    envelope = envelope_of("cmpl", {"request_id": requests[0].request_id}, served)
+    form = _CompletionOptions(candidates=len(requests))
+    return CompletionStream(Parsed(scored, envelope, warnings, options), form, JSON_LINES)
+
+
+def _with_logprobs(sampling: SamplingParameters) -> SamplingParameters:
+    return msgspec.structs.replace(sampling, logprobs=max(sampling.logprobs or 0, 1))
 
 
 def _generation(

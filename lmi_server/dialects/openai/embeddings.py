@@ -47,7 +47,7 @@ def parse(body: Mapping[str, Any]) -> EmbeddingRequest:
 
 
 def inputs(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Read one input or a list of them. Raises RequestError."""
+    """Read one input or a list of them. A text may be empty, a list may not. Raises RequestError."""
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -58,9 +58,11 @@ def inputs(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _one_input(name: str, value: Any) -> str | tuple[int, ...]:
-    if not value or not isinstance(value, str | list):
-        raise fields.not_allowed(name, value, "send a string or a list of token ids, with something in it")
-    return value if isinstance(value, str) else fields.token_ids(name, value)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise fields.not_allowed(name, value, "send a string, or a list of token ids with something in it")
+    return fields.token_ids(name, value)
 
 
 def _encoding_format(name: str, value: Any) -> str:

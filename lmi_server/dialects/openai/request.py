@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,8 +18,9 @@ from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.choices import CHOICES
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
-from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
-from lmi_server.dialects.routes import ANY_MODEL, MODEL_IN_BODY
+from lmi_server.dialects.framing import SSE, Framing
+from lmi_server.dialects.lmi.formatters import unnamed_framing
+from lmi_server.dialects.routes import MODEL_IN_BODY, is_address, means_any_model
 
 
 def _stream_options(name: str, value: Any) -> tuple[bool, bool]:
@@ -115,26 +116,41 @@ def read(
     model = values.get("model")
     values["adapter"] = registered_adapter(request, body, served)
     other = model_warnings(request, model, served)
-    if other:
+    if model is not None and not _is_shown(model, served, other):
         del values["model"]
     return values, warnings + other
 
 
 def stream_framing(request: Input, served: ServedModel) -> Framing:
-    """Return the framing of a stream: OpenAI's events, or JSON lines where LMI's asynchronous service writes these."""
-    return JSON_LINES if served.async_service and not is_openai(request.route) else SSE
+    """Return the framing of a stream: OpenAI's events, or what LMI's routes have for every body."""
+    return SSE if is_openai(request.route) else unnamed_framing(request, served)
 
 
 def model_warnings(request: Input, model: str | None, served: ServedModel) -> tuple[str, ...]:
     """Return the warning about a model that is not served. The routes of public APIs raise ModelNotFoundError."""
-    if model is None or model == served.name or model in ANY_MODEL:
+    if model is None or model == served.name or model in served.served_names or means_any_model(model):
         return ()
-    if model in served.served_names or adapter_as_model(model, served) is not None:
+    if adapter_as_model(model, served) is not None:
         return ()
-    names = ", ".join(dict.fromkeys((*served.served_names, served.name, *sorted(served.adapters))))
+    names = (*served.served_names, served.name, *sorted(served.adapters))
     if request.route in MODEL_IN_BODY:
-        raise ModelNotFoundError(f"The model {fields.show(model)} does not exist; served here: {names}")
-    return (f"model {fields.show(model)} is ignored; served here: {names}",)
+        raise unknown_model(model, names)
+    return (f"model {fields.show(model)} is ignored; served here: {_listed(names)}",)
+
+
+def unknown_model(name: str, served: Iterable[str]) -> ModelNotFoundError:
+    """Return the error about a `model` that is none of the names `served`."""
+    return ModelNotFoundError(f"The model {fields.show(name)} does not exist; served here: {_listed(served)}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
+def _is_shown(model: str, served: ServedModel, warnings: tuple[str, ...]) -> bool:
+    """Return whether answers show `model` as the request has it; the address of a server is no name to show."""
+    is_name = model == served.name or model in served.served_names
+    return not warnings and (is_name or not is_address(model))
 
 
 def shown_model_name(request: Input, model: str | None, served: ServedModel) -> tuple[str, tuple[str, ...]]:
@@ -143,7 +159,7 @@ def shown_model_name(request: Input, model: str | None, served: ServedModel) -> 
     Raises ModelNotFoundError on OpenAI's routes if it is not served.
     """
     warnings = model_warnings(request, model, served)
-    return (served.name if model is None or warnings else model), warnings
+    return (model if model is not None and _is_shown(model, served, warnings) else served.name), warnings
 
 
 def envelope_of(prefix: str, values: dict[str, Any], served: ServedModel) -> Envelope:
@@ -191,10 +207,17 @@ def generation_request(
 
 
 def _sampling(values: dict[str, Any], max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParameters:
-    """Return the sampling parameters: what is left of `values`, then the model's own `defaults`, then OpenAI's."""
+    """Return the sampling parameters: what is left of `values`, then the model's own `defaults`, then OpenAI's.
+
+    As with vLLM, `max_new_tokens` of the model's own files is the longest answer that a request may ask for.
+    """
     extra = sampling.take_extras(values)
     constraint = constraints.take(values)
     values = {"temperature": 1.0, **defaults, **values}
+    longest = values.pop("max_new_tokens", None)
+    if longest is not None:
+        values["fit_context"] = max_tokens is None
+        max_tokens = longest if max_tokens is None else min(max_tokens, longest)
     return SamplingParameters(
         max_new_tokens=max_tokens,
         do_sample=values["temperature"] > 0,

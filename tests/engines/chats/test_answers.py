@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from growth import assert_linear
 
 from handlers.chats.answers import AnswerFormat, AnswerParser
 from handlers.chats.formats import REASONING_FORMATS, TOOL_FORMATS
@@ -300,3 +301,15 @@ def test_deepseek_r1_reasons_from_the_beginning() -> None:
     assert (found.reasoning, found.content) == ("Hm.", "Yes.")
     closed = answer(["Yes."], None, "deepseek_r1", "<think>\n\n</think>")
     assert (closed.reasoning, closed.content) == ("", "Yes.")
+
+
+@pytest.mark.parametrize("tools", TOOL_FORMATS)
+@pytest.mark.parametrize("behind", [None, "", "f"])
+def test_a_run_of_spaces_costs_little(tools: str, behind: str | None) -> None:
+    """Clients choose what a model writes: by a bias, a grammar, or a prompt that asks for it."""
+    start = "" if behind is None else f"{TOOL_FORMATS[tools].begin}{behind}"
+    assert_linear(lambda spaces: answer([start + spaces], tools), " ", 1000)
+
+
+def test_arguments_that_do_not_end_cost_little() -> None:
+    assert_linear(lambda text: answer([f"<tool_call>f<arg_key>{text}"], "glm45"), "</arg_key><arg_value>", 5000)

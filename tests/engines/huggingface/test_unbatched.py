@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -40,3 +41,25 @@ def test_codegen_is_served_in_static_batches_unless_a_rolling_batch_is_asked_for
     refused = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert refused.returncode == 1
     assert "option.rolling_batch=disable, for static batches, and option.rolling_batch=vllm" in refused.stderr
+
+
+def test_a_model_that_only_its_load_refuses_is_loaded_again_for_static_batches(tmp_path: Path) -> None:
+    config = CodeGenConfig(
+        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=CONTEXT, bos_token_id=257,
+        eos_token_id=258,
+    )  # fmt: skip
+    model, directory = random_model(config), tmp_path / "newer"
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    named = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**named, "architectures": ["NewerForCausalLM"]}))
+    with serving(tmp_path, directory, libraries="transformers", rolling_batch="auto") as server:
+        (said,) = [line for line in server.lines if "loaded again, for static batches" in line]
+        assert "does not use transformers' attention interface" in said
+        assert "option.rolling_batch=disable says so without this warning" in said
+        body = {"inputs": "hello", "parameters": {"max_new_tokens": 4, "details": True}}
+        (answer,) = server.http.post("/invocations", json=body).json()
+        tokens = [token["id"] for token in answer["details"]["tokens"]]
+        assert tokens == generated(model, byte_tokenizer().encode("hello"), 4)
+        assert server.http.post("/models/model/reload").status_code == 200
+        assert server.http.post("/invocations", json=body).json() == [answer]

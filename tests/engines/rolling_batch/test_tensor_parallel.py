@@ -95,7 +95,7 @@ def test_the_tokens_are_those_of_one_rank_while_others_come_and_leave(
     expected = [generated(reference[1], prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
     assert asyncio.run(ask()) == expected
     for name in ("retracted_requests", "cached_prompt_tokens"):
-        sharded.until_positive(f"lmi_handler_{name}")
+        sharded.until_positive(f"lmi_handler_{name}_total")
 
 
 def test_a_seed_gives_one_text(sharded: Server) -> None:

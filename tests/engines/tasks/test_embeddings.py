@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_helpers import LoadTask, ask, content_of, request, started
 from safetensors.torch import save_file
-from tiny_tasks import CONTEXT, make_task_model, sentence_transformer
+from tiny_models import random_model
+from tiny_tasks import CONTEXT, make_task_model, sentence_transformer, seq2seq_tokenizer
+from transformers import Phi3Config
 
 from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
 from lmi_server.contract.handler import RequestHandler
@@ -58,6 +60,8 @@ def parse(**body: Any) -> openai_embeddings.EmbeddingRequest:
         ([1, 2], ((1, 2),)),
         ([[1, 2], [3]], ((1, 2), (3,))),
         (["a", [1]], ("a", (1,))),
+        ("", ("",)),
+        (["a", ""], ("a", "")),
     ],
 )
 def test_an_input_has_several_forms(given_input: Any, inputs: Any) -> None:
@@ -76,9 +80,8 @@ def test_every_field_is_read() -> None:
     ("body", "message"),
     [
         ({}, "input is missing"),
-        ({"input": ""}, 'input[0]: "" is not allowed'),
         ({"input": []}, "input: a list of 0 is not allowed"),
-        ({"input": ["a", ""]}, 'input[1]: "" is not allowed'),
+        ({"input": ["a", None]}, "input[1]: null is not allowed"),
         ({"input": [[]]}, "input[0]: a list of 0 is not allowed"),
         ({"input": [1, "a"]}, 'input[0]: "a" is not allowed; send an integer'),
         ({"input": [-1]}, "input[0]: -1 is not allowed"),
@@ -121,6 +124,29 @@ def test_vectors_are_those_of_sentence_transformers(load: Load) -> None:
     assert vectors(handler, TEXTS[0]) == pytest.approx(expected[:1], abs=1e-5)
     outcomes = handler.handle([request({"inputs": text}) for text in TEXTS])
     assert np.array([content_of(outcome)[0] for outcome in outcomes]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_empty_text_has_the_vector_of_the_special_tokens_alone(load: Load) -> None:
+    handler, directory = load()
+    texts = ["", *TEXTS]
+    expected = reference(directory, texts)
+    assert vectors(handler, "") == pytest.approx(expected[:1], abs=1e-5)
+    assert vectors(handler, texts) == pytest.approx(expected, abs=1e-5)
+    (outcome,) = handler.handle([request({"input": texts}, "embeddings")])
+    sent = [item["embedding"] for item in content_of(outcome)["data"]]
+    assert np.array(sent) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_text_without_any_token_is_refused_alone(tmp_path: Path) -> None:
+    sentence_transformer(tmp_path, "mean")
+    tokenizer = tmp_path / "tokenizer.json"
+    bare = msgspec.json.decode(tokenizer.read_bytes()) | {"post_processor": None}
+    tokenizer.write_bytes(msgspec.json.encode(bare))
+    handler = started(tmp_path)
+    refused, answered = handler.handle([request({"inputs": ""}), request({"inputs": "a"})])
+    assert isinstance(refused, RequestError)
+    assert "an input has no tokens" in refused.message
+    assert len(content_of(answered)) == 1
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
@@ -258,3 +284,25 @@ def test_a_real_model_gives_the_vectors_of_sentence_transformers(embedding_model
     found = vectors(started(embedding_model_dir), texts, truncate=True)
     assert found == pytest.approx(expected, abs=1e-5)
     assert found[0] @ found[1] > 0.7 > found[0] @ found[2]
+
+
+def test_rotary_embeddings_that_change_with_the_length_let_no_vector_depend_on_its_neighbours(tmp_path: Path) -> None:
+    """A long text beside a short one must not give the short one the frequencies of long texts."""
+    config = Phi3Config(
+        vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=257, eos_token_id=258, pad_token_id=0, max_position_embeddings=96,
+        original_max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [9.0] * 8,
+        },
+    )  # fmt: skip
+    random_model(config).save_pretrained(tmp_path)
+    seq2seq_tokenizer().save_pretrained(tmp_path)
+    handler = started(tmp_path, task="text-embedding")
+    texts = [
+        "sphinx of black quartz",
+        "judge my vow; pack my box with five dozen liquor jugs",
+        "the quick brown fox jumps",
+    ]
+    alone = [vectors(handler, [text])[0] for text in texts]
+    assert np.allclose(vectors(handler, texts), alone, atol=1e-5)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from pipeline_helpers import LoadTask, approximately, ask, content_of, request, started
+from tiny_models import random_model
 from tiny_tasks import CONTEXT, seq2seq_tokenizer
 
 from lmi_server.contract.errors import ContextLengthError, LmiServerError, RequestError
@@ -404,3 +405,51 @@ def test_a_question_without_context_is_refused(load_task: LoadTask) -> None:
         ask(handler, {"inputs": {"question": QUESTION}})
     with pytest.raises(RequestError, match="a list of such objects"):
         ask(handler, {"inputs": "who?"})
+
+
+# --- rotary embeddings that change with the longest position of a batch ---
+
+LENGTHS = (50, 4, 33, 20, 32, 31, 40, 36)  # of prompts; 32 is the length up to which the embeddings stay the same
+_ROTARY = {
+    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "bos_token_id": 257, "eos_token_id": 258, "pad_token_id": 0,
+}  # fmt: skip
+CHANGING = {
+    "longrope": lambda: transformers.Phi3Config(
+        **_ROTARY,
+        max_position_embeddings=96,
+        original_max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [9.0] * 8,
+        },
+    ),
+    "dynamic": lambda: transformers.LlamaConfig(
+        **_ROTARY,
+        max_position_embeddings=32,
+        rope_parameters={"rope_type": "dynamic", "factor": 10_000.0, "rope_theta": 10_000.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+@pytest.mark.parametrize("tokens", [3, 12])
+def test_rotary_embeddings_that_change_with_the_length_let_no_answer_depend_on_its_neighbours(
+    tmp_path: Path, kind: str, tokens: int
+) -> None:
+    """Some answers cross the length at which the embeddings change, some begin beyond it."""
+    model = random_model(CHANGING[kind]())
+    for name, weights in model.named_parameters():
+        weights.data *= 20 if "q" in name.split(".")[-2] else 1  # so that attention depends on positions
+    model.save_pretrained(tmp_path)
+    seq2seq_tokenizer().save_pretrained(tmp_path)
+    text = "Sphinx of black quartz, judge my vow; pack my box with five dozen liquor jugs!"
+    prompts = [text[place : place + length] for place, length in enumerate(LENGTHS)]
+    expected = [generated(tmp_path, prompt, max_new_tokens=tokens, do_sample=False) for prompt in prompts]
+    handler = started(tmp_path, rolling_batch="disable", max_model_len="96")
+    body = {"inputs": prompts, "parameters": {"max_new_tokens": tokens, "details": True}}
+    for _ in range(2):  # the second time after longer sequences than its first
+        answers = ask(handler, body)
+        assert [[token["id"] for token in answer["details"]["tokens"]] for answer in answers] == expected

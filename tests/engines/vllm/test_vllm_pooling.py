@@ -89,6 +89,13 @@ def test_embeddings_are_those_of_sentence_transformers(embedding: Server, refere
     np.testing.assert_allclose(np.frombuffer(base64.b64decode(coded), "<f4"), reference[0], atol=2e-5)
 
 
+def test_an_empty_text_has_a_vector(embedding: Server, reference: np.ndarray) -> None:
+    response = embedded(embedding, model="model", input=["", TEXTS[0]])
+    empty, other = (np.array(entry["embedding"]) for entry in response["data"])
+    np.testing.assert_allclose(other, reference[0], atol=2e-5)
+    assert np.linalg.norm(empty) == pytest.approx(1, abs=1e-5)
+
+
 def test_requests_of_one_batch_get_their_own_answers(embedding: Server, reference: np.ndarray) -> None:
     """A request that cannot be served fails alone."""
     texts: list[Any] = [*TEXTS[:3], [10**6], "word " * 600] * 4

@@ -121,6 +121,9 @@ def _wait(inputs: Input) -> Output:
 
 WHOLE: dict[str, Any] = {
     "none": lambda inputs: None,
+    "reset": lambda inputs: Output(205).add("left out"),
+    "reset in pieces": lambda inputs: Output(205).add_stream_content(iter(["left", "out"])),
+    "nothing in pieces": lambda inputs: Output(204).add_stream_content(iter(["left", "out"])),
     "type": lambda inputs: {"not": "an Output"},
     "code": lambda inputs: Output(418, "a teapot").add("short and stout").add_property("x-pot", "tea"),
     "empty code": lambda inputs: Output(503, "come back later"),

@@ -1,0 +1,139 @@
+"""The list of models that can answer, in OpenAI's form, or in Anthropic's for its clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontend.clients import Scope, shown_path
+from frontend.parameters import integer
+from frontend.responses import error_response, json_response
+from lmi_server.contract.errors import BadParameterError, ModelNotFoundError
+from lmi_server.contract.quoting import excerpt
+from lmi_server.dialects.routes import MESSAGES
+from lmi_server.serving.models import Endpoint, Model
+from lmi_server.serving.pool_settings import ModelStatus
+from lmi_server.serving.registry import ModelRegistry
+
+_ABLE = (ModelStatus.HEALTHY, ModelStatus.UNHEALTHY)  # the workers of the latter are started again
+_ANTHROPIC = "anthropic-version"  # the header that Anthropic's clients send with every request
+_PAGE = 20
+_MAX_PAGE = 1000
+
+
+class _Named(NamedTuple):
+    """A model under one of its names, or an adapter of it."""
+
+    name: str
+    model: Model
+
+
+class ModelList:
+    """Answers /v1/models and /v1/models/{model}."""
+
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
+
+    async def models(self, request: Request) -> Response:
+        """Return the models that can answer now, in which adapters are models too."""
+        able = self._able()
+        stores = await asyncio.gather(*(model.stored_adapters() for model in self._models.models))
+        in_stores = zip(self._models.models, stores, strict=True)
+        able += [_Named(name, model) for model, names in in_stores if model.status in _ABLE for name in names]
+        if _ANTHROPIC not in request.headers:
+            return json_response({"object": "list", "data": [self._entry(*each, request.scope) for each in able]})
+        try:
+            return json_response(_page(able, request.query_params))
+        except BadParameterError as error:
+            return error_response(MESSAGES, error)
+
+    async def model(self, request: Request) -> Response:
+        """Return the description of a model or an adapter."""
+        name = request.path_params["model"]
+        try:
+            model = self._models.named_as_model(name)
+        except ModelNotFoundError as error:
+            if _ANTHROPIC not in request.headers:
+                raise
+            return error_response(MESSAGES, error)
+        if _ANTHROPIC in request.headers:
+            return json_response(_anthropic_entry(name, model))
+        return json_response(self._entry(name, model, request.scope))
+
+    def _entry(self, name: str, model: Model, scope: Scope) -> dict[str, Any]:
+        """Return OpenAI's model object; what is no name of a model is an adapter of one."""
+        return _entry(name, model, scope, None if name in self._models.names else model.name)
+
+    def _able(self) -> list[_Named]:
+        endpoints = {name: self._models.endpoint(name) for name in self._models.names}
+        able = [_Named(name, model) for name, endpoint in endpoints.items() for model in _able_version(endpoint)]
+        adapted = [model for model in self._models.models if model.status in _ABLE]
+        return able + [_Named(name, model) for model in adapted for name in model.adapter_names]
+
+
+def _able_version(endpoint: Endpoint) -> Sequence[Model]:
+    """Return the first version of a model that can answer, if there is one."""
+    return [model for model in endpoint.models if model.status in _ABLE][:1]
+
+
+def _page(able: Sequence[_Named], query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the part of Anthropic's list that `limit`, `after_id` and `before_id` ask for."""
+    limit = integer(query, "limit", _PAGE)
+    if not 1 <= limit <= _MAX_PAGE:
+        raise BadParameterError(f'Parameter limit is "{query["limit"][:100]}"; it takes 1 to {_MAX_PAGE}')
+    names = [each.name for each in able]
+    start = _place_in(names, "after_id", query["after_id"]) + 1 if "after_id" in query else 0
+    end = _place_in(names, "before_id", query["before_id"]) if "before_id" in query else len(names)
+    backwards = "before_id" in query and "after_id" not in query
+    shown = able[start:end][-limit:] if backwards else able[start:end][:limit]
+    return {
+        "data": [_anthropic_entry(*each) for each in shown],
+        "has_more": len(shown) < len(able[start:end]),
+        "first_id": shown[0].name if shown else None,
+        "last_id": shown[-1].name if shown else None,
+    }
+
+
+def _place_in(names: Sequence[str], parameter: str, name: str) -> int:
+    if name not in names:
+        raise BadParameterError(f'Parameter {parameter} is "{excerpt(name)}", no model of the list; send an id from it')
+    return names.index(name)
+
+
+def _anthropic_entry(name: str, model: Model) -> dict[str, Any]:
+    """Return Anthropic's model object."""
+    created = datetime.fromtimestamp(int(_created(name, model)), UTC)
+    return {"type": "model", "id": name, "display_name": name, "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ")}
+
+
+def _entry(name: str, model: Model, scope: Scope, parent: str | None) -> dict[str, Any]:
+    """Return OpenAI's model object, with the additional fields of vLLM that its clients read.
+
+    `root` is the path or hub id of the weights, as far as it is known, and this client may know it. `max_model_len` is
+    there once the model has loaded. An adapter names its `parent`.
+    """
+    entry: dict[str, Any] = {"id": name, "object": "model", "created": int(_created(name, model))}
+    entry |= {"owned_by": "lmi-server", "root": place_of(name, model, scope)}
+    entry["parent"] = parent
+    if model.pool is not None and model.pool.max_model_len:
+        entry["max_model_len"] = model.pool.max_model_len
+    return entry
+
+
+def _created(name: str, model: Model) -> float:
+    """Return when a model or an adapter was registered, by time.time()."""
+    is_adapter = model.pool is not None and name in model.pool.adapters
+    return model.pool.adapters.registered_at(name) if is_adapter and model.pool is not None else model.registered_at
+
+
+def place_of(name: str, model: Model, scope: Scope) -> str:
+    """Return the path or hub id of a model or an adapter, as far as this client may know it."""
+    if model.pool is not None and name in model.pool.adapters:
+        return shown_path(model.pool.adapters.get(name).source, name, scope)
+    place = None if model.resolved is None else model.resolved.options.model_id
+    return shown_path(place or model.name, model.name, scope)
