@@ -18,13 +18,13 @@ class WithoutToken:
     """A tokenizer that cannot decode one of its tokens."""
 
     def __init__(self, tokenizer: Any, token: int) -> None:
-        self._tokenizer = tokenizer
+        self._inner = tokenizer
         self._token = token
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], **options: bool) -> str:
         if self._token in ids:
             raise LookupError("no such piece")
-        return str(self._tokenizer.decode(ids))
+        return str(self._inner.decode(ids, **options))
 
 
 class Unhashable:
