@@ -58,9 +58,10 @@ class TextLength:
         """Raise ContextLengthError if a text of `size` characters is too long to be tokenized."""
         most = self.most_chars(limit)
         if most and size > most:
+            least = f", which are at least {-(-size // self.longest_token)} tokens" if self.longest_token else ""
             raise ContextLengthError(
-                f"This model's maximum context length is {limit} tokens. However, the text has {size} characters;"
-                f" at most {most} are tokenized. Please shorten the text.",
+                f"This model's maximum context length is {limit} tokens. However, the prompt has {size}"
+                f" characters{least}; at most {most} characters are tokenized. Please shorten the prompt.",
                 limit=limit,
             )
 

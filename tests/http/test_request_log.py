@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     }
     with running(model, variables=variables) as server:
         server.http.headers["x-api-key"] = KEY
-        server.log_line(r"\] ready: process")
+        server.log_line(r"ready: process")
         yield server
 
 

@@ -62,7 +62,8 @@ def _has_place(function: Callable[..., Any]) -> bool:
 
 def _folders(function: Callable[..., Any]) -> Iterator[Path]:
     """Yield where numba would look for what is compiled of the file of this function, the first place first."""
-    for locator in _LOCATORS:
+    wanted = [name.strip() for name in config.CACHE_LOCATOR_CLASSES.split(",") if name.strip()]
+    for locator in (each for each in _LOCATORS if not wanted or each.__name__ in wanted):
         if locator is not UserProvidedCacheLocator or config.CACHE_DIR:
             yield Path(locator(function, function.__code__.co_filename).get_cache_path())
 
