@@ -63,7 +63,7 @@ class Refusal(NamedTuple):
 REFUSALS = {
     "no directory": Refusal(lambda model: None, {}, "require_model is set, and there is no model: model_store /"),
     "no model": Refusal(empty, {}, "/model holds no model"),
-    "no archive": Refusal(no_archive, {}, "model.tar.gz: is damaged, or is no tar or zip archive: file could not be"),
+    "no archive": Refusal(no_archive, {}, "model.tar.gz: is damaged, or is no tar or zip archive: "),
     "cut archive": Refusal(cut_archive, {}, "model.tar.gz: is damaged, or is no tar or zip archive: Compressed file"),
     "no entry point": Refusal(unknown_entry_point, {}, 'option.entryPoint = "other.py" is not allowed; there is no'),
     "no weights": Refusal(unknown_weights, {}, "there is no directory /opt/ml/additional-model-data-sources/none"),

@@ -37,11 +37,13 @@ BATCHES = """
 from djl_python import Input, Output
 
 def handle(inputs: Input):
+    if inputs.is_empty():
+        return None
     output = Output()
     items = inputs.get_batches()
     for index, item in enumerate(items):
         output.add({"batch": len(items), "sent": item.get_as_json()}, batch_index=index)
-    return None if inputs.is_empty() else output
+    return output
 """
 ASYNCHRONOUS = """
 from djl_python import Input, Output

@@ -46,7 +46,7 @@ model = Model(
     image_uri=IMAGE,
     model_data=f"file://{ARCHIVE}",
     role="arn:aws:iam::123456789012:role/any",
-    env={"OPTION_BATCH_SIZE": "2", "SERVING_MANAGEMENT_CLIENTS": "any"},
+    env={"SERVING_BATCH_SIZE": "2", "SERVING_MANAGEMENT_CLIENTS": "any"},
     predictor_cls=Predictor,
     sagemaker_session=LocalSession(),
 )
