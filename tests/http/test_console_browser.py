@@ -750,17 +750,6 @@ def test_a_thousand_models_are_found_and_shown(browser: Browser, server: Server)
         assert page.get_by_role("row").count() == 2
 
 
-def test_counts_of_failed_models_read_as_other_counts(browser: Browser, server: Server) -> None:
-    rows = [
-        {"label": f"m{number}", "name": f"m{number}", "version": None, "status": "FAILED", "reason": "absent",
-         "handler": "", "loading": None, "reloading": False}
-        for number in range(1000)
-    ]  # fmt: skip
-    with opened(browser, server) as page:
-        tell(page, {**MESSAGE, "models": rows})
-        page.get_by_role("status").filter(has_text="0 of 1,000 models can serve, 1,000 failed").wait_for()
-
-
 def test_a_failure_is_read_on_a_narrow_screen(browser: Browser, server: Server) -> None:
     row = {"label": "m", "name": "m", "version": None, "status": "FAILED", "reason": "there is no directory /models/m",
            "handler": "", "loading": None, "reloading": False}  # fmt: skip
