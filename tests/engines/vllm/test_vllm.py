@@ -150,9 +150,10 @@ def joined(answer: dict[str, Any]) -> str:
 def assert_same(mine: dict[str, Any], other: dict[str, Any], request: Any) -> None:
     for name in ("text", "reason", "usage"):
         assert mine[name] == other[name], (name, request)
-    # Bytes that become no character: here the token behind them has their text, too, so that tokens join to the text.
+    # vLLM leaves out some text of tokens that hold a part of a character; here the tokens join to the whole text.
     assert len(mine["scores"]) == len(other["scores"]), request
-    assert joined(mine) == joined(other), request
+    characters = iter(joined(mine))
+    assert all(character in characters for character in joined(other)), request
     for (_, logprob, top), (_, expected, others) in zip(mine["scores"], other["scores"], strict=True):
         assert logprob == (None if expected is None else pytest.approx(expected, abs=2e-4)), request
         fewer, more = sorted((top, others), key=len)  # alternatives with one text are one entry, and texts may differ
