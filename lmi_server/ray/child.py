@@ -48,10 +48,11 @@ class Child:
         return self._process.pid
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Send a message; one to a process that has ended is dropped."""
+        """Send a message; one to a process that has ended, or that `end` is ending, is dropped."""
+        data = line(message)
         pipe = cast("IO[bytes]", self._process.stdin)
-        with contextlib.suppress(BrokenPipeError):
-            pipe.write(line(message))
+        with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: another thread has closed the pipe
+            pipe.write(data)
             pipe.flush()
 
     def end(self, limit_s: float) -> None:

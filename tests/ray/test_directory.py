@@ -101,3 +101,10 @@ def test_the_end_of_a_process_is_heard_although_it_has_printed_what_is_no_messag
     child = Child(["this"], {}, lambda text: msgspec.json.decode(text, type=Wanted), lambda code: ended.set())
     assert ended.wait(60)
     child.end(60)
+
+
+def test_a_message_to_a_process_that_is_being_ended_is_dropped() -> None:
+    """Ray calls `reconfigure` in a thread, also while it deletes the actor."""
+    child = Child(["this"], {}, lambda text: None, lambda code: None)
+    child.end(60)
+    child.tell(Wanted("a"))
