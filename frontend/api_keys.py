@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from frontend.clients import Receive, Scope, Send
-from frontend.watched_files import WatchedFiles
+from frontend.http.clients import Receive, Scope, Send
+from frontend.http.watched_files import WatchedFiles
 from lmi_server.contract.errors import AuthenticationError, ConfigurationError, KeyBusyError, LmiServerError
 from lmi_server.contract.secrets import SECRETS
 

@@ -17,19 +17,19 @@ from frontend import kserve
 from frontend.adapters import AdapterManagement
 from frontend.async_invocations import AsyncInvocations
 from frontend.async_jobs import AsyncJobs
-from frontend.clients import Receive, Scope, Send
 from frontend.console import CHAT, Console, is_for_people, to_console
 from frontend.detached import memory_for_answers
 from frontend.error_rates import ErrorRates
+from frontend.http.clients import Receive, Scope, Send
+from frontend.http.listeners import Place
+from frontend.http.responses import error_response, json_response, on_http_error, on_lmi_error
 from frontend.inference import Relay
-from frontend.listeners import Place
 from frontend.management import Management
 from frontend.management_access import Access, protected
 from frontend.metrics import PLAIN, Metrics
 from frontend.model_list import ModelList, place_of
 from frontend.openapi import Document
 from frontend.request_signatures import SignatureCheck
-from frontend.responses import error_response, json_response, on_http_error, on_lmi_error
 from frontend.sagemaker_runtime import ENDPOINTS, SageMakerRuntime
 from frontend.sagemaker_runtime import PATHS as SAGEMAKER_PATHS
 from lmi_server.configuration.server_settings import ServerSettings

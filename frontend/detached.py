@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from frontend.clients import Receive, Scope, Send
-from frontend.held_bytes import HeldBytes, MemoryBudget
-from frontend.http_protocol import detached_scope
+from frontend.http.clients import Receive, Scope, Send
+from frontend.http.held_bytes import HeldBytes, MemoryBudget
+from frontend.http.protocol import detached_scope
 from frontend.job_store import JobRecord
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import NoRoomError

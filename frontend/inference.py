@@ -17,21 +17,21 @@ from random import random
 import msgspec
 
 from frontend.api_keys import TENANT
-from frontend.clients import Receive, Scope, Send
-from frontend.compression import decoded_body
-from frontend.deadlines import deadline_of
 from frontend.error_rates import ErrorRates
-from frontend.held_bytes import HeldBytes
-from frontend.http_protocol import connection_of, header_names, keep_held
+from frontend.http.clients import Receive, Scope, Send
+from frontend.http.compression import decoded_body
+from frontend.http.deadlines import deadline_of
+from frontend.http.held_bytes import HeldBytes
+from frontend.http.protocol import connection_of, header_names, keep_held
+from frontend.http.request_ids import new_request_id
+from frontend.http.responses import error_statuses, standard_headers
 from frontend.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
 from frontend.inference_response import Response
 from frontend.lmi_metrics import CLIENT_GONE
 from frontend.management_access import Access
 from frontend.metrics import Metrics
 from frontend.model_names import refuse_unknown
-from frontend.request_ids import new_request_id
 from frontend.request_reports import AnsweredRequest, RequestReports
-from frontend.responses import error_statuses, standard_headers
 from frontend.trace_context import RequestTrace
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (

@@ -6,8 +6,8 @@ import functools
 
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 
-from frontend.clients import Scope, Send, shown_answer, shown_error, shown_text
-from frontend.http_protocol import RelayProtocol
+from frontend.http.clients import Scope, Send, shown_answer, shown_error, shown_text
+from frontend.http.protocol import RelayProtocol
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.protocol import Head
 

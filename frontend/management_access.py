@@ -13,7 +13,7 @@ from typing import Any
 from starlette.routing import Route
 
 from frontend.api_keys import KeyRing, key_ring
-from frontend.clients import Receive, Scope, Send, is_local, remote_sign
+from frontend.http.clients import Receive, Scope, Send, is_local, remote_sign
 from frontend.registration_limits import RegistrationLimits
 from frontend.web_pages import WebPages, pages_of_management, pages_of_requests
 from lmi_server.configuration.server_settings import ServerSettings

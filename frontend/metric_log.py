@@ -14,7 +14,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from frontend.clients import Receive, Scope, Send
+from frontend.http.clients import Receive, Scope, Send
 from frontend.lmi_metrics import HOST, response_name
 from frontend.server_log import BackgroundLog, LineFormatter
 from lmi_server.contract.errors import ConfigurationError

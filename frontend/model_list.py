@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend.clients import Scope, shown_path
-from frontend.parameters import integer
-from frontend.responses import error_response, json_response
+from frontend.http.clients import Scope, shown_path
+from frontend.http.parameters import integer
+from frontend.http.responses import error_response, json_response
 from lmi_server.contract.errors import BadParameterError, ModelNotFoundError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects.routes import MESSAGES

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from frontend.http.responses import json_response
 from frontend.management import MethodRoute
-from frontend.responses import json_response
 from frontend.sagemaker_runtime import STREAM_PATH, STREAM_TYPE
 from lmi_server.dialects import routes as names
 from lmi_server.dialects.errors import is_anthropic, is_kserve, is_openai

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from frontend.console import PAGE
-from frontend.listeners import Listener
+from frontend.http.listeners import Listener
 from lmi_server.configuration.server_settings import UNIX, ServerSettings
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool_settings import ModelStatus

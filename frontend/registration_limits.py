@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from frontend.clients import Scope, is_local
+from frontend.http.clients import Scope, is_local
 from frontend.web_pages import ANY
 from lmi_server.artifacts.fetch import only_archive
 from lmi_server.artifacts.location import (

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from frontend.clients import Scope
 from frontend.error_rates import ErrorRates
+from frontend.http.clients import Scope
 from frontend.idle_calls import call_when_idle
 from frontend.metrics import Metrics
 from frontend.model_metrics import ModelMetrics

@@ -14,7 +14,7 @@ from calendar import timegm
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from frontend.clients import Receive, Scope
+from frontend.http.clients import Receive, Scope
 from lmi_server.contract.errors import AuthenticationError, ConfigurationError, PayloadTooLargeError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS

@@ -23,13 +23,14 @@ import uvicorn
 import uvloop
 
 from frontend.app import App
-from frontend.connection_limits import ConnectionLimits, map_large_blocks
 from frontend.console import Console
 from frontend.console_feed import ConsoleFeed
 from frontend.embedded_metrics import EmbeddedMetrics
-from frontend.http_protocol import RelayProtocol
+from frontend.http.connection_limits import ConnectionLimits, map_large_blocks
+from frontend.http.listeners import BACKLOG, Listener, listen
+from frontend.http.protocol import RelayProtocol
+from frontend.http.tls import Certificate, names_certificate
 from frontend.inference import Relay
-from frontend.listeners import BACKLOG, Listener, listen
 from frontend.lmi_metrics import HOST
 from frontend.management_access import Access
 from frontend.metric_log import AccessLog, MetricLog, log_files
@@ -39,7 +40,6 @@ from frontend.ready_line import ready_line
 from frontend.request_reports import RequestReports
 from frontend.server_end import ForcedEnd, ServerEnd
 from frontend.server_log import BackgroundLog, background_log
-from frontend.tls import Certificate, names_certificate
 from frontend.web_pages import is_loopback
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from frontend.clients import Scope
+from frontend.http.clients import Scope
 from frontend.request_record import EndedRequest, RequestRecord
 from frontend.trace_context import HttpRequest, RequestTrace, parse_traceparent
 from lmi_server.configuration.server_settings import ServerSettings

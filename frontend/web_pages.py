@@ -11,7 +11,7 @@ import ipaddress
 import socket
 from urllib.parse import SplitResult, urlsplit
 
-from frontend.clients import Scope
+from frontend.http.clients import Scope
 from lmi_server.configuration.server_settings import UNIX, ServerSettings
 from lmi_server.contract.errors import PermissionDeniedError
 from lmi_server.contract.quoting import excerpt

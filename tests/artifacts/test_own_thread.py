@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from frontend.compression import decoded_body
-from frontend.held_bytes import HeldBytes, MemoryBudget
+from frontend.http.compression import decoded_body
+from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from lmi_server.artifacts.fetch import artifact_settings, fetch_model_directory
 from lmi_server.artifacts.own_thread import in_own_thread
 

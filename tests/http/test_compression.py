@@ -8,8 +8,8 @@ import zlib
 
 import pytest
 
-from frontend.compression import decoded_body
-from frontend.held_bytes import HeldBytes, MemoryBudget
+from frontend.http.compression import decoded_body
+from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from lmi_server.contract.errors import (
     BadParameterError,
     LmiServerError,

@@ -19,7 +19,7 @@ import pytest
 from server_helpers import Server, connect, received, request, serving
 from waiting import wait_until
 
-from frontend.held_bytes import SMALL_BODY, HeldBytes, MemoryBudget
+from frontend.http.held_bytes import SMALL_BODY, HeldBytes, MemoryBudget
 from lmi_server.contract.errors import NoRoomError
 
 MIB = 1 << 20

@@ -6,9 +6,9 @@ from uuid import RFC_4122, UUID
 
 import pytest
 
+from frontend.http.request_ids import new_request_id
 from frontend.inference import model_named_in, parse_priority, priority_named_in
 from frontend.inference_response import Response
-from frontend.request_ids import new_request_id
 from lmi_server.contract.errors import RequestError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontend.listeners import Place, listen
+from frontend.http.listeners import Place, listen
 from lmi_server.configuration.server_settings import ServerSettings
 
 

@@ -19,8 +19,8 @@ from paths import TESTS
 from server_helpers import Server, make_model, raw_request, request, running
 from waiting import wait_until
 
-from frontend.listeners import listen
-from frontend.tls import Certificate
+from frontend.http.listeners import listen
+from frontend.http.tls import Certificate
 from lmi_server.configuration.server_settings import ServerSettings, resolve_server
 from lmi_server.contract.errors import ConfigurationError
 

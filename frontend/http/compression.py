@@ -10,7 +10,7 @@ import io
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
-from frontend.held_bytes import SMALL_BODY, HeldBytes
+from frontend.http.held_bytes import SMALL_BODY, HeldBytes
 from lmi_server.contract.errors import BadParameterError, PayloadTooLargeError, UnsupportedEncodingError
 from lmi_server.contract.quoting import excerpt
 

@@ -18,11 +18,11 @@ import msgspec
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from frontend.clients import Send
-from frontend.connection_limits import ConnectionLimits
-from frontend.held_bytes import HeldBytes
-from frontend.request_ids import new_request_id
-from frontend.responses import CACHE_HEADERS
+from frontend.http.clients import Send
+from frontend.http.connection_limits import ConnectionLimits
+from frontend.http.held_bytes import HeldBytes
+from frontend.http.request_ids import new_request_id
+from frontend.http.responses import CACHE_HEADERS
 from lmi_server.supervisor.job import ReplySlot
 
 _EXTENSION = "lmi_server.connection"

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from frontend.held_bytes import MemoryBudget
+from frontend.http.held_bytes import MemoryBudget
 from lmi_server.configuration.server_settings import ServerSettings
 
 logger = logging.getLogger(__name__)

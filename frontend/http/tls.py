@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from frontend.watched_files import WatchedFiles
+from frontend.http.watched_files import WatchedFiles
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend.clients import shown_error
+from frontend.http.clients import shown_error
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (
     BadParameterError,

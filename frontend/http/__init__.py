@@ -1,0 +1,1 @@
+"""HTTP: the protocol, its listeners and limits, and what every answer needs."""
