@@ -35,8 +35,8 @@ from rich.table import Table
 from benchmarks.relay import Load, Rates, Server, measure
 from frontend import request_log, spans, tracing
 from frontend import server as frontend_server
+from frontend.access.management_access import Access
 from frontend.inference import Relay
-from frontend.management_access import Access
 from frontend.metrics import Metrics
 from frontend.request_reports import RequestReports
 from lmi_server.configuration.server_settings import ServerSettings, resolve_server

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend import kserve
+from frontend.access.management_access import Access, protected
 from frontend.adapters import AdapterManagement
 from frontend.async_invocations import AsyncInvocations
 from frontend.async_jobs import AsyncJobs
@@ -25,7 +26,6 @@ from frontend.http.listeners import Place
 from frontend.http.responses import error_response, json_response, on_http_error, on_lmi_error
 from frontend.inference import Relay
 from frontend.management import Management
-from frontend.management_access import Access, protected
 from frontend.metrics import PLAIN, Metrics
 from frontend.model_list import ModelList, place_of
 from frontend.openapi import Document

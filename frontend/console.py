@@ -18,12 +18,12 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from frontend.access.management_access import ManagementGuard, protected
 from frontend.console_feed import ConsoleFeed
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.responses import json_response
 from frontend.inference import Relay
 from frontend.management import described
-from frontend.management_access import ManagementGuard, protected
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.dialects.routes import CHAT_COMPLETIONS
 from lmi_server.explain.explanation import explain_values, memory_of_running

@@ -16,7 +16,8 @@ from random import random
 
 import msgspec
 
-from frontend.api_keys import TENANT
+from frontend.access.api_keys import TENANT
+from frontend.access.management_access import Access
 from frontend.error_rates import ErrorRates
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.compression import decoded_body
@@ -28,7 +29,6 @@ from frontend.http.responses import error_statuses, standard_headers
 from frontend.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
 from frontend.inference_response import Response
 from frontend.lmi_metrics import CLIENT_GONE
-from frontend.management_access import Access
 from frontend.metrics import Metrics
 from frontend.model_names import refuse_unknown
 from frontend.request_reports import AnsweredRequest, RequestReports

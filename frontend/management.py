@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from frontend.access.registration_limits import RegistrationLimits
 from frontend.http.clients import Scope
 from frontend.http.parameters import check_name, integer, page, parameters, truth
 from frontend.http.responses import json_response
-from frontend.registration_limits import RegistrationLimits
 from lmi_server.artifacts.location import NO_WORKFLOWS, archive_stem
 from lmi_server.configuration.options import MOST_WORKERS
 from lmi_server.contract.errors import BadParameterError

@@ -22,6 +22,8 @@ from typing import cast
 import uvicorn
 import uvloop
 
+from frontend.access.management_access import Access
+from frontend.access.web_pages import is_loopback
 from frontend.app import App
 from frontend.console import Console
 from frontend.console_feed import ConsoleFeed
@@ -32,7 +34,6 @@ from frontend.http.protocol import RelayProtocol
 from frontend.http.tls import Certificate, names_certificate
 from frontend.inference import Relay
 from frontend.lmi_metrics import HOST
-from frontend.management_access import Access
 from frontend.metric_log import AccessLog, MetricLog, log_files
 from frontend.metrics import Metrics
 from frontend.model_watch import ModelWatch
@@ -40,7 +41,6 @@ from frontend.ready_line import ready_line
 from frontend.request_reports import RequestReports
 from frontend.server_end import ForcedEnd, ServerEnd
 from frontend.server_log import BackgroundLog, background_log
-from frontend.web_pages import is_loopback
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import ServerSettings, server_home

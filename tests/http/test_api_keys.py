@@ -15,7 +15,7 @@ from product_helpers import Server as Product
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
-from frontend.api_keys import key_ring
+from frontend.access.api_keys import key_ring
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.secrets import Secrets, is_secret
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from server_helpers import Server, make_model, running
 
-from frontend.registration_limits import RegistrationLimits
+from frontend.access.registration_limits import RegistrationLimits
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import PermissionDeniedError
 from lmi_server.serving.model_store import ModelSource

@@ -12,10 +12,10 @@ from typing import Any
 
 from starlette.routing import Route
 
-from frontend.api_keys import KeyRing, key_ring
+from frontend.access.api_keys import KeyRing, key_ring
+from frontend.access.registration_limits import RegistrationLimits
+from frontend.access.web_pages import WebPages, pages_of_management, pages_of_requests
 from frontend.http.clients import Receive, Scope, Send, is_local, remote_sign
-from frontend.registration_limits import RegistrationLimits
-from frontend.web_pages import WebPages, pages_of_management, pages_of_requests
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import PermissionDeniedError
 from lmi_server.machine.environment import is_multi_model

@@ -17,8 +17,8 @@ from urllib.parse import unquote
 
 import msgspec
 
+from frontend.access.web_pages import ANY
 from frontend.http.clients import Scope, is_local
-from frontend.web_pages import ANY
 from lmi_server.artifacts.fetch import only_archive
 from lmi_server.artifacts.location import (
     HubModel,

@@ -1,0 +1,1 @@
+"""Who may do what: API keys, pages of other sites, and clients that may manage."""
