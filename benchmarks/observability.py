@@ -37,7 +37,7 @@ from frontend import request_log, spans, tracing
 from frontend import server as frontend_server
 from frontend.access.management_access import Access
 from frontend.inference import Relay
-from frontend.metrics import Metrics
+from frontend.observability.metrics.collector import Metrics
 from frontend.request_reports import RequestReports
 from lmi_server.configuration.server_settings import ServerSettings, resolve_server
 from lmi_server.serving.model_store import ModelSource

@@ -26,8 +26,8 @@ from frontend.http.listeners import Place
 from frontend.http.responses import error_response, json_response, on_http_error, on_lmi_error
 from frontend.inference import Relay
 from frontend.management import Management
-from frontend.metrics import PLAIN, Metrics
 from frontend.model_list import ModelList, place_of
+from frontend.observability.metrics.collector import PLAIN, Metrics
 from frontend.openapi import Document
 from frontend.request_signatures import SignatureCheck
 from frontend.sagemaker_runtime import ENDPOINTS, SageMakerRuntime

@@ -15,7 +15,7 @@ from importlib.metadata import version
 
 from frontend.console_figures import Row, Window, counts_of, rounded, summed_gauges, sums
 from frontend.console_history import COLUMNS, SPAN_S, History
-from frontend.metrics import Metrics
+from frontend.observability.metrics.collector import Metrics
 from frontend.server_log import LogTail
 from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS

@@ -6,8 +6,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from frontend.model_metrics import ModelMetrics
-from frontend.quantile_sketch import counted_between, sketch_quantile
+from frontend.observability.metrics.model_metrics import ModelMetrics
+from frontend.observability.metrics.quantile_sketch import counted_between, sketch_quantile
 
 _RATE_S = 3.0  # over which rates are taken: workers report once a second, not in step with the sampler
 _LATENCY_S = 10.0

@@ -28,9 +28,9 @@ from frontend.http.request_ids import new_request_id
 from frontend.http.responses import error_statuses, standard_headers
 from frontend.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
 from frontend.inference_response import Response
-from frontend.lmi_metrics import CLIENT_GONE
-from frontend.metrics import Metrics
 from frontend.model_names import refuse_unknown
+from frontend.observability.metrics.collector import Metrics
+from frontend.observability.metrics.lmi import CLIENT_GONE
 from frontend.request_reports import AnsweredRequest, RequestReports
 from frontend.trace_context import RequestTrace
 from lmi_server.configuration.server_settings import ServerSettings

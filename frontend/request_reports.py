@@ -16,8 +16,8 @@ import msgspec
 from frontend.error_rates import ErrorRates
 from frontend.http.clients import Scope
 from frontend.idle_calls import call_when_idle
-from frontend.metrics import Metrics
-from frontend.model_metrics import ModelMetrics
+from frontend.observability.metrics.collector import Metrics
+from frontend.observability.metrics.model_metrics import ModelMetrics
 from frontend.request_log import RequestLog
 from frontend.request_record import FAILED, RequestRecord
 from frontend.trace_context import RequestTrace, trace_id_of

@@ -27,16 +27,16 @@ from frontend.access.web_pages import is_loopback
 from frontend.app import App
 from frontend.console import Console
 from frontend.console_feed import ConsoleFeed
-from frontend.embedded_metrics import EmbeddedMetrics
 from frontend.http.connection_limits import ConnectionLimits, map_large_blocks
 from frontend.http.listeners import BACKLOG, Listener, listen
 from frontend.http.protocol import RelayProtocol
 from frontend.http.tls import Certificate, names_certificate
 from frontend.inference import Relay
-from frontend.lmi_metrics import HOST
-from frontend.metric_log import AccessLog, MetricLog, log_files
-from frontend.metrics import Metrics
 from frontend.model_watch import ModelWatch
+from frontend.observability.metrics.collector import Metrics
+from frontend.observability.metrics.embedded_metrics import EmbeddedMetrics
+from frontend.observability.metrics.lmi import HOST
+from frontend.observability.metrics.metric_log import AccessLog, MetricLog, log_files
 from frontend.ready_line import ready_line
 from frontend.request_reports import RequestReports
 from frontend.server_end import ForcedEnd, ServerEnd

@@ -31,7 +31,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
 from frontend import otlp
-from frontend.lmi_metrics import CLIENT_GONE
+from frontend.observability.metrics.lmi import CLIENT_GONE
 from frontend.request_record import FAILED, EndedRequest
 from frontend.trace_context import HttpRequest, RequestTrace
 from lmi_server.dialects import routes

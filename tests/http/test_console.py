@@ -22,7 +22,7 @@ from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
 from frontend.console_feed import ConsoleFeed
-from frontend.metrics import Metrics
+from frontend.observability.metrics.collector import Metrics
 from frontend.server_log import LogTail, WrittenLines, background_log
 
 REMOTE = {"x-forwarded-for": "203.0.113.7"}  # what a proxy on this machine says of a client elsewhere

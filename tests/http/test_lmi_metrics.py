@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import Server, running
 from waiting import wait_until
 
-from frontend.lmi_metrics import LmiMetrics
-from frontend.metrics import Metrics
+from frontend.observability.metrics.collector import Metrics
+from frontend.observability.metrics.lmi import LmiMetrics
 from lmi_server.contract.metrics import Metric, parse_metric
 
 HOST = socket.gethostname()

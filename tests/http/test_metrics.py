@@ -15,9 +15,9 @@ from prometheus_client.samples import Exemplar
 from server_helpers import Server, make_model, running, serving
 from waiting import wait_until
 
-from frontend.engine_metrics import joined
-from frontend.exposition import open_metrics as written
-from frontend.exposition import text_format
+from frontend.observability.metrics.engine_metrics import joined
+from frontend.observability.metrics.exposition import open_metrics as written
+from frontend.observability.metrics.exposition import text_format
 
 OPEN_METRICS = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

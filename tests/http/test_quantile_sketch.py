@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from frontend.quantile_sketch import ERROR, QuantileSketch, counted_between, sketch_quantile
+from frontend.observability.metrics.quantile_sketch import ERROR, QuantileSketch, counted_between, sketch_quantile
 
 
 @pytest.mark.parametrize("share", [0.5, 0.95, 0.99])

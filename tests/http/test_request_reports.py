@@ -12,7 +12,7 @@ from relay_helpers import on_loop
 
 from frontend import idle_calls
 from frontend.error_rates import ErrorRates
-from frontend.metrics import Metrics
+from frontend.observability.metrics.collector import Metrics
 from frontend.request_reports import AnsweredRequest, RequestReports
 from lmi_server.configuration.server_settings import resolve_server
 from lmi_server.contract.protocol import Input

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import pytest
 from prometheus_client.core import Metric as Family
 
-from frontend.exposition import open_metrics, text_format
-from frontend.metric_families import histogram, labelled
+from frontend.observability.metrics.exposition import open_metrics, text_format
+from frontend.observability.metrics.families import histogram, labelled
 from lmi_server.contract.histogram import Histogram
 
 

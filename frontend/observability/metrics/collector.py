@@ -1,11 +1,11 @@
 """The metrics of the server, as `/metrics` shows them.
 
-The relay counts in plain integers (`frontend/model_metrics.py`); names, labels and buckets are made of them at each
+The relay counts in plain integers (`frontend/observability/metrics/model_metrics.py`); names, labels and buckets are made of them at each
 scrape. Gauges are read from the models then. The label `model` is the name of the model, with its version if it has one
 ("name:version").
 
-`frontend/lmi_metrics.py` gives the same values under LMI's names, and what `record` was given;
-`frontend/vllm_metrics.py` gives them under vLLM's names.
+`frontend/observability/metrics/lmi.py` gives the same values under LMI's names, and what `record` was given;
+`frontend/observability/metrics/vllm.py` gives them under vLLM's names.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 
-from frontend.engine_metrics import joined
-from frontend.exposition import open_metrics, text_format
-from frontend.lmi_metrics import LmiMetrics
-from frontend.metric_families import labelled
-from frontend.metric_log import MetricLog
-from frontend.model_metrics import LoggedModelMetrics, ModelMetrics
-from frontend.pool_families import build_family, memory_families, pool_families
-from frontend.request_families import request_families
-from frontend.vllm_metrics import vllm_families
+from frontend.observability.metrics.engine_metrics import joined
+from frontend.observability.metrics.exposition import open_metrics, text_format
+from frontend.observability.metrics.families import labelled
+from frontend.observability.metrics.lmi import LmiMetrics
+from frontend.observability.metrics.metric_log import MetricLog
+from frontend.observability.metrics.model_metrics import LoggedModelMetrics, ModelMetrics
+from frontend.observability.metrics.pool_families import build_family, memory_families, pool_families
+from frontend.observability.metrics.request_families import request_families
+from frontend.observability.metrics.vllm import vllm_families
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.metrics import Metric
 from lmi_server.serving.models import Model

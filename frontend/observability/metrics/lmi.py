@@ -16,7 +16,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.core import Metric as Family
 
-from frontend.metric_families import histogram
+from frontend.observability.metrics.families import histogram
 from lmi_server.contract.errors import ConfigurationError, HandlerError, LmiServerError, RequestError, ServingError
 from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.metrics import COUNTER, GAUGE, HISTOGRAM, Metric

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from frontend.lmi_metrics import CLIENT_GONE
-from frontend.metric_log import MetricLog
-from frontend.quantile_sketch import QuantileSketch
+from frontend.observability.metrics.lmi import CLIENT_GONE
+from frontend.observability.metrics.metric_log import MetricLog
+from frontend.observability.metrics.quantile_sketch import QuantileSketch
 from frontend.request_record import FAILED, RequestRecord
 from lmi_server.contract.errors import DeadlineError, KeyBusyError, LmiServerError, QueueDelayError, QueueFullError
 from lmi_server.contract.histogram import Histogram

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from frontend.metrics import Metrics
-from frontend.model_metrics import ModelMetrics
+from frontend.observability.metrics.collector import Metrics
+from frontend.observability.metrics.model_metrics import ModelMetrics
 from frontend.server_log import WrittenLines
 from lmi_server.contract.histogram import Histogram, quantile
 from lmi_server.serving.models import Model

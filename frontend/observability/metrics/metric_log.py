@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from frontend.http.clients import Receive, Scope, Send
-from frontend.lmi_metrics import HOST, response_name
+from frontend.observability.metrics.lmi import HOST, response_name
 from frontend.server_log import BackgroundLog, LineFormatter
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import HISTOGRAM, Metric

@@ -14,7 +14,7 @@ from itertools import accumulate
 from prometheus_client.core import Exemplar
 from prometheus_client.core import Metric as Family
 
-from frontend.metric_families import HistogramFamily
+from frontend.observability.metrics.families import HistogramFamily
 from lmi_server.contract.histogram import Histogram, written_bounds
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})

@@ -1,6 +1,6 @@
 """The metrics of a model under vLLM's names, for dashboards that were made for vLLM.
 
-A model that vLLM itself serves reports its own, which `frontend/engine_metrics.py` repeats; this is for all others.
+A model that vLLM itself serves reports its own, which `frontend/observability/metrics/engine_metrics.py` repeats; this is for all others.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric as Family
 
-from frontend.metric_families import counter, gauge, histogram
-from frontend.model_metrics import ModelMetrics
+from frontend.observability.metrics.families import counter, gauge, histogram
+from frontend.observability.metrics.model_metrics import ModelMetrics
 from lmi_server.serving.pool import WorkerPool
 
 # What vLLM calls the end of a request.

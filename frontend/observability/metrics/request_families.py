@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import Metric as Family
 
-from frontend.metric_families import counter, histogram
-from frontend.model_metrics import ModelMetrics
+from frontend.observability.metrics.families import counter, histogram
+from frontend.observability.metrics.model_metrics import ModelMetrics
 from lmi_server.contract.histogram import Histogram
 
 

@@ -1,0 +1,1 @@
+"""What is counted, and the formats in which it is read."""
