@@ -31,8 +31,8 @@ from frontend.inference_response import Response
 from frontend.model_names import refuse_unknown
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.lmi import CLIENT_GONE
+from frontend.observability.traces.trace_context import RequestTrace
 from frontend.request_reports import AnsweredRequest, RequestReports
-from frontend.trace_context import RequestTrace
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (
     BadParameterError,

@@ -18,10 +18,10 @@ from frontend.http.clients import Scope
 from frontend.idle_calls import call_when_idle
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.model_metrics import ModelMetrics
+from frontend.observability.traces.trace_context import RequestTrace, trace_id_of
+from frontend.observability.traces.tracing import Tracing
 from frontend.request_log import RequestLog
 from frontend.request_record import FAILED, RequestRecord
-from frontend.trace_context import RequestTrace, trace_id_of
-from frontend.tracing import Tracing
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.protocol import CANCELLED, Error
 from lmi_server.serving.models import Model

@@ -13,9 +13,9 @@ from relay_helpers import on_loop
 from server_helpers import Server, make_model, running
 from waiting import wait_until
 
+from frontend.observability.traces.trace_context import HttpRequest, RequestTrace, parse_traceparent
+from frontend.observability.traces.tracing import Tracing
 from frontend.request_record import EndedRequest, RequestRecord
-from frontend.trace_context import HttpRequest, RequestTrace, parse_traceparent
-from frontend.tracing import Tracing
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install lmi-server[otel]")
 Receiver = import_module("otlp_receiver").Receiver
@@ -220,12 +220,12 @@ def test_the_header(header: str, is_valid: bool) -> None:
 )
 def test_a_route_has_no_names(path: str, route: str) -> None:
     """A collector keeps a series for each."""
-    assert import_module("frontend.spans").http_route(path) == route
+    assert import_module("frontend.observability.traces.spans").http_route(path) == route
 
 
 def test_without_traces_nothing_is_imported() -> None:
     code = (
-        "import sys, frontend.server; from frontend.tracing import Tracing\n"
+        "import sys, frontend.server; from frontend.observability.traces.tracing import Tracing\n"
         "from lmi_server.configuration.server_settings import ServerSettings\n"
         "assert Tracing.of(ServerSettings()) is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"

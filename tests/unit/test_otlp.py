@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontend import otlp
+from frontend.observability.traces import otlp
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install lmi-server[otel]")
 

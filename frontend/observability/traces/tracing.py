@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import msgspec
 
 from frontend.http.clients import Scope
+from frontend.observability.traces.trace_context import HttpRequest, RequestTrace, parse_traceparent
 from frontend.request_record import EndedRequest, RequestRecord
-from frontend.trace_context import HttpRequest, RequestTrace, parse_traceparent
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 
@@ -25,7 +25,7 @@ _LONGEST = 256  # characters of a text from the client
 
 
 class SpanWriter(Protocol):
-    """Makes spans of a request and sends them; `frontend/spans.py` has the one for OpenTelemetry."""
+    """Makes spans of a request and sends them; `frontend/observability/traces/spans.py` has the one for OpenTelemetry."""
 
     def write(self, request: EndedRequest, trace: RequestTrace) -> None:
         """Send the spans of a request that has ended, soon."""
@@ -53,7 +53,7 @@ class Tracing:
         if endpoint is None:
             return None
         try:
-            spans: SpanWriter = import_module("frontend.spans").OpenTelemetrySpans(endpoint)
+            spans: SpanWriter = import_module("frontend.observability.traces.spans").OpenTelemetrySpans(endpoint)
         except ImportError as error:
             raise ConfigurationError(
                 f'otlp_traces_endpoint = "{endpoint}" needs OpenTelemetry ({error}); run: pip install lmi-server[otel]'

@@ -1,4 +1,4 @@
-"""The spans of a request in OpenTelemetry's form, sent by OTLP over HTTP. Only `frontend/tracing.py` imports this.
+"""The spans of a request in OpenTelemetry's form, sent by OTLP over HTTP. Only `frontend/observability/traces/tracing.py` imports this.
 
     chat demo                            arrival to the last byte, by the conventions for generative AI and HTTP; POST
                                          /invocations if nothing was generated
@@ -10,7 +10,7 @@
       execute                            instead of these three, if nothing is known of tokens
 
 All times are known when the request has ended. Its spans are made then, as the bytes that are sent
-(`frontend/otlp.py`), together with those of a few others: one by one, each time with the code out of the processor's
+(`frontend/observability/traces/otlp.py`), together with those of a few others: one by one, each time with the code out of the processor's
 cache, they took four times as long. The thread of the SDK's exporter only puts them together and sends them: whatever
 Python it runs takes the interpreter from the event loop. A span of the SDK's tracer, which measures the times itself,
 costs many times as much.
@@ -30,10 +30,10 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
-from frontend import otlp
 from frontend.observability.metrics.lmi import CLIENT_GONE
+from frontend.observability.traces import otlp
+from frontend.observability.traces.trace_context import HttpRequest, RequestTrace
 from frontend.request_record import FAILED, EndedRequest
-from frontend.trace_context import HttpRequest, RequestTrace
 from lmi_server.dialects import routes
 
 _NAME = "lmi-server"
