@@ -20,13 +20,13 @@ from frontend.async_invocations import AsyncInvocations
 from frontend.async_jobs import AsyncJobs
 from frontend.console import CHAT, Console, is_for_people, to_console
 from frontend.detached import memory_for_answers
-from frontend.error_rates import ErrorRates
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.listeners import Place
 from frontend.http.responses import error_response, json_response, on_http_error, on_lmi_error
 from frontend.inference import Relay
 from frontend.management import Management
 from frontend.model_list import ModelList, place_of
+from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import PLAIN, Metrics
 from frontend.openapi import Document
 from frontend.request_signatures import SignatureCheck

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from frontend.console_figures import Row, Window, counts_of, rounded, summed_gauges, sums
 from frontend.console_history import COLUMNS, SPAN_S, History
 from frontend.observability.metrics.collector import Metrics
-from frontend.server_log import LogTail
+from frontend.observability.server_log import LogTail
 from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.contract.sendable import json_bytes

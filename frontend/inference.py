@@ -18,7 +18,6 @@ import msgspec
 
 from frontend.access.api_keys import TENANT
 from frontend.access.management_access import Access
-from frontend.error_rates import ErrorRates
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.compression import decoded_body
 from frontend.http.deadlines import deadline_of
@@ -29,10 +28,11 @@ from frontend.http.responses import error_statuses, standard_headers
 from frontend.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
 from frontend.inference_response import Response
 from frontend.model_names import refuse_unknown
+from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.lmi import CLIENT_GONE
+from frontend.observability.request_reports import AnsweredRequest, RequestReports
 from frontend.observability.traces.trace_context import RequestTrace
-from frontend.request_reports import AnsweredRequest, RequestReports
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (
     BadParameterError,

@@ -9,8 +9,8 @@ import logging
 import sys
 from pathlib import Path
 
+from frontend.observability.server_log import formatter
 from frontend.server import run
-from frontend.server_log import formatter
 from lmi_server.configuration.server_settings import find_config_file, resolve_server
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.hidden_variables import hide_secrets

@@ -37,10 +37,10 @@ from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.embedded_metrics import EmbeddedMetrics
 from frontend.observability.metrics.lmi import HOST
 from frontend.observability.metrics.metric_log import AccessLog, MetricLog, log_files
+from frontend.observability.request_reports import RequestReports
+from frontend.observability.server_log import BackgroundLog, background_log
 from frontend.ready_line import ready_line
-from frontend.request_reports import RequestReports
 from frontend.server_end import ForcedEnd, ServerEnd
-from frontend.server_log import BackgroundLog, background_log
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import ServerSettings, server_home

@@ -15,7 +15,7 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from frontend.server_log import formatter
+from frontend.observability.server_log import formatter
 from lmi_server.artifacts.location import MODEL_FORMS, names_model_file
 from lmi_server.commands import ray
 from lmi_server.commands.advise import advise_server

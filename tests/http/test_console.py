@@ -23,7 +23,7 @@ from waiting import wait_until
 
 from frontend.console_feed import ConsoleFeed
 from frontend.observability.metrics.collector import Metrics
-from frontend.server_log import LogTail, WrittenLines, background_log
+from frontend.observability.server_log import LogTail, WrittenLines, background_log
 
 REMOTE = {"x-forwarded-for": "203.0.113.7"}  # what a proxy on this machine says of a client elsewhere
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

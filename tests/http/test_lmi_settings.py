@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from server_helpers import Server, connect, make_model, raw_request, request, serving
 
-from frontend.error_rates import ErrorRates
+from frontend.observability.error_rates import ErrorRates
 from lmi_server.configuration.server_settings import ErrorRate
 from lmi_server.contract.errors import HandlerError, LmiServerError, QueueFullError
 

@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from frontend.access.web_pages import pages_of_management, pages_of_requests
 from frontend.http.clients import is_local, remote_sign, shown_error, shown_path, without_directories
-from frontend.server_log import LineFormatter
+from frontend.observability.server_log import LineFormatter
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import HandlerError, PermissionDeniedError
 

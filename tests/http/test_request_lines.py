@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import uvloop
 
-from frontend.idle_calls import call_when_idle
-from frontend.request_lines import RequestLines
-from frontend.request_log import RequestLog
-from frontend.request_record import RequestRecord
-from frontend.server_log import BackgroundLog
+from frontend.observability.idle_calls import call_when_idle
+from frontend.observability.request_lines import RequestLines
+from frontend.observability.request_log import RequestLog
+from frontend.observability.request_record import RequestRecord
+from frontend.observability.server_log import BackgroundLog
 from lmi_server.contract.protocol import Summary
 from lmi_server.contract.secrets import SECRETS
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from relay_helpers import on_loop
 
-from frontend import idle_calls
-from frontend.error_rates import ErrorRates
+from frontend.observability import idle_calls
+from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import Metrics
-from frontend.request_reports import AnsweredRequest, RequestReports
+from frontend.observability.request_reports import AnsweredRequest, RequestReports
 from lmi_server.configuration.server_settings import resolve_server
 from lmi_server.contract.protocol import Input
 from lmi_server.supervisor.job import Job

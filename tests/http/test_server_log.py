@@ -22,7 +22,7 @@ from process_log import ProcessLog
 from relay_helpers import HANDLERS
 from server_helpers import make_model, request
 
-from frontend.server_log import BackgroundLog
+from frontend.observability.server_log import BackgroundLog
 
 PRINTED = re.compile(r"\] x{100}$", re.MULTILINE)
 PRINTED_LINES = 3000

@@ -13,9 +13,9 @@ from relay_helpers import on_loop
 from server_helpers import Server, make_model, running
 from waiting import wait_until
 
+from frontend.observability.request_record import EndedRequest, RequestRecord
 from frontend.observability.traces.trace_context import HttpRequest, RequestTrace, parse_traceparent
 from frontend.observability.traces.tracing import Tracing
-from frontend.request_record import EndedRequest, RequestRecord
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install lmi-server[otel]")
 Receiver = import_module("otlp_receiver").Receiver

@@ -9,7 +9,7 @@ import logging
 import pytest
 from relay_helpers import on_loop
 
-from frontend.server_log import JsonFormatter
+from frontend.observability.server_log import JsonFormatter
 from lmi_server.contract.metrics import Metric
 from lmi_server.supervisor.log import WorkerLog
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.model_metrics import ModelMetrics
-from frontend.server_log import WrittenLines
+from frontend.observability.server_log import WrittenLines
 from lmi_server.contract.histogram import Histogram, quantile
 from lmi_server.serving.models import Model
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from frontend.http.clients import Receive, Scope, Send
 from frontend.observability.metrics.lmi import HOST, response_name
-from frontend.server_log import BackgroundLog, LineFormatter
+from frontend.observability.server_log import BackgroundLog, LineFormatter
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import HISTOGRAM, Metric
 from lmi_server.contract.secrets import SECRETS

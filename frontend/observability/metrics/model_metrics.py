@@ -10,7 +10,7 @@ from typing import Any
 from frontend.observability.metrics.lmi import CLIENT_GONE
 from frontend.observability.metrics.metric_log import MetricLog
 from frontend.observability.metrics.quantile_sketch import QuantileSketch
-from frontend.request_record import FAILED, RequestRecord
+from frontend.observability.request_record import FAILED, RequestRecord
 from lmi_server.contract.errors import DeadlineError, KeyBusyError, LmiServerError, QueueDelayError, QueueFullError
 from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.protocol import Summary

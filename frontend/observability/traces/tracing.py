@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import msgspec
 
 from frontend.http.clients import Scope
+from frontend.observability.request_record import EndedRequest, RequestRecord
 from frontend.observability.traces.trace_context import HttpRequest, RequestTrace, parse_traceparent
-from frontend.request_record import EndedRequest, RequestRecord
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 

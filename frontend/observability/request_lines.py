@@ -13,7 +13,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from frontend.request_record import RequestRecord
+from frontend.observability.request_record import RequestRecord
 from lmi_server.contract.quoting import NOT_FOR_TERMINALS, excerpt
 from lmi_server.contract.secrets import SECRETS
 

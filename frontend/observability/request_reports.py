@@ -13,15 +13,15 @@ from typing import Any
 
 import msgspec
 
-from frontend.error_rates import ErrorRates
 from frontend.http.clients import Scope
-from frontend.idle_calls import call_when_idle
+from frontend.observability.error_rates import ErrorRates
+from frontend.observability.idle_calls import call_when_idle
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.model_metrics import ModelMetrics
+from frontend.observability.request_log import RequestLog
+from frontend.observability.request_record import FAILED, RequestRecord
 from frontend.observability.traces.trace_context import RequestTrace, trace_id_of
 from frontend.observability.traces.tracing import Tracing
-from frontend.request_log import RequestLog
-from frontend.request_record import FAILED, RequestRecord
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.protocol import CANCELLED, Error
 from lmi_server.serving.models import Model

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from frontend.idle_calls import call_when_idle
-from frontend.request_lines import RequestLines
-from frontend.server_log import WrittenLines
+from frontend.observability.idle_calls import call_when_idle
+from frontend.observability.request_lines import RequestLines
+from frontend.observability.server_log import WrittenLines
 from lmi_server.configuration.server_settings import ServerSettings
 
 _LOGGER = "access"
