@@ -15,7 +15,6 @@ from starlette.routing import Route
 
 from frontend import kserve
 from frontend.access.management_access import Access, protected
-from frontend.adapters import AdapterManagement
 from frontend.async_invocations import AsyncInvocations
 from frontend.async_jobs import AsyncJobs
 from frontend.console import CHAT, Console, is_for_people, to_console
@@ -24,8 +23,9 @@ from frontend.http.clients import Receive, Scope, Send
 from frontend.http.listeners import Place
 from frontend.http.responses import error_response, json_response, on_http_error, on_lmi_error
 from frontend.inference import Relay
-from frontend.management import Management
-from frontend.model_list import ModelList, place_of
+from frontend.management.adapters import AdapterManagement
+from frontend.management.model_list import ModelList, place_of
+from frontend.management.models import Management
 from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import PLAIN, Metrics
 from frontend.openapi import Document

@@ -23,7 +23,7 @@ from frontend.console_feed import ConsoleFeed
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.responses import json_response
 from frontend.inference import Relay
-from frontend.management import described
+from frontend.management.models import described
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.dialects.routes import CHAT_COMPLETIONS
 from lmi_server.explain.explanation import explain_values, memory_of_running

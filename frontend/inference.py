@@ -25,8 +25,8 @@ from frontend.http.held_bytes import HeldBytes
 from frontend.http.protocol import connection_of, header_names, keep_held
 from frontend.http.request_ids import new_request_id
 from frontend.http.responses import error_statuses, standard_headers
-from frontend.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
 from frontend.inference_response import Response
+from frontend.management.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
 from frontend.model_names import refuse_unknown
 from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import Metrics

@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from frontend.http.responses import json_response
-from frontend.management import MethodRoute
+from frontend.management.models import MethodRoute
 from frontend.sagemaker_runtime import STREAM_PATH, STREAM_TYPE
 from lmi_server.dialects import routes as names
 from lmi_server.dialects.errors import is_anthropic, is_kserve, is_openai

@@ -32,7 +32,7 @@ from frontend.http.listeners import BACKLOG, Listener, listen
 from frontend.http.protocol import RelayProtocol
 from frontend.http.tls import Certificate, names_certificate
 from frontend.inference import Relay
-from frontend.model_watch import ModelWatch
+from frontend.management.model_watch import ModelWatch
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.embedded_metrics import EmbeddedMetrics
 from frontend.observability.metrics.lmi import HOST

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from frontend.access.registration_limits import RegistrationLimits, leads_up
-from frontend.management import model_source
+from frontend.management.models import model_source
 from lmi_server.contract.errors import ModelNotFoundError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.serving.models import Model

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from frontend.access.registration_limits import RegistrationLimits
 from frontend.http.parameters import check_name, page, parameters, truth
 from frontend.http.responses import json_response
-from frontend.management import WholePathRoute
+from frontend.management.models import WholePathRoute
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Adapter
 from lmi_server.contract.secrets import masked_url

@@ -1,0 +1,1 @@
+"""Models and adapters: registration, listing and removal over HTTP."""
