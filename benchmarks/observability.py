@@ -35,11 +35,11 @@ from rich.table import Table
 from benchmarks.relay import Load, Rates, Server, measure
 from frontend import server as frontend_server
 from frontend.access.management_access import Access
-from frontend.inference import Relay
 from frontend.observability import request_log
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.request_reports import RequestReports
 from frontend.observability.traces import spans, tracing
+from frontend.relay.relay import Relay
 from lmi_server.configuration.server_settings import ServerSettings, resolve_server
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.registry import ModelRegistry

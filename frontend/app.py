@@ -22,13 +22,13 @@ from frontend.detached import memory_for_answers
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.listeners import Place
 from frontend.http.responses import error_response, json_response, on_http_error, on_lmi_error
-from frontend.inference import Relay
 from frontend.management.adapters import AdapterManagement
 from frontend.management.model_list import ModelList, place_of
 from frontend.management.models import Management
 from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import PLAIN, Metrics
 from frontend.openapi import Document
+from frontend.relay.relay import Relay
 from frontend.request_signatures import SignatureCheck
 from frontend.sagemaker_runtime import ENDPOINTS, SageMakerRuntime
 from frontend.sagemaker_runtime import PATHS as SAGEMAKER_PATHS

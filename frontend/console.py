@@ -22,8 +22,8 @@ from frontend.access.management_access import ManagementGuard, protected
 from frontend.console_feed import ConsoleFeed
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.responses import json_response
-from frontend.inference import Relay
 from frontend.management.models import described
+from frontend.relay.relay import Relay
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.dialects.routes import CHAT_COMPLETIONS
 from lmi_server.explain.explanation import explain_values, memory_of_running

@@ -31,7 +31,6 @@ from frontend.http.connection_limits import ConnectionLimits, map_large_blocks
 from frontend.http.listeners import BACKLOG, Listener, listen
 from frontend.http.protocol import RelayProtocol
 from frontend.http.tls import Certificate, names_certificate
-from frontend.inference import Relay
 from frontend.management.model_watch import ModelWatch
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.embedded_metrics import EmbeddedMetrics
@@ -40,6 +39,7 @@ from frontend.observability.metrics.metric_log import AccessLog, MetricLog, log_
 from frontend.observability.request_reports import RequestReports
 from frontend.observability.server_log import BackgroundLog, background_log
 from frontend.ready_line import ready_line
+from frontend.relay.relay import Relay
 from frontend.server_end import ForcedEnd, ServerEnd
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model

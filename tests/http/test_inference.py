@@ -7,8 +7,8 @@ from uuid import RFC_4122, UUID
 import pytest
 
 from frontend.http.request_ids import new_request_id
-from frontend.inference import model_named_in, parse_priority, priority_named_in
-from frontend.inference_response import Response
+from frontend.relay.relay import model_named_in, parse_priority, priority_named_in
+from frontend.relay.response import Response
 from lmi_server.contract.errors import RequestError
 
 

@@ -25,14 +25,14 @@ from frontend.http.held_bytes import HeldBytes
 from frontend.http.protocol import connection_of, header_names, keep_held
 from frontend.http.request_ids import new_request_id
 from frontend.http.responses import error_statuses, standard_headers
-from frontend.inference_response import Response
 from frontend.management.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
-from frontend.model_names import refuse_unknown
 from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.lmi import CLIENT_GONE
 from frontend.observability.request_reports import AnsweredRequest, RequestReports
 from frontend.observability.traces.trace_context import RequestTrace
+from frontend.relay.model_names import refuse_unknown
+from frontend.relay.response import Response
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import (
     BadParameterError,

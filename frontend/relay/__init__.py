@@ -1,0 +1,1 @@
+"""Inference: the way of a request to a worker, and of its answer back."""
