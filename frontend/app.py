@@ -15,10 +15,7 @@ from starlette.routing import Route
 
 from frontend import kserve
 from frontend.access.management_access import Access, protected
-from frontend.async_invocations import AsyncInvocations
-from frontend.async_jobs import AsyncJobs
 from frontend.console import CHAT, Console, is_for_people, to_console
-from frontend.detached import memory_for_answers
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.listeners import Place
 from frontend.http.responses import error_response, json_response, on_http_error, on_lmi_error
@@ -29,9 +26,12 @@ from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import PLAIN, Metrics
 from frontend.openapi import Document
 from frontend.relay.relay import Relay
-from frontend.request_signatures import SignatureCheck
-from frontend.sagemaker_runtime import ENDPOINTS, SageMakerRuntime
-from frontend.sagemaker_runtime import PATHS as SAGEMAKER_PATHS
+from frontend.sagemaker.async_invocations import AsyncInvocations
+from frontend.sagemaker.async_jobs import AsyncJobs
+from frontend.sagemaker.detached import memory_for_answers
+from frontend.sagemaker.request_signatures import SignatureCheck
+from frontend.sagemaker.runtime import ENDPOINTS, SageMakerRuntime
+from frontend.sagemaker.runtime import PATHS as SAGEMAKER_PATHS
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, RouteNotFoundError
 from lmi_server.contract.quoting import excerpt

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from frontend.http.responses import json_response
 from frontend.management.models import MethodRoute
-from frontend.sagemaker_runtime import STREAM_PATH, STREAM_TYPE
+from frontend.sagemaker.runtime import STREAM_PATH, STREAM_TYPE
 from lmi_server.dialects import routes as names
 from lmi_server.dialects.errors import is_anthropic, is_kserve, is_openai
 from lmi_server.dialects.schemas import Schema, answer_schema, components, request_schema

@@ -15,7 +15,7 @@ from sagemaker_helpers import sagemaker_runtime, sdk_scripts
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
-from frontend.async_invocations import _inline_body
+from frontend.sagemaker.async_invocations import _inline_body
 from lmi_server.contract.errors import RequestError
 
 OUTPUTS = f"s3://{BUCKET}/out"

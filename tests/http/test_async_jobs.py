@@ -16,10 +16,10 @@ import pytest
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
-from frontend.async_jobs import AsyncJobs, _Job
-from frontend.detached import DetachedRequest, memory_for_answers
 from frontend.http.held_bytes import HeldBytes
-from frontend.job_store import DirectoryStore, DynamoStore, JobRecord, JobStore, S3Store, job_store
+from frontend.sagemaker.async_jobs import AsyncJobs, _Job
+from frontend.sagemaker.detached import DetachedRequest, memory_for_answers
+from frontend.sagemaker.job_store import DirectoryStore, DynamoStore, JobRecord, JobStore, S3Store, job_store
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 

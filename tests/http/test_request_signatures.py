@@ -11,7 +11,7 @@ import pytest
 from sagemaker_helpers import ACCESS_KEY, SECRET_KEY, sagemaker_runtime
 from server_helpers import Server, request, serving
 
-from frontend.request_signatures import SignatureCheck
+from frontend.sagemaker.request_signatures import SignatureCheck
 from lmi_server.contract.errors import ConfigurationError
 
 KEYS = f"AKIAOTHER:other-secret, {ACCESS_KEY}:{SECRET_KEY}"

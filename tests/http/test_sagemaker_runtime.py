@@ -12,7 +12,7 @@ from own_code_helpers import make_own
 from sagemaker_helpers import sagemaker_runtime
 from server_helpers import Server, make_model, request, running
 
-from frontend.sagemaker_runtime import payload_part
+from frontend.sagemaker.runtime import payload_part
 
 KEY = "user-key-0123456789"
 OWN = """

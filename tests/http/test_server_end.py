@@ -23,7 +23,7 @@ from artifact_helpers import BUCKET, S3, s3_server
 from server_helpers import Server, connect, make_model, raw_request, received, running, serving
 from waiting import wait_until
 
-from frontend.job_store import DirectoryStore
+from frontend.sagemaker.job_store import DirectoryStore
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typing import Any
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import detached_scope
-from frontend.job_store import JobRecord
+from frontend.sagemaker.job_store import JobRecord
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import NoRoomError
 from lmi_server.dialects.errors import error_reply

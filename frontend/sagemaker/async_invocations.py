@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.responses import Response
 
-from frontend.detached import DetachedRequest, Inference
 from frontend.http.clients import Receive, Scope
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import held_by
 from frontend.http.request_ids import new_request_id
-from frontend.job_store import JobRecord, as_os_errors, aws_client
+from frontend.sagemaker.detached import DetachedRequest, Inference
+from frontend.sagemaker.job_store import JobRecord, as_os_errors, aws_client
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError, NoRoomError, QueueFullError, RequestError
 from lmi_server.contract.quoting import excerpt

@@ -19,13 +19,13 @@ from typing import TypeVar
 
 from starlette.responses import Response
 
-from frontend.detached import DetachedRequest, Inference, Target
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import connection_of
 from frontend.http.request_ids import new_request_id
 from frontend.http.responses import error_response, json_response
-from frontend.job_store import JobRecord, job_store
+from frontend.sagemaker.detached import DetachedRequest, Inference, Target
+from frontend.sagemaker.job_store import JobRecord, job_store
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
 from lmi_server.contract.protocol import SYNCHRONOUS_HEADER

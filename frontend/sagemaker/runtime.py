@@ -15,9 +15,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from frontend.async_invocations import AsyncInvocations
 from frontend.http.clients import Receive, Scope, Send
-from frontend.request_signatures import SignatureCheck, SignatureRefusedError
+from frontend.sagemaker.async_invocations import AsyncInvocations
+from frontend.sagemaker.request_signatures import SignatureCheck, SignatureRefusedError
 from lmi_server.contract.errors import (
     AuthenticationError,
     LmiServerError,

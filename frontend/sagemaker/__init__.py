@@ -1,0 +1,1 @@
+"""SageMaker's runtime API, and jobs that run without their client."""
