@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend import kserve
 from frontend.access.management_access import Access, protected
 from frontend.console import CHAT, Console, is_for_people, to_console
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.listeners import Place
 from frontend.http.responses import error_response, json_response, on_http_error, on_lmi_error
+from frontend.kserve.routes import routes as kserve
 from frontend.management.adapters import AdapterManagement
 from frontend.management.model_list import ModelList, place_of
 from frontend.management.models import Management
