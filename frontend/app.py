@@ -24,7 +24,7 @@ from frontend.management.model_list import ModelList, place_of
 from frontend.management.models import Management
 from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import PLAIN, Metrics
-from frontend.openapi import Document
+from frontend.openapi.document import Document
 from frontend.relay.relay import Relay
 from frontend.sagemaker.async_invocations import AsyncInvocations
 from frontend.sagemaker.async_jobs import AsyncJobs
