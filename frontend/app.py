@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.access.management_access import Access, protected
-from frontend.console import CHAT, Console, is_for_people, to_console
+from frontend.console.pages import CHAT, Console, is_for_people, to_console
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.listeners import Place
 from frontend.http.responses import error_response, json_response, on_http_error, on_lmi_error

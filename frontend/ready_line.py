@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from frontend.console import PAGE
+from frontend.console.pages import PAGE
 from frontend.http.listeners import Listener
 from lmi_server.configuration.server_settings import UNIX, ServerSettings
 from lmi_server.serving.models import Model

@@ -25,8 +25,8 @@ import uvloop
 from frontend.access.management_access import Access
 from frontend.access.web_pages import is_loopback
 from frontend.app import App
-from frontend.console import Console
-from frontend.console_feed import ConsoleFeed
+from frontend.console.feed import ConsoleFeed
+from frontend.console.pages import Console
 from frontend.http.connection_limits import ConnectionLimits, map_large_blocks
 from frontend.http.listeners import BACKLOG, Listener, listen
 from frontend.http.protocol import RelayProtocol

@@ -21,7 +21,7 @@ from relay_helpers import on_loop
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
-from frontend.console_feed import ConsoleFeed
+from frontend.console.feed import ConsoleFeed
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.server_log import LogTail, WrittenLines, background_log
 

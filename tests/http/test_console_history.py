@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import count
 
-from frontend.console_history import COLUMNS, SPAN_S, History
+from frontend.console.history import COLUMNS, SPAN_S, History
 
 BUSY = {
     "tokens": 12.5,

@@ -1,7 +1,7 @@
 """The console: a page at `/console` for people, and what it asks the server for.
 
 The page is static, so that it may be loaded without a key; it asks for one if the management API wants one. It manages
-models by that API, and gets what changes as server-sent events (`frontend/console_feed.py`).
+models by that API, and gets what changes as server-sent events (`frontend/console/feed.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from frontend.access.management_access import ManagementGuard, protected
-from frontend.console_feed import ConsoleFeed
+from frontend.console.feed import ConsoleFeed
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.responses import json_response
 from frontend.management.models import described

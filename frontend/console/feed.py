@@ -13,8 +13,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from importlib.metadata import version
 
-from frontend.console_figures import Row, Window, counts_of, rounded, summed_gauges, sums
-from frontend.console_history import COLUMNS, SPAN_S, History
+from frontend.console.figures import Row, Window, counts_of, rounded, summed_gauges, sums
+from frontend.console.history import COLUMNS, SPAN_S, History
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.server_log import LogTail
 from lmi_server.contract.quoting import excerpt
