@@ -31,6 +31,8 @@ from frontend.http.connection_limits import ConnectionLimits, map_large_blocks
 from frontend.http.listeners import BACKLOG, Listener, listen
 from frontend.http.protocol import RelayProtocol
 from frontend.http.tls import Certificate, names_certificate
+from frontend.lifecycle.ready_line import ready_line
+from frontend.lifecycle.server_end import ForcedEnd, ServerEnd
 from frontend.management.model_watch import ModelWatch
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.embedded_metrics import EmbeddedMetrics
@@ -38,9 +40,7 @@ from frontend.observability.metrics.lmi import HOST
 from frontend.observability.metrics.metric_log import AccessLog, MetricLog, log_files
 from frontend.observability.request_reports import RequestReports
 from frontend.observability.server_log import BackgroundLog, background_log
-from frontend.ready_line import ready_line
 from frontend.relay.relay import Relay
-from frontend.server_end import ForcedEnd, ServerEnd
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import ServerSettings, server_home
