@@ -41,7 +41,7 @@ from lmi_server.supervisor.replicas import Backoff
 logger = logging.getLogger(__name__)
 
 _REPLICA_PROCESS = "lmi_server.ray.replica_process"
-_INGRESS_PROCESS = "frontend.ray_ingress"
+_INGRESS_PROCESS = "frontend.ray.ingress"
 _END_S = 5.0  # beyond the limit of the drain
 _SILENCE_S = 60.0  # a process that serves reports every second
 

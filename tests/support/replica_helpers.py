@@ -85,7 +85,7 @@ class FrontEndProcess(Process):
     """A front end that is told which replicas there are."""
 
     def __init__(self) -> None:
-        super().__init__("frontend.ray_ingress", "127.0.0.1", "0", "60")
+        super().__init__("frontend.ray.ingress", "127.0.0.1", "0", "60")
         self.port = int(self.log.wait_for(r"listening on http://127\.0\.0\.1:(\d+)")[1])
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
         assert self.heard() == Listening()

@@ -1,4 +1,4 @@
-"""The front end of a cluster: `python -m frontend.ray_ingress`. The actor of an ingress starts it, nobody by hand.
+"""The front end of a cluster: `python -m frontend.ray.ingress`. The actor of an ingress starts it, nobody by hand.
 
 It is the front end of `lmi-server serve` with other models behind it: the replicas of which its actor tells it.
 """

@@ -1,0 +1,1 @@
+"""The process that an ingress of a Ray cluster starts."""
