@@ -18,7 +18,7 @@ from frontend.console.pages import CHAT, Console, is_for_people, to_console
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.listeners import Place
 from frontend.http.responses import error_response, json_response, on_http_error, on_lmi_error
-from frontend.kserve.routes import routes as kserve
+from frontend.kserve import predictions as kserve
 from frontend.management.adapters import AdapterManagement
 from frontend.management.model_list import ModelList, place_of
 from frontend.management.models import Management

@@ -29,7 +29,7 @@ REMOTE = {"x-forwarded-for": "203.0.113.7"}  # what a proxy on this machine says
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 KEY, ADMIN = "key-for-requests", "key-of-the-admin"
 CHAT = {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 2}
-STATIC = ROOT / "frontend" / "static"
+STATIC = ROOT / "frontend" / "console" / "static"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The metrics of a model under vLLM's names, for dashboards that were made for vLLM.
 
-A model that vLLM itself serves reports its own, which `frontend/observability/metrics/engine_metrics.py` repeats; this is for all others.
+A model that vLLM itself serves reports its own, which `engine_metrics.py` repeats; this is for all others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The spans of a request in OpenTelemetry's form, sent by OTLP over HTTP. Only `frontend/observability/traces/tracing.py` imports this.
+"""The spans of a request in OpenTelemetry's form, sent by OTLP over HTTP. Only `tracing.py` imports this.
 
     chat demo                            arrival to the last byte, by the conventions for generative AI and HTTP; POST
                                          /invocations if nothing was generated
@@ -10,7 +10,7 @@
       execute                            instead of these three, if nothing is known of tokens
 
 All times are known when the request has ended. Its spans are made then, as the bytes that are sent
-(`frontend/observability/traces/otlp.py`), together with those of a few others: one by one, each time with the code out of the processor's
+(`otlp.py`), together with those of a few others: one by one, each time with the code out of the processor's
 cache, they took four times as long. The thread of the SDK's exporter only puts them together and sends them: whatever
 Python it runs takes the interpreter from the event loop. A span of the SDK's tracer, which measures the times itself,
 costs many times as much.

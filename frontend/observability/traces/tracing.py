@@ -25,7 +25,7 @@ _LONGEST = 256  # characters of a text from the client
 
 
 class SpanWriter(Protocol):
-    """Makes spans of a request and sends them; `frontend/observability/traces/spans.py` has the one for OpenTelemetry."""
+    """Makes spans of a request and sends them; `spans.py` has the one for OpenTelemetry."""
 
     def write(self, request: EndedRequest, trace: RequestTrace) -> None:
         """Send the spans of a request that has ended, soon."""
