@@ -18,7 +18,8 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from handlers.checkpoints.placement import main_device
-from handlers.rolling_batch.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
+from handlers.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
+from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 
 
@@ -193,8 +194,8 @@ class _KernelAttention:
     single_area = 2048
 
     def __init__(self, cache: KVCache) -> None:
-        from handlers.rolling_batch.cpu_kernels.attention import slot_attention, write_rows
-        from handlers.rolling_batch.cpu_kernels.chunk_attention import chunk_attention
+        from handlers.cpu_kernels.attention import slot_attention, write_rows
+        from handlers.cpu_kernels.chunk_attention import chunk_attention
 
         dtype = as_numpy(cache.keys[0]).dtype
         self._kernel = slot_attention
@@ -395,12 +396,6 @@ def _attention(
     scores = settings.softcap * torch.tanh(scores / settings.softcap)
     weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1, dtype=torch.float32)
     return torch.matmul(weights.to(values.dtype), values)
-
-
-def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """View a CPU tensor as a numpy array; bfloat16, which numpy lacks, as its bits (uint16)."""
-    array: np.ndarray = tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-    return array
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from handlers.rolling_batch.attention import AttentionLayer, SlotAttention, StepRows, as_numpy
+from handlers.cpu_kernels.arrays import as_numpy
+from handlers.rolling_batch.attention import AttentionLayer, SlotAttention, StepRows
 from handlers.rolling_batch.fusion import PROJECTIONS, FusedGatedMLP, FusedRMSNorm, ProjectionPart, close
 
 # What a decoder layer passes to the attention of a Llama. An attention that takes more also computes more: Ministral 3
@@ -89,7 +90,7 @@ class FusedDecoderLayer(nn.Module):
 
     def __init__(self, original: Any, layer: AttentionLayer, attention: SlotAttention) -> None:
         super().__init__()
-        from handlers.rolling_batch.cpu_kernels.rows import rotate
+        from handlers.cpu_kernels.rows import rotate
 
         self.input_layernorm = original.input_layernorm
         self.qkv_proj = original.self_attn.q_proj.shared.linear

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from handlers.cpu_kernels.arguments import Activations, DecodeRows, LayerArrays, LayerSettings
 from handlers.rolling_batch.attention import SlotAttention, StepRows
-from handlers.rolling_batch.cpu_kernels.arguments import Activations, DecodeRows, LayerArrays, LayerSettings
 from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.fusion import FusedRMSNorm, close
 from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
@@ -30,7 +30,7 @@ class DecoderModel:
     """Embeddings, decoder layers, norm and head of a model, for the passes that the kernel can compute."""
 
     def __init__(self, model: Any, attention: SlotAttention) -> None:
-        from handlers.rolling_batch.cpu_kernels.decoder import decoder_layers
+        from handlers.cpu_kernels.decoder import decoder_layers
 
         base = model.model
         self.head = model.lm_head

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from handlers.rolling_batch.cpu_kernels.arguments import (
+from handlers.cpu_kernels.arguments import (
     Activations,
     AttentionSettings,
     DecodeRows,
@@ -84,7 +84,7 @@ def compiled_marker(element: str) -> Path | None:
 
     None if compiled kernels are not kept.
     """
-    from handlers.rolling_batch.cpu_kernels.compilation import SOURCES, target
+    from handlers.cpu_kernels.compilation import SOURCES, target
 
     processor = hashlib.sha256(" ".join(target()).encode()).hexdigest()[:16]
     folder = compiled_kernels()
@@ -93,7 +93,7 @@ def compiled_marker(element: str) -> Path | None:
 
 def compiled_kernels() -> Path | None:
     """Return the folder in which numba keeps the compiled kernels, None if it keeps none."""
-    from handlers.rolling_batch.cpu_kernels.linear import linear
+    from handlers.cpu_kernels.linear import linear
 
     kernel: Any = linear
     path = kernel.stats.cache_path
@@ -123,7 +123,7 @@ def first_kernels(element: str) -> Iterator[Call]:
 
     `element` is that of its activations, uint16 (bfloat16) or float32.
     """
-    from handlers.rolling_batch.cpu_kernels.rows import rms_norm
+    from handlers.cpu_kernels.rows import rms_norm
 
     rows = _array(element, 2)
     yield rms_norm, (rows, _array(element, 1), 1.0, rows)
@@ -131,10 +131,10 @@ def first_kernels(element: str) -> Iterator[Call]:
 
 def decoding_kernels(element: str) -> Iterator[Call]:
     """Yield the kernels that decode, most that choose tokens, and those of helpers, as `first_kernels` does."""
-    from handlers.rolling_batch.cpu_kernels import attention
-    from handlers.rolling_batch.cpu_kernels import rows as kernels
-    from handlers.rolling_batch.cpu_kernels.decoder import decoder_layers
-    from handlers.rolling_batch.cpu_kernels.parallel import help_compute, wake_helpers
+    from handlers.cpu_kernels import attention
+    from handlers.cpu_kernels import rows as kernels
+    from handlers.cpu_kernels.decoder import decoder_layers
+    from handlers.cpu_kernels.parallel import help_compute, wake_helpers
 
     places, rows, cache = _array("int64", 1), _array(element, 2), _array(element, 4)
     heads = np.zeros((4, 4, 4), element)[:, :, ::2]  # of any strides
@@ -161,10 +161,10 @@ def decoding_kernels(element: str) -> Iterator[Call]:
 
 def other_kernels(element: str) -> Iterator[Call]:
     """Yield the kernels of single modules, of prompts and those that draw tokens, as `first_kernels` does."""
-    from handlers.rolling_batch.cpu_kernels import rows as kernels
-    from handlers.rolling_batch.cpu_kernels.attention import write_rows
-    from handlers.rolling_batch.cpu_kernels.chunk_attention import chunk_attention
-    from handlers.rolling_batch.cpu_kernels.linear import linear
+    from handlers.cpu_kernels import rows as kernels
+    from handlers.cpu_kernels.attention import write_rows
+    from handlers.cpu_kernels.chunk_attention import chunk_attention
+    from handlers.cpu_kernels.linear import linear
 
     rows = _array(element, 2)
     # First, because `decoder_layers` contains these: the other process finds them compiled when it comes to it.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers.rolling_batch.attention import as_numpy
+from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.kernel_choice import Borders
 from handlers.rolling_batch.linears import is_plain, lay_out_linears
 from handlers.rolling_batch.sharding import RowParallelLinear
@@ -85,7 +85,7 @@ class FusedRMSNorm(nn.Module):
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        from handlers.rolling_batch.cpu_kernels.rows import rms_norm
+        from handlers.cpu_kernels.rows import rms_norm
 
         self.weight: nn.Parameter = norm.weight
         self._kernel = rms_norm
@@ -135,7 +135,7 @@ def _is_silu(activation: Any) -> bool:
 
 
 def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    from handlers.rolling_batch.cpu_kernels.rows import silu_and_mul
+    from handlers.cpu_kernels.rows import silu_and_mul
 
     out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     silu_and_mul(as_numpy(gate_up.flatten(0, -2)), as_numpy(out.flatten(0, -2)))

@@ -41,7 +41,7 @@ def draw(logits: torch.Tensor, ids: torch.Tensor, keys: list[int]) -> list[int]:
 
 
 def _draw_by_kernel(logits: torch.Tensor, ids: torch.Tensor, keys: list[int]) -> list[int]:
-    from handlers.rolling_batch.cpu_kernels.rows import draw_columns
+    from handlers.cpu_kernels.rows import draw_columns
 
     drawn = np.empty(len(logits), np.int64)
     draw_columns(logits.numpy(), ids.numpy(), np.array(keys, np.uint64), drawn)

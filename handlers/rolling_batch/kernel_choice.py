@@ -165,7 +165,7 @@ def _told(border: int | None) -> str:
 
 def measured_borders() -> Borders:
     """Return the borders of this machine for the number of threads that torch has now."""
-    from handlers.rolling_batch.cpu_kernels.compilation import SOURCES, target
+    from handlers.cpu_kernels.compilation import SOURCES, target
 
     hidden = process_environment().get("ONEDNN_MAX_CPU_ISA", "")  # of the processor's instructions
     kind, processor, features = target()

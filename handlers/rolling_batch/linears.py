@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from handlers.rolling_batch.attention import as_numpy
+from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
 
 _DECODE_ROWS = 32  # the number of rows that oneDNN lays weights out for; it computes others with the same layout
@@ -108,7 +108,7 @@ class TiledLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, most_rows: int = ALL) -> None:
         super().__init__()
-        from handlers.rolling_batch.cpu_kernels.linear import linear as kernel
+        from handlers.cpu_kernels.linear import linear as kernel
 
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.most_rows = most_rows
@@ -137,7 +137,7 @@ def _laid_weight(weight: torch.Tensor) -> np.ndarray:
     A panel has the weights of PANEL_COLUMNS outputs. Each of its words has those of two neighbouring inputs, as the
     bfloat16 instructions of AVX-512 and AMX take them. Zeros fill up the last panel, and the last words of each.
     """
-    from handlers.rolling_batch.cpu_kernels.linear import PANEL_COLUMNS, PANEL_WORDS
+    from handlers.cpu_kernels.linear import PANEL_COLUMNS, PANEL_WORDS
 
     outputs, inputs = weight.shape
     panels = -(-outputs // PANEL_COLUMNS)
@@ -168,7 +168,7 @@ class PackedLinear(nn.Module):
 
     def laid(self) -> np.ndarray:
         """Return the weight as a view in the form of `_laid_weight`, if oneDNN has laid it out so."""
-        from handlers.rolling_batch.cpu_kernels.linear import PANEL_COLUMNS
+        from handlers.cpu_kernels.linear import PANEL_COLUMNS
 
         words = _words(self._weight)
         assert words is not None

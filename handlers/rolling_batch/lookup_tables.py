@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from handlers.rolling_batch.attention import as_numpy
+from handlers.cpu_kernels.arrays import as_numpy
 
 Embed = Callable[[np.ndarray], np.ndarray]
 """Token ids (n,) int64 -> their embeddings (n, width)."""

@@ -14,7 +14,7 @@ import torch
 
 def start_helpers() -> bool:
     """Start as many helper threads as torch has threads; return whether there are any."""
-    from handlers.rolling_batch.cpu_kernels import helpers
+    from handlers.cpu_kernels import helpers
 
     return helpers.start(max(torch.get_num_threads(), helpers.threads()))
 
@@ -24,7 +24,7 @@ def begin_pass(only_kernels: bool) -> None:
 
     Beside helpers torch computes what is left for it, a few small operations, in the calling thread.
     """
-    from handlers.rolling_batch.cpu_kernels import helpers
+    from handlers.cpu_kernels import helpers
 
     if only_kernels != helpers.are_used():
         helpers.use(only_kernels)

@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch import gumbel
-from handlers.rolling_batch.attention import as_numpy
 from lmi_server.contract.generation import SamplingParameters
 
 
@@ -232,7 +232,7 @@ def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     """(rows, vocabulary) -> (rows,) float32."""
     if not _has_kernels(logits):
         return logits.float().logsumexp(dim=-1)
-    from handlers.rolling_batch.cpu_kernels.rows import log_sum_exp_rows
+    from handlers.cpu_kernels.rows import log_sum_exp_rows
 
     result = np.empty(len(logits), np.float32)
     log_sum_exp_rows(as_numpy(logits), result)
@@ -243,7 +243,7 @@ def _argmax(logits: torch.Tensor) -> list[int]:
     if not _has_kernels(logits):
         ids: list[int] = logits.argmax(dim=-1).tolist()
         return ids
-    from handlers.rolling_batch.cpu_kernels.rows import argmax_rows
+    from handlers.cpu_kernels.rows import argmax_rows
 
     best = np.empty(len(logits), np.int64)
     argmax_rows(as_numpy(logits), best)
@@ -269,7 +269,7 @@ def _masked_argmax(logits: torch.Tensor, rows: list[int], states: list[SamplingS
             mask[token // 32] &= ~np.uint32(1 << token % 32)
     if not _has_kernels(logits):
         return _argmax(logits[rows].masked_fill(_excluded(logits, masks), -torch.inf))
-    from handlers.rolling_batch.cpu_kernels.rows import masked_argmax_rows
+    from handlers.cpu_kernels.rows import masked_argmax_rows
 
     best = np.empty(len(rows), np.int64)
     masked_argmax_rows(as_numpy(logits), np.array(rows), masks, best)
@@ -282,7 +282,7 @@ def _exclude(logits: torch.Tensor, rows: list[int], states: list[SamplingState])
     if not _has_kernels(logits):
         logits[rows] = logits[rows].masked_fill(_excluded(logits, masks), -torch.inf)
         return
-    from handlers.rolling_batch.cpu_kernels.rows import mask_rows
+    from handlers.cpu_kernels.rows import mask_rows
 
     mask_rows(as_numpy(logits), np.array(rows), masks)
 
@@ -350,7 +350,7 @@ def _draws_from_all(parameters: SamplingParameters) -> bool:
 
 
 def _draw_by_kernel(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
-    from handlers.rolling_batch.cpu_kernels.rows import draw_rows
+    from handlers.cpu_kernels.rows import draw_rows
 
     keys = np.array([state.key for state in states], np.uint64)
     top_p = np.array([state.parameters.top_p for state in states], np.float32)

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from handlers.rolling_batch.attention import as_numpy
-from handlers.rolling_batch.cpu_kernels.arguments import CACHE_LINE, SharedBlocks
+from handlers.cpu_kernels.arguments import CACHE_LINE, SharedBlocks
+from handlers.cpu_kernels.arrays import as_numpy
 from lmi_server.contract.ranks import Rank
 
 SHARED_TYPES = (torch.float32, torch.bfloat16)
@@ -33,7 +33,7 @@ class ShmAllReduce:
     """Sums and gathers over the ranks of a group; all ranks call the same methods with the same shapes in one order."""
 
     def __init__(self, rank: Rank) -> None:
-        from handlers.rolling_batch.cpu_kernels import shared_memory as kernels
+        from handlers.cpu_kernels import shared_memory as kernels
 
         self._all_reduce, self._gather_columns = kernels.all_reduce, kernels.gather_columns
         self._rank, self._ranks = rank.rank, rank.size

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from handlers.cpu_kernels import attention as kernels
+from handlers.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
+from handlers.cpu_kernels.compilation import SOURCES, sources_digest
 from handlers.rolling_batch.attention import (
     ChunkRows,
     SlotAttention,
@@ -20,9 +23,6 @@ from handlers.rolling_batch.attention import (
     _KernelAttention,
     _TorchAttention,
 )
-from handlers.rolling_batch.cpu_kernels import attention as kernels
-from handlers.rolling_batch.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
-from handlers.rolling_batch.cpu_kernels.compilation import SOURCES, sources_digest
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 
 

@@ -15,9 +15,9 @@ from rolling_batch_helpers import Engine, prompts, tiles_for_any_rows
 from tiny_models import tiny_model
 from waiting import wait_until
 
+from handlers.cpu_kernels import helpers
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch import first_compilation, kernel_choice
-from handlers.rolling_batch.cpu_kernels import helpers
 from handlers.rolling_batch.engine_loading import warm_up
 from handlers.rolling_batch.first_compilation import FirstCompilation, decoding_kernels, first_kernels, other_kernels
 from handlers.rolling_batch.prompts import PromptEncoder

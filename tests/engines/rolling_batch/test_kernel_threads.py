@@ -12,13 +12,13 @@ import numba
 import numpy as np
 import pytest
 
-from handlers.rolling_batch.cpu_kernels.compilation import kernel_part
-from handlers.rolling_batch.cpu_kernels.parallel import in_threads
+from handlers.cpu_kernels.compilation import kernel_part
+from handlers.cpu_kernels.parallel import in_threads
 
 # Prints how many kernels were found on disk. Nothing in it starts numba's threads but the kernel.
 _NORM = """
 import numpy as np
-from handlers.rolling_batch.cpu_kernels.rows import rms_norm
+from handlers.cpu_kernels.rows import rms_norm
 
 rows = np.full((5, 4), 2, np.float32)
 rms_norm(rows, np.ones(4, np.float32), 0.0, rows)

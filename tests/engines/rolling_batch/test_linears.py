@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from handlers.rolling_batch.attention import as_numpy
-from handlers.rolling_batch.cpu_kernels.linear import linear as kernel
+from handlers.cpu_kernels.arrays import as_numpy
+from handlers.cpu_kernels.linear import linear as kernel
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 from lmi_server.machine import tile_registers
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from handlers.rolling_batch.attention import as_numpy
+from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.lookup_tables import RotaryTable, embedding_rows
 
 _LONGEST = 5000  # positions

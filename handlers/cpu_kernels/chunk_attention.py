@@ -15,12 +15,12 @@ import numpy as np
 from numba import types
 from numba.np.numpy_support import from_dtype
 
-from handlers.rolling_batch.cpu_kernels import amx
-from handlers.rolling_batch.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
-from handlers.rolling_batch.cpu_kernels.chunk_attention_amx import chunk_attention_in_tile_registers
-from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
-from handlers.rolling_batch.cpu_kernels.inlined import exp, fill, seen_columns
-from handlers.rolling_batch.cpu_kernels.intrinsics import (
+from handlers.cpu_kernels import amx
+from handlers.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
+from handlers.cpu_kernels.chunk_attention_amx import chunk_attention_in_tile_registers
+from handlers.cpu_kernels.compilation import kernel, kernel_part
+from handlers.cpu_kernels.inlined import exp, fill, seen_columns
+from handlers.cpu_kernels.intrinsics import (
     TILE_COLUMNS,
     TILE_ROWS,
     add_product,
@@ -30,7 +30,7 @@ from handlers.rolling_batch.cpu_kernels.intrinsics import (
     word,
     words_of,
 )
-from handlers.rolling_batch.cpu_kernels.parallel import in_threads, shares_of
+from handlers.cpu_kernels.parallel import in_threads, shares_of
 
 
 @functools.cache

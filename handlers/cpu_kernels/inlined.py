@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 
-from handlers.rolling_batch.cpu_kernels.compilation import kernel_part
-from handlers.rolling_batch.cpu_kernels.intrinsics import larger, load, power_of_two
+from handlers.cpu_kernels.compilation import kernel_part
+from handlers.cpu_kernels.intrinsics import larger, load, power_of_two
 
 
 @kernel_part(fastmath=True, forceinline=True)

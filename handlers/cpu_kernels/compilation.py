@@ -10,8 +10,8 @@ from typing import Any
 from numba import njit
 from numba.core import registry
 
-from handlers.rolling_batch.cpu_kernels import amx, kernel_cache
-from handlers.rolling_batch.cpu_kernels.part_compiler import PartCompiler
+from handlers.cpu_kernels import amx, kernel_cache
+from handlers.cpu_kernels.part_compiler import PartCompiler
 
 
 def sources_digest(folder: Path) -> str:

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from handlers.rolling_batch.cpu_kernels.intrinsics import LANES, BFloat16, host_has, prefetch_line
+from handlers.cpu_kernels.intrinsics import LANES, BFloat16, host_has, prefetch_line
 from lmi_server.machine.tile_registers import ask_for_tile_registers
 
 BLOCK_ROWS, PANEL_COLUMNS, STEP_WORDS = 32, 32, 16

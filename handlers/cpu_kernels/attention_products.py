@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from handlers.rolling_batch.cpu_kernels.intrinsics import LANES, host_has, multiply_add, prefetch_line, spread
+from handlers.cpu_kernels.intrinsics import LANES, host_has, multiply_add, prefetch_line, spread
 
 HAS_MANY_REGISTERS = host_has("avx512f")
 """Whether `dots` and the sums of several heads fit into the vector registers.

@@ -18,9 +18,9 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from handlers.rolling_batch.cpu_kernels.arguments import CACHE_LINE
-from handlers.rolling_batch.cpu_kernels.compilation import kernel, kernel_part
-from handlers.rolling_batch.cpu_kernels.intrinsics import load, load_acquire, store, store_release
+from handlers.cpu_kernels.arguments import CACHE_LINE
+from handlers.cpu_kernels.compilation import kernel, kernel_part
+from handlers.cpu_kernels.intrinsics import load, load_acquire, store, store_release
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
