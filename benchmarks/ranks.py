@@ -79,7 +79,7 @@ def message_seconds() -> float:
 def send_messages() -> None:
     from mpi4py import MPI
 
-    from handlers.rolling_batch.communicator import Communicator
+    from handlers.ranks.communicator import Communicator
     from handlers.rolling_batch.step_messages import Pass, encode
     from lmi_server.contract.ranks import Rank
 

@@ -18,7 +18,7 @@ from lmi_server.contract.protocol import Input
 from lmi_server.machine import model_imports
 
 if TYPE_CHECKING:
-    from handlers.rolling_batch.communicator import Communicator
+    from handlers.ranks.communicator import Communicator
     from handlers.rolling_batch.engine_loading import LoadedModel
     from handlers.tasks.task import Task
 

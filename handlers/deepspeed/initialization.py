@@ -26,8 +26,8 @@ from torch import nn
 from handlers.checkpoints.gpus import usable_gpus
 from handlers.deepspeed.int8 import check_device
 from handlers.deepspeed.options import DeepSpeedOptions
-from handlers.rolling_batch.communicator import Communicator
-from handlers.rolling_batch.sharding import RowParallelLinear, join_process_group, plain_linear
+from handlers.ranks.communicator import Communicator
+from handlers.ranks.sharding import RowParallelLinear, join_process_group, plain_linear
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 from lmi_server.machine import model_imports

@@ -12,7 +12,7 @@ from handlers.checkpoints.transformers_loading import load_config, set_threads
 from handlers.deepspeed.initialization import check_before_loading, initialize
 from handlers.deepspeed.int8 import quantize
 from handlers.deepspeed.options import DeepSpeedOptions
-from handlers.rolling_batch.communicator import Communicator
+from handlers.ranks.communicator import Communicator
 from handlers.tasks import task_loading
 from handlers.tasks.task import Task
 from lmi_server.contract.errors import ModelLoadError

@@ -11,16 +11,16 @@ from handlers.checkpoints.placement import main_device, placement_details
 from handlers.checkpoints.quantization import quantization_details, rounds_activations
 from handlers.checkpoints.transformers_loading import load_config, load_model, load_tokenizer, set_threads
 from handlers.huggingface.options import HuggingFaceOptions
-from handlers.rolling_batch.communicator import Communicator
-from handlers.rolling_batch.engine_loading import LoadedModel, set_kernel_threads
-from handlers.rolling_batch.model_runner import LoadCheck
-from handlers.rolling_batch.sharding import (
+from handlers.ranks.communicator import Communicator
+from handlers.ranks.sharding import (
     check_degree,
     join_process_group,
     loading_arguments,
     local_bytes,
     make_local,
 )
+from handlers.rolling_batch.engine_loading import LoadedModel, set_kernel_threads
+from handlers.rolling_batch.model_runner import LoadCheck
 from lmi_server.configuration.options import NGRAM
 from lmi_server.contract.errors import ModelLoadError, RollingBatchError
 from lmi_server.contract.ranks import Rank

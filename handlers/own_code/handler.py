@@ -25,7 +25,7 @@ from lmi_server.machine import model_imports, public_addresses
 from lmi_server.machine.environment import extend_python_path, own_rank
 
 if TYPE_CHECKING:
-    from handlers.rolling_batch.communicator import Communicator
+    from handlers.ranks.communicator import Communicator
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class OwnCodeHandler(RequestHandler):
         self._code.served_names = self.served_names
         rank = own_rank()
         if rank.size > 1:
-            from handlers.rolling_batch.communicator import Communicator  # it imports torch
+            from handlers.ranks.communicator import Communicator  # it imports torch
 
             self._communicator = Communicator(rank)
         info = self._code.start(model_dir, options)

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from handlers.cpu_kernels.arguments import Activations, DecodeRows, LayerArrays, LayerSettings
+from handlers.ranks.sharding import RowParallelLinear
+from handlers.ranks.shm_allreduce import ONE_RANK, ShmAllReduce
 from handlers.rolling_batch.attention import SlotAttention, StepRows
 from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.fusion import FusedRMSNorm, close
 from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.lookup_tables import RotaryTable, embedding_rows
-from handlers.rolling_batch.sharding import RowParallelLinear
-from handlers.rolling_batch.shm_allreduce import ONE_RANK, ShmAllReduce
 
 _PLACES = 4  # of the KV cache that are written while passes are measured
 

@@ -16,8 +16,8 @@ import torch
 from handlers.chats.model import ModelChats
 from handlers.checkpoints.rotary import steady_length
 from handlers.checkpoints.transformers_loading import eos_token_ids, sampling_defaults
+from handlers.ranks.communicator import Communicator
 from handlers.rolling_batch.attention import UnsupportedAttentionError
-from handlers.rolling_batch.communicator import Communicator
 from handlers.rolling_batch.decode_passes import CudaCapture
 from handlers.rolling_batch.device_memory import (
     StepSize,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from handlers.checkpoints.placement import is_spread, main_device
+from handlers.ranks.communicator import Communicator, GroupBrokenError
 from handlers.rolling_batch import kernel_choice
 from handlers.rolling_batch.attention import (
     ChunkRows,
@@ -21,7 +22,6 @@ from handlers.rolling_batch.attention import (
     UnsupportedAttentionError,
     probe_layers,
 )
-from handlers.rolling_batch.communicator import Communicator, GroupBrokenError
 from handlers.rolling_batch.compiled_step import Compile, CompiledStep, torch_compile
 from handlers.rolling_batch.decode_passes import (
     COMPILE_KEY,

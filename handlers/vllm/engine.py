@@ -16,7 +16,7 @@ import torch
 from handlers.chats.templates import AUTO
 from handlers.checkpoints.adapter_layers import AdapterCheck
 from handlers.checkpoints.chat_template import read_chat_template, with_prompt_beginning
-from handlers.rolling_batch.communicator import Communicator
+from handlers.ranks.communicator import Communicator
 from handlers.step_loop import StepLoop
 from handlers.vllm import (
     compiled_code,

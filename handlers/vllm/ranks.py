@@ -26,7 +26,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from handlers.rolling_batch.communicator import Communicator
+from handlers.ranks.communicator import Communicator
 from handlers.vllm import library
 from lmi_server.machine.environment import meeting_point, own_rank
 

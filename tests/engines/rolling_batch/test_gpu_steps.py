@@ -19,11 +19,11 @@ from simulated_devices import SimulatedDevices
 from tiny_models import CONTEXT, byte_tokenizer, tiny_model
 
 from handlers.huggingface.options import HuggingFaceOptions
+from handlers.ranks.sharding import local_bytes
 from handlers.rolling_batch import attention
 from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel, load_engine
 from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.model_runner import LoadCheck
-from handlers.rolling_batch.sharding import local_bytes
 from lmi_server.contract.errors import HandlerError, ModelMemoryError
 from lmi_server.contract.generation import SamplingParameters
 

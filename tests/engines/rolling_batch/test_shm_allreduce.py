@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from handlers.rolling_batch.shm_allreduce import ShmAllReduce
+from handlers.ranks.shm_allreduce import ShmAllReduce
 from lmi_server.contract.ranks import Rank
 
 pytestmark = pytest.mark.slow  # each rank imports torch
@@ -44,7 +44,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecut
     They are forks of a process that has imported torch.
     """
     directory, context = tmp_path_factory.mktemp("alone"), multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["handlers.rolling_batch.shm_allreduce"])
+    context.set_forkserver_preload(["handlers.ranks.shm_allreduce"])
     use_kernels(directory)
     every_rank = context.Barrier(max(SIZES))
     with ProcessPoolExecutor(max(SIZES), context, meet, (directory, every_rank)) as pool:

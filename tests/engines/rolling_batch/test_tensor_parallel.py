@@ -26,7 +26,7 @@ from processes import is_running
 from server_helpers import Server, make_model
 from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, random_model
 
-from handlers.rolling_batch.sharding import check_degree
+from handlers.ranks.sharding import check_degree
 from lmi_server.contract.errors import ModelLoadError
 
 pytestmark = pytest.mark.slow

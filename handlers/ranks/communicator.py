@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from handlers.rolling_batch.shm_allreduce import SHARED_TYPES, ShmAllReduce
+from handlers.ranks.shm_allreduce import SHARED_TYPES, ShmAllReduce
 from handlers.step_loop import EngineLostError
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from handlers.checkpoints.gpus import own_gpu
-from handlers.rolling_batch.communicator import Communicator
+from handlers.ranks.communicator import Communicator
 from lmi_server.contract.errors import ModelLoadError, first_line
 from lmi_server.contract.ranks import Rank
 
