@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from handlers.rolling_batch import scheduler
 from handlers.rolling_batch.model_runner import ModelRunner
 from handlers.rolling_batch.sampler import SamplingState, foresee
-from handlers.rolling_batch.scheduler import Chunk, StepPlan
+from handlers.rolling_batch.schedule import scheduler
+from handlers.rolling_batch.schedule.scheduler import Chunk, StepPlan
 from handlers.rolling_batch.speculation import Acceptance
 
 _CATCH_UP = 128  # tokens of prompts, and of what was generated without drafts, that a step computes at most

@@ -33,7 +33,7 @@ from handlers.rolling_batch.kv_cache import bytes_per_token
 from handlers.rolling_batch.model_runner import LoadCheck, ModelRunner
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.prompts import PromptEncoder
-from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
 from handlers.rolling_batch.speculation import Speculation
 from handlers.rolling_batch.step_times import LearntStepTimes
 from lmi_server.contract.errors import (

@@ -42,8 +42,8 @@ from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.lora import LoraLayers
 from handlers.rolling_batch.pass_threads import begin_pass, start_helpers
-from handlers.rolling_batch.scheduler import Chunk, Sequence, StepPlan
-from handlers.rolling_batch.slots import Copy
+from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence, StepPlan
+from handlers.rolling_batch.schedule.slots import Copy
 from handlers.rolling_batch.step_messages import Measure, Pass, Prepare, Stop, decode, encode
 from handlers.rolling_batch.step_runner import StepLogits
 from lmi_server.contract.errors import RequestError

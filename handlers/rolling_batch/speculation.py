@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from handlers.rolling_batch import scheduler
+from handlers.rolling_batch.schedule import scheduler
 from handlers.rolling_batch.step_times import StepTimes
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from handlers.rolling_batch.attention import ChunkRows
-from handlers.rolling_batch.slots import Copy, Trim
+from handlers.rolling_batch.schedule.slots import Copy, Trim
 
 
 class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from handlers.rolling_batch.scheduler import Retraction, Scheduler, StepPlan
+from handlers.rolling_batch.schedule.scheduler import Retraction, Scheduler, StepPlan
 
 _log = logging.getLogger(__name__)
 

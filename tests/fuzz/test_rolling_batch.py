@@ -23,7 +23,7 @@ from tiny_models import CONTEXT, byte_tokenizer, tiny_model
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.lora import LoraLayers, LoraWeights
 from handlers.rolling_batch.model_runner import ModelRunner
-from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits, StepPlan
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, StepPlan
 from handlers.rolling_batch.speculation import Speculation
 from handlers.rolling_batch.step_runner import StepLogits
 from handlers.step_loop import AddRequest, StepLoop

@@ -16,7 +16,7 @@ from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.kernel_choice import Borders
 from handlers.rolling_batch.lora import LoraWeights
 from handlers.rolling_batch.model_runner import ModelRunner
-from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import Delta, SamplingParameters
 

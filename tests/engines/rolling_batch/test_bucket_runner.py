@@ -13,7 +13,7 @@ from tiny_models import byte_tokenizer, tiny_model
 
 from handlers.rolling_batch.bucket_runner import BatchRunner, LineRunner
 from handlers.rolling_batch.engine import RollingBatchEngine
-from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import SamplingParameters
 

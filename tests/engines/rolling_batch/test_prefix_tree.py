@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.rolling_batch.prefix_tree import PrefixTree
+from handlers.rolling_batch.schedule.prefix_tree import PrefixTree
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 ADAPTERS = st.sampled_from([None, "a", "b"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
 
 
 class Batch:

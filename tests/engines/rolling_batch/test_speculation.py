@@ -16,7 +16,7 @@ from tiny_models import CONTEXT, tiny_model
 from handlers.rolling_batch.draft_model import DraftModel, StepCosts
 from handlers.rolling_batch.model_runner import ModelRunner
 from handlers.rolling_batch.sampler import SamplingState
-from handlers.rolling_batch.scheduler import Sequence
+from handlers.rolling_batch.schedule.scheduler import Sequence
 from handlers.rolling_batch.speculation import PromptLookup, Speculation, worthwhile
 from lmi_server.contract.generation import SamplingParameters
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from handlers.rolling_batch.scheduler import Scheduler, SchedulerLimits, Sequence
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, Sequence
 from handlers.rolling_batch.step_recorder import StepRecorder
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
-from handlers.rolling_batch.prefix_tree import PrefixTree
+from handlers.rolling_batch.schedule.prefix_tree import PrefixTree
 
 _LEAST_COPIED = 4  # tokens; computing fewer is as fast as copying
 _TAIL_WORTH_KEEPING = 16  # cached tokens behind a match; for more of them the match is copied, not overwritten

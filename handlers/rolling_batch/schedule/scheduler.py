@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from handlers.rolling_batch.slots import Copy, Match, SlotTable, Trim
+from handlers.rolling_batch.schedule.slots import Copy, Match, SlotTable, Trim
 
 Policy = Literal["lpm", "fcfs"]
 

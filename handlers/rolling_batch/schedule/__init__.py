@@ -1,0 +1,1 @@
+"""Which sequences a step computes, and where their keys and values are. Plain data in, plain data out."""
