@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from handlers.rolling_batch.decode_passes import COMPILE_KEY, Step, log_no_effect
+from handlers.rolling_batch.attention.decode_passes import COMPILE_KEY, Step, log_no_effect
 from lmi_server.contract.errors import first_line
 
 Compile = Callable[[Step], Any]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from handlers.rolling_batch.attention import MOST_SCORES
-from handlers.rolling_batch.kv_cache import bytes_per_token, fitting_tokens
+from handlers.rolling_batch.attention.kv_cache import bytes_per_token, fitting_tokens
+from handlers.rolling_batch.attention.paged import MOST_SCORES
 from handlers.rolling_batch.model_runner import ModelRunner
 from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.contract.errors import ModelMemoryError, first_line, is_out_of_memory

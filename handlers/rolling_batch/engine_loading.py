@@ -17,8 +17,9 @@ from handlers.chats.model import ModelChats
 from handlers.checkpoints.rotary import steady_length
 from handlers.checkpoints.transformers_loading import eos_token_ids, sampling_defaults
 from handlers.ranks.communicator import Communicator
-from handlers.rolling_batch.attention import UnsupportedAttentionError
-from handlers.rolling_batch.decode_passes import CudaCapture
+from handlers.rolling_batch.attention.decode_passes import CudaCapture
+from handlers.rolling_batch.attention.kv_cache import bytes_per_token
+from handlers.rolling_batch.attention.paged import UnsupportedAttentionError
 from handlers.rolling_batch.device_memory import (
     StepSize,
     enough_for_steps,
@@ -29,7 +30,6 @@ from handlers.rolling_batch.device_memory import (
 )
 from handlers.rolling_batch.draft_model import DraftModel, StepCosts
 from handlers.rolling_batch.engine import RollingBatchEngine
-from handlers.rolling_batch.kv_cache import bytes_per_token
 from handlers.rolling_batch.model_runner import LoadCheck, ModelRunner
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.prompts import PromptEncoder

@@ -15,15 +15,7 @@ import torch
 from handlers.checkpoints.placement import is_spread, main_device
 from handlers.ranks.communicator import Communicator, GroupBrokenError
 from handlers.rolling_batch import kernel_choice
-from handlers.rolling_batch.attention import (
-    ChunkRows,
-    SlotAttention,
-    StepRows,
-    UnsupportedAttentionError,
-    probe_layers,
-)
-from handlers.rolling_batch.compiled_step import Compile, CompiledStep, torch_compile
-from handlers.rolling_batch.decode_passes import (
+from handlers.rolling_batch.attention.decode_passes import (
     COMPILE_KEY,
     GRAPH_KEY,
     Capture,
@@ -34,11 +26,19 @@ from handlers.rolling_batch.decode_passes import (
     log_no_effect,
     run_once,
 )
+from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
+from handlers.rolling_batch.attention.paged import (
+    ChunkRows,
+    SlotAttention,
+    StepRows,
+    UnsupportedAttentionError,
+    probe_layers,
+)
+from handlers.rolling_batch.compiled_step import Compile, CompiledStep, torch_compile
 from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.decoder_model import DecoderModel
 from handlers.rolling_batch.fusion import fuse
 from handlers.rolling_batch.kernel_choice import ALL
-from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.lora import LoraLayers
 from handlers.rolling_batch.pass_threads import begin_pass, start_helpers

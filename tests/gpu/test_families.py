@@ -16,7 +16,7 @@ from adapter_helpers import read_adapter, save_adapter, with_adapter
 from rolling_batch_helpers import Engine, generated, prompts
 from tiny_models import FAMILIES, random_model, tiny_model
 
-from handlers.rolling_batch.decode_passes import CudaCapture
+from handlers.rolling_batch.attention.decode_passes import CudaCapture
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU: make test-gpu", allow_module_level=True)

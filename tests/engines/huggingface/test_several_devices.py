@@ -23,8 +23,8 @@ from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertMode
 from handlers.checkpoints.placement import memory_limits, refuse_divided_layers
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
+from handlers.rolling_batch.attention.kv_cache import LayerShape, bytes_per_token, fitting_tokens
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
-from handlers.rolling_batch.kv_cache import LayerShape, bytes_per_token, fitting_tokens
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import SamplingParameters
 

@@ -16,14 +16,14 @@ import torch
 from handlers.cpu_kernels import attention as kernels
 from handlers.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
 from handlers.cpu_kernels.compilation import SOURCES, sources_digest
-from handlers.rolling_batch.attention import (
+from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
+from handlers.rolling_batch.attention.paged import (
     ChunkRows,
     SlotAttention,
     StepRows,
     _KernelAttention,
     _TorchAttention,
 )
-from handlers.rolling_batch.kv_cache import KVCache, LayerShape
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])

@@ -11,7 +11,7 @@ from rolling_batch_helpers import Engine, check_log_probabilities, prompts, tile
 from tiny_models import CONTEXT, tiny_model
 
 from handlers.rolling_batch import kernel_choice
-from handlers.rolling_batch.attention import ChunkRows, StepRows
+from handlers.rolling_batch.attention.paged import ChunkRows, StepRows
 from handlers.rolling_batch.lora import LoraPair
 from handlers.rolling_batch.model_runner import ModelRunner
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from handlers.rolling_batch.kv_cache import KVCache, LayerShape, bytes_per_token
+from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape, bytes_per_token
 
 LAYERS = [LayerShape(2, 64, 64)] * 4
 KIB_PER_TOKEN = bytes_per_token(LAYERS, torch.float32) // 1024

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from handlers.checkpoints.placement import main_device
 from handlers.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.rolling_batch.kv_cache import KVCache, LayerShape
+from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
 
 
 @dataclass(frozen=True)

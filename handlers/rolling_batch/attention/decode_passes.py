@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from handlers.rolling_batch.attention import SingleRows, SlotAttention
+from handlers.rolling_batch.attention.paged import SingleRows, SlotAttention
 from lmi_server.contract.errors import first_line
 
 _log = logging.getLogger(__name__)

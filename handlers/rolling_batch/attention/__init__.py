@@ -1,0 +1,1 @@
+"""Attention of a flat forward pass over the slots of the KV cache."""
