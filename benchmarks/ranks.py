@@ -80,7 +80,7 @@ def send_messages() -> None:
     from mpi4py import MPI
 
     from handlers.ranks.communicator import Communicator
-    from handlers.rolling_batch.step_messages import Pass, encode
+    from handlers.rolling_batch.runner.step_messages import Pass, encode
     from lmi_server.contract.ranks import Rank
 
     rank = MPI.COMM_WORLD.rank

@@ -25,10 +25,10 @@ from handlers.neuronx.options import (
     NeuronxOptions,
     holds_graphs,
 )
-from handlers.rolling_batch.bucket_runner import BatchRunner, LineRunner
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.engine_loading import LoadedEngine, warm_up
 from handlers.rolling_batch.prompts import PromptEncoder
+from handlers.rolling_batch.runner.bucket_runner import BatchRunner, LineRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from lmi_server.contract.errors import ModelLoadError, describe
 from lmi_server.machine import environment

@@ -9,7 +9,7 @@ import torch
 
 from handlers.neuron_failures import failures_of_load, failures_of_step
 from handlers.neuronx.options import COMPILED_BY_OPTIMUM, NeuronxOptions
-from handlers.rolling_batch.bucket_runner import LineRunner
+from handlers.rolling_batch.runner.bucket_runner import LineRunner
 from lmi_server.contract.errors import ModelLoadError
 
 LIBRARY = "optimum-neuron"

@@ -15,7 +15,7 @@ import torch
 
 from handlers.neuron_failures import failures_of_load, failures_of_step
 from handlers.neuronx.options import NeuronxOptions
-from handlers.rolling_batch.bucket_runner import BatchRunner, LineRunner
+from handlers.rolling_batch.runner.bucket_runner import BatchRunner, LineRunner
 from lmi_server.contract.errors import ModelLoadError
 
 LIBRARY = "transformers-neuronx"

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from handlers.rolling_batch.model_runner import ModelRunner
+from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.sampler import SamplingState, foresee
 from handlers.rolling_batch.schedule import scheduler
 from handlers.rolling_batch.schedule.scheduler import Chunk, StepPlan

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
 from handlers.rolling_batch.lora import LoraPair, LoraWeights
 from handlers.rolling_batch.prompts import PromptEncoder
+from handlers.rolling_batch.runner.step_runner import StepLogits, StepRunner
 from handlers.rolling_batch.sampler import NO_TOKEN, BannedTokens, Sampled, SamplingState, TokenMask, sample, score
 from handlers.rolling_batch.schedule.scheduler import Chunk, Scheduler, Sequence, StepPlan
 from handlers.rolling_batch.speculation import Drafter
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
-from handlers.rolling_batch.step_runner import StepLogits, StepRunner
 from handlers.step_loop import EngineLostError, Output
 from lmi_server.contract.errors import (
     ContextLengthError,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from handlers.huggingface.kernel_compilation import save_small_llama
 from handlers.rolling_batch import kernel_choice
-from handlers.rolling_batch.model_runner import ModelRunner
+from handlers.rolling_batch.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from rolling_batch_helpers import EOS, Received, generated
 from static_graphs import Graphs
 from tiny_models import byte_tokenizer, tiny_model
 
-from handlers.rolling_batch.bucket_runner import BatchRunner, LineRunner
 from handlers.rolling_batch.engine import RollingBatchEngine
+from handlers.rolling_batch.runner.bucket_runner import BatchRunner, LineRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import SamplingParameters

@@ -19,7 +19,7 @@ from handlers.rolling_batch import kernel_choice
 from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear, lay_out_linears, reads_tiles
-from handlers.rolling_batch.model_runner import ModelRunner
+from handlers.rolling_batch.runner.model_runner import ModelRunner
 
 _needs_onednn = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies no bfloat16 here"

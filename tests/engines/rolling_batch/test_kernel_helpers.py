@@ -19,7 +19,7 @@ from tiny_models import tiny_model
 from handlers.cpu_kernels import helpers
 from handlers.cpu_kernels.compilation import kernel_part
 from handlers.cpu_kernels.parallel import in_threads, shares_of
-from handlers.rolling_batch import pass_threads
+from handlers.rolling_batch.runner import pass_threads
 
 pytestmark = pytest.mark.skipif(not helpers.MACHINE_IS_KNOWN, reason="there are no helpers on this kind of processor")
 
@@ -184,7 +184,7 @@ def test_a_pass_is_computed_by_one_kind_of_threads(torch_threads: int) -> None:
 def test_an_engine_answers_with_helpers_as_without(torch_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[bool] = []
     monkeypatch.setattr(
-        "handlers.rolling_batch.model_runner.begin_pass",
+        "handlers.rolling_batch.runner.model_runner.begin_pass",
         lambda only: (used.append(only), pass_threads.begin_pass(only)),
     )
 

@@ -14,7 +14,7 @@ from rolling_batch_helpers import Engine, GivenStepTimes, Received, prompts
 from tiny_models import CONTEXT, tiny_model
 
 from handlers.rolling_batch.draft_model import DraftModel, StepCosts
-from handlers.rolling_batch.model_runner import ModelRunner
+from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.sampler import SamplingState
 from handlers.rolling_batch.schedule.scheduler import Sequence
 from handlers.rolling_batch.speculation import PromptLookup, Speculation, worthwhile

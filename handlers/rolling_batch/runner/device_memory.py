@@ -16,8 +16,8 @@ import torch
 
 from handlers.rolling_batch.attention.kv_cache import bytes_per_token, fitting_tokens
 from handlers.rolling_batch.attention.paged import MOST_SCORES
-from handlers.rolling_batch.model_runner import ModelRunner
 from handlers.rolling_batch.options import RollingBatchOptions
+from handlers.rolling_batch.runner.model_runner import ModelRunner
 from lmi_server.contract.errors import ModelMemoryError, first_line, is_out_of_memory
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.memory import free_and_total

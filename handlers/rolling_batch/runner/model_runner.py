@@ -34,18 +34,18 @@ from handlers.rolling_batch.attention.paged import (
     UnsupportedAttentionError,
     probe_layers,
 )
-from handlers.rolling_batch.compiled_step import Compile, CompiledStep, torch_compile
 from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.decoder_model import DecoderModel
 from handlers.rolling_batch.fusion import fuse
 from handlers.rolling_batch.kernel_choice import ALL
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.lora import LoraLayers
-from handlers.rolling_batch.pass_threads import begin_pass, start_helpers
+from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep, torch_compile
+from handlers.rolling_batch.runner.pass_threads import begin_pass, start_helpers
+from handlers.rolling_batch.runner.step_messages import Measure, Pass, Prepare, Stop, decode, encode
+from handlers.rolling_batch.runner.step_runner import StepLogits
 from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence, StepPlan
 from handlers.rolling_batch.schedule.slots import Copy
-from handlers.rolling_batch.step_messages import Measure, Pass, Prepare, Stop, decode, encode
-from handlers.rolling_batch.step_runner import StepLogits
 from lmi_server.contract.errors import RequestError
 
 _log = logging.getLogger(__name__)

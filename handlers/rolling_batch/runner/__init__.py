@@ -1,0 +1,1 @@
+"""Runs the plan of a step: the forward passes, on one rank or on several."""
