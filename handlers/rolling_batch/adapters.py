@@ -11,7 +11,7 @@ from lmi_server.contract.quoting import excerpt
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine
-    from handlers.rolling_batch.lora import LoraPair, LoraWeights
+    from handlers.rolling_batch.lora.layers import LoraPair, LoraWeights
     from handlers.step_loop import StepLoop
 
 
@@ -72,10 +72,10 @@ class LoadedAdapters:
 
 
 def _import_reader() -> None:
-    from handlers.rolling_batch import lora_checkpoint  # noqa: F401
+    from handlers.rolling_batch.lora.layers import checkpoint as lora_checkpoint  # noqa: F401
 
 
 def _read(directory: str) -> dict[str, LoraPair]:
-    from handlers.rolling_batch.lora_checkpoint import read_adapter
+    from handlers.rolling_batch.lora.checkpoint import read_adapter
 
     return read_adapter(directory)

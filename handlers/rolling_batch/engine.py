@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec.structs import replace
 
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
-from handlers.rolling_batch.lora import LoraPair, LoraWeights
+from handlers.rolling_batch.lora.layers import LoraPair, LoraWeights
 from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.runner.step_runner import StepLogits, StepRunner
 from handlers.rolling_batch.sampler import NO_TOKEN, BannedTokens, Sampled, SamplingState, TokenMask, sample, score

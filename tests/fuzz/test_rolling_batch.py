@@ -21,7 +21,7 @@ from rolling_batch_helpers import EOS, GivenStepTimes, Received, generated
 from tiny_models import CONTEXT, byte_tokenizer, tiny_model
 
 from handlers.rolling_batch.engine import RollingBatchEngine
-from handlers.rolling_batch.lora import LoraLayers, LoraWeights
+from handlers.rolling_batch.lora.layers import LoraLayers, LoraWeights
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.runner.step_runner import StepLogits
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, StepPlan

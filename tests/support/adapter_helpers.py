@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from handlers.rolling_batch.lora import LoraPair
+from handlers.rolling_batch.lora.layers import LoraPair
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -40,6 +40,6 @@ def with_adapter(model: Any, directory: Path) -> Any:
 
 def read_adapter(directory: str) -> dict[str, LoraPair]:
     """Return the weights of an adapter, as the rolling batch reads them."""
-    from handlers.rolling_batch import lora_checkpoint
+    from handlers.rolling_batch.lora.layers import checkpoint as lora_checkpoint
 
     return lora_checkpoint.read_adapter(directory)

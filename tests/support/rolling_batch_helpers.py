@@ -14,7 +14,7 @@ from tiny_models import CONTEXT, byte_tokenizer
 
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.kernel_choice import Borders
-from handlers.rolling_batch.lora import LoraWeights
+from handlers.rolling_batch.lora.layers import LoraWeights
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from lmi_server.contract.errors import LmiServerError

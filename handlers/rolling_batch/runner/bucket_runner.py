@@ -18,7 +18,7 @@ from handlers.rolling_batch.schedule.scheduler import Sequence, StepPlan
 from lmi_server.contract.errors import RequestError
 
 if TYPE_CHECKING:
-    from handlers.rolling_batch.lora import LoraLayers
+    from handlers.rolling_batch.lora.layers import LoraLayers
 
 
 class LineModel(Protocol):

@@ -39,7 +39,7 @@ from handlers.rolling_batch.decoder_model import DecoderModel
 from handlers.rolling_batch.fusion import fuse
 from handlers.rolling_batch.kernel_choice import ALL
 from handlers.rolling_batch.linears import PackedLinear, TiledLinear
-from handlers.rolling_batch.lora import LoraLayers
+from handlers.rolling_batch.lora.layers import LoraLayers
 from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep, torch_compile
 from handlers.rolling_batch.runner.pass_threads import begin_pass, start_helpers
 from handlers.rolling_batch.runner.step_messages import Measure, Pass, Prepare, Stop, decode, encode

@@ -11,7 +11,7 @@ from handlers.rolling_batch.schedule.scheduler import Sequence, StepPlan
 if TYPE_CHECKING:
     import torch
 
-    from handlers.rolling_batch.lora import LoraLayers
+    from handlers.rolling_batch.lora.layers import LoraLayers
 
 
 @dataclass(frozen=True)

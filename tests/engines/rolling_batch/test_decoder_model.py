@@ -12,7 +12,7 @@ from tiny_models import CONTEXT, tiny_model
 
 from handlers.rolling_batch import kernel_choice
 from handlers.rolling_batch.attention.paged import ChunkRows, StepRows
-from handlers.rolling_batch.lora import LoraPair
+from handlers.rolling_batch.lora.layers import LoraPair
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.slow

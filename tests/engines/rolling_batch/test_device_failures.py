@@ -10,7 +10,7 @@ from rolling_batch_helpers import EOS, Received
 from tiny_models import CONTEXT, byte_tokenizer
 
 from handlers.rolling_batch.engine import RollingBatchEngine
-from handlers.rolling_batch.lora import LoraLayers
+from handlers.rolling_batch.lora.layers import LoraLayers
 from handlers.rolling_batch.runner.step_runner import StepLogits
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, StepPlan
 from handlers.step_loop import EngineLostError

@@ -15,7 +15,7 @@ from rolling_batch_helpers import EOS, Engine, Received, generated, prompts
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
-from handlers.rolling_batch.lora import LoraWeights
+from handlers.rolling_batch.lora.layers import LoraWeights
 from lmi_server.contract.errors import RequestError
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from peft.utils import load_peft_weights
 from peft.utils.other import get_pattern_key
 
 from handlers.checkpoints.adapter_layers import DOWN, PREFIX, UP, adapted_layers
-from handlers.rolling_batch.lora import LoraPair
+from handlers.rolling_batch.lora.layers import LoraPair
 from lmi_server.contract.errors import RequestError
 
 # peft saves these beside the adapter of such a layer by default, as the model itself has them.

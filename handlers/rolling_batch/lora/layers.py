@@ -17,7 +17,7 @@ from torch import nn
 
 from handlers.checkpoints.adapter_layers import DOWN, PREFIX, UP, Widths, refuse_foreign, refuse_infinite
 from handlers.checkpoints.placement import main_device, module_device
-from handlers.rolling_batch.lora_targets import LoraTarget, lora_targets
+from handlers.rolling_batch.lora.targets import LoraTarget, lora_targets
 
 _Adder = Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]
 

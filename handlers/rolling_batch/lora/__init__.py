@@ -1,0 +1,1 @@
+"""LoRA adapters of the rows of a step."""
