@@ -19,7 +19,7 @@ from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.runner.step_runner import StepLogits, StepRunner
 from handlers.rolling_batch.sampler import NO_TOKEN, BannedTokens, Sampled, SamplingState, TokenMask, sample, score
 from handlers.rolling_batch.schedule.scheduler import Chunk, Scheduler, Sequence, StepPlan
-from handlers.rolling_batch.speculation import Drafter
+from handlers.rolling_batch.speculation.drafting import Drafter
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.step_loop import EngineLostError, Output
 from lmi_server.contract.errors import (

@@ -20,7 +20,6 @@ from handlers.ranks.communicator import Communicator
 from handlers.rolling_batch.attention.decode_passes import CudaCapture
 from handlers.rolling_batch.attention.kv_cache import bytes_per_token
 from handlers.rolling_batch.attention.paged import UnsupportedAttentionError
-from handlers.rolling_batch.draft_model import DraftModel, StepCosts
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.prompts import PromptEncoder
@@ -34,7 +33,8 @@ from handlers.rolling_batch.runner.device_memory import (
 )
 from handlers.rolling_batch.runner.model_runner import LoadCheck, ModelRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
-from handlers.rolling_batch.speculation import Speculation
+from handlers.rolling_batch.speculation.draft_model import DraftModel, StepCosts
+from handlers.rolling_batch.speculation.drafting import Speculation
 from handlers.rolling_batch.step_times import LearntStepTimes
 from lmi_server.contract.errors import (
     LmiServerError,

@@ -25,7 +25,7 @@ from handlers.rolling_batch.lora.layers import LoraLayers, LoraWeights
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.runner.step_runner import StepLogits
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, StepPlan
-from handlers.rolling_batch.speculation import Speculation
+from handlers.rolling_batch.speculation.drafting import Speculation
 from handlers.step_loop import AddRequest, StepLoop
 from handlers.structured_output.grammar_text import grammar_text
 from handlers.structured_output.token_grammars import GrammarMatch, TokenGrammars

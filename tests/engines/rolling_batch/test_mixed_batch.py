@@ -12,7 +12,7 @@ from rolling_batch_helpers import EOS, Engine, GivenStepTimes, Received, generat
 from tiny_models import tiny_model
 
 from handlers.chats.required import call_constraint
-from handlers.rolling_batch.speculation import Speculation
+from handlers.rolling_batch.speculation.drafting import Speculation
 from handlers.structured_output.grammar_text import grammar_text
 from handlers.structured_output.token_grammars import CompiledGrammar, GrammarMatch, TokenGrammars
 from lmi_server.contract.generation import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from handlers.rolling_batch.speculation import worthwhile
+from handlers.rolling_batch.speculation.drafting import worthwhile
 from handlers.rolling_batch.step_times import LearntStepTimes
 
 

@@ -20,7 +20,7 @@ from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.sampler import SamplingState, foresee
 from handlers.rolling_batch.schedule import scheduler
 from handlers.rolling_batch.schedule.scheduler import Chunk, StepPlan
-from handlers.rolling_batch.speculation import Acceptance
+from handlers.rolling_batch.speculation.drafting import Acceptance
 
 _CATCH_UP = 128  # tokens of prompts, and of what was generated without drafts, that a step computes at most
 _LEAST_TRIMMED = 256  # tokens; a slot with fewer keeps its memory for the next sequence

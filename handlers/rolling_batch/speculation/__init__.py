@@ -1,0 +1,1 @@
+"""Drafted tokens, by a draft model or by the text before."""
