@@ -178,7 +178,7 @@ class RollingBatchHandler(SchedulingHandler):
 
     def load_engine(self, model_dir: str, options: Any) -> LoadedEngine:
         try:
-            from handlers.rolling_batch import first_compilation
+            from handlers.rolling_batch.cpu import first_compilation
 
             compilation = first_compilation.start(model_dir, options)
             with model_imports.without_triton():

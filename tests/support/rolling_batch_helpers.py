@@ -12,8 +12,8 @@ import pytest
 import torch
 from tiny_models import CONTEXT, byte_tokenizer
 
+from handlers.rolling_batch.cpu.kernel_choice import Borders
 from handlers.rolling_batch.engine import RollingBatchEngine
-from handlers.rolling_batch.kernel_choice import Borders
 from handlers.rolling_batch.lora.layers import LoraWeights
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits

@@ -14,7 +14,6 @@ import torch
 
 from handlers.checkpoints.placement import is_spread, main_device
 from handlers.ranks.communicator import Communicator, GroupBrokenError
-from handlers.rolling_batch import kernel_choice
 from handlers.rolling_batch.attention.decode_passes import (
     COMPILE_KEY,
     GRAPH_KEY,
@@ -34,11 +33,12 @@ from handlers.rolling_batch.attention.paged import (
     UnsupportedAttentionError,
     probe_layers,
 )
-from handlers.rolling_batch.decoder_layers import fuse_decoder_layers
-from handlers.rolling_batch.decoder_model import DecoderModel
-from handlers.rolling_batch.fusion import fuse
-from handlers.rolling_batch.kernel_choice import ALL
-from handlers.rolling_batch.linears import PackedLinear, TiledLinear
+from handlers.rolling_batch.cpu import kernel_choice
+from handlers.rolling_batch.cpu.decoder_layers import fuse_decoder_layers
+from handlers.rolling_batch.cpu.decoder_model import DecoderModel
+from handlers.rolling_batch.cpu.fusion import fuse
+from handlers.rolling_batch.cpu.kernel_choice import ALL
+from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.lora.layers import LoraLayers
 from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep, torch_compile
 from handlers.rolling_batch.runner.pass_threads import begin_pass, start_helpers

@@ -10,7 +10,7 @@ from rolling_batch_helpers import tiles_for_any_rows
 from transformers import AutoModelForCausalLM
 
 from handlers.huggingface.kernel_compilation import save_small_llama
-from handlers.rolling_batch import kernel_choice
+from handlers.rolling_batch.cpu import kernel_choice
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.slow

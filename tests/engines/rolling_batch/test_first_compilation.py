@@ -17,9 +17,14 @@ from waiting import wait_until
 
 from handlers.cpu_kernels import helpers
 from handlers.huggingface.options import HuggingFaceOptions
-from handlers.rolling_batch import first_compilation, kernel_choice
+from handlers.rolling_batch.cpu import first_compilation, kernel_choice
+from handlers.rolling_batch.cpu.first_compilation import (
+    FirstCompilation,
+    decoding_kernels,
+    first_kernels,
+    other_kernels,
+)
 from handlers.rolling_batch.engine_loading import warm_up
-from handlers.rolling_batch.first_compilation import FirstCompilation, decoding_kernels, first_kernels, other_kernels
 from handlers.rolling_batch.prompts import PromptEncoder
 
 

@@ -15,10 +15,10 @@ from tiny_models import CONTEXT, tiny_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from handlers.rolling_batch import kernel_choice
-from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
-from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
-from handlers.rolling_batch.linears import PackedLinear, TiledLinear, lay_out_linears, reads_tiles
+from handlers.rolling_batch.cpu import kernel_choice
+from handlers.rolling_batch.cpu.decoder_layers import FusedDecoderLayer
+from handlers.rolling_batch.cpu.kernel_choice import ALL, Borders, Work
+from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear, lay_out_linears, reads_tiles
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 
 _needs_onednn = pytest.mark.skipif(

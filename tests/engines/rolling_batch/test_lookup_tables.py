@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.rolling_batch.lookup_tables import RotaryTable, embedding_rows
+from handlers.rolling_batch.cpu.lookup_tables import RotaryTable, embedding_rows
 
 _LONGEST = 5000  # positions
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.ranks.sharding import RowParallelLinear
-from handlers.rolling_batch.kernel_choice import Borders
-from handlers.rolling_batch.linears import is_plain, lay_out_linears
+from handlers.rolling_batch.cpu.kernel_choice import Borders
+from handlers.rolling_batch.cpu.linears import is_plain, lay_out_linears
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.attention.paged import AttentionLayer, SlotAttention, StepRows
-from handlers.rolling_batch.fusion import PROJECTIONS, FusedGatedMLP, FusedRMSNorm, ProjectionPart, close
+from handlers.rolling_batch.cpu.fusion import PROJECTIONS, FusedGatedMLP, FusedRMSNorm, ProjectionPart, close
 
 # What a decoder layer passes to the attention of a Llama. An attention that takes more also computes more: Ministral 3
 # scales queries by their positions, which makes no difference near position 0, so that comparing results alone would

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from handlers.rolling_batch.first_compilation import compiled_kernels
+from handlers.rolling_batch.cpu.first_compilation import compiled_kernels
 from lmi_server.machine.environment import process_environment
 
 _log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Compiles the CPU kernels in processes of their own, while a worker imports the libraries that load its model.
 
-    python -m handlers.rolling_batch.first_compilation PARENT ELEMENT
+    python -m handlers.rolling_batch.cpu.first_compilation PARENT ELEMENT
 
 This is for the first start on a kind of processor: numba keeps what it compiles, and later starts find it. Imports keep
 one core busy, and no more, for about as long as two processes compile. What a worker needs beside these kernels it
@@ -51,7 +51,14 @@ class FirstCompilation:
         _log.info("Compiling kernels for this processor, for later starts as well (kept in %s)", marker.parent)
         self._began = time.monotonic()
         self._marker = marker
-        command = [sys.executable, "-P", "-m", "handlers.rolling_batch.first_compilation", str(os.getpid()), element]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "handlers.rolling_batch.cpu.first_compilation",
+            str(os.getpid()),
+            element,
+        ]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def wait(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
+from handlers.rolling_batch.cpu.kernel_choice import ALL, Borders, Work
 
 _DECODE_ROWS = 32  # the number of rows that oneDNN lays weights out for; it computes others with the same layout
 # Bytes of weights that are measured: more than caches hold if reading them counts, fewer from _MANY_ROWS rows on.

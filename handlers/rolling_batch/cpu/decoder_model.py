@@ -17,11 +17,11 @@ from handlers.cpu_kernels.arguments import Activations, DecodeRows, LayerArrays,
 from handlers.ranks.sharding import RowParallelLinear
 from handlers.ranks.shm_allreduce import ONE_RANK, ShmAllReduce
 from handlers.rolling_batch.attention.paged import SlotAttention, StepRows
-from handlers.rolling_batch.decoder_layers import FusedDecoderLayer
-from handlers.rolling_batch.fusion import FusedRMSNorm, close
-from handlers.rolling_batch.kernel_choice import ALL, Borders, Work
-from handlers.rolling_batch.linears import PackedLinear, TiledLinear
-from handlers.rolling_batch.lookup_tables import RotaryTable, embedding_rows
+from handlers.rolling_batch.cpu.decoder_layers import FusedDecoderLayer
+from handlers.rolling_batch.cpu.fusion import FusedRMSNorm, close
+from handlers.rolling_batch.cpu.kernel_choice import ALL, Borders, Work
+from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
+from handlers.rolling_batch.cpu.lookup_tables import RotaryTable, embedding_rows
 
 _PLACES = 4  # of the KV cache that are written while passes are measured
 

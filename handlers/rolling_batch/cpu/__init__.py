@@ -1,0 +1,1 @@
+"""Layers of a decoder as kernels of the CPU compute them."""
