@@ -2,12 +2,15 @@
 
 The path of a step:
 
-    scheduler.py      plain data in, plain data out: which sequences decode, which prompt tokens are computed
-    model_runner.py   runs the plan as one flat forward pass of the transformers model
-    attention.py      attention of that pass over the slots of kv_cache.py (cpu_kernels/ on the CPU)
+    schedule/         plain data in, plain data out: which sequences decode, which prompt tokens are computed
+    runner/           runs the plan as one flat forward pass of the transformers model
+    attention/        attention of that pass over the slots of the KV cache
+    cpu/              layers as `cpu_kernels/` computes them
     sampler.py        chooses the next token of every sequence
     detokenizer.py    turns tokens into text, without incomplete characters and possible stop sequences
     engine.py         the step that ties them together
 
-Imports `checkpoints/`, `step_loop.py`, and of lmi_server the contract, the machine and the declarations of options.
+Beside the path: `lora/` has the adapters, `speculation/` the drafted tokens.
+
+Imports `checkpoints/`, `cpu_kernels/`, `ranks/`, `step_loop.py`, and of lmi_server the contract, the machine and the declarations of options.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from handlers.checkpoints.chat_template import read_chat_template, with_prompt_beginning
-from handlers.rolling_batch.adapters import LoadedAdapters
+from handlers.rolling_batch.lora.adapters import LoadedAdapters
 from handlers.step_loop import AddRequest, StepLoop
 from handlers.structured_output.compiler import GrammarCache
 from lmi_server.contract.errors import ModelLoadError

@@ -40,6 +40,6 @@ def with_adapter(model: Any, directory: Path) -> Any:
 
 def read_adapter(directory: str) -> dict[str, LoraPair]:
     """Return the weights of an adapter, as the rolling batch reads them."""
-    from handlers.rolling_batch.lora.layers import checkpoint as lora_checkpoint
+    from handlers.rolling_batch.lora import checkpoint as lora_checkpoint
 
     return lora_checkpoint.read_adapter(directory)

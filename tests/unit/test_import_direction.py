@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from paths import ROOT
 
 from lmi_server.configuration.handlers import HANDLERS
@@ -40,6 +41,32 @@ MAY_IMPORT = {
     # Public names for code of one's own; nothing of this project imports them.
     **{name: {"contract"} for name in ("errors", "generation", "handler", "protocol")},
 }
+# The same for the folders inside the front end and the rolling batch. The modules beside them may import any folder.
+_HTTP = {"http"}
+_WATCHED = {*_HTTP, "access", "observability"}
+INSIDE_MAY_IMPORT = {
+    "frontend": {
+        "http": set[str](),
+        "access": _HTTP,
+        "observability": _HTTP,
+        "management": {*_HTTP, "access"},
+        "relay": {*_WATCHED, "management"},
+        "sagemaker": _HTTP,
+        "kserve": _HTTP,
+        "openapi": {*_HTTP, "management", "sagemaker"},
+        "console": {*_WATCHED, "management", "relay"},
+        "lifecycle": {*_HTTP, "console"},
+        "ray": {"observability", "server"},
+    },
+    "handlers.rolling_batch": {
+        "schedule": set[str](),
+        "attention": set[str](),
+        "cpu": {"attention", "options"},
+        "lora": {"cpu", "engine"},
+        "runner": {"attention", "cpu", "lora", "options", "schedule"},
+        "speculation": {"runner", "sampler", "schedule", "step_times"},
+    },
+}
 TABLE = "lmi_server/configuration/handlers.py"
 COMPOSITION_ROOT = "lmi_server/commands/cli.py"
 ENVIRONMENT = "lmi_server/machine/environment.py"
@@ -61,7 +88,9 @@ SHARED = {
     "chats",
     "checkpoints",
     "content",
+    "cpu_kernels",
     "neuron_failures",
+    "ranks",
     "rolling_batch",
     "step_loop",
     "structured_output",
@@ -127,6 +156,24 @@ def test_imports_of_lmi_server_point_one_way() -> None:
                 continue
             allowed = folder_of(other) in {folder_of(name), *MAY_IMPORT[folder_of(name)]}
             if top_of(other) in PACKAGES and not (top_of(other) == "lmi_server" and allowed):
+                wrong.append(f"{name_of(path)} imports {other}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", INSIDE_MAY_IMPORT)
+def test_imports_between_the_folders_of_a_package_point_one_way(package: str) -> None:
+    """Each folder has an entry of its own in the table."""
+    allowed = INSIDE_MAY_IMPORT[package]
+    below = f"{package}."
+    assert {path.parent.name for path in (ROOT / package.replace(".", "/")).glob("*/__init__.py")} == set(allowed)
+    wrong = []
+    for name, path in BY_NAME.items():
+        folder = name.removeprefix(below).partition(".")[0]
+        if not name.startswith(below) or folder not in allowed:
+            continue
+        for other in imported(parsed(path), path):
+            part = other.removeprefix(below).partition(".")[0]
+            if other.startswith(below) and part not in {folder, *allowed[folder]}:
                 wrong.append(f"{name_of(path)} imports {other}")
     assert not wrong
 

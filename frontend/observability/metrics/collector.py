@@ -1,7 +1,7 @@
 """The metrics of the server, as `/metrics` shows them.
 
-The relay counts in plain integers (`model_metrics.py`); names, labels and buckets are made of them at each scrape. Gauges
-are read from the models then. The label `model` is the name of the model, with its version if it has one
+The relay counts in plain integers (`model_metrics.py`); names, labels and buckets are made of them at each scrape.
+Gauges are read from the models then. The label `model` is the name of the model, with its version if it has one
 ("name:version").
 
 `lmi.py` gives the same values under LMI's names, and what `record` was given; `vllm.py` gives them under vLLM's names.

@@ -72,7 +72,7 @@ class LoadedAdapters:
 
 
 def _import_reader() -> None:
-    from handlers.rolling_batch.lora.layers import checkpoint as lora_checkpoint  # noqa: F401
+    from handlers.rolling_batch.lora import checkpoint as lora_checkpoint  # noqa: F401
 
 
 def _read(directory: str) -> dict[str, LoraPair]:
