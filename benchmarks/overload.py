@@ -30,13 +30,13 @@ TOKENS = 25
 TOKEN_MS = 20
 MAX_DELAY_MS = 1000
 OVERLOAD = 10
-LEAST_THROUGHPUT, MOST_REFUSAL_MS, MOST_RECOVERY_S = 0.95, 50.0, 2.0  # the aims
+MIN_THROUGHPUT, MAX_REFUSAL_MS, MAX_RECOVERY_S = 0.95, 50.0, 2.0  # the aims
 
 _TICK_S = 0.005
 _WARM_UP_S = 3.0  # until the end of the first load, which breaks off its requests, has no influence on the rate
 _PROBE_EVERY_S = 0.1
 _NEARLY_ALONE = 1.2  # times as long as alone, at most, is as fast as alone
-_MOST_PROBES = 100
+_MAX_PROBES = 100
 _REQUEST = request_bytes(TOKENS, stream=True)
 
 
@@ -155,9 +155,9 @@ class Result:
     @property
     def is_good(self) -> bool:
         return (
-            self.kept >= LEAST_THROUGHPUT * self.alone
-            and statistics.median(self.refusals) * 1000 <= MOST_REFUSAL_MS
-            and self.recovery <= MOST_RECOVERY_S
+            self.kept >= MIN_THROUGHPUT * self.alone
+            and statistics.median(self.refusals) * 1000 <= MAX_REFUSAL_MS
+            and self.recovery <= MAX_RECOVERY_S
             and self.counts.keys() <= {200, 503}
         )
 
@@ -166,7 +166,7 @@ async def recovery_s(server: Server, alone_s: float) -> float:
     """Return the seconds until a request is sent that is answered nearly as fast as alone."""
     began = time.perf_counter()
     probes: list[tuple[float, Overload]] = []
-    for _ in range(_MOST_PROBES):
+    for _ in range(_MAX_PROBES):
         probes.append((time.perf_counter() - began, probe := Overload(server)))
         await probe.send()
         await asyncio.sleep(_PROBE_EVERY_S)
@@ -214,13 +214,13 @@ def table(result: Result, seconds: float) -> Table:
     report = Table("measured", "", "aim", title=f"{OVERLOAD} times the capacity for {seconds:g} s")
     report.add_row("tokens/s, all places in use, none waiting", f"{result.alone:,.0f}")
     ratio = result.kept / result.alone
-    report.add_row("tokens/s under overload", f"{result.kept:,.0f} ({ratio:.3f})", f">= {LEAST_THROUGHPUT}")
+    report.add_row("tokens/s under overload", f"{result.kept:,.0f} ({ratio:.3f})", f">= {MIN_THROUGHPUT}")
     report.add_row("answers by status", ", ".join(f"{code}: {n:,}" for code, n in sorted(result.counts.items())))
     refusals = " / ".join(ms(result.refusals, share) for share in (0.5, 0.99, 1))
-    report.add_row("ms to a 503: median / 99 % / longest", refusals, f"median <= {MOST_REFUSAL_MS:g}")
+    report.add_row("ms to a 503: median / 99 % / longest", refusals, f"median <= {MAX_REFUSAL_MS:g}")
     accepted = " / ".join(ms(result.accepted, share) for share in (0.5, 0.99, 1))
     report.add_row("ms to the end of an answer: the same", accepted)
-    report.add_row("s to recovery", f"{result.recovery:.2f}", f"<= {MOST_RECOVERY_S:g}")
+    report.add_row("s to recovery", f"{result.recovery:.2f}", f"<= {MAX_RECOVERY_S:g}")
     report.add_row("ms, longest pause of the load generator", f"{1000 * result.pause:,.0f}")
     return report
 

@@ -48,7 +48,7 @@ from lmi_server.supervisor.remote import RemotePlace
 from lmi_server.supervisor.worker_process import WorkerProcess
 from lmi_server.supervisor.worker_requests import WorkerRequests
 
-MOST_ONGOING = 16  # requests of a replica
+MAX_ONGOING = 16  # requests of a replica
 START_S = 60.0  # from Ray's decision to a replica that serves: the weights are on the node
 PREFILL_PER_S, TOKEN_S = 8000.0, 0.03  # tokens of a prompt per second; seconds per output token
 TURNS, THINKING_S = 3.5, 20.0
@@ -140,11 +140,11 @@ class Cluster:
         self.ends_at = minutes * 60
         self.now = 0.0
         self.chance = random.Random(7)
-        self.front_ends = [FrontEnd(number, self, MOST_ONGOING) for number in range(front_ends)]
+        self.front_ends = [FrontEnd(number, self, MAX_ONGOING) for number in range(front_ends)]
         self.replicas: list[Replica] = []
         self.target = max(1, round(0.45 * replicas))
         self.state: dict[str, Any] = {}
-        self.target_ongoing = max(1, round(MOST_ONGOING * ONGOING_SHARE))
+        self.target_ongoing = max(1, round(MAX_ONGOING * ONGOING_SHARE))
         self.config = AutoscalingConfig(
             min_replicas=1,
             max_replicas=replicas,
@@ -220,7 +220,7 @@ class Cluster:
             self.reusable += turn.known
             cached = turn.known if turn.last is replica else 0
             self.reused += cached
-        busy = 1 + replica.ongoing / MOST_ONGOING  # a fuller batch decodes each of its tokens more slowly
+        busy = 1 + replica.ongoing / MAX_ONGOING  # a fuller batch decodes each of its tokens more slowly
         service_s = (turn.prompt - cached) / PREFILL_PER_S + turn.output * TOKEN_S * busy / 1.4
         self.at(self.now + service_s, lambda: self._end(front_end, worker, number, turn))
 
@@ -336,7 +336,7 @@ def table_sizes(replicas: int) -> tuple[int, float]:
 def reports_ms(replicas: int) -> float:
     """Return the milliseconds that a front end takes to read one report of each replica; there is one per second."""
     gauges = {f"gauge_{number}": float(number) for number in range(12)}
-    _, report = frame(Stats(gauges, list(range(MOST_ONGOING // 2))))
+    _, report = frame(Stats(gauges, list(range(MAX_ONGOING // 2))))
     began = time.process_time()
     for _ in range(replicas):
         from_worker_decoder.decode(report)

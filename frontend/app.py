@@ -36,7 +36,7 @@ from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, RouteNotFoundError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
-from lmi_server.dialects.forms import MOST_FIELDS, too_many_fields
+from lmi_server.dialects.forms import MAX_FIELDS, too_many_fields
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.registry import ModelRegistry
@@ -203,7 +203,7 @@ class App:
 
     async def _answer(self, application: Any, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with a Starlette application or response, and add the headers that every answer has."""
-        if scope["query_string"].count(b"&") >= MOST_FIELDS:
+        if scope["query_string"].count(b"&") >= MAX_FIELDS:
             application = error_response(scope["path"], too_many_fields())
         request_id = self._relay.request_id(scope).encode("latin-1")
 

@@ -25,7 +25,7 @@ _ANSWERED_S = 0.4
 _CLOSED_S = 0.8
 _KILLED_S = 1.3
 _FORCED_S = 1.6
-_LEAST_STOP_S = 0.2
+_MIN_STOP_S = 0.2
 
 
 class Answering(Protocol):
@@ -73,7 +73,7 @@ class ServerEnd:
                 await self._models.drain(self._drain_timeout_s)
                 await self._answer_all(serving, drained_at)
                 limit_s = drained_at + _CLOSED_S - asyncio.get_running_loop().time()
-                stopping = self._models.stop(min(WORKER_STOP_S, max(_LEAST_STOP_S, limit_s)))
+                stopping = self._models.stop(min(WORKER_STOP_S, max(_MIN_STOP_S, limit_s)))
                 await asyncio.gather(stopping, close_reports())
         except TimeoutError:
             logger.warning("not all workers have ended; killing them")

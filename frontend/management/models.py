@@ -17,7 +17,7 @@ from frontend.http.clients import Scope
 from frontend.http.parameters import check_name, integer, page, parameters, truth
 from frontend.http.responses import json_response
 from lmi_server.artifacts.location import NO_WORKFLOWS, archive_stem
-from lmi_server.configuration.options import MOST_WORKERS
+from lmi_server.configuration.options import MAX_WORKERS
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
 from lmi_server.contract.quoting import excerpt
@@ -31,7 +31,7 @@ from lmi_server.supervisor.replicas import Replicas
 
 _UNCHANGED = -1
 _ALL_DEVICES = "*"
-_MOST_DIGITS = 6  # of the number of a device; int() refuses very long texts
+_MAX_DIGITS = 6  # of the number of a device; int() refuses very long texts
 _DEFAULTS = ("0", "-1")  # numbers that mean "as configured" in a registration, as in LMI
 
 # Parameters of a registration that stand for a key of serving.properties.
@@ -248,9 +248,9 @@ def _is_default(name: str, given: Mapping[str, str]) -> bool:
 def _count(given: Mapping[str, str], name: str) -> int | None:
     """Return a number of workers; None if it stays as it is."""
     value = integer(given, name, _UNCHANGED)
-    if not _UNCHANGED <= value <= MOST_WORKERS:
+    if not _UNCHANGED <= value <= MAX_WORKERS:
         raise BadParameterError(
-            f"Parameter {name} is {value}; it takes an integer from 0 to {MOST_WORKERS}, or -1 for no change"
+            f"Parameter {name} is {value}; it takes an integer from 0 to {MAX_WORKERS}, or -1 for no change"
         )
     return None if value == _UNCHANGED else value
 
@@ -263,7 +263,7 @@ def _device(given: Mapping[str, str]) -> int | None:
     digits = text.removeprefix("gpu")
     if text in ("cpu", "-1"):
         return -1
-    if digits.isdecimal() and len(digits) <= _MOST_DIGITS:
+    if digits.isdecimal() and len(digits) <= _MAX_DIGITS:
         return int(digits)
     raise BadParameterError(f'Parameter device is "{excerpt(text)}"; it takes cpu, or a GPU as 0 or gpu0')
 

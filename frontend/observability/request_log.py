@@ -16,7 +16,7 @@ from frontend.observability.server_log import WrittenLines
 from lmi_server.configuration.server_settings import ServerSettings
 
 _LOGGER = "access"
-_MOST = 1 << 20  # bytes
+_MAX = 1 << 20  # bytes
 _DELAY_S = 0.2
 
 
@@ -47,7 +47,7 @@ class RequestLog:
         """Write what was added to `lines`, soon."""
         if self._lines is not None:
             self._lines.encode()
-            if self._lines.size >= _MOST:
+            if self._lines.size >= _MAX:
                 self.flush()
 
     def flush(self) -> None:

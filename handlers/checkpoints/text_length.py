@@ -39,7 +39,7 @@ class TextLength:
         self._dropped = _dropped(backend) if self.longest_token else ()
         self._counts_words = backend is not None and _counts_words(backend)
 
-    def least_tokens(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of `text`; it is 0 if there is none, or the text is short."""
         if len(text) <= LONG_TEXT_CHARS:
             return 0
@@ -50,13 +50,13 @@ class TextLength:
             return len(text.split())
         return 0
 
-    def most_chars(self, limit: int) -> int:
+    def max_chars(self, limit: int) -> int:
         """Return how many characters are tokenized for a model whose context has `limit` tokens; 0 for any number."""
         return limit and max(_ALWAYS_CHARS, limit * (self.longest_token or _TOKEN_CHARS))
 
     def check_size(self, size: int, limit: int) -> None:
         """Raise ContextLengthError if a text of `size` characters is too long to be tokenized."""
-        most = self.most_chars(limit)
+        most = self.max_chars(limit)
         if most and size > most:
             least = f", which are at least {-(-size // self.longest_token)} tokens" if self.longest_token else ""
             raise ContextLengthError(
@@ -70,7 +70,7 @@ class TextLength:
         self.check_size(len(text), limit)
         # The beginning of a text says enough, and takes no more than milliseconds however long the text is.
         enough = max(2 * limit * self.longest_token, 2 * LONG_TEXT_CHARS)
-        least = self.least_tokens(text[:enough] if self.longest_token else text)
+        least = self.min_tokens(text[:enough] if self.longest_token else text)
         if limit and least >= limit:
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens. However, the prompt has {len(text)}"

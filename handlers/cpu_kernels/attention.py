@@ -16,7 +16,7 @@ from numba.np.numpy_support import from_dtype
 
 from handlers.cpu_kernels.attention_products import (
     HAS_MANY_REGISTERS,
-    MOST_HEADS,
+    MAX_HEADS,
     WIDE_COLUMNS,
     add_weighted,
     add_weighted_wide,
@@ -174,8 +174,8 @@ def _add_values(weights, values, first, end, sums):
     """Add the weighted values of tokens `first:end` to the sums of all heads of a group."""
     group, dim = sums.shape
     wide, narrow = dim // WIDE_COLUMNS * WIDE_COLUMNS, dim // LANES * LANES
-    for g in range(0, group, MOST_HEADS):
-        heads = min(MOST_HEADS, group - g)
+    for g in range(0, group, MAX_HEADS):
+        heads = min(MAX_HEADS, group - g)
         for d in range(0, wide, WIDE_COLUMNS):
             if heads == 3:
                 add_weighted_wide_of_3(weights, g, values, first, end, sums, d)

@@ -153,7 +153,7 @@ def _weighted_sum(heads, vectors):
 
 WIDE_COLUMNS = 4 * LANES
 """How many columns `add_weighted_wide` adds. So many sums hide that an addition has to wait for the one before it."""
-MOST_HEADS = 3 if HAS_MANY_REGISTERS else 1
+MAX_HEADS = 3 if HAS_MANY_REGISTERS else 1
 """For how many heads `add_weighted_wide` of that number of heads is fast."""
 add_weighted = _weighted_sum(1, 1)
 add_weighted_wide, add_weighted_wide_of_2, add_weighted_wide_of_3 = (_weighted_sum(heads, 4) for heads in (1, 2, 3))

@@ -28,7 +28,7 @@ IS_KEPT = kernel_cache.find_place(sources_digest)
 
 _CHOSEN = "amx" if amx.IS_USABLE else "vectors"  # not by the processor's features alone, as numba thinks
 # C code does not call kernels, and a division by zero raises no error. Code for both takes long to compile.
-_LEAST_CODE = {"no_cfunc_wrapper": True, "error_model": "numpy"}
+_COMPACT = {"no_cfunc_wrapper": True, "error_model": "numpy"}
 
 
 def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -36,7 +36,7 @@ def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     Without what Python would need to call it, and without machine code of its own, numba has much less to compile.
     """
-    least = {"no_cpython_wrapper": True, "pipeline_class": PartCompiler, **_LEAST_CODE}
+    least = {"no_cpython_wrapper": True, "pipeline_class": PartCompiler, **_COMPACT}
     decorate: Callable[[Callable[..., Any]], Any] = njit(**least, **options)
     return decorate
 
@@ -52,7 +52,7 @@ def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., No
 
     def decorate(function: Callable[..., None]) -> Callable[..., Any]:
         function.__qualname__ = f"{function.__name__}_{SOURCES}_{_CHOSEN}"
-        compiled: Callable[..., Any] = njit(signatures, nogil=True, cache=IS_KEPT, **_LEAST_CODE, **options)(function)
+        compiled: Callable[..., Any] = njit(signatures, nogil=True, cache=IS_KEPT, **_COMPACT, **options)(function)
         return compiled
 
     return decorate

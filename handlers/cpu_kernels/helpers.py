@@ -9,7 +9,7 @@ import threading
 from handlers.cpu_kernels.atomics import MACHINE_IS_KNOWN
 from handlers.cpu_kernels.parallel import STATE, STOP, THREADS, help_compute, wake_helpers
 
-MOST_THREADS = 16
+MAX_THREADS = 16
 """All threads take pieces of work from one counter; of more threads each would wait for the others there."""
 
 _END_LIMIT_S = 1.0
@@ -19,10 +19,10 @@ _helpers: list[threading.Thread] = []
 def start(threads: int) -> bool:
     """Start helpers, so that `threads` threads can compute, the calling one and helpers; return whether there are any.
 
-    There are none for one thread, for more than MOST_THREADS, or on a processor whose instructions are not known here:
+    There are none for one thread, for more than MAX_THREADS, or on a processor whose instructions are not known here:
     then the kernels run in numba's threads. Helpers sleep until `use`.
     """
-    if not 1 < threads <= MOST_THREADS or not MACHINE_IS_KNOWN:
+    if not 1 < threads <= MAX_THREADS or not MACHINE_IS_KNOWN:
         return False
     while len(_helpers) < threads - 1:
         number = len(_helpers)

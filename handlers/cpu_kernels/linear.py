@@ -17,10 +17,10 @@ PANEL_COLUMNS = amx.PANEL_COLUMNS if amx.IS_USABLE else TILE_COLUMNS
 PANEL_WORDS = amx.STEP_WORDS if amx.IS_USABLE else 1
 """The number of words of a panel is a multiple of this: zeros fill it up."""
 
-# In vector registers a panel is multiplied in sections of _MOST_WORDS words (128 KiB with AVX-512), which stay in the
-# L2 cache while up to _MOST_TILES tiles of rows use them. The sums of these tiles are kept from section to section.
-_MOST_WORDS = 512
-_MOST_TILES = 64
+# In vector registers a panel is multiplied in sections of _MAX_WORDS words (128 KiB with AVX-512), which stay in the
+# L2 cache while up to _MAX_TILES tiles of rows use them. The sums of these tiles are kept from section to section.
+_MAX_WORDS = 512
+_MAX_TILES = 64
 # In tile registers all panels multiply rows of so many bytes before the next ones: they stay in the L2 cache.
 _NEAR_BYTES = 2**20
 
@@ -57,15 +57,15 @@ def _in_vectors(first_share, last_share, rows, rest, weight, bias, out, shares):
     count = len(out)
     panels, words, _ = weight.shape
     whole, tiles, like = count // TILE_ROWS, -(-count // TILE_ROWS), out.dtype.type(0)
-    sums = np.empty((_MOST_TILES * TILE_ROWS, TILE_COLUMNS), np.float32)
+    sums = np.empty((_MAX_TILES * TILE_ROWS, TILE_COLUMNS), np.float32)
     for panel in range(panels * first_share // shares, panels * last_share // shares):
-        for begin in range(0, tiles, _MOST_TILES):
-            end = min(begin + _MOST_TILES, tiles)
+        for begin in range(0, tiles, _MAX_TILES):
+            end = min(begin + _MAX_TILES, tiles)
             for row in range((end - begin) * TILE_ROWS):
                 for c in range(TILE_COLUMNS):
                     sums[row, c] = 0
-            for first in range(0, words, _MOST_WORDS):
-                most, right = min(_MOST_WORDS, words - first), weight[panel, first:]
+            for first in range(0, words, _MAX_WORDS):
+                most, right = min(_MAX_WORDS, words - first), weight[panel, first:]
                 for tile in range(begin, end):
                     left = rows[tile * TILE_ROWS : (tile + 1) * TILE_ROWS] if tile < whole else rest
                     totals = sums[(tile - begin) * TILE_ROWS : (tile - begin + 1) * TILE_ROWS]

@@ -52,7 +52,7 @@ llvmlite.binding.add_symbol(_SYMBOL, STATE.ctypes.data)  # compiled code finds i
 # Pieces for each thread: more than one, so that a thread that comes late or loses its core leaves others some of its
 # share. With four, steps took 3 % longer on a quiet machine, and were no shorter beside a busy process.
 _PIECES = 2
-_MOST_PIECES = 2**16 - 1
+_MAX_PIECES = 2**16 - 1
 # How often a helper looks for work before it sleeps (30 to 100 microseconds), and how often who waits for the end of a
 # region looks for it before it lets others have its core.
 _LOOKS, _LOOKS_AT_END = 2000, 1000
@@ -117,7 +117,7 @@ def _compute(work, data, count):
     if threads == 0:
         _in_numba_threads(work, data, count)
         return
-    pieces = min(count, threads * _PIECES, _MOST_PIECES)
+    pieces = min(count, threads * _PIECES, _MAX_PIECES)
     if pieces < 2 or not replace(_word(_OWNED), 0, 1):
         _call(work, data, 0, count)
         return

@@ -256,7 +256,7 @@ class NeuronxOptions(ModelOptions):
     def installed_by(self, handlers: str) -> str:
         return handlers if self.loader is None else f"pip install {_PACKAGES[self.loader]}, {_INDEX}"
 
-    def most_running(self) -> int:
+    def max_running(self) -> int:
         return self.lines
 
     def prompt_buckets(self) -> tuple[int, ...]:

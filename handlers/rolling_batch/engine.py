@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MOST_STOPS = 64
-_MOST_BAD_WORDS = 128
+_MAX_STOPS = 64
+_MAX_BAD_WORDS = 128
 _LONGEST_STOP = 1000  # characters; every token's text is searched for every stop sequence
 
 
@@ -141,9 +141,9 @@ class RollingBatchEngine:
             wanted = min(wanted, room)
         if wanted > room:
             raise ContextLengthError.of(len(prompt), wanted, len(prompt) + room)
-        if len(parameters.stop) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in parameters.stop):
+        if len(parameters.stop) > _MAX_STOPS or any(len(stop) > _LONGEST_STOP for stop in parameters.stop):
             raise RequestError(
-                f"stop takes up to {_MOST_STOPS} sequences of up to {_LONGEST_STOP} characters each;"
+                f"stop takes up to {_MAX_STOPS} sequences of up to {_LONGEST_STOP} characters each;"
                 " send fewer or shorter ones"
             )
         if parameters.prompt_logprobs is not None and not self._runner.scores_prompts:
@@ -222,8 +222,8 @@ class RollingBatchEngine:
             return None
         if allowed == ():
             raise RequestError("allowed_token_ids: a list of 0 is not allowed; send the ids of at least one token")
-        if len(parameters.bad_words) > _MOST_BAD_WORDS:
-            raise RequestError(f"bad_words takes up to {_MOST_BAD_WORDS} words; send fewer")
+        if len(parameters.bad_words) > _MAX_BAD_WORDS:
+            raise RequestError(f"bad_words takes up to {_MAX_BAD_WORDS} words; send fewer")
         words = [ids for word in parameters.bad_words for ids in self._spellings(word)]
         ends = parameters.stop_token_ids if parameters.ignore_eos else (*self._eos_ids, *parameters.stop_token_ids)
         return BannedTokens(allowed, words, ends, parameters.min_tokens)

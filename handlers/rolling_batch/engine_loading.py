@@ -53,7 +53,7 @@ from lmi_server.machine.environment import own_rank
 _log = logging.getLogger(__name__)
 
 _GIB = 2**30
-_LEAST_SLOT = 16  # tokens
+_MIN_SLOT = 16  # tokens
 _MEASURED_ROWS, _MEASUREMENTS = 8, 6
 # Slots in addition to those of running sequences: they keep finished sequences whose prefix others may reuse. On the
 # CPU a slot takes memory only for the tokens in it.
@@ -276,7 +276,7 @@ def _slot_length(max_len: int, tokens: int, slots: int, options: RollingBatchOpt
     if length >= max_len:
         return max_len
     reason = f"the memory of the GPU has room for {tokens} tokens, {length} for each of {slots} requests at a time"
-    if length < _LEAST_SLOT or options.context_length() is not None:
+    if length < _MIN_SLOT or options.context_length() is not None:
         raise ModelMemoryError(
             f"{reason}, and each may have {max_len}; lower option.max_rolling_batch_size or option.max_model_len, set"
             " option.quantize=bitsandbytes4, or raise option.tensor_parallel_degree"

@@ -50,7 +50,7 @@ class SchedulingHandler(LLMHandler):
         """Return how many waiting requests the scheduler sees beside those that have a place."""
         return 0
 
-    def most_white_space(self, options: Any) -> int | None:
+    def max_white_space(self, options: Any) -> int | None:
         """Return how much white space may stand together in JSON; None: any."""
         return None
 
@@ -66,7 +66,7 @@ class SchedulingHandler(LLMHandler):
         self._adapters = LoadedAdapters(self._loop)
         if options.enable_lora:
             await self._adapters.prepare()
-        self._grammars = self._grammar_cache(self.most_white_space(options))
+        self._grammars = self._grammar_cache(self.max_white_space(options))
         chats = self._loaded.chats
         return ModelInfo(
             max_model_len=self._loaded.max_model_len,
@@ -105,12 +105,12 @@ class SchedulingHandler(LLMHandler):
     def note_waiting(self, requests: int) -> None:
         self._loop.engine.note_waiting(requests)
 
-    def _grammar_cache(self, most_white_space: int | None) -> GrammarCache[Any]:
+    def _grammar_cache(self, max_white_space: int | None) -> GrammarCache[Any]:
         from handlers.structured_output.token_grammars import TokenGrammars
 
         engine = self._loaded.engine
         tokens = TokenGrammars(self._loaded.prompts.tokenizer, engine.vocabulary, engine.end_ids)
-        return GrammarCache(tokens.compile, most_white_space=most_white_space)
+        return GrammarCache(tokens.compile, max_white_space=max_white_space)
 
     async def _grammar(self, constraint: StructuredOutputs | None) -> Grammar | None:
         if constraint is None:
@@ -166,7 +166,7 @@ class RollingBatchHandler(SchedulingHandler):
     def window(self, options: Any) -> int:
         return int(options.schedule_window)
 
-    def most_white_space(self, options: Any) -> int | None:
+    def max_white_space(self, options: Any) -> int | None:
         most: int | None = options.max_json_whitespace
         return most
 

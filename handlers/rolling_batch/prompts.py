@@ -87,7 +87,7 @@ class PromptEncoder:
     async def _text(self, request: GenerationRequest, limit: int, thread: ThreadPoolExecutor) -> str:
         if isinstance(request.prompt, str):
             return request.prompt
-        most = self._length.most_chars(limit)
+        most = self._length.max_chars(limit)
         chat = request.chat
         given = (request.messages, request.tools, chat.documents, chat.chat_template_kwargs)
         size = _size(given, most or sys.maxsize)

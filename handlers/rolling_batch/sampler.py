@@ -37,7 +37,7 @@ class BannedTokens:
         self._always = [word[0] for word in words if len(word) == 1]
         self._words = [(list(word[:-1]), word[-1]) for word in words if len(word) > 1]
         self._ends = list(ends)
-        self._least = least
+        self._min = least
         self.few = allowed is None  # `now` names them all
 
     def mask(self, row: torch.Tensor) -> None:
@@ -51,7 +51,7 @@ class BannedTokens:
 
     def now(self) -> list[int]:
         """Return the tokens that are banned next, but for those that `allowed` leaves out."""
-        ends = self._ends if len(self.output) < self._least else []
+        ends = self._ends if len(self.output) < self._min else []
         words = [last for before, last in self._words if self.output[-len(before) :] == before]
         return [*self._always, *ends, *words]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _WEIGHT = 0.25  # of the newest step
-_MOST_GROWTH = 2.0  # times the expected time; a step that takes longer was held up by something else
+_MAX_GROWTH = 2.0  # times the expected time; a step that takes longer was held up by something else
 _CONFIRMED = 0.75  # of the time that was forgotten, or more
-_LEAST_STEPS, _MOST_STEPS = 256, 16384  # for which a time is kept
+_MIN_STEPS, _MAX_STEPS = 256, 16384  # for which a time is kept
 
 
 class StepTimes(Protocol):
@@ -42,7 +42,7 @@ class _Time:
 
     seconds: float
     until: int
-    steps: int = _LEAST_STEPS
+    steps: int = _MIN_STEPS
 
 
 class LearntStepTimes:
@@ -83,10 +83,10 @@ class LearntStepTimes:
         if time is None:
             time = self._times[rows] = _Time(seconds, 0)
         elif is_known:
-            time.seconds += _WEIGHT * (min(seconds, _MOST_GROWTH * time.seconds) - time.seconds)
+            time.seconds += _WEIGHT * (min(seconds, _MAX_GROWTH * time.seconds) - time.seconds)
         else:
             confirmed = seconds > _CONFIRMED * time.seconds
-            time.steps = min(2 * time.steps, _MOST_STEPS) if confirmed else _LEAST_STEPS
+            time.steps = min(2 * time.steps, _MAX_STEPS) if confirmed else _MIN_STEPS
             time.seconds = seconds
         time.until = self._step + time.steps
         if not is_known:

@@ -17,7 +17,7 @@ from handlers.structured_output.check_process import CHECK_BYTES, CHECK_SECONDS,
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import StructuredOutputs
 
-_MOST_GRAMMARS = 32  # of up to 40 MiB each
+_MAX_GRAMMARS = 32  # of up to 40 MiB each
 _THREADS = 2  # one grammar that takes long does not hold up the next one
 _SHOWN_PROBLEM = 300  # characters of what the library says
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
@@ -33,14 +33,14 @@ class GrammarCache(Generic[T]):
     """
 
     def __init__(
-        self, make: Callable[[str], T], engine_judges: Collection[str] = (), most_white_space: int | None = None
+        self, make: Callable[[str], T], engine_judges: Collection[str] = (), max_white_space: int | None = None
     ) -> None:
         """`engine_judges`: kinds of constraint whose keywords another library knows; only the bounds hold for them.
 
-        `most_white_space` characters may stand together in JSON, where the constraint itself does not say.
+        `max_white_space` characters may stand together in JSON, where the constraint itself does not say.
         """
         self._make = make
-        self._white_space = None if most_white_space is None else rf"[ \n\r\t]{{0,{most_white_space}}}"
+        self._white_space = None if max_white_space is None else rf"[ \n\r\t]{{0,{max_white_space}}}"
         self._engine_judges = engine_judges
         self._made: OrderedDict[bytes, asyncio.Task[T]] = OrderedDict()
         self._executor = ThreadPoolExecutor(_THREADS, "grammars")
@@ -66,7 +66,7 @@ class GrammarCache(Generic[T]):
     def _ended(self, key: bytes, task: asyncio.Task[T]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._made.pop(key, None)
-        while len(self._made) > _MOST_GRAMMARS and next(iter(self._made.values())).done():
+        while len(self._made) > _MAX_GRAMMARS and next(iter(self._made.values())).done():
             self._made.popitem(last=False)
 
     def _checked(self, constraint: StructuredOutputs) -> T:

@@ -15,14 +15,12 @@ from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import StructuredOutputs
 from lmi_server.contract.quoting import excerpt
 
-_MOST_CHARACTERS = {"json": 2**18, "regex": 2**15, "choice": 2**18, "grammar": 2**17, "structural_tag": 2**18}
-_MOST_CHOICES = 10_000
+_MAX_CHARACTERS = {"json": 2**18, "regex": 2**15, "choice": 2**18, "grammar": 2**17, "structural_tag": 2**18}
+_MAX_CHOICES = 10_000
 _DEEPEST = 100  # llguidance's parser of JSON ends at 128
 # An array that must have more items fits in no answer; a greater upper bound is the same as none, but slow to compile.
-_MOST_REPETITIONS = 10_000
-_MOST_PROPERTIES = (
-    400  # all of an object's optional properties may come next, and llguidance follows 2,000 ways at once
-)
+_MAX_REPETITIONS = 10_000
+_MAX_PROPERTIES = 400  # all of an object's optional properties may come next, and llguidance follows 2,000 ways at once
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength")
 _SHORTER = "send a shorter one"
 
@@ -39,15 +37,15 @@ LABELS = {
 
 def check_text(kind: str, text: str) -> None:
     """Raise RequestError if the text of a constraint is too long."""
-    most = _MOST_CHARACTERS[kind]
+    most = _MAX_CHARACTERS[kind]
     if len(text) > most:
         raise RequestError(f"{LABELS[kind]} has {len(text)} characters, and may have {most}; {_SHORTER}")
 
 
 def check_choices(choices: list[str]) -> None:
     """Raise RequestError if there are too many choices."""
-    if len(choices) > _MOST_CHOICES:
-        raise RequestError(f"choice has {len(choices)} texts, and may have {_MOST_CHOICES}; send fewer")
+    if len(choices) > _MAX_CHOICES:
+        raise RequestError(f"choice has {len(choices)} texts, and may have {_MAX_CHOICES}; send fewer")
     check_text("choice", "".join(choices))
 
 
@@ -86,8 +84,8 @@ def check_schema(schema: Any) -> None:
         if isinstance(part, Mapping):
             _check_counts(path, part)
             _check_properties(path, part)
-        elif len(part) > _MOST_CHOICES:
-            raise _refusal(path, f"has {len(part)} entries, and may have {_MOST_CHOICES}; send fewer")
+        elif len(part) > _MAX_CHOICES:
+            raise _refusal(path, f"has {len(part)} entries, and may have {_MAX_CHOICES}; send fewer")
 
 
 def check_listed(constraint: StructuredOutputs, most: int) -> None:
@@ -131,20 +129,20 @@ def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 def _check_counts(path: tuple[str, ...], part: Mapping[str, Any]) -> None:
     for name in _COUNTS:
         count = part.get(name)
-        if isinstance(count, int | float) and count > _MOST_REPETITIONS:
-            remedy = "leave it out" if name.startswith("max") else f"send {_MOST_REPETITIONS} at most"
+        if isinstance(count, int | float) and count > _MAX_REPETITIONS:
+            remedy = "leave it out" if name.startswith("max") else f"send {_MAX_REPETITIONS} at most"
             raise _refusal((*path, name), f"{count} is not allowed; {remedy}")
 
 
 def _check_properties(path: tuple[str, ...], part: Mapping[str, Any]) -> None:
     properties, required = part.get("properties"), part.get("required")
-    if not isinstance(properties, Mapping) or len(properties) <= _MOST_PROPERTIES:
+    if not isinstance(properties, Mapping) or len(properties) <= _MAX_PROPERTIES:
         return
     optional = len(properties) - (len(required) if isinstance(required, list) else 0)
-    if optional > _MOST_PROPERTIES:
+    if optional > _MAX_PROPERTIES:
         raise _refusal(
             (*path, "properties"),
-            f"has {optional} properties that are not required, and may have {_MOST_PROPERTIES}; send fewer, or name"
+            f"has {optional} properties that are not required, and may have {_MAX_PROPERTIES}; send fewer, or name"
             " those in `required` that the answer always has",
         )
 

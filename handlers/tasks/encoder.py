@@ -45,15 +45,15 @@ class Encoder:
 
         In place of the ids of such a text there is a range that is too long as well.
         """
-        least = [0 if is_cut else self._least_tokens(text) for text, is_cut in zip(texts, are_cut, strict=True)]
-        most = self._text_length.most_chars(self.max_length)  # the tokens that stay are in these characters
+        least = [0 if is_cut else self._min_tokens(text) for text, is_cut in zip(texts, are_cut, strict=True)]
+        most = self._text_length.max_chars(self.max_length)  # the tokens that stay are in these characters
         fitting = [text[:most] for text, count in zip(texts, least, strict=True) if count <= self.max_length]
         tokenized = iter(self.tokenize(fitting) if fitting else ())
         return [next(tokenized) if count <= self.max_length else range(count) for count in least]
 
-    def _least_tokens(self, text: str) -> int:
-        too_long = len(text) > self._text_length.most_chars(self.max_length)
-        return self.max_length + 1 if too_long else self._text_length.least_tokens(text)
+    def _min_tokens(self, text: str) -> int:
+        too_long = len(text) > self._text_length.max_chars(self.max_length)
+        return self.max_length + 1 if too_long else self._text_length.min_tokens(text)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text with special tokens, however long it is."""

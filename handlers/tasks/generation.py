@@ -30,7 +30,7 @@ from handlers.tasks.generation_steps import GrowingText, Steps, Stopped, log_pro
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task import Piece, Task
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.generation import LEAST_TEMPERATURE, Usage
+from lmi_server.contract.generation import MIN_TEMPERATURE, Usage
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.lmi.answer import room_note
 from lmi_server.dialects.lmi.objects import Details, LmiToken
@@ -208,7 +208,7 @@ class GenerationTask(Task):
         elif "max_new_tokens" in asked:
             arguments.pop("max_length", None)
         samples = arguments.get("do_sample", self._model.generation_config.do_sample)
-        if not samples or arguments.get("temperature", 1.0) < LEAST_TEMPERATURE:
+        if not samples or arguments.get("temperature", 1.0) < MIN_TEMPERATURE:
             arguments = {name: value for name, value in arguments.items() if name not in SAMPLING}
             arguments["do_sample"] = False
         if parameters.get("ignore_eos"):

@@ -156,7 +156,7 @@ async def load(model_dir: str, options: TensorRtLlmOptions) -> tuple[Engine, Mod
         "engine": f"TensorRT-LLM {library.version()}",
         "backend": options.backend,
         "built_before": checkpoint.built,
-        "max_rolling_batch_size": options.most_running(),
+        "max_rolling_batch_size": options.max_running(),
         "load_seconds": round(time.perf_counter() - began, 1),
     }
     return engine, ModelInfo(max_model_len=engine.max_seq_len, features=_FEATURES, details=details)

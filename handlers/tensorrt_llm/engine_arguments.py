@@ -111,7 +111,7 @@ def _sizes(options: TensorRtLlmOptions) -> dict[str, Any]:
     return {
         "max_input_len": options.max_input_len,
         "max_seq_len": options.context_length(),
-        "max_batch_size": options.most_running(),
+        "max_batch_size": options.max_running(),
         "max_num_tokens": options.max_num_tokens,
         "max_beam_width": options.max_beam_width,
     }
@@ -186,7 +186,7 @@ def _pytorch(options: TensorRtLlmOptions) -> Mapping[str, Any]:
     if "use_custom_all_reduce" in given:
         arguments["allreduce_strategy"] = "AUTO" if options.use_custom_all_reduce else "NCCL"
     if options.use_cuda_graph:
-        arguments["cuda_graph_config"] = {"max_batch_size": options.most_running(), "enable_padding": True}
+        arguments["cuda_graph_config"] = {"max_batch_size": options.max_running(), "enable_padding": True}
     if "moe_backend" in given:
         arguments["moe_config"] = {"backend": options.moe_backend}
     return arguments

@@ -375,7 +375,7 @@ class TensorRtLlmOptions(_ModelOptions):
     def context_length(self) -> int | None:
         return self.max_seq_len or self.max_input_len + self.max_output_len
 
-    def most_running(self) -> int:
+    def max_running(self) -> int:
         return self.max_num_sequences or self.max_batch_size or self.max_rolling_batch_size
 
     def partitioned(self) -> Mapping[str, str | None] | str:

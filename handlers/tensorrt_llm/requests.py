@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 CACHE_SALT = "cache_salt"  # an argument of generate_async, not a sampling parameter
 # What TensorRT-LLM raises for a request that it cannot serve: the client gets the error, and the engine goes on.
 CLIENT_ERRORS = (ValueError, TypeError)
-_LEAST_BIAS = -1e9  # of tokens that are not allowed; an infinite bias can become NaN in the sampler
+_MIN_BIAS = -1e9  # of tokens that are not allowed; an infinite bias can become NaN in the sampler
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _bias(sampling: SamplingParameters, vocabulary: int) -> Any:
     if sampling.allowed_token_ids is None:
         bias = torch.zeros(vocabulary, dtype=torch.float32)
     else:
-        bias = torch.full((vocabulary,), _LEAST_BIAS, dtype=torch.float32)
+        bias = torch.full((vocabulary,), _MIN_BIAS, dtype=torch.float32)
         bias[list(sampling.allowed_token_ids)] = 0.0
     for token, value in sampling.logit_bias.items():
         bias[token] += value

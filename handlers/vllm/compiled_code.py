@@ -119,7 +119,7 @@ def compile_models(arguments: Mapping[str, Any]) -> None:
     """
     config = library.AsyncEngineArgs(**arguments).create_engine_config()
     use_stored_code(config)
-    config.cache_config.kv_cache_memory_bytes = library.least_kv_bytes(config)
+    config.cache_config.kv_cache_memory_bytes = library.min_kv_bytes(config)
     library.in_process_engine(config, [])
 
 

@@ -242,7 +242,7 @@ def _prepare_compiled_code(
         return None
     models = compiled_code.serve_before_compiled(config)
     arguments = engine_arguments(model_dir, options)
-    return BackgroundCompilation(arguments, library.least_kv_bytes(config), models, environment)
+    return BackgroundCompilation(arguments, library.min_kv_bytes(config), models, environment)
 
 
 async def _load_in_own_process(

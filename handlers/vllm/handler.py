@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # What is checked for vLLM's other libraries. The forms of grammars and tags differ between them.
 _BOUNDED = frozenset({"json", "json_object", "regex", "choice"})
-_MOST_LISTED = 2**16  # characters, which take vLLM's library a second of the cores that all requests share
+_MAX_LISTED = 2**16  # characters, which take vLLM's library a second of the cores that all requests share
 
 
 class VllmHandler(LLMHandler):
@@ -95,7 +95,7 @@ class VllmHandler(LLMHandler):
         else:
             check_style(constraint)
         text = await self._grammars.get(constraint)
-        check_listed(constraint, _MOST_LISTED)
+        check_listed(constraint, _MAX_LISTED)
         if not self._own_grammars:
             return sampling
         return msgspec.structs.replace(sampling, structured_outputs=StructuredOutputs(kind="grammar", value=text))

@@ -216,7 +216,7 @@ def kv_cache_tokens(config: Any) -> int:
     return int(config.cache_config.num_gpu_blocks or 0) * int(config.cache_config.block_size)
 
 
-def least_kv_bytes(config: Any) -> int:
+def min_kv_bytes(config: Any) -> int:
     """Return bytes of KV cache that vLLM accepts as enough for one request.
 
     Twice the request's own need, because vLLM reserves a few blocks.

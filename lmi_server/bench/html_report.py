@@ -15,7 +15,7 @@ from lmi_server.bench.timeline import start_of, timeline
 
 _PERCENTS = [*map(float, range(100)), 99.5, 99.9, 100.0]
 _MIB = 2**20
-_MOST_POINTS = 4000  # of requests in one plot
+_MAX_POINTS = 4000  # of requests in one plot
 _OF_REQUEST: Mapping[str, Callable[[Record], Sequence[float]]] = {
     "ttft": lambda record: () if record.ttft is None else (record.ttft,),
     "tpot": lambda record: () if record.tpot is None else (record.tpot,),
@@ -124,7 +124,7 @@ def _cores(before: Observed, after: Observed) -> float | None:
 def _points(records: Sequence[Record]) -> Points:
     start = start_of(records)
     good = [record for record in records if record.is_good]
-    shown = good[:: len(good) // _MOST_POINTS + 1]
+    shown = good[:: len(good) // _MAX_POINTS + 1]
     found = {"end to end": [(record.due - start, record.e2el * 1000) for record in shown]}
     first = [(record.due - start, record.ttft * 1000) for record in shown if record.ttft is not None]
     return scattered({**found, "to the first token": first} if first else found)

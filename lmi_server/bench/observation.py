@@ -90,14 +90,14 @@ def server_figures(seen: Sequence[Observed]) -> dict[str, Any]:
         "cache_hit": server_metrics.cache_hit(before.reading, after.reading),
         "queue_ms": _times(1000, server_metrics.queue_time(before.reading, after.reading)),
         "retracted": server_metrics.increase(before.reading, after.reading, "retracted"),
-        "waiting_max": _most(server_metrics.waiting(each.reading) for each in seen),
-        "running_max": _most(each.reading.get("running") for each in seen),
+        "waiting_max": _max(server_metrics.waiting(each.reading) for each in seen),
+        "running_max": _max(each.reading.get("running") for each in seen),
         "kv_usage_before": before.reading.get("kv_usage"),
-        "kv_usage_max": _most(each.reading.get("kv_usage") for each in seen),
+        "kv_usage_max": _max(each.reading.get("kv_usage") for each in seen),
         "kv_usage_after": after.reading.get("kv_usage"),
-        "memory_bytes_max": _most(each.processes.memory_bytes for each in seen if each.processes is not None),
+        "memory_bytes_max": _max(each.processes.memory_bytes for each in seen if each.processes is not None),
         "gpu_load_mean": _mean([each.gpu.load for each in seen if each.gpu is not None]),
-        "gpu_memory_bytes_max": _most(each.gpu.memory_bytes for each in seen if each.gpu is not None),
+        "gpu_memory_bytes_max": _max(each.gpu.memory_bytes for each in seen if each.gpu is not None),
     }
     if before.processes is not None and after.processes is not None and seconds > 0:
         figures["cpu_cores"] = (after.processes.cpu_s - before.processes.cpu_s) / seconds
@@ -108,7 +108,7 @@ def _times(factor: float, value: float | None) -> float | None:
     return None if value is None else factor * value
 
 
-def _most(values: Iterable[float | None]) -> float | None:
+def _max(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lmi_server.bench.records import Record
 
-_MOST_STEPS = 240
+_MAX_STEPS = 240
 _STEPS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)
 
 
@@ -36,7 +36,7 @@ def timeline(records: Sequence[Record]) -> Timeline:
     """Return what happened in each step of the run."""
     start = start_of(records)
     seconds = max((record.end - start for record in records), default=0.0)
-    step = next((step for step in _STEPS_S if seconds / step <= _MOST_STEPS), _STEPS_S[-1])
+    step = next((step for step in _STEPS_S if seconds / step <= _MAX_STEPS), _STEPS_S[-1])
     count = int(seconds / step) + 1
     changes, parts, ended, failed, tokens = ([0.0] * count for _ in range(5))
 

@@ -31,7 +31,7 @@ _URL = re.compile(r"https?://.*|(\[[\da-fA-F:.]+\]|[\w.-]+):\d+(/.*)?", re.ASCII
 _PROMPT = "> "
 _MORE = ". "
 _QUOTES = '"""'
-_MOST_LINES = 1000  # of the history
+_MAX_LINES = 1000  # of the history
 
 _HELP = '''/help                 this list
 /system [TEXT]        the system prompt; without a text, none
@@ -225,7 +225,7 @@ def _history() -> Iterator[None]:
     path = artifact_settings(None, process_environment()).root / "chat-history"
     with contextlib.suppress(OSError):
         readline.read_history_file(path)
-    readline.set_history_length(_MOST_LINES)
+    readline.set_history_length(_MAX_LINES)
     try:
         yield
     finally:

@@ -80,7 +80,7 @@ def estimate(
     parameters = _parameters_of_files(location, text, config) or _parameters_of_shape(text)
     per_token = _kv_bytes_per_token(text, _dtype_bytes(options.dtype, text, config))
     context = options.context_length() or _int(text, "max_position_embeddings", "n_positions", "seq_length")
-    tokens = None if context is None else context * options.most_running()
+    tokens = None if context is None else context * options.max_running()
     weights = _weights_bytes(options, location, text, config, parameters)
     parts = _kv_parts(options, text, devices)
     return Estimate(

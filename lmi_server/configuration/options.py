@@ -99,10 +99,10 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a
 # A number that LMI keeps in 32 bits.
 Count = Annotated[int, Field(ge=1, le=2147483647), Allowed("an integer from 1 to 2147483647")]
 CountOrZero = Annotated[int, Field(ge=0, le=2147483647), Allowed("an integer from 0 to 2147483647")]
-MOST_WORKERS = 1000
+MAX_WORKERS = 1000
 """Most workers of a model on one device set: more than any machine can run."""
-Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS), Allowed(f"an integer from 1 to {MOST_WORKERS}")]
-WorkersOrZero = Annotated[int, Field(ge=0, le=MOST_WORKERS), Allowed(f"an integer from 0 to {MOST_WORKERS}")]
+Workers = Annotated[int, Field(ge=1, le=MAX_WORKERS), Allowed(f"an integer from 1 to {MAX_WORKERS}")]
+WorkersOrZero = Annotated[int, Field(ge=0, le=MAX_WORKERS), Allowed(f"an integer from 0 to {MAX_WORKERS}")]
 Fraction = Annotated[float, Field(gt=0, lt=1), Allowed("a number between 0 and 1")]
 Share = Annotated[float, Field(gt=0, le=1), Allowed("a number above 0, at most 1")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_comma_separated), Allowed("names separated by commas")]
@@ -503,7 +503,7 @@ class ModelOptions(Options):
         """Return the recommended raw values for `machine`, by key in full; they apply to keys that no layer sets."""
         return {}
 
-    def most_running(self) -> int:
+    def max_running(self) -> int:
         """Return how many requests the engine has room for at a time."""
         return self.max_rolling_batch_size
 

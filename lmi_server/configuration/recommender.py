@@ -61,7 +61,7 @@ def recommend(
     recommended |= _for_handler(spec, given, machine)
     recommended |= _threads(options_type, given, machine)
     if "maxWorkers" not in given:
-        recommended |= _most_workers(spec, given, machine, (*one_worker, _MPI_MODE))
+        recommended |= _max_workers(spec, given, machine, (*one_worker, _MPI_MODE))
     if machine.gpus and any(_says_true(given, key) for key in one_worker):
         recommended |= {"load_on_devices": "0", "maxWorkers": "1"}
     if any(_says_true(given, key) for key in options_type.one_worker_keys):
@@ -85,7 +85,7 @@ def _threads(options_type: type[ModelOptions], given: Given, machine: Machine) -
     return {"option.threads": str(max(1, share // (_number(given, _DEGREE) * _stages(given))))}
 
 
-def _most_workers(spec: HandlerSpec, given: Given, machine: Machine, one_worker: tuple[str, ...]) -> Mapping[str, str]:
+def _max_workers(spec: HandlerSpec, given: Given, machine: Machine, one_worker: tuple[str, ...]) -> Mapping[str, str]:
     """Return maxWorkers: as many as minWorkers, and for code of users on the CPU as many as LMI starts under load.
 
     `one_worker`: keys with which there is one worker.

@@ -33,7 +33,7 @@ A dialect refuses, by name, a field that needs any other feature. "media" are pa
 PROMPT_BEGINNING = "{#- begins like a prompt -#}"
 """Stands in a chat template for the special tokens that the tokenizer puts before a prompt."""
 
-LEAST_TEMPERATURE = 1e-5
+MIN_TEMPERATURE = 1e-5
 """Below this, dividing logits by the temperature overflows float32, so that only the most likely token is left."""
 
 
@@ -99,7 +99,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        return not self.do_sample or self.temperature < LEAST_TEMPERATURE
+        return not self.do_sample or self.temperature < MIN_TEMPERATURE
 
 
 class NamedTool(msgspec.Struct, frozen=True):

@@ -309,26 +309,26 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
         raise not_allowed(name, value, "send a list of token ids")
     if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) <= _LARGEST_TOKEN_ID:
         return tuple(value)  # checked one by one, a long prompt would keep the worker from its streams
-    if len(value) > _MOST_OTHER_IDS:
+    if len(value) > _MAX_OTHER_IDS:
         raise not_allowed(name, value, f"send token ids as integers from 0 to {_LARGEST_TOKEN_ID}")
     return tuple([_TOKEN_ID(name, item) for item in value])
 
 
 _LARGEST_TOKEN_ID = 2**31 - 1
-_MOST_OTHER_IDS = 10_000  # that may be written as 1.0 or "1"
+_MAX_OTHER_IDS = 10_000  # that may be written as 1.0 or "1"
 _TOKEN_ID = integer(0, _LARGEST_TOKEN_ID)
 
 
 def bad_words(name: str, value: Any) -> tuple[str, ...]:
     """Read words that are not to be generated; each is tokenized twice before anything else runs."""
     words = strings(name, value)
-    if len(words) > _MOST_BAD_WORDS or max(map(len, words), default=0) > _LONGEST_BAD_WORD:
-        remedy = f"send at most {_MOST_BAD_WORDS} words of at most {_LONGEST_BAD_WORD} characters"
+    if len(words) > _MAX_BAD_WORDS or max(map(len, words), default=0) > _LONGEST_BAD_WORD:
+        remedy = f"send at most {_MAX_BAD_WORDS} words of at most {_LONGEST_BAD_WORD} characters"
         raise not_allowed(name, value, remedy)
     return words
 
 
-_MOST_BAD_WORDS = 1000
+_MAX_BAD_WORDS = 1000
 _LONGEST_BAD_WORD = 100
 
 
@@ -343,12 +343,12 @@ _TOP_K = integer(-1, 2**31 - 1)
 def logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise not_allowed(name, value, "send an object of token id to bias")
-    if len(value) > _MOST_BIASES:
-        raise RequestError(f"{name}: {len(value)} biases are not allowed; send at most {_MOST_BIASES}")
+    if len(value) > _MAX_BIASES:
+        raise RequestError(f"{name}: {len(value)} biases are not allowed; send at most {_MAX_BIASES}")
     return {int(_TOKEN_ID(name, token)): _BIAS(f"{name}.{excerpt(token, 20)}", bias) for token, bias in value.items()}
 
 
-_MOST_BIASES = 5000
+_MAX_BIASES = 5000
 _BIAS = number(lambda value: -100 <= value <= 100, "a number from -100 to 100")
 
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, unquote_plus
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.quoting import excerpt
 
-MOST_FIELDS = 1000  # of a form, or parameters of a query
+MAX_FIELDS = 1000  # of a form, or parameters of a query
 _LONGEST_HEAD = 16 * 1024  # bytes of the headers of a part
 _LONGEST_SHORT = 6 * 1024  # bytes of a field that holds a name or a URL, percent-encoded
 _URL_ENCODED = "application/x-www-form-urlencoded"
@@ -58,7 +58,7 @@ def form_fields(content_type: str, body: bytes, only: Collection[str] | None = N
 def split_pairs(text: str) -> list[tuple[str, str]]:
     """Return the names and values of a query, or of a form that is written like one. Raises BadParameterError."""
     try:
-        return parse_qsl(text, keep_blank_values=True, max_num_fields=MOST_FIELDS)
+        return parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_FIELDS)
     except ValueError:
         raise too_many_fields() from None
 
@@ -71,7 +71,7 @@ def _url_encoded(body: bytes, only: Collection[str] | None) -> Fields:
 
 def _with_names(body: bytes, only: Collection[str]) -> bytes:
     """Return the fields of these names, cut: decoding a text of escapes takes a hundred times as long as finding it."""
-    if body.count(b"&") >= MOST_FIELDS:
+    if body.count(b"&") >= MAX_FIELDS:
         raise too_many_fields()
     found = []
     for field in body.split(b"&"):
@@ -82,15 +82,15 @@ def _with_names(body: bytes, only: Collection[str]) -> bytes:
 
 
 def too_many_fields() -> BadParameterError:
-    """Return the error about a form or a query with more than `MOST_FIELDS`."""
-    return BadParameterError(f"there are more than {MOST_FIELDS} fields in the form or parameters in the query")
+    """Return the error about a form or a query with more than `MAX_FIELDS`."""
+    return BadParameterError(f"there are more than {MAX_FIELDS} fields in the form or parameters in the query")
 
 
 def _multipart(kind: str, boundary: bytes, body: bytes) -> Fields | None:
     fields: Fields = []
     for part in _parts(kind, boundary, body):
         name, value = _field(kind, part)
-        if len(fields) == MOST_FIELDS:
+        if len(fields) == MAX_FIELDS:
             raise too_many_fields()
         if name is not None:
             fields.append((name, value))
@@ -117,7 +117,7 @@ def _parts(kind: str, boundary: bytes, body: bytes) -> Iterator[bytes]:
         if not rest:
             start = end
         lines += 1
-        if lines > 2 * MOST_FIELDS:
+        if lines > 2 * MAX_FIELDS:
             raise too_many_fields()
         at = _next_line(body, delimiter, end)
     shown = excerpt(boundary.decode("latin-1"))

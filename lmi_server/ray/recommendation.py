@@ -32,8 +32,8 @@ _TOKENS_OF_A_REQUEST = 2048  # that a running request holds on average; fewer if
 _EFFICIENCY = 0.5  # share of the peak that prefill reaches
 _STEP_S: Mapping[Goal, float] = {"latency": 0.1, "throughput": 0.4}
 _STEP_READS_S = 0.025  # for latency, a decode step reads weights and KV cache in this time, or in twice that of weights
-_MOST_SEQS: Mapping[Goal, int] = {"latency": 128, "throughput": 512}
-_LEAST_SEQS = 4
+_MAX_SEQS: Mapping[Goal, int] = {"latency": 128, "throughput": 512}
+_MIN_SEQS = 4
 _BATCHED_TOKENS = (512, 16384)
 _NOT_IN_HALF = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """The values of model_type for which vLLM refuses float16, because they are not stable in it."""
@@ -169,12 +169,12 @@ def for_degree(
         return None
     tokens = memory.kv_tokens_that_fit or 0
     per_request = min(length, _TOKENS_OF_A_REQUEST)
-    seqs = min(tokens // per_request, _MOST_SEQS[goal])
+    seqs = min(tokens // per_request, _MAX_SEQS[goal])
     if goal == "latency":
         alone_s = memory.weights_bytes / accelerator.bandwidth  # a step with one request reads little but weights
         kv_bytes = (max(_STEP_READS_S, 2 * alone_s) - alone_s) * accelerator.bandwidth
-        seqs = min(seqs, max(_LEAST_SEQS, int(kv_bytes) // (memory.kv_bytes_per_token * per_request)))
-    if tokens < length or seqs < _LEAST_SEQS:
+        seqs = min(seqs, max(_MIN_SEQS, int(kv_bytes) // (memory.kv_bytes_per_token * per_request)))
+    if tokens < length or seqs < _MIN_SEQS:
         return None
     seqs = _power_of_two(seqs)
     flops = accelerator.flops * _EFFICIENCY * degree

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
-_MOST_AHEAD = 8  # requests that a worker may hold beyond the least loaded one
+_MAX_AHEAD = 8  # requests that a worker may hold beyond the least loaded one
 _LONGEST_NAME = 256  # characters; clients choose the names that they send, and longer ones are not remembered
 
 W = TypeVar("W", bound=Hashable)
@@ -19,7 +19,7 @@ class AdapterAffinity(Generic[W]):
     """Remembers the last `most` adapters of each worker, as a worker keeps `most` adapters."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self._max = most
         self._adapters: dict[W, OrderedDict[str, None]] = {}
 
     def narrowed(self, adapter: str, held: Mapping[W, int]) -> Mapping[W, int]:
@@ -31,7 +31,7 @@ class AdapterAffinity(Generic[W]):
         if not held:
             return held
         least = min(held.values())
-        near = {worker: count for worker, count in held.items() if count < least + _MOST_AHEAD}
+        near = {worker: count for worker, count in held.items() if count < least + _MAX_AHEAD}
         having = {worker: count for worker, count in near.items() if adapter in self._adapters.get(worker, ())}
         if having:
             return having
@@ -46,7 +46,7 @@ class AdapterAffinity(Generic[W]):
         known = self._adapters.setdefault(worker, OrderedDict())
         known[adapter] = None
         known.move_to_end(adapter)
-        if len(known) > self._most:
+        if len(known) > self._max:
             known.popitem(last=False)
 
     def forget(self, worker: W) -> None:

@@ -89,7 +89,7 @@ class _Entry:
 class AdapterStore:
     """Keeps up to `most` adapters loaded; the one that nobody has asked for longest makes room for the next.
 
-    An adapter that requests hold stays: if all are held, a request for another one waits. `most_waiting` requests may
+    An adapter that requests hold stays: if all are held, a request for another one waits. `max_waiting` requests may
     wait. `fetch` returns the directory of an adapter, `until_ready` returns once a worker can take it.
     """
 
@@ -99,13 +99,13 @@ class AdapterStore:
         fetch: Callable[[str], Awaitable[str]],
         until_ready: Callable[[], Awaitable[None]],
         most: int,
-        most_waiting: int,
+        max_waiting: int,
     ) -> None:
         self._adapters = adapters
         self._fetch = fetch
         self._until_ready = until_ready
-        self._most = most
-        self._most_waiting = most_waiting
+        self._max = most
+        self._max_waiting = max_waiting
         self._waiting = 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the one that was used last is at the end
         self._leaving: str | None = None
@@ -141,8 +141,8 @@ class AdapterStore:
         return name in self._adapters and not self.keeps(name)
 
     def _begin(self, name: str, users: int) -> _Entry:
-        if self._waiting >= self._most_waiting:
-            raise QueueFullError(f"job_queue_size={self._most_waiting} requests wait for adapters; send it again later")
+        if self._waiting >= self._max_waiting:
+            raise QueueFullError(f"job_queue_size={self._max_waiting} requests wait for adapters; send it again later")
         entry = self._entries[name] = _Entry(asyncio.create_task(self._load(name)), users)
         entry.task.add_done_callback(_heard)
         return entry
@@ -178,7 +178,7 @@ class AdapterStore:
         logger.info("loaded adapter %s", name)
 
     async def _make_room(self) -> None:
-        while len(loaded := [name for name, entry in self._entries.items() if entry.is_loaded]) >= self._most:
+        while len(loaded := [name for name, entry in self._entries.items() if entry.is_loaded]) >= self._max:
             idle = next((name for name in loaded if not self._entries[name].users), None)
             if idle is None:
                 self._let_go.clear()

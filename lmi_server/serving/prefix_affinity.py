@@ -11,11 +11,11 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 _BLOCK = 256  # bytes
-_MOST_BLOCKS = 64  # of a body: what is behind 16 KiB does not count
+_MAX_BLOCKS = 64  # of a body: what is behind 16 KiB does not count
 _REMEMBERED = 200_000  # blocks, of 130 bytes each; the ones without a request for longest are forgotten first
 _REMEMBERED_PER_WORKER = 1_000  # if that is more: many workers serve many conversations at a time
-_LEAST_SHARE = 0.5  # of a body that must be known: many bodies begin alike, and differ in what is long
-_MOST_AHEAD = 8  # requests that a worker may hold beyond the least loaded one
+_MIN_SHARE = 0.5  # of a body that must be known: many bodies begin alike, and differ in what is long
+_MAX_AHEAD = 8  # requests that a worker may hold beyond the least loaded one
 
 W = TypeVar("W", bound=Hashable)
 
@@ -38,10 +38,10 @@ class PrefixAffinity(Generic[W]):
         least = min(held.values())
         blocks = list(_blocks(body))
         for known in range(len(blocks), 0, -1):
-            if known < _LEAST_SHARE * len(blocks):
+            if known < _MIN_SHARE * len(blocks):
                 break
             worker = self._workers.get(blocks[known - 1])
-            if worker is not None and held.get(worker, least + _MOST_AHEAD) < least + _MOST_AHEAD:
+            if worker is not None and held.get(worker, least + _MAX_AHEAD) < least + _MAX_AHEAD:
                 return worker
         return min((worker for worker, count in held.items() if count == least), key=self._blocks.__getitem__)
 
@@ -69,7 +69,7 @@ class PrefixAffinity(Generic[W]):
 
 def _blocks(body: bytes) -> Iterator[int]:
     """Yield a hash for each whole block of `body`, of everything up to the end of it."""
-    whole = min(len(body) // _BLOCK, _MOST_BLOCKS)
+    whole = min(len(body) // _BLOCK, _MAX_BLOCKS)
     known = 0
     for number in range(whole):
         known = hash((known, body[number * _BLOCK : (number + 1) * _BLOCK]))

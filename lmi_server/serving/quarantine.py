@@ -11,7 +11,7 @@ from lmi_server.contract.errors import QuarantinedError
 from lmi_server.contract.protocol import Input
 
 _DEATHS = 2
-_MOST_SUSPECTS = 1000
+_MAX_SUSPECTS = 1000
 
 # Headers that differ from one attempt to the next, or between clients that send the same request.
 _VOLATILE = frozenset(
@@ -83,7 +83,7 @@ class Quarantine:
     def _expire(self, now: float) -> None:
         while self._suspects:
             oldest = next(iter(self._suspects.values()))
-            if oldest.until > now and len(self._suspects) <= _MOST_SUSPECTS:
+            if oldest.until > now and len(self._suspects) <= _MAX_SUSPECTS:
                 return
             self._suspects.popitem(last=False)
 

@@ -412,8 +412,8 @@ class ModelRegistry:
             await asyncio.to_thread(self.refuse_unsafe_adapter, directory)
             return directory
 
-        most_waiting = resolved.serving.job_queue_size
-        return AdapterStore(pool.adapters, fetch, pool.until_ready, options.adapters_on_demand, most_waiting)
+        max_waiting = resolved.serving.job_queue_size
+        return AdapterStore(pool.adapters, fetch, pool.until_ready, options.adapters_on_demand, max_waiting)
 
     def _store_listing(self, resolved: ResolvedModel) -> StoreListing | None:
         store = resolved.options.dynamic_lora_loading_path

@@ -16,7 +16,7 @@ from lmi_server.serving.adapter_store import S3, is_adapter_name
 
 logger = logging.getLogger(__name__)
 
-_MOST = 1000
+_MAX = 1000
 _KEPT_S = 30.0  # a list of models is asked for often, and a store on S3 is far
 _WAIT_S = 5.0
 
@@ -52,8 +52,8 @@ class StoreListing:
     async def _listed(self) -> Sequence[str]:
         if self._store.startswith(S3):
             found = await fetched_folders(self._store, self._settings)
-            return sorted(islice(filter(is_adapter_name, found), _MOST))
-        return await asyncio.to_thread(lambda: sorted(islice(_folders(Path(self._model_dir, self._store)), _MOST)))
+            return sorted(islice(filter(is_adapter_name, found), _MAX))
+        return await asyncio.to_thread(lambda: sorted(islice(_folders(Path(self._model_dir, self._store)), _MAX)))
 
 
 def _folders(directory: Path) -> Iterator[str]:

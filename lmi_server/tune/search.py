@@ -23,7 +23,7 @@ from lmi_server.tune.space import Choices, Range, Space, grid, size_of, text_of
 
 _BASELINE = "baseline"
 _OUTCOME = "outcome"
-_MOST_REPEATS = 200  # proposals of settings that are known already, one after the other
+_MAX_REPEATS = 200  # proposals of settings that are known already, one after the other
 
 
 class Search:
@@ -108,7 +108,7 @@ class Search:
             yield found[-1]
         wanted = min(sys.maxsize if self._is_grid else trials, self._size or sys.maxsize)
         repeats = 0
-        while len(found) - 1 < wanted and repeats < _MOST_REPEATS:
+        while len(found) - 1 < wanted and repeats < _MAX_REPEATS:
             proposed = self._study.ask(self._distributions)
             settings = {key: text_of(value) for key, value in proposed.params.items()}
             # Optuna proposes some settings again; it is told what they gave.

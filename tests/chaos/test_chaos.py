@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 ROUND_S = 15.0
 CLIENTS = 16
-MOST_GROWTH = 48 << 20  # bytes of the server's memory, from the first quiet moment to the last one
+MAX_GROWTH = 48 << 20  # bytes of the server's memory, from the first quiet moment to the last one
 LOADED_WITHIN_S = 900.0  # in a new checkout the first load of a real model compiles its kernels
 MODELS = (*ATTACKED, "calm")
 WORKERS = {"echo": 2, "own": 2, "group": 1, "real": 1, "calm": 1}
@@ -215,7 +215,7 @@ def test_chaos(server: Server, store: Path, seconds: float, seed: int) -> None:
         wait_until(lambda: has_only(server, before), f"{before} again after round {number}", 300)
         memory.append(memory_of(server))
     print(f"{dict(endings.counts)}, memory in MiB: {[size >> 20 for size in memory]}")
-    assert max(memory) - memory[0] < MOST_GROWTH, memory
+    assert max(memory) - memory[0] < MAX_GROWTH, memory
     served = {model for model, kind in endings.counts if kind == "answer"}
     assert served >= set(MODELS), endings.counts
     assert server.stop() == 0

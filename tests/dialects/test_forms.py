@@ -8,7 +8,7 @@ import pytest
 from growth import assert_linear
 
 from lmi_server.contract.errors import BadParameterError
-from lmi_server.dialects.forms import MOST_FIELDS, form_fields
+from lmi_server.dialects.forms import MAX_FIELDS, form_fields
 
 URL_ENCODED = "application/x-www-form-urlencoded"
 FORM_DATA = "multipart/form-data; boundary=XX"
@@ -78,10 +78,10 @@ def test_a_body_that_is_not_the_form_it_should_be_is_refused(body: bytes, reason
 @pytest.mark.parametrize(
     ("content_type", "body"),
     [
-        (URL_ENCODED, b"a=1&" * MOST_FIELDS + b"b"),
+        (URL_ENCODED, b"a=1&" * MAX_FIELDS + b"b"),
         (URL_ENCODED, b"&" * 1_000_000),
-        (FORM_DATA, parts(*[FIELD] * (MOST_FIELDS + 1))),
-        (FORM_DATA, b"--XXX\n" * (2 * MOST_FIELDS + 1)),
+        (FORM_DATA, parts(*[FIELD] * (MAX_FIELDS + 1))),
+        (FORM_DATA, b"--XXX\n" * (2 * MAX_FIELDS + 1)),
     ],
 )
 def test_a_form_has_a_bounded_number_of_fields(content_type: str, body: bytes) -> None:

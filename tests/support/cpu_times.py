@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-_MOST_EXPENSIVE = 30
+_MAX_EXPENSIVE = 30
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -63,7 +63,7 @@ class CpuTimes:
         for name, seconds in (("total", total), ("collection", self._collection), *self._modules.most_common()):
             terminalreporter.line(f"{seconds:8.1f} {name}")
         terminalreporter.section("the most expensive tests, set-ups and ends of fixtures")
-        for name, seconds in self._phases.most_common(_MOST_EXPENSIVE):
+        for name, seconds in self._phases.most_common(_MAX_EXPENSIVE):
             terminalreporter.line(f"{seconds:8.1f} {name}")
 
     def _since_last(self) -> float:

@@ -7,19 +7,19 @@ from collections.abc import Callable
 
 _SIZE = 20_000
 _FACTOR = 8
-_MOST = 2 * _FACTOR  # times as long may the longer input take; quadratic work takes _FACTOR times more than that
+_MAX = 2 * _FACTOR  # times as long may the longer input take; quadratic work takes _FACTOR times more than that
 _TRIES = 4
 _NEGLIGIBLE_S = 0.005
 
 
 def assert_linear(call: Callable[[str], object], part: str, size: int = _SIZE) -> None:
     """Call the function with `size` characters of `part`; fail if 8 times as many take more than 16 times as long."""
-    short = _least_s(call, part * (size // len(part)))
-    long = _least_s(call, part * (_FACTOR * size // len(part)))
-    assert long <= _MOST * max(short, _NEGLIGIBLE_S), f"{part!r}: {short:.4f} s, and {long:.4f} s for {_FACTOR} times"
+    short = _min_s(call, part * (size // len(part)))
+    long = _min_s(call, part * (_FACTOR * size // len(part)))
+    assert long <= _MAX * max(short, _NEGLIGIBLE_S), f"{part!r}: {short:.4f} s, and {long:.4f} s for {_FACTOR} times"
 
 
-def _least_s(call: Callable[[str], object], text: str) -> float:
+def _min_s(call: Callable[[str], object], text: str) -> float:
     return min(_spent_s(call, text) for _ in range(_TRIES))
 
 

@@ -41,12 +41,12 @@ class Worker:
 class Store:
     """An AdapterStore for two adapters, before a worker; `fetch` returns once `arrived` is set."""
 
-    def __init__(self, most_waiting: int = 100) -> None:
+    def __init__(self, max_waiting: int = 100) -> None:
         self.worker = Worker()
         self.arrived = asyncio.Event()
         self.arrived.set()
         self.adapters = Adapters([], lambda: [self.worker], 60.0)  # type: ignore[list-item]
-        self.store = AdapterStore(self.adapters, self._fetch, self._until_ready, 2, most_waiting)
+        self.store = AdapterStore(self.adapters, self._fetch, self._until_ready, 2, max_waiting)
 
     async def _fetch(self, name: str) -> str:
         await self.arrived.wait()
@@ -140,7 +140,7 @@ def test_who_waits_when_the_workers_end_is_told_so() -> None:
 
 def test_a_client_that_leaves_does_not_stop_the_load_for_others() -> None:
     async def test() -> None:
-        store = Store(most_waiting=2)
+        store = Store(max_waiting=2)
         store.arrived.clear()
         leaving, staying = asyncio.create_task(store.used("a")), asyncio.create_task(store.used("a"))
         await asyncio.sleep(0.01)

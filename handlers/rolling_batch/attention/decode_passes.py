@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 GRAPH_KEY = "option.enable_cuda_graph"
 COMPILE_KEY = "option.enable_torch_compile"
-_LEAST_COLUMNS, _COLUMN_FACTOR = 256, 2
+_MIN_COLUMNS, _COLUMN_FACTOR = 256, 2
 _LIMITS = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the spread of the logits, as for the check at load
 _LIMIT = 0.25
 
@@ -97,7 +97,7 @@ class DecodePasses:
         self._passes = {shape: capture(self._pass(*shape)) for shape in shapes}
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Return how many rows the largest pass has."""
         return self._rows[-1]
 
@@ -134,7 +134,7 @@ def row_counts(most: int) -> list[int]:
 
 def column_counts(max_len: int) -> list[int]:
     """Return lengths that grow by a factor, and `max_len`."""
-    lengths = (_LEAST_COLUMNS * _COLUMN_FACTOR**power for power in range(16))
+    lengths = (_MIN_COLUMNS * _COLUMN_FACTOR**power for power in range(16))
     return [*itertools.takewhile(lambda length: length < max_len, lengths), max_len]
 
 

@@ -280,7 +280,7 @@ class SingleRows:
         return seen & (columns > self.positions[:, None] - window) if window else seen
 
 
-MOST_SCORES = 2**26
+MAX_SCORES = 2**26
 """The most scores (heads, rows, columns) that torch's operators compute at a time; they may keep all of them."""
 
 
@@ -368,7 +368,7 @@ class _TorchAttention:
         shared = (keys.shape[0], grouped.shape[1], -1, -1)
         keys, values = keys[:, None].expand(shared), values[:, None].expand(shared)
         rows = query.shape[1]
-        step = max(1, MOST_SCORES // (query.shape[0] * keys.shape[2]))
+        step = max(1, MAX_SCORES // (query.shape[0] * keys.shape[2]))
         for block in (slice(first, first + step) for first in range(0, rows, step)):
             seen = _seen_columns(columns, block, keys.shape[2], settings.window, keys.device)
             attended = _attention(grouped[:, :, block], keys, values, seen, settings)

@@ -35,7 +35,7 @@ class DecoderModel:
         base = model.model
         self.head = model.lm_head
         # Up to which the project's kernel computes the head.
-        self.most_head_rows: int = self.head.most_rows if isinstance(self.head, (TiledLinear, PackedLinear)) else 0
+        self.max_head_rows: int = self.head.max_rows if isinstance(self.head, (TiledLinear, PackedLinear)) else 0
         self._embed = embedding_rows(base.embed_tokens)
         layers: list[FusedDecoderLayer] = list(base.layers)
         arrays = [_arrays(layer, attention) for layer in layers]
@@ -51,7 +51,7 @@ class DecoderModel:
         self._shared = ONE_RANK if shm is None else shm.shared(torch.bfloat16)
         self._attention = attention
         self._kernel = decoder_layers
-        self.most_rows = ALL  # more are left to the layers
+        self.max_rows = ALL  # more are left to the layers
 
     @classmethod
     def of(cls, model: Any, attention: SlotAttention, borders: Borders, decode_rows: int = ALL) -> DecoderModel | None:
@@ -75,9 +75,9 @@ class DecoderModel:
         found = cls(model, attention)
         if not found._computes_the_same_as(model):
             return None
-        found.most_rows = found._border(model, borders, decode_rows)
+        found.max_rows = found._border(model, borders, decode_rows)
         found._space = _space(found._layers[2], 1)  # passes have fewer rows than were measured
-        return found if found.most_rows else None
+        return found if found.max_rows else None
 
     def _border(self, model: Any, borders: Borders, decode_rows: int) -> int:
         """Return the number of rows up to which the call is faster than the layers one by one.
@@ -85,7 +85,7 @@ class DecoderModel:
         It is while these use the same kernels for all their linear layers, and may be with more rows.
         """
         linears = [linear for layer in model.model.layers for linear in _computed(layer)]
-        least: int = min(linear.most_rows for linear in linears)
+        least: int = min(linear.max_rows for linear in linears)
         if least >= decode_rows or len(self._shared.blocks) > 1:
             return least  # ranks measure at different times, and a pass takes all of them
         shapes = ", ".join(
@@ -134,7 +134,7 @@ class DecoderModel:
         than are faster so, or padding, or a hook (a LoRA adapter's) changes what a linear layer computes.
         """
         rows = self._attention.single_rows()
-        if rows is None or len(rows[0]) != ids.shape[1] or ids.shape[1] > self.most_rows or any(self._hooks):
+        if rows is None or len(rows[0]) != ids.shape[1] or ids.shape[1] > self.max_rows or any(self._hooks):
             return None
         hidden, places = self._embed(ids[0].numpy()), positions[0].numpy()
         space = self._room(len(hidden))

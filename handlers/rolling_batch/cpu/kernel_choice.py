@@ -32,13 +32,13 @@ ROWS = (1, 4, 16, 64, 256, 1024)  # numbers of rows that are measured, until the
 ALL = sys.maxsize  # the border if the first way is at least as fast with any number of rows
 # Both ways have as many turns, and the fastest of each counts: the first one may compile code, and others are disturbed
 # by other programs. The turns end when the difference is clear, or after some time of this thread.
-_LEAST_TURNS, _CLEAR_TURNS, _MOST_TURNS, _SECONDS = 3, 10, 60, 0.04
+_MIN_TURNS, _CLEAR_TURNS, _MAX_TURNS, _SECONDS = 3, 10, 60, 0.04
 # The second way has to gain this much, because the first one gives a row the same bits in any batch.
-_LEAST_GAIN, _CLEAR_GAIN = 1.15, 1.5
+_MIN_GAIN, _CLEAR_GAIN = 1.15, 1.5
 # If the work took much longer than this thread computed, other programs had the cores. Then the threads wait for each
 # other in all turns, which says nothing about the kernels.
 _BUSY, _DELAY = 1.5, 0.003
-_MOST_SECONDS = 3.0  # in all
+_MAX_SECONDS = 3.0  # in all
 _LAST_SECONDS = 0.5  # for the last of ROWS: a large layer might take longer than all else, and the head has fewer rows
 _FILE = "measured_borders.json"
 
@@ -57,7 +57,7 @@ def thread_seconds(work: Work) -> float:
 class Borders:
     """The borders of this machine: those in the file `kept`, if there is one, and those measured from now on.
 
-    `machine` names everything but the shapes that the times depend on. Measuring takes little more than `most_seconds`.
+    `machine` names everything but the shapes that the times depend on. Measuring takes little more than `max_seconds`.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Borders:
         kept: Path | None = None,
         machine: str = "",
         seconds: Seconds = thread_seconds,
-        most_seconds: float = _MOST_SECONDS,
+        max_seconds: float = _MAX_SECONDS,
     ) -> None:
         self._file = kept
         self._machine = machine
         self._seconds = seconds
-        self._most_seconds = most_seconds
+        self._max_seconds = max_seconds
         self._known = _read(kept).get(machine, {})
         self._asked: dict[str, int | None] = {}
         self._spent = 0.0  # seconds
@@ -89,7 +89,7 @@ class Borders:
         border = self._known.get(name)
         if border is None:
             began = time.perf_counter()
-            end = began + self._most_seconds - self._spent
+            end = began + self._max_seconds - self._spent
             border = self._measured(few, many, least, most, end)
             self._spent += time.perf_counter() - began
             if border is not None:
@@ -144,17 +144,17 @@ def _is_faster(few: Work, many: Work, seconds: Seconds, end: float) -> bool | No
     """Return whether `few` is the faster work; None if other programs have the cores, or `end` is reached."""
     fewest = most = math.inf
     computed, began = 0.0, time.perf_counter()
-    for turn in range(1, _MOST_TURNS + 1):
+    for turn in range(1, _MAX_TURNS + 1):
         times = seconds(few), seconds(many)
         fewest, most, computed = min(fewest, times[0]), min(most, times[1]), computed + sum(times)
         if time.perf_counter() >= end:
             return None
-        is_clear = not most / _CLEAR_GAIN < fewest / _LEAST_GAIN < most * _CLEAR_GAIN
-        if (turn >= _LEAST_TURNS and computed > _SECONDS) or (turn >= _CLEAR_TURNS and is_clear):
+        is_clear = not most / _CLEAR_GAIN < fewest / _MIN_GAIN < most * _CLEAR_GAIN
+        if (turn >= _MIN_TURNS and computed > _SECONDS) or (turn >= _CLEAR_TURNS and is_clear):
             break
     if time.perf_counter() - began > _BUSY * computed + _DELAY:
         return None
-    return fewest <= _LEAST_GAIN * most
+    return fewest <= _MIN_GAIN * most
 
 
 def _told(border: int | None) -> str:

@@ -88,7 +88,7 @@ def _kind(linears: list[nn.Linear], borders: Borders) -> Kind:
         border = borders.border(f"{first.in_features} x {first.out_features}{biased}", passes(0), passes(1))
     if border == ALL or (border >= _DECODE_ROWS and not shared):
         return TiledLinear
-    return functools.partial(TiledLinear, most_rows=border) if shared else PackedLinear
+    return functools.partial(TiledLinear, max_rows=border) if shared else PackedLinear
 
 
 def reads_tiles(linear: nn.Linear) -> bool:
@@ -102,17 +102,17 @@ class TiledLinear(nn.Module):
     """A linear layer of bfloat16 that the project's own kernel computes, with its weight in that kernel's layout.
 
     No code is looked up, which is most of the time that oneDNN takes for few rows. A row gets the same bits whatever
-    other rows are in the batch, which oneDNN does not promise. More than `most_rows` rows are left to oneDNN, which
+    other rows are in the batch, which oneDNN does not promise. More than `max_rows` rows are left to oneDNN, which
     reads the same copy of the weight; oneDNN has to lay out its shape in the same way.
     """
 
-    def __init__(self, linear: nn.Linear, most_rows: int = ALL) -> None:
+    def __init__(self, linear: nn.Linear, max_rows: int = ALL) -> None:
         super().__init__()
         from handlers.cpu_kernels.linear import linear as kernel
 
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.most_rows = most_rows
-        packed = None if most_rows == ALL else PackedLinear(linear)
+        self.max_rows = max_rows
+        packed = None if max_rows == ALL else PackedLinear(linear)
         self.laid = _laid_weight(linear.weight.detach()) if packed is None else packed.laid()
         # Not the module: as one of the model's it would count as a layer that oneDNN computes with any number of rows.
         self._by_onednn = None if packed is None else packed.forward
@@ -124,7 +124,7 @@ class TiledLinear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
         rows = hidden.reshape(-1, self.in_features).contiguous()
-        if self._by_onednn is not None and len(rows) > self.most_rows:
+        if self._by_onednn is not None and len(rows) > self.max_rows:
             return self._by_onednn(hidden)
         out = rows.new_empty((rows.shape[0], self.out_features))
         self._kernel(as_numpy(rows), self.laid, self.added, as_numpy(out), self._threads)
@@ -153,7 +153,7 @@ class PackedLinear(nn.Module):
     The operators are those that the freezing pass of torch.compile emits for a constant weight.
     """
 
-    most_rows = 0  # that the project's kernel computes
+    max_rows = 0  # that the project's kernel computes
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

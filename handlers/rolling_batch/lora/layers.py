@@ -21,7 +21,7 @@ from handlers.rolling_batch.lora.targets import LoraTarget, lora_targets
 
 _Adder = Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]
 
-_MOST_IDLE_RANKS = 4  # a stack with more than so many times the ranks that the batch needs is built anew
+_MAX_IDLE_RANKS = 4  # a stack with more than so many times the ranks that the batch needs is built anew
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class LoraLayers:
             self._rows = self._head_rows = None
             self._unhook()
             return
-        if not needed <= self._stacked.keys() or _ranks(self._stacked) > _MOST_IDLE_RANKS * _ranks(needed):
+        if not needed <= self._stacked.keys() or _ranks(self._stacked) > _MAX_IDLE_RANKS * _ranks(needed):
             self._stack(needed)
         if not self._hooks:
             self._hooks = [module.register_forward_hook(adder) for module, adder in self._adders.items()]

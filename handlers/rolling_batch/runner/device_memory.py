@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from handlers.rolling_batch.attention.kv_cache import bytes_per_token, fitting_tokens
-from handlers.rolling_batch.attention.paged import MOST_SCORES
+from handlers.rolling_batch.attention.paged import MAX_SCORES
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from lmi_server.contract.errors import ModelMemoryError, first_line, is_out_of_memory
@@ -33,7 +33,7 @@ _GIB = 2**30
 # times as long as from token to token; with 128 it is four times.
 _CPU_CHUNKS = (128, 512)
 _GPU_CHUNKS = (2048, 8192)
-_LEAST_CHUNK = 256
+_MIN_CHUNK = 256
 _LARGEST_STEP = 0.25  # of the free memory, for a chunk that nobody asked for
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.9  # of the free memory
 # Scores, their soft cap, and their weights in float32 and in the model's type. torch's fused kernels take less.
@@ -59,7 +59,7 @@ def step_size(runner: ModelRunner, max_len: int, options: RollingBatchOptions) -
         return StepSize(*(_CPU_CHUNKS if asked is None else (asked, asked)))
     rows = min(asked or _GPU_CHUNKS[1], max_len)
     activations = _activations(runner, rows)
-    while asked is None and rows > _LEAST_CHUNK and not _leaves_room(activations):
+    while asked is None and rows > _MIN_CHUNK and not _leaves_room(activations):
         rows //= 2
         activations = _activations(runner, rows)
         _log.warning("a step computes at most %d prompt tokens: the GPU has no memory for more", rows)
@@ -124,7 +124,7 @@ def _room(device: torch.device, share: float, weights: int, options: RollingBatc
         return total * options.mem_fraction_static - weights
     if device.type == "cpu":
         return free * _CPU_SHARE
-    left = free - step.activations.get(device, 0) - MOST_SCORES * _BYTES_PER_SCORE
+    left = free - step.activations.get(device, 0) - MAX_SCORES * _BYTES_PER_SCORE
     return min(free * _GPU_SHARE, left) * share
 
 

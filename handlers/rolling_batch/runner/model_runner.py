@@ -176,7 +176,7 @@ class ModelRunner:
 
     def _is_at_once(self, rows: int, chunks: list[ChunkRows]) -> bool:
         """Whether one call of a kernel computes all layers for the rows of a pass."""
-        return self._decoder is not None and not chunks and not self._has_adapters() and rows <= self._decoder.most_rows
+        return self._decoder is not None and not chunks and not self._has_adapters() and rows <= self._decoder.max_rows
 
     def _has_adapters(self) -> bool:
         """Whether a row of the pass has an adapter."""
@@ -281,7 +281,7 @@ class ModelRunner:
 
     def _is_recorded(self, step: Pass) -> bool:
         """Whether a graph computes the pass: no chunks, no adapters, and no more rows than there are sequences."""
-        if self._passes is None or step.chunks or len(step.slots) > self._passes.most_rows:
+        if self._passes is None or step.chunks or len(step.slots) > self._passes.max_rows:
             return False
         return not self._has_adapters()
 
@@ -345,7 +345,7 @@ class ModelRunner:
         kept = np.array(keep, np.int64)
         if self._decoder is not None and (normed := self._decoder.normed(ids, places, kept)) is not None:
             if self._has_helpers:
-                begin_pass(len(kept) <= self._decoder.most_head_rows)  # the head is one operation of OpenMP's
+                begin_pass(len(kept) <= self._decoder.max_head_rows)  # the head is one operation of OpenMP's
             return self._decoder.head(normed)[0]
         inputs = {"input_ids": ids, "position_ids": places, "use_cache": False}
         if self._keeps_rows:
@@ -362,7 +362,7 @@ class LoadCheck:
     prefix and of decoding have to equal them before the model serves.
     """
 
-    _LEAST = 16  # tokens
+    _MIN = 16  # tokens
     _DECODED = 3  # of them; the others are the prompt
 
     def __init__(self, model: Any, max_len: int, rounds_activations: bool = False) -> None:
@@ -372,8 +372,8 @@ class LoadCheck:
         difference grows from layer to layer, and equal logits cannot be asked for; see `_judge_rounded`.
         """
         self._rounds_activations = rounds_activations
-        window = max((window for window in windows(model.config) if window + self._LEAST <= max_len), default=0)
-        lengths = sorted({self._LEAST, window + self._LEAST})
+        window = max((window for window in windows(model.config) if window + self._MIN <= max_len), default=0)
+        lengths = sorted({self._MIN, window + self._MIN})
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
             model.set_attn_implementation("eager")  # transformers' other functions leave the soft cap out
         generator = torch.Generator().manual_seed(0)
@@ -485,7 +485,7 @@ def _padded(rows: list[int]) -> list[int]:
 def _rows_without_onednn(model: Any) -> int:
     """Return up to how many rows oneDNN computes no linear layer of a fused model."""
     linears = (module for module in model.modules() if isinstance(module, (TiledLinear, PackedLinear)))
-    return min((linear.most_rows for linear in linears), default=0)
+    return min((linear.max_rows for linear in linears), default=0)
 
 
 def _adapters(plan: StepPlan) -> list[Any]:

@@ -27,9 +27,9 @@ _RATIO_AT_START = 0.7
 _RATIO_AT_END = 0.14  # as a share of the ratio at the start
 _RATIO_STEPS = 600  # from the ratio at the start to that at the end
 _STEPS_AFTER_RETRACTION = 20  # how long the batch should run without another retraction
-_MOST_EXPECTED = 4096  # tokens expected of a sequence at most, which may fill the whole context
+_MAX_EXPECTED = 4096  # tokens expected of a sequence at most, which may fill the whole context
 _WORTH_WAITING = 16  # tokens; if a running sequence is about to compute so many of another's prefix, that one waits
-_MOST_SORTED = 128  # waiting sequences; with more of them lpm is fcfs, because matching takes longer than it saves
+_MAX_SORTED = 128  # waiting sequences; with more of them lpm is fcfs, because matching takes longer than it saves
 
 
 @dataclass(slots=True, eq=False)
@@ -263,7 +263,7 @@ class Scheduler:
             sequence.overtaken += sum(later.arrival > sequence.arrival for later in admitted)
 
     def _in_order(self) -> list[Sequence]:
-        if self.limits.policy == "fcfs" or len(self.waiting) > _MOST_SORTED:
+        if self.limits.policy == "fcfs" or len(self.waiting) > _MAX_SORTED:
             return list(self.waiting)
         found = {id(sequence): self._match(sequence).tokens for sequence in self.waiting}
         return sorted(
@@ -312,7 +312,7 @@ class Scheduler:
 
     def _expected(self, sequence: Sequence) -> tuple[float, int]:
         """Return the tokens that the sequence is still expected to generate, and those that it occupies."""
-        left = min(sequence.max_new_tokens - sequence.generated, _MOST_EXPECTED)
+        left = min(sequence.max_new_tokens - sequence.generated, _MAX_EXPECTED)
         return left * self.new_token_ratio, len(sequence.tokens)
 
     def _running_tokens(self) -> int:
@@ -359,13 +359,11 @@ class Scheduler:
             if not sequence.decoding:
                 # An empty chunk would get the logits of the row before it, which is another sequence's.
                 assert sequence.computed < len(sequence.tokens), "the last token of a sequence was never appended"
-                end = min(
-                    len(sequence.tokens), sequence.computed + self._most_at_once(sequence, min(budget, of_prompt))
-                )
+                end = min(len(sequence.tokens), sequence.computed + self._max_at_once(sequence, min(budget, of_prompt)))
                 budget -= end - sequence.computed
                 yield Chunk(sequence, sequence.computed, end)
 
-    def _most_at_once(self, sequence: Sequence, budget: int) -> int:
+    def _max_at_once(self, sequence: Sequence, budget: int) -> int:
         bucket = self.limits.prompt_bucket
         if bucket is None:
             return budget

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from handlers.rolling_batch.schedule.prefix_tree import PrefixTree
 
-_LEAST_COPIED = 4  # tokens; computing fewer is as fast as copying
+_MIN_COPIED = 4  # tokens; computing fewer is as fast as copying
 _TAIL_WORTH_KEEPING = 16  # cached tokens behind a match; for more of them the match is copied, not overwritten
-_LEAST_EVICTED = 256  # tokens at a time: giving memory back takes two system calls per layer and head
-_MOST_LOST = 0.25  # of the tokens of a slot; if others hold the rest, the slot is evicted before those in use less
-_LEAST_KEPT = 32  # tokens; fewer occupy a page per layer and head as well
+_MIN_EVICTED = 256  # tokens at a time: giving memory back takes two system calls per layer and head
+_MAX_LOST = 0.25  # of the tokens of a slot; if others hold the rest, the slot is evicted before those in use less
+_MIN_KEPT = 32  # tokens; fewer occupy a page per layer and head as well
 
 
 @dataclass(slots=True, frozen=True)
@@ -103,7 +103,7 @@ class SlotTable:
         self._empty.pop(slot, None)
         self._cached.pop(slot, None)
         if slot != match.slot:
-            held = match.tokens if match.tokens >= _LEAST_COPIED else 0
+            held = match.tokens if match.tokens >= _MIN_COPIED else 0
             if held:
                 self.copies.append(Copy(match.slot, slot, held))
                 self._touch(match.slot)
@@ -158,7 +158,7 @@ class SlotTable:
     def _choose(self, tokens: list[int], match: Match, spare: int) -> tuple[int | None, int]:
         """Return a slot for `tokens`, and how many of them it holds already if it is the matching slot itself."""
         sources = {copy.source for copy in self.copies}
-        useful = match.tokens >= _LEAST_COPIED
+        useful = match.tokens >= _MIN_COPIED
         if len(tokens) > spare - self._cached_in(sources):
             return None, 0  # the sources of this step's copies must stay until they are copied
         room = spare - self._cached_in(sources | ({match.slot} if useful else set()))
@@ -216,7 +216,7 @@ class SlotTable:
         pinned = {copy.source for copy in self.copies}
         for slot in self._victims(pinned):
             held = self._cached[slot]
-            short = max(self._resident_tokens - self.kv_tokens, _LEAST_EVICTED)
+            short = max(self._resident_tokens - self.kv_tokens, _MIN_EVICTED)
             self._shorten(slot, 0 if self._is_copy(slot) else held - short)
             if self._resident_tokens <= self.kv_tokens:
                 return
@@ -232,10 +232,10 @@ class SlotTable:
         """Whether other slots hold all but a small part of a cached slot now."""
         held = self._cached[slot]
         depth, others = self._tree.shared(slot)
-        return held - max((min(depth, self._held(other)) for other in others), default=0) <= held * _MOST_LOST
+        return held - max((min(depth, self._held(other)) for other in others), default=0) <= held * _MAX_LOST
 
     def _shorten(self, slot: int, keep: int) -> None:
-        if keep < _LEAST_KEPT:
+        if keep < _MIN_KEPT:
             self._forget(slot)
             keep = 0
         else:

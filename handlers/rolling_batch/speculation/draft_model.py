@@ -23,7 +23,7 @@ from handlers.rolling_batch.schedule.scheduler import Chunk, StepPlan
 from handlers.rolling_batch.speculation.drafting import Acceptance
 
 _CATCH_UP = 128  # tokens of prompts, and of what was generated without drafts, that a step computes at most
-_LEAST_TRIMMED = 256  # tokens; a slot with fewer keeps its memory for the next sequence
+_MIN_TRIMMED = 256  # tokens; a slot with fewer keeps its memory for the next sequence
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StepCosts:
     draft: float
     draft_row: float
 
-    def least_chance(self, rows: int, drafting: int) -> float:
+    def min_chance(self, rows: int, drafting: int) -> float:
         """Return the chance above which a further token of all of `drafting` sequences pays in a step of `rows` rows.
 
         It may be above 1. Without the drafts the step would generate a token per sequence in its time.
@@ -108,7 +108,7 @@ class DraftModel:
     ) -> dict[scheduler.Sequence, int]:
         """Return how many tokens to draft for each sequence that gets a draft."""
         known = [(entry, most) for entry, most in wanted if entry.number in self._drafts]
-        least = self._costs.least_chance(rows, len(known)) if known else 1.0
+        least = self._costs.min_chance(rows, len(known)) if known else 1.0
         lengths: dict[scheduler.Sequence, int] = {}
         for sequence, most in known:
             acceptance = self._drafts[sequence.number].acceptance
@@ -142,7 +142,7 @@ class DraftModel:
         own = draft.sequence
         if own.slot < 0:
             return
-        if own.computed >= _LEAST_TRIMMED:
+        if own.computed >= _MIN_TRIMMED:
             self._runner.cache.trim(own.slot, 0)
         self._free.append(own.slot)
         own.slot, own.computed = -1, 0

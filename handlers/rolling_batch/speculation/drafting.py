@@ -29,7 +29,7 @@ _NGRAMS = (3, 2)  # tokens that have to be the same; the longer one first
 _FIRST_CHANCE = 0.5  # that the next drafted token is accepted, before anything is known
 _SMOOTHING = 0.25  # weight of the newest draft
 _RECOVERY = 0.01  # by which the chance returns to the first one with each token, so that drafts are tried again
-_LEAST_GAIN = 1.05  # times the tokens per second without drafts
+_MIN_GAIN = 1.05  # times the tokens per second without drafts
 # What a token that comes earlier is worth in a large batch, beside one that comes earlier to a single sequence. A
 # sequence that ends sooner saves a row of the steps to come, and not the steps, which the others still need.
 _WORTH_IN_BATCH = 0.5
@@ -75,10 +75,10 @@ class Acceptance:
         tried = accepted + (accepted < drafted)
         self.chance += (1 - (1 - _SMOOTHING) ** tried) * (accepted / tried - self.chance)
 
-    def promising(self, most: int, least_chance: float) -> int:
-        """Return how many tokens, `most` at most, are all accepted with a chance of `least_chance` or more."""
+    def promising(self, most: int, min_chance: float) -> int:
+        """Return how many tokens, `most` at most, are all accepted with a chance of `min_chance` or more."""
         count, chance = 0, self.chance
-        while count < most and chance >= least_chance:
+        while count < most and chance >= min_chance:
             count += 1
             chance *= self.chance
         return count
@@ -181,7 +181,7 @@ def worthwhile(chances: Sequence[float], rows: int, times: StepTimes) -> int:
     if not chances or not times.knows(rows):
         return 0
     worth = 1 - (1 - _WORTH_IN_BATCH) * (1 - 1 / rows)
-    best, count, tokens = _LEAST_GAIN * rows / times(rows), 0, float(rows)
+    best, count, tokens = _MIN_GAIN * rows / times(rows), 0, float(rows)
     for drafted, chance in enumerate(chances, start=1):
         tokens += worth * chance
         rate = tokens / times(rows + drafted)

@@ -17,7 +17,7 @@ LMCACHE_DIR = "/tmp/lmcache"  # LMI's value  # nosec B108
 
 _GB = 1024**3
 _FORMATS = (".safetensors", ".bin")  # only files of the first format that is there count: the others are copies
-_LEAST_RESERVED = 0.2  # of memory or disk; twice the model if that is more
+_MIN_RESERVED = 0.2  # of memory or disk; twice the model if that is more
 _CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 
 
@@ -118,7 +118,7 @@ def _is_true(properties: Mapping[str, str], name: str) -> bool:
 
 
 def _share(gigabytes: float, properties: Mapping[str, str], model_size_gb: float) -> float:
-    reserved = max(2 * model_size_gb, _LEAST_RESERVED * gigabytes)
+    reserved = max(2 * model_size_gb, _MIN_RESERVED * gigabytes)
     return max(0.0, gigabytes - reserved) / int(properties.get("tensor_parallel_degree", 1))
 
 

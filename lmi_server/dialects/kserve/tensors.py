@@ -16,8 +16,8 @@ from lmi_server.dialects import fields
 from lmi_server.dialects.framing import encode
 
 _HEADER_LENGTH = "inference-header-content-length"
-_MOST_DIGITS = 12  # of a length; int() refuses very long texts
-_MOST_DIMENSIONS = 64  # as many as an array of numpy has
+_MAX_DIGITS = 12  # of a length; int() refuses very long texts
+_MAX_DIMENSIONS = 64  # as many as an array of numpy has
 # The codes of struct by datatype; BYTES is written element by element.
 _CODES = {
     "BOOL": "?",
@@ -99,7 +99,7 @@ def _parts(request: Input) -> tuple[bytes, bytes]:
     length = request.properties.get(_HEADER_LENGTH)
     if length is None:
         return body, b""
-    if not length.isdecimal() or len(length) > _MOST_DIGITS or int(length) > len(body):
+    if not length.isdecimal() or len(length) > _MAX_DIGITS or int(length) > len(body):
         raise RequestError(f"{_HEADER_LENGTH}: {fields.show(length)} is not the length of the JSON in the body")
     return body[: int(length)], body[int(length) :]
 
@@ -133,8 +133,8 @@ def _check(tensor: InputTensor) -> None:
         raise RequestError(
             f"input {excerpt(tensor.name)}: datatype {excerpt(tensor.datatype)} is not supported; send {_ALLOWED}"
         )
-    if len(tensor.shape) > _MOST_DIMENSIONS:
-        raise RequestError(f"input {excerpt(tensor.name)}: shape has more than {_MOST_DIMENSIONS} dimensions")
+    if len(tensor.shape) > _MAX_DIMENSIONS:
+        raise RequestError(f"input {excerpt(tensor.name)}: shape has more than {_MAX_DIMENSIONS} dimensions")
     if any(size < 0 for size in tensor.shape):
         raise RequestError(
             f"input {excerpt(tensor.name)}: shape {tensor.shape} is not allowed; send sizes of 0 or more"

@@ -16,7 +16,7 @@ from lmi_server.dialects.framing import Framing
 from lmi_server.dialects.openai.request import AnswerOptions, Envelope
 from lmi_server.dialects.routes import COMPLETIONS
 
-_LEAST_LOGPROB = -9999.0  # OpenAI writes it for log probabilities that are not finite: JSON has no infinity
+_MIN_LOGPROB = -9999.0  # OpenAI writes it for log probabilities that are not finite: JSON has no infinity
 
 
 class _PromptDetails(msgspec.Struct):
@@ -71,7 +71,7 @@ def answer_object(kind: str, envelope: Envelope, choices: Sequence[msgspec.Struc
 
 def finite(logprob: float | None) -> float:
     """Return the log probability, or OpenAI's number for one that is missing or not finite."""
-    return logprob if logprob is not None and logprob > _LEAST_LOGPROB else _LEAST_LOGPROB  # NaN compares false
+    return logprob if logprob is not None and logprob > _MIN_LOGPROB else _MIN_LOGPROB  # NaN compares false
 
 
 def token_label(token: Token | TopToken, options: AnswerOptions) -> str:

@@ -13,7 +13,7 @@ from lmi_server.dialects.base import ServedModel
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # Arguments of the renderer that this server sets itself; a client that could replace them would choose the template.
 _RESERVED_ARGUMENTS = ("chat_template", "tokenize", "messages", "conversation")
-_MOST_ARGUMENTS = 100
+_MAX_ARGUMENTS = 100
 
 
 def messages(name: str, value: Any) -> list[dict[str, Any]]:
@@ -109,8 +109,8 @@ def tool_choice(name: str, value: Any) -> str | NamedTool:
 def template_arguments(name: str, value: Any) -> dict[str, Any]:
     """Read the arguments that the chat template gets beside messages and tools. Raises RequestError."""
     arguments = fields.mapping(name, value)
-    if len(arguments) > _MOST_ARGUMENTS:
-        raise RequestError(f"{name}: {len(arguments)} arguments are not allowed; send at most {_MOST_ARGUMENTS}")
+    if len(arguments) > _MAX_ARGUMENTS:
+        raise RequestError(f"{name}: {len(arguments)} arguments are not allowed; send at most {_MAX_ARGUMENTS}")
     for key in _RESERVED_ARGUMENTS:
         if key in arguments:
             raise RequestError(f"{name}.{key} is not supported; leave it out")

@@ -72,11 +72,11 @@ def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
     length = TextLength(tokenizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_length, "LONG_TEXT_CHARS", 0)
-        assert length.least_tokens(long) <= len(tokenizer.encode(long, add_special_tokens=False))
+        assert length.min_tokens(long) <= len(tokenizer.encode(long, add_special_tokens=False))
 
 
 def test_the_bound_is_known_where_it_can_be() -> None:
-    known: dict[str, Any] = {name: TextLength(found).least_tokens("a b" * 10_000) for name, found in TOKENIZERS.items()}
+    known: dict[str, Any] = {name: TextLength(found).min_tokens("a b" * 10_000) for name, found in TOKENIZERS.items()}
     assert known == {
         "bytes": 6000,
         "lacking": 6000,
@@ -85,9 +85,9 @@ def test_the_bound_is_known_where_it_can_be() -> None:
         "sentencepiece": 5000,
         "wordpiece": 10_001,
     }
-    assert TextLength(lacking()).least_tokens("ab\x04" * 10_000) == 4000
-    assert TextLength(wordpiece(strip=True)).least_tokens("a b" * 10_000) == 0
-    assert TextLength(None).least_tokens("a b" * 10_000) == 0
+    assert TextLength(lacking()).min_tokens("ab\x04" * 10_000) == 4000
+    assert TextLength(wordpiece(strip=True)).min_tokens("a b" * 10_000) == 0
+    assert TextLength(None).min_tokens("a b" * 10_000) == 0
 
 
 def test_the_error_says_how_long_the_text_is() -> None:

@@ -29,7 +29,7 @@ from lmi_server.contract.generation import SamplingParameters
 
 GPU = torch.device("meta", 0)
 PER_TOKEN = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, bytes
-SCORES = attention.MOST_SCORES * 12
+SCORES = attention.MAX_SCORES * 12
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_the_check_compares_logits_of_models_that_have_moved(cuda: FakeCuda) -> 
 
 @pytest.mark.parametrize("most", [1, 300, 2**26])
 def test_long_chunks_attend_in_blocks(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, most: int) -> None:
-    monkeypatch.setattr(attention, "MOST_SCORES", most)
+    monkeypatch.setattr(attention, "MAX_SCORES", most)
     loaded = load(chunked_prefill_size=64)
     prompt = prompts(8)[-1] * 2
     assert tokens(loaded, prompt, 3) == generated(tiny_model("llama"), prompt, 3)

@@ -34,7 +34,7 @@ Times = Callable[[type[nn.Module], int], float]
 
 def patient(*arguments: Any, **named: Any) -> Borders:
     """Return borders for which there is time to measure, however busy the machine is."""
-    return Borders(*arguments, **named, most_seconds=math.inf)
+    return Borders(*arguments, **named, max_seconds=math.inf)
 
 
 def few(rows: int) -> Work:
@@ -133,7 +133,7 @@ def test_what_was_measured_before_the_machine_was_seen_busy_is_not_kept(tmp_path
 def test_what_there_was_no_time_to_measure_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", kernel_choice.__name__)
     kept, timer = tmp_path / "borders.json", costing(lambda rows: rows, lambda rows: 5.0)
-    borders = Borders(kept, "a", timer, most_seconds=0)
+    borders = Borders(kept, "a", timer, max_seconds=0)
     assert borders.border("x", few, many) == ALL
     borders.keep()
     assert "x: any (not measured)" in caplog.messages[-1]
@@ -159,8 +159,8 @@ def test_a_file_that_cannot_be_written_is_named_in_the_log(tmp_path: Path, caplo
     assert "missing" in caplog.messages[-1]
 
 
-@pytest.mark.parametrize(("per_second", "most_seconds"), [(13_000, 0.55), (8000, math.inf)])
-def test_rows_that_would_take_too_long_are_not_measured(per_second: int, most_seconds: float) -> None:
+@pytest.mark.parametrize(("per_second", "max_seconds"), [(13_000, 0.55), (8000, math.inf)])
+def test_rows_that_would_take_too_long_are_not_measured(per_second: int, max_seconds: float) -> None:
     asked: list[int] = []
 
     def seconds(work: Work) -> float:
@@ -169,7 +169,7 @@ def test_rows_that_would_take_too_long_are_not_measured(per_second: int, most_se
         time.sleep(rows / per_second)
         return float(rows)
 
-    assert Borders(seconds=seconds, most_seconds=most_seconds).border("slow", few, many) == ALL
+    assert Borders(seconds=seconds, max_seconds=max_seconds).border("slow", few, many) == ALL
     assert max(asked) == 256
 
 
@@ -249,8 +249,8 @@ def test_a_linear_layer_is_computed_as_was_measured_and_right(
         if inputs == 3:  # words of the tiles hold two inputs
             assert type(laid) is PackedLinear
         elif type(laid) is TiledLinear:
-            assert laid.most_rows in {border, ALL}
-            assert border > 8 or laid.most_rows == border
+            assert laid.max_rows in {border, ALL}
+            assert border > 8 or laid.max_rows == border
         else:  # oneDNN lays this shape out in another way, and only one copy is kept
             assert border <= 8
         for rows in (1, 8, 9, 64, 65, 300):
@@ -266,7 +266,7 @@ def test_shapes_are_measured_apart() -> None:
     borders = Borders()
     borders._known = {"64 x 128 and bias": 16, "128 x 64 and bias": 1}
     lay_out_linears(model, borders)
-    assert [layer.most_rows for layer in model] == [16, 1]
+    assert [layer.max_rows for layer in model] == [16, 1]
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ def test_answers_are_near_those_of_float32_wherever_the_border_is(border: int, t
     """Requests join and leave, so that steps have more rows than the border, and fewer."""
     timer(tiles_up_to(border))
     engine, exact = Engine(tiny_model("llama", torch.bfloat16)), tiny_model("llama")
-    kinds = {module.most_rows for module in engine.model.modules() if isinstance(module, TiledLinear)}
+    kinds = {module.max_rows for module in engine.model.modules() if isinstance(module, TiledLinear)}
     assert kinds == {border}
     assert engine.runner._unpadded_rows == border
     asked = [
@@ -300,10 +300,10 @@ def test_answers_are_near_those_of_float32_wherever_the_border_is(border: int, t
 @_needs_shared_weights
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tiles", "border", "most_rows"), [(0, 0, None), (0, 4, 4), (4, 0, 4), (4, 16, 16), (4, ALL, ALL)]
+    ("tiles", "border", "max_rows"), [(0, 0, None), (0, 4, 4), (4, 0, 4), (4, 16, 16), (4, ALL, ALL)]
 )
 def test_one_call_computes_all_layers_up_to_where_it_was_the_faster_way(
-    tiles: int, border: int, most_rows: int | None, timer: Callable[[Times], None]
+    tiles: int, border: int, max_rows: int | None, timer: Callable[[Times], None]
 ) -> None:
     """Only the layers one by one call modules for layers, which gain or lose time in this test.
 
@@ -319,8 +319,8 @@ def test_one_call_computes_all_layers_up_to_where_it_was_the_faster_way(
     timer(seconds)
     runner = ModelRunner(tiny_model("llama", torch.bfloat16), CONTEXT)
     runner.prepare(4, CONTEXT)
-    assert (None if runner._decoder is None else runner._decoder.most_rows) == most_rows
-    assert runner.fused["models"] == int(most_rows is not None)
+    assert (None if runner._decoder is None else runner._decoder.max_rows) == max_rows
+    assert runner.fused["models"] == int(max_rows is not None)
 
 
 @_needs_shared_weights

@@ -116,7 +116,7 @@ def test_helpers_that_ended_can_start_again(threads: int) -> None:
     assert (visits == 100).all()
 
 
-@pytest.mark.parametrize("threads_wanted", [0, 1, helpers.MOST_THREADS + 1])
+@pytest.mark.parametrize("threads_wanted", [0, 1, helpers.MAX_THREADS + 1])
 def test_one_thread_and_very_many_have_no_helpers(threads_wanted: int) -> None:
     helpers.stop()
     assert not helpers.start(threads_wanted)

@@ -216,16 +216,16 @@ def test_what_cannot_fit_is_refused_by_its_numbers(llama: Engine) -> None:
 def test_requests_wait_while_the_kv_cache_is_full_and_all_are_answered() -> None:
     engine = Engine(tiny_model("llama"), slots=8, kv_tokens=100)
     answers = [(prompt, engine.add(prompt, max_new_tokens=8)[1]) for prompt in prompts(12, seed=4)]
-    most_resident = 0
+    max_resident = 0
 
     def watch() -> None:
-        nonlocal most_resident
-        most_resident = max(most_resident, engine.scheduler.slots._resident_tokens)
+        nonlocal max_resident
+        max_resident = max(max_resident, engine.scheduler.slots._resident_tokens)
 
     engine.run(watch)
     for prompt, answer in answers:
         assert answer.tokens == engine.expected(prompt, 8)
-    assert most_resident <= 100
+    assert max_resident <= 100
 
 
 def test_a_failing_step_ends_what_runs_and_the_next_request_is_served() -> None:

@@ -240,7 +240,7 @@ def test_a_draft_model_that_does_not_pay_is_left_alone() -> None:
     wrong.generate([1, 2, 3], max_new_tokens=60, ignore_eos=True)
     assert 0 < wrong.engine.stats.drafted_tokens < 40
     costs = StepCosts(0.05, 0.3, 0.05)
-    chances = [costs.least_chance(rows, rows) for rows in (1, 8, 64)]
+    chances = [costs.min_chance(rows, rows) for rows in (1, 8, 64)]
     assert chances == sorted(chances)
     assert chances[0] == pytest.approx(0.35)
     assert chances[-1] > 1  # in a large batch no draft pays

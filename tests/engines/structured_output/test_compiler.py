@@ -110,7 +110,7 @@ def test_white_space_may_have_a_bound_for_all_requests() -> None:
     schema = {"type": "array", "items": {"const": 1}, "minItems": 2}
 
     async def takes(text: str, **style: Any) -> bool:
-        cache = GrammarCache(grammars.compile, most_white_space=2)
+        cache = GrammarCache(grammars.compile, max_white_space=2)
         try:
             matcher = (await cache.get(constraint("json", schema, **style))).matcher.deep_copy()
         finally:
