@@ -12,5 +12,6 @@ The path of a step:
 
 Beside the path: `lora/` has the adapters, `speculation/` the drafted tokens.
 
-Imports `checkpoints/`, `cpu_kernels/`, `ranks/`, `step_loop.py`, and of lmi_server the contract, the machine and the declarations of options.
+Imports `checkpoints/`, `cpu_kernels/`, `ranks/`, `step_loop.py`, and of lmi_server the contract, the machine and the
+declarations of options.
 """
