@@ -17,7 +17,7 @@ import uvloop
 
 from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings
 from lmi_server.commands.local_model import inspect_local
-from lmi_server.configuration.model_layers import SERVING_PROPERTIES
+from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES
 from lmi_server.configuration.properties import decode_properties, edited_properties
 from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
 from lmi_server.contract.errors import ConfigurationError

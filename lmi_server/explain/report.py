@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lmi_server.configuration.declaration import written
-from lmi_server.configuration.memory_estimate import gib
+from lmi_server.configuration.model_directory.memory_estimate import gib
 from lmi_server.explain.explanation import Explained, Explanation
 
 _INDENT = "  "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmi_server.configuration.gguf import is_gguf, read_gguf
+from lmi_server.configuration.model_directory.gguf import is_gguf, read_gguf
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.machine.inventory import Machine
 

@@ -16,7 +16,7 @@ from lmi_server.artifacts.location import (
     S3Location,
     parse_location,
 )
-from lmi_server.configuration.gguf import gguf_files, is_gguf, read_gguf
+from lmi_server.configuration.model_directory.gguf import gguf_files, is_gguf, read_gguf
 from lmi_server.contract.errors import ConfigurationError
 
 _POINTER = b"version https://git-lfs"

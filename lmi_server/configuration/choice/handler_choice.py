@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from lmi_server.artifacts.location import refuse_remote_entry_point
-from lmi_server.configuration.check import describe_source
-from lmi_server.configuration.checkpoint import READS_MORE, is_causal_lm
+from lmi_server.configuration.checks.values import describe_source
+from lmi_server.configuration.model_directory.checkpoint import READS_MORE, is_causal_lm
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable
 from lmi_server.configuration.layers import Given, Source
-from lmi_server.configuration.model_code import MODEL_CODE, takes_requests
-from lmi_server.configuration.recommender import batches_statically, is_true, recommend_rolling_batch
+from lmi_server.configuration.model_directory.model_code import MODEL_CODE, takes_requests
+from lmi_server.configuration.choice.recommender import batches_statically, is_true, recommend_rolling_batch
 from lmi_server.configuration.tasks import Workload
 from lmi_server.machine.inventory import Machine
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.configuration.check import describe_source
-from lmi_server.configuration.gguf import is_gguf, read_gguf
+from lmi_server.configuration.checks.values import describe_source
+from lmi_server.configuration.model_directory.gguf import is_gguf, read_gguf
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.layers import Given, Layer
-from lmi_server.configuration.model_code import MODEL_CODE
+from lmi_server.configuration.model_directory.model_code import MODEL_CODE
 from lmi_server.configuration.options import NGRAM
-from lmi_server.configuration.recommender import is_true
+from lmi_server.configuration.choice.recommender import is_true
 from lmi_server.contract.errors import ConfigurationError
 
 SECURE_MODE = "SAGEMAKER_SECURE_MODE"

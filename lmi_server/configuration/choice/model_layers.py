@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmi_server.artifacts.location import RAY_MODEL_FILE
-from lmi_server.configuration.check import describe_source
+from lmi_server.configuration.checks.values import describe_source
 from lmi_server.configuration.declaration import Deprecated, Option
-from lmi_server.configuration.handler_choice import ENTRY_POINT, ROLLING_BATCH, engine_alias
+from lmi_server.configuration.choice.handler_choice import ENTRY_POINT, ROLLING_BATCH, engine_alias
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.configuration.layers import (
     Given,
@@ -21,10 +21,10 @@ from lmi_server.configuration.layers import (
     merge,
     sort_keys,
 )
-from lmi_server.configuration.model_code import MODEL_CODE, framework_script
+from lmi_server.configuration.model_directory.model_code import MODEL_CODE, framework_script
 from lmi_server.configuration.model_file.read import read_model_file
 from lmi_server.configuration.properties import read_properties
-from lmi_server.configuration.recommender import batches_statically, is_true, recommend, with_max_resolved
+from lmi_server.configuration.choice.recommender import batches_statically, is_true, recommend, with_max_resolved
 from lmi_server.machine import environment as env
 from lmi_server.machine.inventory import Machine
 

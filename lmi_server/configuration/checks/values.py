@@ -18,7 +18,7 @@ from lmi_server.configuration.declaration import (
     Unavailable,
 )
 from lmi_server.configuration.layers import DERIVED, Given, Source, value_advice
-from lmi_server.configuration.model_code import MODEL_CODE, defines
+from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import FORMATTERS, ModelOptions, ServingOptions
 
 _AnyOptions = TypeVar("_AnyOptions", bound=Options)

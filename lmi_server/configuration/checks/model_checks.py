@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmi_server.artifacts.location import NO_WORKFLOWS, WORKFLOW_SUFFIXES
-from lmi_server.configuration.check import (
+from lmi_server.configuration.checks.values import (
     combination_warnings,
     conflicts,
     describe_source,
@@ -15,13 +15,13 @@ from lmi_server.configuration.check import (
     undefined_formatters,
     value_warnings,
 )
-from lmi_server.configuration.checkpoint import READS_MORE, is_causal_lm
+from lmi_server.configuration.model_directory.checkpoint import READS_MORE, is_causal_lm
 from lmi_server.configuration.declaration import Option
-from lmi_server.configuration.gguf import gguf_files, read_gguf
-from lmi_server.configuration.handler_choice import ROLLING_BATCH, Choice, Model
+from lmi_server.configuration.model_directory.gguf import gguf_files, read_gguf
+from lmi_server.configuration.choice.handler_choice import ROLLING_BATCH, Choice, Model
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import DERIVED, Given, SortedKeys, nearest_key, spellings, unknown_key_warning
-from lmi_server.configuration.model_code import MODEL_CODE, defines
+from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.machine.inventory import Machine
 
