@@ -57,6 +57,16 @@ class Source:
             return f"variable {self.variable}"
         return f"{self.file}:{self.line}" if self.file is not None else self.layer
 
+    @property
+    def is_true(self) -> bool:
+        """Whether the text is what pydantic takes for true, for keys that are read before they are validated."""
+        return self.raw.lower() in ("true", "1", "yes", "on", "t", "y")
+
+    def describe(self, key: str) -> str:
+        """Return place, key and value, with which every message begins; key and value as the user wrote them."""
+        written = self.raw if self.written is None else self.written
+        return f'{self.place}: {self.spelling or key} = "{written}"'
+
 
 Given = Mapping[str, Source]
 """The values of one layer, or of several merged ones, by key in full."""

@@ -14,17 +14,17 @@ from types import MappingProxyType
 from typing import Any
 
 from lmi_server.artifacts.location import MODEL_FORMS
-from lmi_server.configuration.checks.values import build, describe_source
-from lmi_server.configuration.model_directory.checkpoint import architectures, locate_model, read_config
-from lmi_server.configuration.declaration import Option, written
-from lmi_server.configuration.model_directory.gguf import is_gguf
+from lmi_server.configuration.checks.model_checks import ModelChecks, declared_options
+from lmi_server.configuration.checks.secure_mode import secure_mode, secure_mode_warnings
+from lmi_server.configuration.checks.values import build
 from lmi_server.configuration.choice.handler_choice import Model, choose_handler
+from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES, merge_layers, read_layers
+from lmi_server.configuration.declaration import Option, written
 from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import Given, SortedKeys, Source
-from lmi_server.configuration.checks.model_checks import ModelChecks, declared_options
-from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES, merge_layers, read_layers
+from lmi_server.configuration.model_directory.checkpoint import architectures, locate_model, read_config
+from lmi_server.configuration.model_directory.gguf import is_gguf
 from lmi_server.configuration.options import ModelOptions, ServingOptions
-from lmi_server.configuration.checks.secure_mode import secure_mode, secure_mode_warnings
 from lmi_server.configuration.tasks import infer_task
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.secrets import SECRETS
@@ -233,7 +233,7 @@ def _locate(given: Given, model_dir: Path) -> tuple[str, str | None]:
         return locate_model(source.raw if source else None, model_dir), None
     except ValueError as error:
         assert source is not None, "without a model_id the model is its directory"
-        return str(model_dir), f"{describe_source(source, 'option.model_id')} {error}"
+        return str(model_dir), f"{source.describe('option.model_id')} {error}"
 
 
 def _default_sources(declared: Sequence[Option]) -> Given:

@@ -13,12 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lmi_server.configuration.checks.values import describe_source
-from lmi_server.configuration.model_directory.checkpoint import read_config
 from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, NoEffect, Option
-from lmi_server.configuration.model_directory.gguf import is_gguf
 from lmi_server.configuration.handlers import load_options_type
 from lmi_server.configuration.layers import Source
+from lmi_server.configuration.model_directory.checkpoint import read_config
+from lmi_server.configuration.model_directory.gguf import is_gguf
 from lmi_server.configuration.model_directory.memory_estimate import Estimate, estimate, shortages
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import Inspection, ResolvedModel
@@ -250,7 +249,7 @@ def _machine(machine: Machine) -> Mapping[str, Any]:
 def _reserved(found: Inspection) -> Sequence[str]:
     """Return a warning for each key that requires more memory than the machine has free."""
     missing = shortages(found.serving, found.machine)
-    return [f"{describe_source(found.sources[key], key)}: {text}" for key, text in missing.items()]
+    return [f"{found.sources[key].describe(key)}: {text}" for key, text in missing.items()]
 
 
 def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lmi_server.configuration.model_directory.checkpoint import read_config
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
+from lmi_server.configuration.model_directory.checkpoint import read_config
 from lmi_server.configuration.model_directory.memory_estimate import Estimate, estimate, gib, inner_size
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.quoting import excerpt

@@ -12,8 +12,8 @@ from lmi_server.artifacts.interpreter import WorkerPython
 from lmi_server.artifacts.location import GgufFile, HubModel, Location
 from lmi_server.artifacts.own_thread import in_own_thread
 from lmi_server.artifacts.progress import OnProgress
-from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
 from lmi_server.configuration.checks.secure_mode import secure_mode
+from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
 from lmi_server.contract.errors import ConfigurationError
 
 _INSPECTION_S = 300.0

@@ -19,9 +19,9 @@ from typing import Any
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
 from lmi_server.artifacts.progress import OnProgress, Progress, shown_progress
+from lmi_server.configuration.checks.secure_mode import secure_mode
 from lmi_server.configuration.layers import DERIVED
 from lmi_server.configuration.resolve import ResolvedModel
-from lmi_server.configuration.checks.secure_mode import secure_mode
 from lmi_server.contract.errors import (
     ConfigurationError,
     LmiServerError,

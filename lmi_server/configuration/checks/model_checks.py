@@ -10,17 +10,16 @@ from lmi_server.artifacts.location import NO_WORKFLOWS, WORKFLOW_SUFFIXES
 from lmi_server.configuration.checks.values import (
     combination_warnings,
     conflicts,
-    describe_source,
     unavailable,
     undefined_formatters,
     value_warnings,
 )
-from lmi_server.configuration.model_directory.checkpoint import READS_MORE, is_causal_lm
-from lmi_server.configuration.declaration import Option
-from lmi_server.configuration.model_directory.gguf import gguf_files, read_gguf
 from lmi_server.configuration.choice.handler_choice import ROLLING_BATCH, Choice, Model
+from lmi_server.configuration.declaration import Option
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import DERIVED, Given, SortedKeys, nearest_key, spellings, unknown_key_warning
+from lmi_server.configuration.model_directory.checkpoint import READS_MORE, is_causal_lm
+from lmi_server.configuration.model_directory.gguf import gguf_files, read_gguf
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.machine.inventory import Machine
@@ -105,7 +104,7 @@ class ModelChecks:
         for key in ("option.quantize", "option.mpi_mode"):
             source = self.merged.known.get(key)
             if source is not None and source.raw.lower() not in ("", "false"):
-                yield f"{describe_source(source, key)} is not allowed for a model in GGUF; remove it"
+                yield f"{source.describe(key)} is not allowed for a model in GGUF; remove it"
 
     def unavailable(self) -> Iterator[str]:
         """Yield a line for each value that this version cannot serve; if it lacks the handler, only for that."""
@@ -117,7 +116,7 @@ class ModelChecks:
         yield from unavailable(self.serving, known)
         if self.serving.batch_size > 1 and self.choice.spec is not None and not self.spec.takes_batches:
             yield (
-                f"{describe_source(known['batch_size'], 'batch_size')} is not available in this version; "
+                f"{known['batch_size'].describe('batch_size')} is not available in this version; "
                 "the rolling batch decodes requests together; remove the key"
             )
         yield from unavailable(self.options, known)
@@ -133,8 +132,7 @@ class ModelChecks:
             return
         if key.removeprefix("option.") in load_options_type(self.spec).engine_names():
             yield (
-                f"{describe_source(source, key)} is not available on a CPU: vLLM runs its ranks by Ray on GPUs alone; "
-                "remove it"
+                f"{source.describe(key)} is not available on a CPU: vLLM runs its ranks by Ray on GPUs alone; remove it"
             )
 
     def _unsuitable_architectures(self) -> Iterator[str]:
@@ -190,7 +188,7 @@ class ModelChecks:
         if on_cpu and self.options.degree_counts_gpus and degree != "max" and degree > 1:
             key = "option.tensor_parallel_degree"
             yield (
-                f"{describe_source(self.merged.known[key], key)} gives no GPU to a worker, because none is visible; "
+                f"{self.merged.known[key].describe(key)} gives no GPU to a worker, because none is visible; "
                 "the worker runs on the CPU"
             )
 

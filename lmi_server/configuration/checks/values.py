@@ -49,13 +49,7 @@ def _wrong_fields(options_type: type[Options], values: Mapping[str, str]) -> lis
 def _bad_value(option: Option, sources: Given) -> str:
     source = sources[option.key]
     advice = value_advice(source, option.allowed)
-    return f"{describe_source(source, option.key)} is not allowed; allowed: {option.allowed}{advice}"
-
-
-def describe_source(source: Source, key: str) -> str:
-    """Return place, key and value, with which every message begins; key and value as the user wrote them."""
-    written = source.raw if source.written is None else source.written
-    return f'{source.place}: {source.spelling or key} = "{written}"'
+    return f"{source.describe(option.key)} is not allowed; allowed: {option.allowed}{advice}"
 
 
 def unavailable(options: Options, sources: Given) -> Iterator[str]:
@@ -63,10 +57,10 @@ def unavailable(options: Options, sources: Given) -> Iterator[str]:
     for option, source, value in _decided(options, sources):
         for mark in option.marks:
             if isinstance(mark, Unavailable) and mark.applies(value):
-                yield f"{describe_source(source, option.key)} is not available in this version; {mark.instead}"
+                yield f"{source.describe(option.key)} is not available in this version; {mark.instead}"
     for conflict in options.unavailable():
         key = conflict.keys[0]
-        yield f"{describe_source(sources[key], key)} is not available in this version; {conflict.text}"
+        yield f"{sources[key].describe(key)} is not available in this version; {conflict.text}"
 
 
 def conflicts(serving: ServingOptions, options: ModelOptions, sources: Given, wrong: Collection[str]) -> Iterator[str]:
@@ -79,7 +73,7 @@ def conflicts(serving: ServingOptions, options: ModelOptions, sources: Given, wr
         if not set(conflict.keys).isdisjoint(wrong):
             continue
         key = next((key for key in conflict.keys if key in sources), conflict.keys[0])
-        place = describe_source(sources[key], key) if key in sources else key
+        place = sources[key].describe(key) if key in sources else key
         yield f"{place} is not allowed; allowed: {conflict.text}"
 
 
@@ -107,7 +101,7 @@ def undefined_formatters(options: ModelOptions, sources: Given, model_dir: Path)
             continue
         missing = f"{path} does not define it" if path.is_file() else f"there is no {path} that defines it"
         allowed = next(option.allowed for option in options.declared() if option.key == key)
-        yield f"{describe_source(sources[key], key)} is not allowed; {missing}; allowed: {allowed}"
+        yield f"{sources[key].describe(key)} is not allowed; {missing}; allowed: {allowed}"
 
 
 def value_warnings(options: Options, sources: Given) -> Iterator[str]:
@@ -117,7 +111,7 @@ def value_warnings(options: Options, sources: Given) -> Iterator[str]:
             if isinstance(mark, Deprecated):
                 yield f"{source.place}: {option.key} is deprecated: {mark.advice}"
             elif isinstance(mark, DeprecatedValue) and source.raw == mark.value:
-                yield f"{describe_source(source, option.key)} is deprecated: {mark.advice}"
+                yield f"{source.describe(option.key)} is deprecated: {mark.advice}"
             elif isinstance(mark, NoEffect):
                 yield f"{source.place}: {option.key} has no effect here: {mark.reason}"
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from lmi_server.artifacts.location import refuse_remote_entry_point
-from lmi_server.configuration.checks.values import describe_source
-from lmi_server.configuration.model_directory.checkpoint import READS_MORE, is_causal_lm
+from lmi_server.configuration.choice.recommender import batches_statically, recommend_rolling_batch
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable
 from lmi_server.configuration.layers import Given, Source
+from lmi_server.configuration.model_directory.checkpoint import READS_MORE, is_causal_lm
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, takes_requests
-from lmi_server.configuration.choice.recommender import batches_statically, is_true, recommend_rolling_batch
 from lmi_server.configuration.tasks import Workload
 from lmi_server.machine.inventory import Machine
 
@@ -52,7 +51,7 @@ class Choice:
     def reason(self, model: Model, handlers: HandlerTable) -> str:
         """Return what chose the handler: a key with its place, a file of the model, or what is known of the model."""
         if self.source is not None and self.key is not None:
-            return describe_source(self.source, self.key)
+            return self.source.describe(self.key)
         if self.spec is handlers.user_code:
             return f"{MODEL_CODE} takes the requests"
         if self.spec is _by_files(model, handlers):
@@ -66,7 +65,7 @@ class Choice:
             return None
         place = f"{model_dir / 'model.py'}:"
         if self.source is not None and self.key is not None:
-            place = describe_source(self.source, self.key)
+            place = self.source.describe(self.key)
         served = " or ".join(handlers.served_entry_points())
         return f"{place} is not available in this version; missing: {self.spec.title}; served are {served}"
 
@@ -139,9 +138,9 @@ def _workload(given: Given, task: str | None) -> Workload:
     return Workload(
         task=task,
         rolling_batch=None if rolling is None else rolling.raw.lower(),
-        under_mpi=MPI_MODE in given and is_true(given[MPI_MODE].raw),
+        under_mpi=MPI_MODE in given and given[MPI_MODE].is_true,
         batches_statically=batches_statically(given),
-        true_keys=frozenset(key for key, source in given.items() if is_true(source.raw)),
+        true_keys=frozenset(key for key, source in given.items() if source.is_true),
         max_model_len=_whole(given.get(MAX_MODEL_LEN)),
     )
 
@@ -233,7 +232,7 @@ def _is_handler_file(model_dir: Path, given: Given, handlers: HandlerTable) -> b
 
 def _by_entry_point(source: Source, model_dir: Path, handlers: HandlerTable) -> Choice:
     name = source.raw
-    place = describe_source(source, ENTRY_POINT)
+    place = source.describe(ENTRY_POINT)
     try:
         refuse_remote_entry_point(name)
     except ValueError as error:
@@ -268,7 +267,7 @@ def _by_rolling_batch(chosen: Choice, given: Given, model: Model, machine: Machi
     if rolling is not None and rolling.raw.lower() != "auto":
         spec = handlers.by_rolling_batch(rolling.raw.lower())
         return chosen if spec in (None, chosen.spec) else Choice(spec, ROLLING_BATCH, rolling)
-    under_mpi = mpi is not None and is_true(mpi.raw)
+    under_mpi = mpi is not None and mpi.is_true
     # As with LMI, a user who names huggingface and no rolling batch gets the handler of that name. Without an entry
     # point, or with option.rolling_batch=auto, the best handler for the model and the machine is chosen.
     if chosen.source is not None and rolling is None and not under_mpi:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmi_server.artifacts.location import RAY_MODEL_FILE
-from lmi_server.configuration.checks.values import describe_source
-from lmi_server.configuration.declaration import Deprecated, Option
 from lmi_server.configuration.choice.handler_choice import ENTRY_POINT, ROLLING_BATCH, engine_alias
+from lmi_server.configuration.choice.recommender import batches_statically, recommend, with_max_resolved
+from lmi_server.configuration.declaration import Deprecated, Option
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.configuration.layers import (
     Given,
@@ -24,7 +24,6 @@ from lmi_server.configuration.layers import (
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, framework_script
 from lmi_server.configuration.model_file.read import read_model_file
 from lmi_server.configuration.properties import read_properties
-from lmi_server.configuration.choice.recommender import batches_statically, is_true, recommend, with_max_resolved
 from lmi_server.machine import environment as env
 from lmi_server.machine.inventory import Machine
 
@@ -153,7 +152,7 @@ def _closed_by_batches(above: Given, left_open: Collection[str], given: Given) -
     """Yield a warning if a dynamic batch has decided what option.rolling_batch=auto leaves open."""
     if ROLLING_BATCH in left_open and batches_statically(given):
         yield (
-            f"{describe_source(above[ROLLING_BATCH], ROLLING_BATCH)} means disable beside batch_size, which makes"
+            f"{above[ROLLING_BATCH].describe(ROLLING_BATCH)} means disable beside batch_size, which makes"
             " dynamic batches; remove batch_size for a rolling batch"
         )
 
@@ -165,7 +164,7 @@ def _with_replacements_of_deprecated(given: Given, declared: Sequence[Option]) -
         for mark in option.marks:
             if isinstance(mark, Deprecated) and mark.becomes is not None and option.key in given:
                 key, value = mark.becomes
-                if is_true(given[option.key].raw):
+                if given[option.key].is_true:
                     source = replace(given[option.key], layer="deprecated key", raw=value)
                     spelling, written = source.spelling or option.key, given[option.key].raw
                     result.setdefault(key, replace(source, spelling=spelling, written=written))

@@ -17,13 +17,6 @@ _DEGREE = "option.tensor_parallel_degree"
 # LMI runs a model with adapters or sessions in one worker on the first GPU, but not code that names no model.
 _ONE_WORKER_OF_ONE_GPU = ("option.enable_lora", "option.enable_stateful_sessions")
 _MPI_MODE = "option.mpi_mode"
-# What pydantic takes for true. Keys are read here before they are validated.
-_TRUE = ("true", "1", "yes", "on", "t", "y")
-
-
-def is_true(raw: str) -> bool:
-    """Return True if `raw` is a spelling of true."""
-    return raw.lower() in _TRUE
 
 
 def recommend_rolling_batch(names: tuple[str, ...], under_mpi: bool, machine: Machine, handlers: HandlerTable) -> str:
@@ -167,4 +160,4 @@ def _number(given: Given, key: str) -> int:
 
 
 def _says_true(given: Given, key: str) -> bool:
-    return key in given and is_true(given[key].raw)
+    return key in given and given[key].is_true
