@@ -19,7 +19,7 @@ _LMI_HAS_NONE = "LMI has no default, and fails without the key"
 def makes_images(workload: Workload) -> bool:
     """Return whether a model of LMI's handler for Neuron is a pipeline of images."""
     images = (TEXT_TO_IMAGE, IMAGE_TO_IMAGE, INPAINTING)
-    return "option.use_stable_diffusion" in workload.true_keys or workload.task in images
+    return workload.use_stable_diffusion or workload.task in images
 
 
 class NeuronImageOptions(StableDiffusionOptions):

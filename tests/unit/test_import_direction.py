@@ -60,7 +60,7 @@ INSIDE_MAY_IMPORT = {
         "ray": {"observability", "server"},
     },
     "lmi_server.configuration": {
-        "model_directory": {"options"},
+        "model_directory": {"options", "tasks"},
         "model_file": {*_VALUES, "handlers"},
         "choice": {*_VALUES, "handlers", "model_directory", "model_file", "properties", "tasks"},
         "checks": {*_VALUES, "choice", "handlers", "model_directory", "references"},

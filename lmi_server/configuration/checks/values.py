@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
-
-from pydantic import ValidationError
 
 from lmi_server.configuration.declaration import (
     Conflict,
@@ -17,39 +14,9 @@ from lmi_server.configuration.declaration import (
     Options,
     Unavailable,
 )
-from lmi_server.configuration.layers import DERIVED, Given, Source, value_advice
+from lmi_server.configuration.layers import DERIVED, Given, Source
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import FORMATTERS, ModelOptions, ServingOptions
-
-_AnyOptions = TypeVar("_AnyOptions", bound=Options)
-
-
-def build(options_type: type[_AnyOptions], sources: Given) -> tuple[_AnyOptions, dict[str, str]]:
-    """Return the typed options, and a problem for each key with a wrong value.
-
-    A wrong value has its default in the result, so that later checks can report further problems in the same run.
-    """
-    declared = {option.field: option for option in options_type.declared() if option.key in sources}
-    values = {field: sources[option.key].raw for field, option in declared.items()}
-    wrong = _wrong_fields(options_type, values)
-    sound = {field: value for field, value in values.items() if field not in wrong}
-    bad = [declared[field] for field in wrong]
-    return options_type.model_validate(sound), {option.key: _bad_value(option, sources) for option in bad}
-
-
-def _wrong_fields(options_type: type[Options], values: Mapping[str, str]) -> list[str]:
-    try:
-        options_type.model_validate(values)
-    except ValidationError as error:
-        # One key may have several errors: each member of a union reports its own.
-        return list(dict.fromkeys(str(detail["loc"][0]) for detail in error.errors()))
-    return []
-
-
-def _bad_value(option: Option, sources: Given) -> str:
-    source = sources[option.key]
-    advice = value_advice(source, option.allowed)
-    return f"{source.describe(option.key)} is not allowed; allowed: {option.allowed}{advice}"
 
 
 def unavailable(options: Options, sources: Given) -> Iterator[str]:
