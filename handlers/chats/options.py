@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from pydantic import AfterValidator, Field
 
@@ -60,16 +60,19 @@ class ParserOptions(ModelOptions):
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Conflict(("option.enable_reasoning",), "true only with option.reasoning_parser")
 
-    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
-        return tool_parser_note(self.tool_call_parser, self.chat_template, model_dir, location)
+
+class _ChatOptions(Protocol):
+    @property
+    def tool_call_parser(self) -> str: ...
+    @property
+    def chat_template(self) -> str | None: ...
 
 
-def tool_parser_note(
-    parser: str | None, chat_template: str | None, model_dir: Path, location: Path
-) -> Mapping[str, str]:
+def tool_parser_note(options: _ChatOptions, model_dir: Path, location: Path) -> Mapping[str, str]:
     """Return what option.tool_call_parser=auto chooses, for `explain`; empty if the template is not here yet."""
-    if parser != AUTO:
+    if options.tool_call_parser != AUTO:
         return {}
+    chat_template = options.chat_template
     try:
         template = stored_template(location) if chat_template is None else read_chat_template(chat_template, model_dir)
     except ModelLoadError:

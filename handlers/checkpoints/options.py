@@ -17,6 +17,7 @@ from lmi_server.configuration.declaration import (
     Documented,
     NoEffect,
 )
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.machine.threads import THREAD_VARIABLES
@@ -66,8 +67,6 @@ DeviceMap = Annotated[
 
 class TransformersOptions(ModelOptions):
     """Keys of serving.properties for a model that transformers loads."""
-
-    degree_counts_gpus = True
 
     tensor_parallel_degree: ParallelDegree = Field(
         -1,
@@ -128,15 +127,6 @@ class TransformersOptions(ModelOptions):
         numbers = (re.fullmatch(r"(?:cuda:?)?(\d*)", str(place)) for place in places)
         return frozenset(int(number[1] or 0) for number in numbers if number is not None)
 
-    def division(self, gpus: int) -> str | None:
-        one_device = self.device_map is not None and _DEVICE.fullmatch(self.device_map) is not None
-        if self.ranks is not None or gpus < 2 or one_device:
-            return super().division(gpus)
-        return (
-            f"accelerate places whole layers on the {gpus} GPUs of a worker (device_map={self.device_map or 'auto'}),"
-            " which compute one after the other; the KV cache of a layer is on its GPU"
-        )
-
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         gpus = self.devices_per_worker
         if gpus is not None and self.ranks is None and max(self.mapped_gpus, default=0) >= gpus:
@@ -167,15 +157,29 @@ class TransformersOptions(ModelOptions):
         }
         return {name: value for name, value in decided.items() if value}
 
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        if self.quantization_config() is None:
-            return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
-        removed = ("model_id", "revision", "quantize", "load_in_4bit", "load_in_8bit", "save_mp_checkpoint_path")
-        return {f"option.{name}": None for name in removed}
-
     def quantization_config(self) -> Mapping[str, Any] | None:
         """Return the settings with which bitsandbytes quantises while weights load; None if it does not.
 
         A checkpoint that is quantised already brings its own settings.
         """
         return _QUANTIZATION.get(self.quantize or "")
+
+
+class TransformersEngine(EngineDescription[TransformersOptions]):
+    """transformers."""
+
+    def division(self, gpus: int) -> str | None:
+        device_map = self.options.device_map
+        one_device = device_map is not None and _DEVICE.fullmatch(device_map) is not None
+        if self.options.ranks is not None or gpus < 2 or one_device:
+            return super().division(gpus)
+        return (
+            f"accelerate places whole layers on the {gpus} GPUs of a worker (device_map={device_map or 'auto'}),"
+            " which compute one after the other; the KV cache of a layer is on its GPU"
+        )
+
+    def partition(self) -> Mapping[str, str | None] | str:
+        if self.options.quantization_config() is None:
+            return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
+        removed = ("model_id", "revision", "quantize", "load_in_4bit", "load_in_8bit", "save_mp_checkpoint_path")
+        return {f"option.{name}": None for name in removed}

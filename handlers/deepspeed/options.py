@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from handlers.chats.options import ParserOptions
+from handlers.chats.options import ParserOptions, tool_parser_note
 from handlers.checkpoints.options import TransformersOptions
 from handlers.rolling_batch.options import RECORDING, RollingBatchOptions
 from handlers.tasks.options import PipelineOptions, generates
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     MPI_MODE_DESCRIPTION,
@@ -184,18 +185,6 @@ class DeepSpeedOptions(RollingBatchOptions):
     def context_length(self) -> int | None:
         return self.max_tokens
 
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        degree = max(1, self.devices_per_worker or 1)
-        if self.rolling_batch == "disable":
-            return "set option.rolling_batch=deepspeed"
-        if self.dtype == "auto":
-            return "set option.dtype=fp32, fp16 or bf16, the data type of the written weights"
-        if self.quantize is None and degree == 1:
-            return "set option.tensor_parallel_degree above 1, or option.quantize"
-        removed = ("model_id", "revision", "quantize", "smoothquant_alpha", "save_mp_checkpoint_path")
-        kept = {"option.checkpoint": SHARDS_MANIFEST, "option.tensor_parallel_degree": str(degree)}
-        return {**{f"option.{name}": None for name in removed}, **kept}
-
     def unavailable(self) -> Iterator[Conflict]:
         degree = self.tensor_parallel_degree
         if not self.mpi_mode and degree not in (1, -1, "max"):
@@ -226,6 +215,25 @@ class DeepSpeedOptions(RollingBatchOptions):
             chats = sorted(ParserOptions.model_fields.keys() - ModelOptions.model_fields.keys())
             names = ("enable_cuda_graph", "enable_torch_compile", *chats)
             yield from without_effect(given, "option.rolling_batch=deepspeed", [f"option.{name}" for name in names])
+
+
+class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
+    """DeepSpeed."""
+
+    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
+        return tool_parser_note(self.options, model_dir, location)
+
+    def partition(self) -> Mapping[str, str | None] | str:
+        degree = max(1, self.options.devices_per_worker or 1)
+        if self.options.rolling_batch == "disable":
+            return "set option.rolling_batch=deepspeed"
+        if self.options.dtype == "auto":
+            return "set option.dtype=fp32, fp16 or bf16, the data type of the written weights"
+        if self.options.quantize is None and degree == 1:
+            return "set option.tensor_parallel_degree above 1, or option.quantize"
+        removed = ("model_id", "revision", "quantize", "smoothquant_alpha", "save_mp_checkpoint_path")
+        kept = {"option.checkpoint": SHARDS_MANIFEST, "option.tensor_parallel_degree": str(degree)}
+        return {**{f"option.{name}": None for name in removed}, **kept}
 
 
 def runs_whole_tasks(workload: Workload) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.checkpoints.options import TransformersOptions
+from handlers.chats.options import tool_parser_note
+from handlers.checkpoints.options import TransformersEngine, TransformersOptions
 from handlers.checkpoints.rotary import steady_length
 from handlers.huggingface.unbatched import UNBATCHED
 from handlers.rolling_batch.options import RollingBatchOptions
@@ -72,6 +74,15 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
             yield Conflict(("option.device_map",), "each rank of engine=MPI has a device; use engine=Python")
         if self.mpi_mode and self.save_mp_checkpoint_path is not None:
             yield Conflict(("option.save_mp_checkpoint_path",), "each rank reads its part of the weights as they are")
+
+
+class HuggingFaceEngine(TransformersEngine):
+    """transformers under the rolling batch."""
+
+    options: HuggingFaceOptions
+
+    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
+        return tool_parser_note(self.options, model_dir, location)
 
 
 def runs_as_pipeline(workload: Workload) -> bool:

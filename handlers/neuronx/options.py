@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import LONG_DTYPES, ModelOptions, ParallelDegree, PositiveInt, lower, short_dtype
 from lmi_server.configuration.references import NAMES_DRAFT, NAMES_MODEL, NAMES_NOTHING, NAMES_PATH
 from lmi_server.configuration.tasks import Workload
@@ -103,8 +104,6 @@ def runs_on_vllm(workload: Workload) -> bool:
 
 class NeuronxOptions(ModelOptions):
     """Keys of serving.properties for a model on AWS Inferentia and Trainium."""
-
-    adapters_instead = "compiled graphs take no adapters; merge the adapter into the model instead"
 
     tensor_parallel_degree: ParallelDegree = Field(1, description="Neuron cores that one model is split over.")
     rolling_batch: Annotated[
@@ -250,12 +249,6 @@ class NeuronxOptions(ModelOptions):
             return None
         return "optimum" if self.partition_schema == "optimum" else "tnx"
 
-    def packages(self, engines: tuple[str, ...]) -> tuple[str, ...]:
-        return ("optimum.neuron",) if self.loader == "optimum" else engines
-
-    def installed_by(self, handlers: str) -> str:
-        return handlers if self.loader is None else f"pip install {_PACKAGES[self.loader]}, {_INDEX}"
-
     def max_running(self) -> int:
         return self.lines
 
@@ -339,23 +332,7 @@ class NeuronxOptions(ModelOptions):
     def context_length(self) -> int | None:
         return self.n_positions
 
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        if self.load_split_model:
-            return "the model has been split already; remove option.load_split_model"
-        if self.partition_schema == "compile_only":
-            return {"option.save_mp_checkpoint_path": None, "option.partition_schema": None}
-        removed = ("model_id", "revision", "save_mp_checkpoint_path", "partition_schema", "compiled_graph_path")
-        return {f"option.{name}": None for name in removed}
-
-    def is_plain_checkpoint(self, directory: Path) -> bool:
-        return (
-            not any((directory / name).exists() for name in (CHECKPOINT, COMPILED_BY_OPTIMUM))
-            and not (directory / SPLIT_WEIGHTS).is_dir()
-        )
-
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
-        if self.enable_lora:
-            yield Conflict(("option.enable_lora",), f"false, because {self.adapters_instead}")
         key = ("option.partition_schema",)
         if self.loader == "tnx" and self.partition_schema == "optimum":
             yield Conflict(key, "optimum only with option.model_loader=optimum")
@@ -392,3 +369,28 @@ class NeuronxOptions(ModelOptions):
         continuous = self.rolling_batch_strategy == "continuous_batching"
         if continuous and self.rolling_batch == "disable":
             yield Conflict(("option.rolling_batch_strategy",), "has no effect with option.rolling_batch=disable")
+
+
+class NeuronxEngine(EngineDescription[NeuronxOptions]):
+    """transformers-neuronx, or optimum-neuron if the options ask for it."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return ("optimum.neuron",) if self.options.loader == "optimum" else self.spec.engines
+
+    @property
+    def install_command(self) -> str:
+        loader = self.options.loader
+        return self.spec.installed_by if loader is None else f"pip install {_PACKAGES[loader]}, {_INDEX}"
+
+    def partition(self) -> Mapping[str, str | None] | str:
+        if self.options.load_split_model:
+            return "the model has been split already; remove option.load_split_model"
+        if self.options.partition_schema == "compile_only":
+            return {"option.save_mp_checkpoint_path": None, "option.partition_schema": None}
+        removed = ("model_id", "revision", "save_mp_checkpoint_path", "partition_schema", "compiled_graph_path")
+        return {f"option.{name}": None for name in removed}
+
+    def is_plain_checkpoint(self, directory: Path) -> bool:
+        compiled = any((directory / name).exists() for name in (CHECKPOINT, COMPILED_BY_OPTIMUM))
+        return not compiled and not (directory / SPLIT_WEIGHTS).is_dir()

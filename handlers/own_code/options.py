@@ -15,8 +15,6 @@ from lmi_server.configuration.references import FOR_OPERATOR, NAMES_NOTHING
 class OwnCodeOptions(ModelOptions):
     """Allows values that other handlers refuse, and keeps in `given` every key as it was written, for the code."""
 
-    degree_counts_gpus = True
-
     task: Annotated[str | None, NAMES_NOTHING] = Field(None, description="For the code to read.")
     # dtype and rolling_batch allow more than in the base class: the user's code gives the values their meaning, and
     # nothing reads them through the base class.

@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field
 
 from handlers.stable_diffusion.options import IMAGE_TO_IMAGE, INPAINTING, TEXT_TO_IMAGE, StableDiffusionOptions
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import LONG_DTYPES, ParallelDegree, PositiveInt, lower, short_dtype
 from lmi_server.configuration.tasks import Workload
-from lmi_server.machine.inventory import Machine
 
 _LMI_HAS_NONE = "LMI has no default, and fails without the key"
 
@@ -24,9 +24,6 @@ def makes_images(workload: Workload) -> bool:
 
 class NeuronImageOptions(StableDiffusionOptions):
     """Keys of serving.properties for a pipeline of diffusers that Neuron's compiler compiles for fixed shapes."""
-
-    degree_counts_gpus = False
-    adapters_instead = "compiled graphs take no adapters; merge the adapter into the model instead"
 
     use_stable_diffusion: bool = Field(True, description="The model is a pipeline of diffusers; LMI's sign for it.")
     tensor_parallel_degree: ParallelDegree = Field(
@@ -68,17 +65,6 @@ class NeuronImageOptions(StableDiffusionOptions):
         None, description="Threads that a worker uses inside an operation on the CPU."
     )
 
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Recommend nothing: the defaults are those of graphs."""
-        return {}
-
-    def division(self, gpus: int) -> str | None:
-        return None
-
-    def needed_device(self, handlers: str) -> str:
-        return handlers
-
     def worker_environment(self) -> Mapping[str, str]:
         return {}
 
@@ -96,12 +82,14 @@ class NeuronImageOptions(StableDiffusionOptions):
             **cast,
         }
 
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        return {f"option.{name}": None for name in ("model_id", "revision", "save_mp_checkpoint_path")}
-
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         yield from super().conflicts(given)
         if self.tensor_parallel_degree in (-1, 0, 1):
             yield Conflict(("option.tensor_parallel_degree",), "2 or more: the denoiser is loaded on two Neuron cores")
-        if self.enable_lora:
-            yield Conflict(("option.enable_lora",), f"false, because {self.adapters_instead}")
+
+
+class NeuronImageEngine(EngineDescription[NeuronImageOptions]):
+    """optimum-neuron, which compiles a pipeline for fixed shapes."""
+
+    def partition(self) -> Mapping[str, str | None] | str:
+        return {f"option.{name}": None for name in ("model_id", "revision", "save_mp_checkpoint_path")}

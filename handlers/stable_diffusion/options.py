@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from lmi_server.configuration.declaration import Conflict, Documented, Key, NoEffect, Unavailable
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import (
     LONG_DTYPES,
     FloatDtype,
@@ -34,8 +35,6 @@ _ONE_PROCESS = "one process computes with all GPUs of a worker"
 
 class StableDiffusionOptions(ModelOptions):
     """Keys of serving.properties for a pipeline of diffusers, which makes images."""
-
-    degree_counts_gpus = True
 
     task: Annotated[
         Literal["auto", "text-to-image", "image-to-image", "inpainting"],
@@ -100,18 +99,6 @@ class StableDiffusionOptions(ModelOptions):
     def ranks(self) -> int | None:
         return None
 
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        return {"option.dtype": "fp16" if machine.gpus else "fp32"}
-
-    def division(self, gpus: int) -> str | None:
-        if gpus < 2:
-            return None
-        return f"accelerate places whole parts of the pipeline on the {gpus} GPUs of a worker (device_map=balanced)"
-
-    def needed_device(self, handlers: str) -> str:
-        return handlers if self.quantize is None else "gpu"
-
     def worker_environment(self) -> Mapping[str, str]:
         return THREAD_VARIABLES
 
@@ -129,11 +116,6 @@ class StableDiffusionOptions(ModelOptions):
         """Return the settings with which bitsandbytes quantises while weights load; None if it does not."""
         return _QUANTIZATION.get(self.quantize or "")
 
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        if self.quantize is None:
-            return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
-        return {f"option.{name}": None for name in ("model_id", "revision", "quantize", "save_mp_checkpoint_path")}
-
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.width and self.height and self.width * self.height > self.max_image_pixels:
             yield Conflict(
@@ -150,3 +132,25 @@ class StableDiffusionOptions(ModelOptions):
         names = ("output_formatter", "input_formatter", "tgi_compat", "async_mode", "max_rolling_batch_size")
         texts_only = [f"option.{name}" for name in (*names, "enable_streaming")]
         yield from without_effect(given, "a model that generates text", texts_only)
+
+
+class StableDiffusionEngine(EngineDescription[StableDiffusionOptions]):
+    """diffusers."""
+
+    @classmethod
+    def recommend(cls, machine: Machine) -> Mapping[str, str]:
+        return {"option.dtype": "fp16" if machine.gpus else "fp32"}
+
+    @property
+    def device(self) -> str:
+        return self.spec.device if self.options.quantize is None else "gpu"
+
+    def division(self, gpus: int) -> str | None:
+        if gpus < 2:
+            return None
+        return f"accelerate places whole parts of the pipeline on the {gpus} GPUs of a worker (device_map=balanced)"
+
+    def partition(self) -> Mapping[str, str | None] | str:
+        if self.options.quantize is None:
+            return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
+        return {f"option.{name}": None for name in ("model_id", "revision", "quantize", "save_mp_checkpoint_path")}

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from handlers.tensorrt_llm import engine_arguments, engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     FloatDtype,
@@ -366,25 +367,11 @@ class TensorRtLlmOptions(_ModelOptions):
         """Return None: TensorRT-LLM starts its own ranks, and only one process serves."""
         return None
 
-    def gpus_per_worker(self, available: int) -> int | None:
-        return self.devices_per_worker if available else None
-
-    def division(self, gpus: int) -> str | None:
-        return f"TensorRT-LLM starts a rank for each of {gpus} GPUs" if gpus > 1 else None
-
     def context_length(self) -> int | None:
         return self.max_seq_len or self.max_input_len + self.max_output_len
 
     def max_running(self) -> int:
         return self.max_num_sequences or self.max_batch_size or self.max_rolling_batch_size
-
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        if self.backend != "tensorrt":
-            return "option.backend=pytorch builds no engine; use option.backend=tensorrt, or serve the model as it is"
-        return {
-            **{f"option.{name}": None for name in _BUILT_IN},
-            "option.tensor_parallel_degree": str(self.devices_per_worker or 1),
-        }
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         pair = ("option.rotary_scaling_type", "option.rotary_scaling_factor")
@@ -414,6 +401,19 @@ class TensorRtLlmOptions(_ModelOptions):
         yield from without_effect(given, f"option.backend={needed}", [f"option.{name}" for name in other])
         if not self.enable_lora:
             yield from without_effect(given, "option.enable_lora=true", [f"option.{name}" for name in _LORA])
+
+
+class TensorRtLlmEngine(EngineDescription[TensorRtLlmOptions]):
+    """TensorRT-LLM."""
+
+    def division(self, gpus: int) -> str | None:
+        return f"TensorRT-LLM starts a rank for each of {gpus} GPUs" if gpus > 1 else None
+
+    def partition(self) -> Mapping[str, str | None] | str:
+        if self.options.backend != "tensorrt":
+            return "option.backend=pytorch builds no engine; use option.backend=tensorrt, or serve the model as it is"
+        degree = {"option.tensor_parallel_degree": str(self.options.devices_per_worker or 1)}
+        return {f"option.{name}": None for name in _BUILT_IN} | degree
 
 
 def _instead_on_pytorch(key: str) -> str:

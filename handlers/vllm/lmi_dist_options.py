@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.vllm.options import InWorkerOptions
+from handlers.vllm.options import InWorkerEngine, InWorkerOptions
 from lmi_server.configuration.declaration import (
     Allowed,
     Conflict,
@@ -77,11 +77,6 @@ class LmiDistOptions(InWorkerOptions):
         method = "bitsandbytes8" if self.dtype == "int8" else self.quantize
         return None if method is None else _VLLM_NAMES.get(method, method)
 
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Return what vLLM recommends, without threads: OMP_NUM_THREADS gives each rank its share of the cores."""
-        return {key: raw for key, raw in super().recommended(machine).items() if key != "option.threads"}
-
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of vLLM's EngineArgs; those that serving.properties gives by vLLM's names are text."""
         arguments = {**super().engine_arguments(), "distributed_executor_backend": "external_launcher"}
@@ -105,3 +100,12 @@ class LmiDistOptions(InWorkerOptions):
         else:
             yield from self.unknown_to_vllm()
         yield from self.parser_conflicts()
+
+
+class LmiDistEngine(InWorkerEngine):
+    """vLLM's engine on the ranks of the MPI engine."""
+
+    @classmethod
+    def recommend(cls, machine: Machine) -> Mapping[str, str]:
+        """Return what vLLM recommends, without threads: OMP_NUM_THREADS gives each rank its share of the cores."""
+        return {key: raw for key, raw in super().recommend(machine).items() if key != "option.threads"}

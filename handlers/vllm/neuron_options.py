@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.vllm.options import VllmEngineOptions
+from handlers.vllm.options import VllmEngine, VllmEngineOptions
 from lmi_server.configuration.declaration import Allowed, Key
 from lmi_server.configuration.options import JsonObject, ParallelDegree, PositiveInt, lower
 from lmi_server.configuration.references import NUMBERS_ONLY
@@ -40,11 +40,6 @@ class NeuronVllmOptions(VllmEngineOptions):
         None, description="Values of neuronx-distributed-inference's NeuronConfig by its own names."
     )
 
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Recommend nothing: what suits vLLM on processors and GPUs does not suit its plugin."""
-        return {}
-
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return vLLM's arguments; the plugin reads its own from `additional_config`."""
         named = {
@@ -58,3 +53,12 @@ class NeuronVllmOptions(VllmEngineOptions):
         overrides |= json.loads(self.override_neuron_config or "{}")
         plugin = {"additional_config": {"override_neuron_config": overrides}} if overrides else {}
         return {**super().engine_arguments(), **plugin}
+
+
+class NeuronVllmEngine(VllmEngine):
+    """vLLM with its plugin for Neuron."""
+
+    @classmethod
+    def recommend(cls, machine: Machine) -> Mapping[str, str]:
+        """Recommend nothing: what suits vLLM on processors and GPUs does not suit its plugin."""
+        return {}

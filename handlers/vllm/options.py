@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -17,6 +17,7 @@ from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
 from handlers.structured_output.options import WhiteSpaceLimit
 from handlers.vllm import engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     LONG_DTYPES,
@@ -62,8 +63,6 @@ _VARIABLES = {
 
 class VllmEngineOptions(ModelOptions):
     """Keys of serving.properties for any model that vLLM runs; other arguments of its engine are passed on."""
-
-    one_worker_keys: ClassVar[tuple[str, ...]] = ("option.lmcache_auto_config",)
 
     max_rolling_batch_size: Annotated[PositiveInt, Key(also=("option.max_num_seqs",), must_agree=True)] = Field(
         32,
@@ -304,18 +303,6 @@ class VllmEngineOptions(ModelOptions):
             return None
         return max(min(wanted, available // 4), least)
 
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Return LMI's batch size for vLLM; without a GPU also an engine in the worker's process, on all cores.
-
-        There the model serves at once, uncompiled, and changes over when its code has been compiled.
-        """
-        batch_size = {"option.max_rolling_batch_size": "256"}
-        if machine.gpus:
-            return batch_size
-        on_cpu = {"engine_process": "worker", "compilation": "background", "threads": str(machine.cores)}
-        return batch_size | {f"option.{name}": value for name, value in on_cpu.items()}
-
     def _core_binding(self) -> Mapping[str, str]:
         """Return the variable that gives each of several processes its own cores, on a machine without GPUs.
 
@@ -410,16 +397,10 @@ class VllmEngineOptions(ModelOptions):
         by_default = self.tool_call_parser == AUTO and "enable_auto_tool_choice" not in self.model_fields_set
         return self.enable_auto_tool_choice or by_default
 
-    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
-        return tool_parser_note(self.tool_call_parser, self.chat_template, model_dir, location)
-
     def parser_conflicts(self) -> Iterator[Conflict]:
         """Yield the options that require a parser, if none is named."""
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Conflict(("option.enable_reasoning",), "true only with option.reasoning_parser")
-
-    def gpus_per_worker(self, available: int) -> int | None:
-        return self.devices_per_worker if available else None  # without GPUs, vLLM's processes share the CPU
 
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         if not self.enable_lora:
@@ -455,15 +436,6 @@ class InWorkerOptions(VllmEngineOptions):
         "start", description="When vLLM compiles the model, unless enforce_eager is true."
     )
 
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Return vLLM's recommendation; without a GPU uncompiled, because every start would compile for a minute."""
-        found = dict(super().recommended(machine))
-        if found.pop("option.engine_process", None):
-            found["option.enforce_eager"] = "true"
-            del found["option.compilation"]
-        return found
-
 
 class VllmPoolingOptions(InWorkerOptions):
     """Keys of serving.properties for a model that vLLM runs to embed, score or classify texts."""
@@ -486,6 +458,38 @@ class VllmPoolingOptions(InWorkerOptions):
 
     def engine_arguments(self) -> Mapping[str, Any]:
         return {**super().engine_arguments(), "runner": "pooling"}
+
+
+class VllmEngine(EngineDescription[VllmEngineOptions]):
+    """vLLM."""
+
+    @classmethod
+    def recommend(cls, machine: Machine) -> Mapping[str, str]:
+        """Return LMI's batch size for vLLM; without a GPU also an engine in the worker's process, on all cores.
+
+        There the model serves at once, uncompiled, and changes over when its code has been compiled.
+        """
+        batch_size = {"option.max_rolling_batch_size": "256"}
+        if machine.gpus:
+            return batch_size
+        on_cpu = {"engine_process": "worker", "compilation": "background", "threads": str(machine.cores)}
+        return batch_size | {f"option.{name}": value for name, value in on_cpu.items()}
+
+    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
+        return tool_parser_note(self.options, model_dir, location)
+
+
+class InWorkerEngine(VllmEngine):
+    """vLLM's engine in the worker's own process."""
+
+    @classmethod
+    def recommend(cls, machine: Machine) -> Mapping[str, str]:
+        """Return vLLM's recommendation; without a GPU uncompiled, because every start would compile for a minute."""
+        recommended = dict(super().recommend(machine))
+        if recommended.pop("option.engine_process", None):
+            recommended["option.enforce_eager"] = "true"
+            del recommended["option.compilation"]
+        return recommended
 
 
 def runs_pooling(workload: Workload) -> bool:

@@ -62,10 +62,10 @@ def partition(model: ModelSource, target: Path, environment: Mapping[str, str]) 
 def _changes(found: Inspection) -> Mapping[str, str | None]:
     """Return the changes to serving.properties, by key in full; None removes a key. Raises ConfigurationError."""
     found.resolved()
-    partitioned = found.options.partitioned()
-    if isinstance(partitioned, str):
-        raise ConfigurationError(f"{found.location}: nothing to split or quantise ahead of time: {partitioned}")
-    return partitioned
+    changes = found.engine.partition()
+    if isinstance(changes, str):
+        raise ConfigurationError(f"{found.location}: nothing to split or quantise ahead of time: {changes}")
+    return changes
 
 
 async def _load(source: ModelSource, environment: Mapping[str, str], artifacts: ArtifactSettings) -> ResolvedModel:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -34,7 +33,6 @@ from lmi_server.configuration.references import (
     NAMES_REVISION,
 )
 from lmi_server.machine.devices import CUDA_VISIBLE_DEVICES
-from lmi_server.machine.inventory import Machine
 
 LONG_DTYPES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"})
 """What torch and the engines call the data types of option.dtype."""
@@ -274,9 +272,6 @@ class ModelOptions(Options):
     """Keys of serving.properties that begin with "option.", as far as every handler knows them."""
 
     prefix: ClassVar[str] = "option."
-    one_worker_keys: ClassVar[tuple[str, ...]] = ()  # keys in full that forbid a second worker if they are true
-    degree_counts_gpus: ClassVar[bool] = False  # without mpirun, option.tensor_parallel_degree means nothing on the CPU
-    adapters_instead: ClassVar[str] = ""  # why the model takes no LoRA adapters, and the remedy; "" if it may take some
 
     model_id: Annotated[str | None, NAMES_MODEL] = Field(
         None,
@@ -486,23 +481,6 @@ class ModelOptions(Options):
         """Return the undeclared names (without "option.") that the engine takes; their values are passed on to it."""
         return frozenset()
 
-    def packages(self, engines: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the Python packages that must be installed; `engines` are those of the handler."""
-        return engines
-
-    def installed_by(self, handlers: str) -> str:
-        """Return the command that installs the packages; `handlers` is that of the handler."""
-        return handlers
-
-    def needed_device(self, handlers: str) -> str:
-        """Return the kind of device that must be there, "" for any; `handlers` is what the handler needs."""
-        return handlers
-
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Return the recommended raw values for `machine`, by key in full; they apply to keys that no layer sets."""
-        return {}
-
     def max_running(self) -> int:
         """Return how many requests the engine has room for at a time."""
         return self.max_rolling_batch_size
@@ -561,26 +539,6 @@ class ModelOptions(Options):
         """Return the number of processes of a worker under the MPI engine; None without mpirun."""
         return self.devices_per_worker or 1 if self.mpi_mode else None
 
-    def gpus_per_worker(self, available: int) -> int | None:
-        """Return how many of the `available` GPUs one worker takes, None for all; without GPUs, ranks share the CPU."""
-        runs_on_cpu = self.ranks is not None or self.degree_counts_gpus
-        return self.devices_per_worker if available or not runs_on_cpu else None
-
-    def division(self, gpus: int) -> str | None:
-        """Return in words how a worker with so many GPUs divides the model, for `explain`; None if it does not."""
-        if self.ranks is not None and self.ranks > 1:
-            return f"each of {self.ranks} ranks under mpirun has its part of every layer"
-        return None
-
-    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
-        """Return what values such as `auto` mean for the model at `location`, by key in full, for `explain`."""
-        return {}
-
-    @property
-    def one_worker_only(self) -> str | None:
-        """Return the key in full that forbids a second worker; None if any number may run."""
-        return next((key for key in self.one_worker_keys if getattr(self, key.removeprefix(self.prefix))), None)
-
     @property
     def default_stops(self) -> tuple[str, ...]:
         """Return the texts that end every output, beside those that a request names."""
@@ -590,17 +548,6 @@ class ModelOptions(Options):
         """Return the configured limit of prompt and output together, in tokens; None if config.json decides."""
         return None
 
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        """Return the changes of `lmi-server partition` to serving.properties, by key in full; None removes a key.
-
-        Returns a text with the reason if nothing can be split or quantised ahead of time.
-        """
-        return "the handler does neither; serve the model as it is"
-
-    def is_plain_checkpoint(self, directory: Path) -> bool:
-        """Return whether `check` can look for faults in the files of `directory`: weights that are not compiled."""
-        return True
-
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         """Yield combinations that are not allowed; `given` holds the keys in full that the user set."""
         yield from ()
@@ -608,14 +555,6 @@ class ModelOptions(Options):
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         """Yield combinations that are allowed, but in which a key has no effect."""
         yield from ()
-
-    def adapter_warnings(self, given: Collection[str]) -> Iterator[Conflict]:
-        """Yield the keys of adapters on demand that have no effect, whatever the handler."""
-        if not self.enable_lora:
-            yield from without_effect(given, "option.enable_lora=true", ["option.dynamic_lora_loading_path"])
-        if self.dynamic_lora_loading_path is None:
-            most = ["option.max_num_adapters_per_replica"]
-            yield from without_effect(given, "option.dynamic_lora_loading_path", most)
 
     @property
     def adapters_on_demand(self) -> int:

@@ -20,6 +20,7 @@ from lmi_server.configuration.choice.deciding_keys import MODEL_ID, DecidingKeys
 from lmi_server.configuration.choice.handler_choice import choose_handler
 from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES, merge_layers, read_layers
 from lmi_server.configuration.declaration import Option, written
+from lmi_server.configuration.engine import EngineDescription, describe_engine
 from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import Given, SortedKeys, Source, build
 from lmi_server.configuration.model_directory.checkpoint import Checkpoint, locate_model, read_config
@@ -53,6 +54,11 @@ class ResolvedModel:
         """Return the class of the handler, "module:Class"."""
         assert self.spec.handler is not None, "a model without a handler is not resolved"
         return self.spec.handler
+
+    @property
+    def engine(self) -> EngineDescription[ModelOptions]:
+        """Return what the server may ask about the engine."""
+        return describe_engine(self.spec, self.options)
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -93,6 +99,11 @@ class Inspection:
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
     unavailable: tuple[str, ...]
+
+    @property
+    def engine(self) -> EngineDescription[ModelOptions]:
+        """Return what the server may ask about the engine."""
+        return describe_engine(self.spec, self.options)
 
     def resolved(self) -> ResolvedModel:
         """Return the model, ready to be served. Raises ConfigurationError with all problems, one per line."""

@@ -114,7 +114,7 @@ def explain(found: Inspection) -> Explanation:
         handler=found.spec.title,
         handler_reason=found.handler_reason,
         model=found.location,
-        division=found.options.division(len(device_sets[0].gpus) if device_sets else 0),
+        division=found.engine.division(len(device_sets[0].gpus) if device_sets else 0),
         can_be_served=bool(device_sets)
         and not found.problems
         and not faults
@@ -150,25 +150,18 @@ def explain_values(model: ResolvedModel) -> tuple[Explained, ...]:
 
 def memory_of(found: Inspection) -> Estimate:
     """Estimate the memory of one worker on each of its devices."""
-    degree = devices_per_worker(found.options, found.machine)
+    degree = found.engine.devices_per_worker(found.machine)
     return estimate(found.options, found.location, found.config, degree, found.machine)
 
 
 def memory_of_running(model: ResolvedModel, machine: Machine) -> Estimate:
     """Estimate the memory of one worker of a model that was loaded, on each of its devices."""
     location = model.options.model_id or model.model_dir
-    return estimate(model.options, location, read_config(location), devices_per_worker(model.options, machine), machine)
-
-
-def devices_per_worker(options: ModelOptions, machine: Machine) -> int:
-    """Return how many devices one worker takes, at least 1; the ranks of a group share the CPU as its devices."""
-    if not machine.gpus and options.ranks is None and options.degree_counts_gpus:
-        return 1
-    return options.devices_per_worker or max(1, len(machine.gpus))
+    return estimate(model.options, location, read_config(location), model.engine.devices_per_worker(machine), machine)
 
 
 def _explained(found: Inspection | ResolvedModel, location: str) -> Sequence[Explained]:
-    notes = found.options.notes(Path(found.model_dir), Path(location))
+    notes = found.engine.notes(Path(found.model_dir), Path(location))
     classes = ((ServingOptions, found.serving), (load_options_type(found.spec), found.options))
     return [
         _with_origin(option, getattr(values, option.field), found.sources.get(option.key, _ELSEWHERE), notes)
@@ -217,7 +210,7 @@ def _unknown(found: Inspection | ResolvedModel, key: str, source: Source) -> Exp
 def _devices(found: Inspection) -> tuple[tuple[DeviceSet, ...], tuple[str, ...]]:
     """Return the device sets, or why they cannot be made."""
     accelerator, names = found.spec.devices(found.machine)
-    per_worker = found.options.gpus_per_worker(len(names))
+    per_worker = found.engine.gpus_per_worker(len(names))
     try:
         return plan_devices(found.serving.load_on_devices, per_worker, names, accelerator), ()
     except ConfigurationError as error:
@@ -258,11 +251,11 @@ def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
     A package that the model's requirements.txt may bring is only worth a warning.
     """
     here = found.options.own_python is None  # what another interpreter has is known when the model loads
-    needed = found.options.packages(found.spec.engines)
+    needed = found.engine.packages
     missing = [name for name in needed if here and name not in found.machine.engines]
     if here and is_gguf(found.location) and found.spec.reads_gguf and find_spec("gguf") is None:
         missing.append("gguf")
-    command = found.options.installed_by(found.spec.installed_by)
+    command = found.engine.install_command
     install = f"; run: {command}" if command else ""
     lines = [f"{found.spec.title} needs the Python package {name}, which is not installed{install}" for name in missing]
     programs = [NO_MPIRUN] if found.options.ranks is not None and found.machine.mpirun is None else []
@@ -276,7 +269,7 @@ def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
 
 def _absent_devices(found: Inspection) -> Sequence[str]:
     """Return an error if the handler needs a kind of device that this machine does not have."""
-    needed = found.options.needed_device(found.spec.device)
+    needed = found.engine.device
     if needed in ("", found.machine.device_kind):
         return ()
     return (f"{found.spec.title} needs {_DEVICES[needed]}, and none is visible; serve the model on a machine with one",)
@@ -294,7 +287,7 @@ def file_problems(found: Inspection) -> tuple[str, ...]:
     is_checkpoint = found.spec.reads_checkpoint and bool(found.config) and directory.is_dir()
     if not is_checkpoint or found.sources.get("option.load_format", _ANY_FORMAT).raw == "dummy":  # vLLM's: no weights
         return ()
-    if not found.options.is_plain_checkpoint(directory):
+    if not found.engine.is_plain_checkpoint(directory):
         return ()
     elsewhere = any(key in found.unknown for key in _TOKENIZER_ELSEWHERE)
     return tuple(file_faults(directory, needs_tokenizer=found.spec.formats_text and not elsewhere))

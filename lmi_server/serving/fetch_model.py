@@ -115,5 +115,4 @@ def _code_dir(found: Inspection) -> Path:
 def _worker_python(found: Inspection) -> WorkerPython:
     modules = [name.partition(":")[0] for name in (found.spec.handler, found.spec.options) if name is not None]
     options = found.options
-    packages = options.packages(found.spec.engines)
-    return WorkerPython(options.own_python, options.enable_venv, packages, tuple(modules))
+    return WorkerPython(options.own_python, options.enable_venv, found.engine.packages, tuple(modules))

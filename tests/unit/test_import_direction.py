@@ -62,7 +62,7 @@ INSIDE_MAY_IMPORT = {
     "lmi_server.configuration": {
         "model_directory": {"options", "tasks"},
         "model_file": {*_VALUES, "handlers"},
-        "choice": {*_VALUES, "handlers", "model_directory", "model_file", "properties", "tasks"},
+        "choice": {*_VALUES, "engine", "handlers", "model_directory", "model_file", "properties", "tasks"},
         "checks": {*_VALUES, "choice", "handlers", "model_directory", "references"},
     },
     "handlers.rolling_batch": {
@@ -85,6 +85,7 @@ HANDLERS_MAY_IMPORT = (
     "lmi_server.dialects",
     "lmi_server.media",
     "lmi_server.configuration.declaration",
+    "lmi_server.configuration.engine",
     "lmi_server.configuration.options",
     "lmi_server.configuration.references",
     "lmi_server.configuration.tasks",

@@ -56,7 +56,7 @@ class ModelChecks:
         yield from (wrong[key] for key in sorted(wrong, key=lambda key: known[key].line or 0))
         if self.misplaced is not None:
             yield self.misplaced
-        yield from conflicts(self.serving, self.options, {**self.merged.unknown, **known}, wrong)
+        yield from conflicts(self.spec, self.serving, self.options, {**self.merged.unknown, **known}, wrong)
         if self.choice.problem is not None:
             yield self.choice.problem
         elif self.misplaced is None:
@@ -185,7 +185,7 @@ class ModelChecks:
     def _degree_without_gpus(self) -> Iterator[str]:
         degree = self.options.tensor_parallel_degree
         on_cpu = self.machine.device_kind == "cpu" and self.options.ranks is None
-        if on_cpu and self.options.degree_counts_gpus and degree != "max" and degree > 1:
+        if on_cpu and self.spec.degree_without_gpus == "nothing" and degree != "max" and degree > 1:
             key = "option.tensor_parallel_degree"
             yield (
                 f"{self.merged.known[key].describe(key)} gives no GPU to a worker, because none is visible; "

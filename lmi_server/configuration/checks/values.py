@@ -14,9 +14,10 @@ from lmi_server.configuration.declaration import (
     Options,
     Unavailable,
 )
+from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.configuration.layers import DERIVED, Given, Source
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
-from lmi_server.configuration.options import FORMATTERS, ModelOptions, ServingOptions
+from lmi_server.configuration.options import FORMATTERS, ModelOptions, ServingOptions, without_effect
 
 
 def unavailable(options: Options, sources: Given) -> Iterator[str]:
@@ -30,13 +31,15 @@ def unavailable(options: Options, sources: Given) -> Iterator[str]:
         yield f"{sources[key].describe(key)} is not available in this version; {conflict.text}"
 
 
-def conflicts(serving: ServingOptions, options: ModelOptions, sources: Given, wrong: Collection[str]) -> Iterator[str]:
+def conflicts(
+    spec: HandlerSpec, serving: ServingOptions, options: ModelOptions, sources: Given, wrong: Collection[str]
+) -> Iterator[str]:
     """Yield a problem for each combination of values that is not allowed.
 
     The keys in `wrong` have no valid value, so a combination with one of them cannot be judged and is skipped.
     """
     given = _given(sources)
-    for conflict in (*_serving_conflicts(serving, options, given), *options.conflicts(given)):
+    for conflict in (*_serving_conflicts(spec, serving, options, given), *options.conflicts(given)):
         if not set(conflict.keys).isdisjoint(wrong):
             continue
         key = next((key for key in conflict.keys if key in sources), conflict.keys[0])
@@ -44,13 +47,18 @@ def conflicts(serving: ServingOptions, options: ModelOptions, sources: Given, wr
         yield f"{place} is not allowed; allowed: {conflict.text}"
 
 
-def _serving_conflicts(serving: ServingOptions, options: ModelOptions, given: Collection[str]) -> Iterator[Conflict]:
+def _serving_conflicts(
+    spec: HandlerSpec, serving: ServingOptions, options: ModelOptions, given: Collection[str]
+) -> Iterator[Conflict]:
     if serving.min_workers > serving.max_workers:
         keys = ("maxWorkers", "minWorkers")
         here = f"maxWorkers (here {serving.max_workers}) not below minWorkers (here {serving.min_workers})"
         yield Conflict(keys, here)
-    if options.one_worker_only is not None and serving.max_workers > 1:
-        yield Conflict(("maxWorkers", options.one_worker_only), f"1 with {options.one_worker_only}=true")
+    one_worker = next((key for key in spec.one_worker_keys if getattr(options, key.removeprefix("option."))), None)
+    if one_worker is not None and serving.max_workers > 1:
+        yield Conflict(("maxWorkers", one_worker), f"1 with {one_worker}=true")
+    if spec.adapters_instead and options.enable_lora:
+        yield Conflict(("option.enable_lora",), f"false, because {spec.adapters_instead}")
     rolling = options.rolling_batch
     if serving.batch_size > 1 and "option.rolling_batch" in given and rolling not in ("disable", "auto"):
         allowed = f"1 with option.rolling_batch={rolling}; a rolling batch needs no dynamic batch"
@@ -86,9 +94,18 @@ def value_warnings(options: Options, sources: Given) -> Iterator[str]:
 def combination_warnings(options: ModelOptions, sources: Given) -> Iterator[str]:
     """Yield a warning for each key that has no effect because of the value of another key."""
     given = _given(sources)
-    for conflict in (*options.warnings(given), *options.adapter_warnings(given)):
+    for conflict in (*options.warnings(given), *_adapter_warnings(options, given)):
         key = conflict.keys[0]
         yield f"{sources[key].place}: {key} {conflict.text}"
+
+
+def _adapter_warnings(options: ModelOptions, given: Collection[str]) -> Iterator[Conflict]:
+    """Yield the keys of adapters on demand that have no effect, whatever the handler."""
+    if not options.enable_lora:
+        yield from without_effect(given, "option.enable_lora=true", ["option.dynamic_lora_loading_path"])
+    if options.dynamic_lora_loading_path is None:
+        max_adapters = ["option.max_num_adapters_per_replica"]
+        yield from without_effect(given, "option.dynamic_lora_loading_path", max_adapters)
 
 
 def _given(sources: Given) -> Collection[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lmi_server.configuration.choice.deciding_keys import DEGREE, MPI_MODE, ROLLING_BATCH, DecidingKeys
+from lmi_server.configuration.engine import load_engine_type
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import Given
 from lmi_server.configuration.options import ModelOptions
@@ -47,14 +48,14 @@ def recommend(
     # LMI runs a model with adapters or sessions in one worker on the first GPU, but not code that names no model.
     is_model = names_model or not spec.runs_user_code
     one_gpu = is_model and (keys.enable_lora or keys.enable_stateful_sessions)
-    recommended = {**_for_task(spec, keys, task), **options_type.recommended(machine)}
+    recommended = {**_for_task(spec, keys, task), **load_engine_type(spec).recommend(machine)}
     recommended |= _for_handler(spec, keys, machine)
     recommended |= _threads(options_type, keys, machine)
     if keys.max_workers is None:
         recommended |= _max_workers(spec, keys, machine, one_worker=one_gpu or keys.mpi_mode)
     if machine.gpus and one_gpu:
         recommended |= {"load_on_devices": "0", "maxWorkers": "1"}
-    sources = map(keys.source, options_type.one_worker_keys)
+    sources = map(keys.source, spec.one_worker_keys)
     if any(source is not None and source.is_true for source in sources):
         recommended["maxWorkers"] = "1"
     return recommended
