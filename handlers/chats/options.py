@@ -35,25 +35,23 @@ class ParserOptions(ModelOptions):
     """Keys of serving.properties for tools and reasoning in chats."""
 
     chat_template: Annotated[str | None, NAMES_TEMPLATE] = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
-    enable_auto_tool_choice: Annotated[bool, Documented("false", "agents send tools and let the model choose")] = Field(
-        True, description="Let the model choose tools; if false, only requests that demand a call may send tools."
-    )
+    enable_auto_tool_choice: Annotated[bool, Documented("false", "agents send tools and let the model choose")] = True
+    """Let the model choose tools; if false, only requests that demand a call may send tools."""
     tool_call_parser: Annotated[
         str,
         _one_of((AUTO, *TOOL_PARSERS)),
         Allowed(f"auto, {', '.join(TOOL_PARSERS)}; {_MORE}"),
         TOOL_PARSER_NOTE,
         NAMES_NOTHING,
-    ] = Field(
-        AUTO, description="Form in which the model calls tools, by the name of vLLM's parser; auto is by the template."
-    )
-    enable_reasoning: bool = Field(
-        False, description="Answer with the reasoning apart from the content; requires reasoning_parser."
-    )
+    ] = AUTO
+    """Form in which the model calls tools, by the name of vLLM's parser; auto is by the template."""
+    enable_reasoning: bool = False
+    """Answer with the reasoning apart from the content; requires reasoning_parser."""
     reasoning_parser: Annotated[
         Annotated[str, _one_of(REASONING_PARSERS), Allowed(f"{', '.join(REASONING_PARSERS)}; {_MORE}")] | None,
         NAMES_NOTHING,
-    ] = Field(None, description="Form in which the model writes its reasoning, by the name of vLLM's parser.")
+    ] = None
+    """Form in which the model writes its reasoning, by the name of vLLM's parser."""
 
     def reasoning_conflicts(self) -> Iterator[Conflict]:
         """Yield a conflict if reasoning needs a parser and none is named."""

@@ -68,50 +68,44 @@ DeviceMap = Annotated[
 class TransformersOptions(ModelOptions):
     """Keys of serving.properties for a model that transformers loads."""
 
-    tensor_parallel_degree: ParallelDegree = Field(
-        -1,
-        description="GPUs of one worker, over which option.device_map spreads the layers; max means all GPUs of the"
-        " machine, -1 one.",
-    )
+    tensor_parallel_degree: ParallelDegree = -1
+    """GPUs of one worker, over which option.device_map spreads the layers; max means all GPUs of the machine, -1 one.
+    """
     device_map: Annotated[
         DeviceMap | None,
         Documented("auto", "it is auto if a worker has several GPUs; one GPU gets the whole model"),
         NAMES_NOTHING,
-    ] = Field(
-        None,
-        description="Placement of the layers on the GPUs of a worker, which count from 0, as accelerate defines it;"
-        " what is on cpu beside GPUs, or on disk, is read for each pass.",
-    )
+    ] = None
+    """Placement of the layers on the GPUs of a worker, which count from 0, as accelerate defines it; what is on cpu
+    beside GPUs, or on disk, is read for each pass."""
     device_id: Annotated[
         int, Field(ge=-1), Allowed("an integer of 0 or more, or -1"), NoEffect("the server sets it")
-    ] = Field(-1, description="GPU of the worker.")
-    low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always loads this way")] = Field(
-        False, description="Load weights one by one instead of twice the model's memory."
-    )
+    ] = -1
+    """GPU of the worker."""
+    low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always loads this way")] = False
+    """Load weights one by one instead of twice the model's memory."""
     quantize: Annotated[
         Literal["bitsandbytes", "bitsandbytes4", "bitsandbytes8", "gptq", "awq"] | None,
         DeprecatedValue("bitsandbytes", "use bitsandbytes8"),
-    ] = Field(
-        None,
-        description="Quantisation of the weights: by bitsandbytes while they load; gptq and awq by the checkpoint.",
-    )
+    ] = None
+    """Quantisation of the weights: by bitsandbytes while they load; gptq and awq by the checkpoint."""
     load_in_4bit: Annotated[
         bool, Deprecated("use option.quantize=bitsandbytes4", becomes=("option.quantize", "bitsandbytes4"))
-    ] = Field(False, description="Quantise the weights to 4 bits.")
+    ] = False
+    """Quantise the weights to 4 bits."""
     load_in_8bit: Annotated[
         bool, Deprecated("use option.quantize=bitsandbytes8", becomes=("option.quantize", "bitsandbytes8"))
-    ] = Field(False, description="Quantise the weights to 8 bits.")
+    ] = False
+    """Quantise the weights to 8 bits."""
     disable_flash_attn: Annotated[
         bool, NoEffect("attention runs on torch's kernels, which take flash attention where they can")
-    ] = Field(True, description="Do not use the flash attention of transformers.")
-    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = Field(
-        None, description="Directory to write quantised weights to while the model loads."
-    )
-    threads: PositiveInt | None = Field(
-        None,
-        description="Threads that a worker uses inside an operation on the CPU. By default the workers of the model"
-        " (maxWorkers) divide the cores that the server may use.",
-    )
+    ] = True
+    """Do not use the flash attention of transformers."""
+    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = None
+    """Directory to write quantised weights to while the model loads."""
+    threads: PositiveInt | None = None
+    """Threads that a worker uses inside an operation on the CPU. By default the workers of the model (maxWorkers)
+    divide the cores that the server may use."""
 
     @property
     def placement(self) -> str | Mapping[str, str | int] | None:
