@@ -22,7 +22,6 @@ from lmi_server.configuration.options import (
     ParallelDegree,
     PositiveInt,
     lower,
-    without_effect,
 )
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.configuration.tasks import TEXT_GENERATION, Workload, canonical_task
@@ -183,15 +182,14 @@ class DeepSpeedOptions(RollingBatchOptions):
             yield Conflict(("option.checkpoint",), "a checkpoint only without option.quantize")
         yield from self.reasoning_conflicts()
 
-    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
         if self.quantize != "smoothquant":
-            yield from without_effect(given, "option.quantize=smoothquant", ["option.smoothquant_alpha"])
+            yield "option.quantize=smoothquant", ("smoothquant_alpha",)
         if self.rolling_batch != "disable":
-            yield from without_effect(given, "option.rolling_batch=disable", ["option.enable_streaming"])
+            yield "option.rolling_batch=disable", ("enable_streaming",)
         else:
             chats = sorted(ParserOptions.model_fields.keys() - ModelOptions.model_fields.keys())
-            names = ("enable_cuda_graph", "enable_torch_compile", *chats)
-            yield from without_effect(given, "option.rolling_batch=deepspeed", [f"option.{name}" for name in names])
+            yield "option.rolling_batch=deepspeed", ("enable_cuda_graph", "enable_torch_compile", *chats)
 
 
 class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):

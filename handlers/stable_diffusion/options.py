@@ -16,7 +16,6 @@ from lmi_server.configuration.options import (
     ParallelDegree,
     PositiveInt,
     lower,
-    without_effect,
 )
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.machine.inventory import Machine
@@ -118,10 +117,9 @@ class StableDiffusionOptions(ModelOptions):
                 f"at most {self.max_images}, which option.max_images allows",
             )
 
-    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
         names = ("output_formatter", "input_formatter", "tgi_compat", "async_mode", "max_rolling_batch_size")
-        texts_only = [f"option.{name}" for name in (*names, "enable_streaming")]
-        yield from without_effect(given, "a model that generates text", texts_only)
+        yield "a model that generates text", (*names, "enable_streaming")
 
 
 class StableDiffusionEngine(EngineDescription[StableDiffusionOptions]):

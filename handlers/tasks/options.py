@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator
 
 from handlers.checkpoints.options import TransformersOptions
-from lmi_server.configuration.declaration import Allowed, Conflict, Unavailable
-from lmi_server.configuration.options import PositiveInt, RollingBatch, lower, without_effect
+from lmi_server.configuration.declaration import Allowed, Unavailable
+from lmi_server.configuration.options import PositiveInt, RollingBatch, lower
 from lmi_server.configuration.references import NAMES_NOTHING
 from lmi_server.configuration.tasks import canonical_task
 
@@ -81,15 +81,13 @@ class PipelineOptions(TransformersOptions):
     def context_length(self) -> int | None:
         return self.max_model_len
 
-    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
-        formats = ("option.output_formatter", "option.input_formatter", "option.tgi_compat")
-        rolling_only = ("option.max_rolling_batch_size", "option.async_mode", *formats)
-        yield from without_effect(given, "a rolling batch", rolling_only)
+    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
+        formats = ("output_formatter", "input_formatter", "tgi_compat")
+        yield "a rolling batch", ("max_rolling_batch_size", "async_mode", *formats)
         if self.task != "text-embedding":
-            embedding_only = ("option.pooling", "option.normalize")
-            yield from without_effect(given, "option.task=text-embedding", embedding_only)
+            yield "option.task=text-embedding", ("pooling", "normalize")
         if self.task is not None and not generates(self.task):
-            yield from without_effect(given, "a task that generates text", ("option.enable_streaming",))
+            yield "a task that generates text", ("enable_streaming",)
 
 
 def generates(task: str) -> bool:

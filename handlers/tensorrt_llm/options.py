@@ -21,7 +21,6 @@ from lmi_server.configuration.options import (
     PositiveInt,
     Share,
     lower,
-    without_effect,
 )
 from lmi_server.configuration.options import ModelOptions as _ModelOptions
 from lmi_server.configuration.references import NAMES_MODEL, NAMES_NOTHING, NAMES_PATH, NAMES_REVISION, NUMBERS_ONLY
@@ -395,20 +394,19 @@ class TensorRtLlmOptions(_ModelOptions):
         elif self.kv_cache_dtype is not None and self.kv_cache_dtype not in ("auto", "fp8", "int8"):
             yield Conflict(("option.kv_cache_dtype",), "auto, fp8 or int8 with option.backend=tensorrt")
 
-    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
         if self.quantize != "smoothquant":
-            keys = [f"option.{name}" for name in _SMOOTHQUANT]
-            yield from without_effect(given, "option.quantize=smoothquant", keys)
+            yield "option.quantize=smoothquant", _SMOOTHQUANT
         if self.quantize != "awq":
-            yield from without_effect(given, "option.quantize=awq", [f"option.{name}" for name in _AWQ])
+            yield "option.quantize=awq", _AWQ
         if self.quantize is None and self.quant_algo is None:
-            keys = [f"option.{name}" for name in _CALIBRATION]
-            yield from without_effect(given, "option.quantize or option.quant_algo", keys)
-        other = _TENSORRT_ONLY if self.backend == "pytorch" else _PYTORCH_ONLY
-        needed = "tensorrt" if self.backend == "pytorch" else "pytorch"
-        yield from without_effect(given, f"option.backend={needed}", [f"option.{name}" for name in other])
+            yield "option.quantize or option.quant_algo", _CALIBRATION
+        if self.backend == "pytorch":
+            yield "option.backend=tensorrt", _TENSORRT_ONLY
+        else:
+            yield "option.backend=pytorch", _PYTORCH_ONLY
         if not self.enable_lora:
-            yield from without_effect(given, "option.enable_lora=true", [f"option.{name}" for name in _LORA])
+            yield "option.enable_lora=true", _LORA
 
 
 class TensorRtLlmEngine(EngineDescription[TensorRtLlmOptions]):

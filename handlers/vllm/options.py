@@ -34,7 +34,6 @@ from lmi_server.configuration.options import (
     Share,
     Texts,
     lower,
-    without_effect,
 )
 from lmi_server.configuration.references import (
     FOR_OPERATOR,
@@ -370,15 +369,13 @@ class VllmEngineOptions(ModelOptions):
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Conflict(("option.enable_reasoning",), "true only with option.reasoning_parser")
 
-    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
         if not self.enable_lora:
             lora = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_extra_vocab_size", "fully_sharded_loras")
-            yield from without_effect(given, "option.enable_lora=true", [f"option.{name}" for name in lora])
+            yield "option.enable_lora=true", lora
         if self.compilation == "background" and not self.compiles_in_background:
-            needed = (
-                "option.engine_process=worker on one device, without enforce_eager, enable_lora, kv_transfer_config"
-            )
-            yield from without_effect(given, needed, ["option.compilation"])
+            in_worker = "option.engine_process=worker on one device"
+            yield f"{in_worker}, without enforce_eager, enable_lora, kv_transfer_config", ("compilation",)
 
 
 class VllmOptions(VllmEngineOptions):
@@ -388,7 +385,6 @@ class VllmOptions(VllmEngineOptions):
     """vLLM batches by itself with any of these values."""
 
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
-        yield from super().warnings(given)
         if "option.task" in given and self.task is not None and self.task.lower() not in _GENERATING:
             yield Conflict(("option.task",), f"has no effect: vLLM serves {self.task} as text generation here")
 

@@ -501,15 +501,12 @@ class ModelOptions(Options):
         """Yield combinations that are allowed, but in which a key has no effect."""
         yield from ()
 
+    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
+        """Yield what the configuration lacks, and the keys, without "option.", that have no effect without it."""
+        yield from ()
+
     @property
     def adapters_on_demand(self) -> int:
         """Return how many adapters a worker keeps of those that it loads on demand; 0 if it loads none."""
         loads = self.enable_lora and self.dynamic_lora_loading_path is not None
         return self.max_num_adapters_per_replica if loads else 0
-
-
-def without_effect(given: Collection[str], unless: str, keys: Collection[str]) -> Iterator[Conflict]:
-    """Yield a warning for each of `keys` that is given; it has an effect only with `unless`."""
-    for key in keys:
-        if key in given:
-            yield Conflict((key,), f"has no effect without {unless}")

@@ -17,7 +17,7 @@ from lmi_server.configuration.declaration import (
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.configuration.layers import DERIVED, Given, Source
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
-from lmi_server.configuration.options import FORMATTERS, ModelOptions, ServingOptions, without_effect
+from lmi_server.configuration.options import FORMATTERS, ModelOptions, ServingOptions
 
 
 def unavailable(options: Options, sources: Given) -> Iterator[str]:
@@ -94,18 +94,21 @@ def value_warnings(options: Options, sources: Given) -> Iterator[str]:
 def combination_warnings(options: ModelOptions, sources: Given) -> Iterator[str]:
     """Yield a warning for each key that has no effect because of the value of another key."""
     given = _given(sources)
-    for conflict in (*options.warnings(given), *_adapter_warnings(options, given)):
+    for conflict in options.warnings(given):
         key = conflict.keys[0]
         yield f"{sources[key].place}: {key} {conflict.text}"
+    for lacking, names in _without_effect(options):
+        for key in (f"option.{name}" for name in names):
+            if key in given:
+                yield f"{sources[key].place}: {key} has no effect without {lacking}"
 
 
-def _adapter_warnings(options: ModelOptions, given: Collection[str]) -> Iterator[Conflict]:
-    """Yield the keys of adapters on demand that have no effect, whatever the handler."""
+def _without_effect(options: ModelOptions) -> Iterator[tuple[str, Collection[str]]]:
+    yield from options.without_effect()
     if not options.enable_lora:
-        yield from without_effect(given, "option.enable_lora=true", ["option.dynamic_lora_loading_path"])
+        yield "option.enable_lora=true", ["dynamic_lora_loading_path"]
     if options.dynamic_lora_loading_path is None:
-        max_adapters = ["option.max_num_adapters_per_replica"]
-        yield from without_effect(given, "option.dynamic_lora_loading_path", max_adapters)
+        yield "option.dynamic_lora_loading_path", ["max_num_adapters_per_replica"]
 
 
 def _given(sources: Given) -> Collection[str]:
