@@ -121,7 +121,7 @@ def explain(found: Inspection) -> Explanation:
         and not found.unavailable
         and not absent
         and found.spec.handler is not None,
-        options=tuple(_explained(found, found.location)),
+        options=tuple(_explain_options(found, found.location)),
         unknown=tuple(_unknown(found, key, source) for key, source in found.unknown.items()),
         devices=tuple({"kind": devices.kind, "gpus": list(devices.gpus)} for devices in device_sets),
         worker_command=tuple(_command(found.options, found.machine)),
@@ -133,7 +133,7 @@ def explain(found: Inspection) -> Explanation:
         engine_arguments=found.options.engine_arguments(),
         memory=_memory(needed),
         machine=_machine(found.machine),
-        warnings=(*found.warnings, *shortage, *needed.warnings(), *_reserved(found), *may_come),
+        warnings=(*found.warnings, *shortage, *needed.warnings(), *_memory_warnings(found), *may_come),
         problems=found.problems,
         unavailable=(*found.unavailable, *absent),
         files=faults,
@@ -142,7 +142,7 @@ def explain(found: Inspection) -> Explanation:
 
 def explain_values(model: ResolvedModel) -> tuple[Explained, ...]:
     """Explain the values that a running model was loaded with, secrets hidden; keys that nobody declares come last."""
-    declared = _explained(model, model.options.model_id or model.model_dir)
+    declared = _explain_options(model, model.options.model_id or model.model_dir)
     keys = {explained.key for explained in declared}
     unknown = [_unknown(model, key, source) for key, source in model.sources.items() if key not in keys]
     return tuple(map(_without_secret, (*declared, *unknown)))
@@ -160,7 +160,7 @@ def memory_of_running(model: ResolvedModel, machine: Machine) -> Estimate:
     return estimate(model.options, location, read_config(location), model.engine.devices_per_worker(machine), machine)
 
 
-def _explained(found: Inspection | ResolvedModel, location: str) -> Sequence[Explained]:
+def _explain_options(found: Inspection | ResolvedModel, location: str) -> Sequence[Explained]:
     notes = found.engine.notes(Path(found.model_dir), Path(location))
     classes = ((ServingOptions, found.serving), (load_options_type(found.spec), found.options))
     return [
@@ -239,7 +239,7 @@ def _machine(machine: Machine) -> Mapping[str, Any]:
     return {**asdict(machine), "engines": sorted(machine.engines)}
 
 
-def _reserved(found: Inspection) -> Sequence[str]:
+def _memory_warnings(found: Inspection) -> Sequence[str]:
     """Return a warning for each key that requires more memory than the machine has free."""
     missing = shortages(found.serving, found.machine)
     return [f"{found.sources[key].describe(key)}: {text}" for key, text in missing.items()]

@@ -173,7 +173,7 @@ def _limit(mark: Unavailable, option: Option) -> str:
         return "Each other value chooses the handler that serves it."
     named = _names(map(written, left)) or mark.shown
     values = f": {named}" if named else ""
-    limited, free = _limited(mark, option.key)
+    limited, free = _divide_by_limit(mark, option.key)
     if not free:
         return f"Not available in this version{values}; {mark.instead}."
     if len(limited) <= len(free):
@@ -191,7 +191,7 @@ def _refuses(spec: HandlerSpec, key: str, value: Any) -> bool:
     return any(isinstance(mark, Unavailable) and mark.applies(value) for mark in marks)
 
 
-def _limited(mark: Unavailable, key: str) -> tuple[Sequence[str], Sequence[str]]:
+def _divide_by_limit(mark: Unavailable, key: str) -> tuple[Sequence[str], Sequence[str]]:
     """Return which handlers share a limit of the keys of every handler, and which lift it.
 
     A limit that one handler declares itself stands in the section of that one: none lifts it.

@@ -143,9 +143,9 @@ class ModelChecks:
                 "set option.task"
             )
         if self.spec.causal_lm_only and names and not is_causal_lm(names):
-            yield f"{self.checkpoint.directory}: architecture {', '.join(names)} {self._not_decoded(names)}"
+            yield f"{self.checkpoint.directory}: architecture {', '.join(names)} {self._why_not_decoded(names)}"
 
-    def _not_decoded(self, names: tuple[str, ...]) -> str:
+    def _why_not_decoded(self, names: tuple[str, ...]) -> str:
         """Return why the rolling batch does not decode a model, and what serves it."""
         if not any(name.endswith(READS_MORE) for name in names):
             return f"{self._needs_causal_lm()}; set option.task, for example option.task=text-embedding"

@@ -22,7 +22,7 @@ from lmi_server.configuration.options import FORMATTERS, ModelOptions, ServingOp
 
 def unavailable(options: Options, sources: Given) -> Iterator[str]:
     """Yield a problem for each documented value that this version cannot serve."""
-    for option, source, value in _decided(options, sources):
+    for option, source, value in _values_of_user(options, sources):
         for mark in option.marks:
             if isinstance(mark, Unavailable) and mark.applies(value):
                 yield f"{source.describe(option.key)} is not available in this version; {mark.instead}"
@@ -38,7 +38,7 @@ def conflicts(
 
     The keys in `wrong` have no valid value, so a combination with one of them cannot be judged and is skipped.
     """
-    given = _given(sources)
+    given = _keys_of_user(sources)
     for conflict in (*_serving_conflicts(spec, serving, options, given), *options.conflicts(given)):
         if not set(conflict.keys).isdisjoint(wrong):
             continue
@@ -81,7 +81,7 @@ def undefined_formatters(options: ModelOptions, sources: Given, model_dir: Path)
 
 def value_warnings(options: Options, sources: Given) -> Iterator[str]:
     """Yield a warning for each key that is deprecated or has no effect."""
-    for option, source, _ in _decided(options, sources):
+    for option, source, _ in _values_of_user(options, sources):
         for mark in option.marks:
             if isinstance(mark, Deprecated):
                 yield f"{source.place}: {option.key} is deprecated: {mark.advice}"
@@ -93,7 +93,7 @@ def value_warnings(options: Options, sources: Given) -> Iterator[str]:
 
 def combination_warnings(options: ModelOptions, sources: Given) -> Iterator[str]:
     """Yield a warning for each key that has no effect because of the value of another key."""
-    given = _given(sources)
+    given = _keys_of_user(sources)
     for conflict in options.warnings(given):
         key = conflict.keys[0]
         yield f"{sources[key].place}: {key} {conflict.text}"
@@ -111,11 +111,11 @@ def _without_effect(options: ModelOptions) -> Iterator[tuple[str, Collection[str
         yield "option.dynamic_lora_loading_path", ["max_num_adapters_per_replica"]
 
 
-def _given(sources: Given) -> Collection[str]:
+def _keys_of_user(sources: Given) -> Collection[str]:
     return {key for key, source in sources.items() if source.layer not in DERIVED}
 
 
-def _decided(options: Options, sources: Given) -> Sequence[tuple[Option, Source, object]]:
+def _values_of_user(options: Options, sources: Given) -> Sequence[tuple[Option, Source, object]]:
     """Return the options that a user gave a value; derived values are skipped, because the user cannot fix them."""
     return [
         (option, sources[option.key], getattr(options, option.field))
