@@ -15,7 +15,7 @@ from handlers.tasks.task_handler import TaskHandler
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError
 from lmi_server.contract.handler import Response
 from lmi_server.contract.protocol import Input
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
     from handlers.ranks.communicator import Communicator

@@ -30,7 +30,7 @@ from handlers.ranks.communicator import Communicator
 from handlers.ranks.sharding import RowParallelLinear, join_process_group, plain_linear
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 
 _DEGREE = "option.tensor_parallel_degree"
 

@@ -21,8 +21,9 @@ from handlers.user_code import find_class, find_marked, load_entry_point
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input
-from lmi_server.machine import model_imports, public_addresses
 from lmi_server.machine.environment import extend_python_path, own_rank
+from lmi_server.media import public_addresses
+from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
     from handlers.ranks.communicator import Communicator

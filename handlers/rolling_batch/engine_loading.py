@@ -47,8 +47,8 @@ from lmi_server.contract.errors import (
     is_out_of_memory,
 )
 from lmi_server.contract.generation import SamplingParameters
-from lmi_server.machine import model_imports
 from lmi_server.machine.environment import own_rank
+from lmi_server.processes import model_imports
 
 _log = logging.getLogger(__name__)
 

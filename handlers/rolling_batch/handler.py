@@ -19,7 +19,7 @@ from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Delta, Feature, GenerationRequest, StructuredOutputs
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
     from handlers.chats.model import ModelChats

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task_handler import TaskHandler
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
     from handlers.tasks.task import Task

@@ -36,8 +36,8 @@ from handlers.vllm.statistics import Statistics
 from lmi_server.contract.errors import ModelLoadError, describe
 from lmi_server.contract.generation import Feature, GenerationRequest
 from lmi_server.contract.handler import ModelInfo
-from lmi_server.machine import model_imports
 from lmi_server.machine.environment import own_rank, process_environment
+from lmi_server.processes import model_imports
 
 _log = logging.getLogger(__name__)
 

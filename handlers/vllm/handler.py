@@ -34,7 +34,7 @@ from lmi_server.contract.generation import (
 )
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
     from handlers.vllm.chats import RenderedRequest

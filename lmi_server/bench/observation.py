@@ -13,7 +13,7 @@ from lmi_server.bench import server_metrics
 from lmi_server.bench.records import Record, summary
 from lmi_server.bench.server_metrics import Reading
 from lmi_server.machine.device_tools import GpuLoad, nvidia_load
-from lmi_server.machine.process_usage import Usage, usage
+from lmi_server.processes.usage import Usage, usage
 
 _INTERVAL_S = 1.0
 

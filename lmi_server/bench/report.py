@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lmi_server.bench.observation import Measured
 from lmi_server.bench.records import LATENCIES, QUANTILES
-from lmi_server.machine.whole_files import write_text, written
+from lmi_server.files.whole_files import write_text, written
 
 _STATISTICS = ("mean", *QUANTILES)
 _ERROR = "error: "

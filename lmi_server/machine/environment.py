@@ -84,6 +84,11 @@ JVM_FLAGS = ("DEFAULT_JVM_OPTS", "JAVA_OPTS", "SERVING_OPTS")
 _LOG_CONFIGURATION = re.compile(r"-Dlog4j2?\.configurationFile=\S*\blog4j2-(access|console)\.xml\b")
 _LOGS = {"access": "access", "console": "access,model_metric,server_metric"}
 
+# OpenMP threads spin while they wait for the next operation. libgomp's default is to spin for milliseconds, which takes
+# the time slices of the front end and of the kernel's network work on the same cores.
+THREAD_VARIABLES: Mapping[str, str] = {"GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
+"""Variables for the libraries of a worker, so that it shares the cores with the front end."""
+
 SAGEMAKER_SETTINGS = (
     *("SAGEMAKER_BIND_TO_PORT", "SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB"),
     *("SAGEMAKER_CONTAINER_LOG_LEVEL", "SAGEMAKER_HEALTH_CHECK_OVERRIDE"),

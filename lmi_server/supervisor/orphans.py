@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 
-from lmi_server.machine.process_tree import adopt_orphans, adopted_zombies, kill_descendants
+from lmi_server.processes.tree import adopt_orphans, adopted_zombies, kill_descendants
 
 logger = logging.getLogger(__name__)
 

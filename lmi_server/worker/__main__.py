@@ -18,10 +18,10 @@ import uvloop
 from lmi_server.contract.batch_progress import BatchProgress
 from lmi_server.contract.handler import RequestHandler
 from lmi_server.contract.link import FrontendLink, frontend_link, read_load
-from lmi_server.machine import model_imports
-from lmi_server.machine.descriptors import keep_from_children
 from lmi_server.machine.environment import own_rank
-from lmi_server.machine.process_tree import end_with_parent
+from lmi_server.processes import model_imports
+from lmi_server.processes.descriptors import keep_from_children
+from lmi_server.processes.tree import end_with_parent
 from lmi_server.worker.concurrent_service import ConcurrentService
 from lmi_server.worker.frame_buffer import FrameBuffer
 from lmi_server.worker.generation_processor import GenerationProcessor

@@ -22,7 +22,7 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.handler import RequestHandler, Response
 from lmi_server.contract.protocol import CANCELLED, RECALLED, AddAdapter, Command, Input, Ready, RemoveAdapter, Submit
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 from lmi_server.worker import tensor_requests
 from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
 from lmi_server.worker.response_processor import call_after

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from lmi_server.contract.errors import LmiServerError, ModelMemoryError
 from lmi_server.contract.protocol import Command, Ready, Submit
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
 from lmi_server.worker.request_processor import RequestProcessor
 from lmi_server.worker.service import WorkerService

@@ -30,7 +30,7 @@ from lmi_server.bench.timeline import timeline
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Turn, read_prompts, with_adapters
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.device_tools import GpuLoad
-from lmi_server.machine.process_usage import Usage
+from lmi_server.processes.usage import Usage
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from waiting import wait_until
 from lmi_server.bench.page import markdown
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.ports import free_port
-from lmi_server.machine.process_usage import listener
+from lmi_server.processes.usage import listener
 from lmi_server.tune.adapter_costs import Cost
 from lmi_server.tune.confirmation import Confirmation, candidate_of, chosen, confirm
 from lmi_server.tune.measurement import Limits

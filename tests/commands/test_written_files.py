@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.machine.whole_files import write_text, written
+from lmi_server.files.whole_files import write_text, written
 
 
 @pytest.fixture

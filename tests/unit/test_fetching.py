@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from lmi_server.machine.fetching import fetch_bytes
-from lmi_server.machine.public_addresses import PrivateAddressError
+from lmi_server.media.fetching import fetch_bytes
+from lmi_server.media.public_addresses import PrivateAddressError
 
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lmi_server.machine import model_imports, shorter_imports
 from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.devices import NVIDIA
+from lmi_server.processes import model_imports, shorter_imports
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lmi_server.machine.process_tree import processor_ticks, with_descendants
+from lmi_server.processes.tree import processor_ticks, with_descendants
 
 _PROC = Path("/proc")
 _LISTENS = "0A"

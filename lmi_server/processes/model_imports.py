@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import shown_gpus
-from lmi_server.machine.shorter_imports import ScanningLoader
+from lmi_server.processes.shorter_imports import ScanningLoader
 
 # The libraries make about two million objects that stay to the end. The usual thresholds (700, 10, 10) have the garbage
 # collector walk all of them dozens of times. It is not switched off, since loading a large model leaves garbage too.

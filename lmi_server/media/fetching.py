@@ -19,7 +19,7 @@ from urllib.request import (
     build_opener,
 )
 
-from lmi_server.machine.public_addresses import connect_to_any, connect_to_public
+from lmi_server.media.public_addresses import connect_to_any, connect_to_public
 
 LIMIT_S = 60.0
 LARGEST = 64 << 20

@@ -1,0 +1,4 @@
+"""Files as a whole: written at once, compared with what they were, executed as Python.
+
+Imports only `contract`.
+"""
