@@ -22,14 +22,14 @@ from lmi_server.machine.environment import own_rank
 from lmi_server.processes import model_imports
 from lmi_server.processes.descriptors import keep_from_children
 from lmi_server.processes.tree import end_with_parent
-from lmi_server.worker.concurrent_service import ConcurrentService
-from lmi_server.worker.frame_buffer import FrameBuffer
-from lmi_server.worker.generation_processor import GenerationProcessor
+from lmi_server.worker.answers.frame_buffer import FrameBuffer
 from lmi_server.worker.group import check_follows, follow, join_group, remove_group_files
 from lmi_server.worker.handler_loading import Loading, make_handler
-from lmi_server.worker.handler_thread import HandlerThread
 from lmi_server.worker.log import log_to_stderr
-from lmi_server.worker.service import WorkerService
+from lmi_server.worker.processors.generation import GenerationProcessor
+from lmi_server.worker.services.base import WorkerService
+from lmi_server.worker.services.concurrent import ConcurrentService
+from lmi_server.worker.services.threaded import HandlerThread
 from lmi_server.worker.threaded_service import ThreadedService
 from lmi_server.worker.worker import Worker
 

@@ -10,10 +10,10 @@ import uvloop
 
 from lmi_server.contract.errors import EXITS
 from lmi_server.contract.protocol import Command, Ready, Submit
-from lmi_server.worker.concurrent_service import ConcurrentService
-from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
-from lmi_server.worker.request_processor import RequestProcessor
+from lmi_server.worker.answers.frame_buffer import FrameBuffer, ResponseWriter
+from lmi_server.worker.processors.base import RequestProcessor
 from lmi_server.worker.runner import Runner
+from lmi_server.worker.services.concurrent import ConcurrentService
 
 
 class ConcurrentRunner(Runner):

@@ -18,7 +18,7 @@ from lmi_server.contract.ranks import RANK_BYTES, Rank
 from lmi_server.machine.environment import own_rank, take_rank
 from lmi_server.processes.descriptors import keep_from_children
 from lmi_server.worker.handler_loading import load_failure, make_handler
-from lmi_server.worker.watch import excess
+from lmi_server.worker.memory_limit import excess
 
 _MEMORY_CHECK_S = 1.0
 

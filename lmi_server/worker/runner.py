@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from lmi_server.contract.protocol import Command, Ready, Submit
-from lmi_server.worker.frame_buffer import ResponseWriter
+from lmi_server.worker.answers.frame_buffer import ResponseWriter
 
 
 class Runner(ABC):

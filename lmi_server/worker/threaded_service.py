@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from lmi_server.contract.errors import ModelMemoryError
 from lmi_server.contract.link import FrontendLink
 from lmi_server.contract.protocol import Command, End, Error, Frames, Ready, Reply, Submit
-from lmi_server.worker.frame_buffer import FrameBuffer
-from lmi_server.worker.handler_thread import HandlerThread
+from lmi_server.worker.answers.frame_buffer import FrameBuffer
+from lmi_server.worker.memory_limit import Watch, resident_bytes
 from lmi_server.worker.runner import Runner
-from lmi_server.worker.service import WorkerService
-from lmi_server.worker.watch import Watch, resident_bytes
+from lmi_server.worker.services.base import WorkerService
+from lmi_server.worker.services.threaded import HandlerThread
 
 logger = logging.getLogger(__name__)
 

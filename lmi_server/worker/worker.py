@@ -34,7 +34,7 @@ from lmi_server.contract.protocol import (
     Waiting,
 )
 from lmi_server.worker.handler_loading import load_failure
-from lmi_server.worker.service import WorkerService
+from lmi_server.worker.services.base import WorkerService
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from relay_helpers import on_loop
 from lmi_server.contract.errors import HandlerError
 from lmi_server.contract.link import frame
 from lmi_server.contract.protocol import Chunk, End, Error, Frames, Head, Input, Item, Reply, Submit
-from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
+from lmi_server.worker.answers.frame_buffer import FrameBuffer, ResponseWriter
 
 
 class Sink:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from lmi_server.contract.errors import LmiServerError, ModelMemoryError
 from lmi_server.contract.protocol import Command, Ready, Submit
 from lmi_server.processes import model_imports
-from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
-from lmi_server.worker.request_processor import RequestProcessor
-from lmi_server.worker.service import WorkerService
-from lmi_server.worker.watch import excess
+from lmi_server.worker.answers.frame_buffer import FrameBuffer, ResponseWriter
+from lmi_server.worker.memory_limit import excess
+from lmi_server.worker.processors.base import RequestProcessor
+from lmi_server.worker.services.base import WorkerService
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from lmi_server.contract.errors import (
 from lmi_server.contract.handler import RequestHandler, Response
 from lmi_server.contract.protocol import CANCELLED, RECALLED, AddAdapter, Command, Input, Ready, RemoveAdapter, Submit
 from lmi_server.processes import model_imports
-from lmi_server.worker import tensor_requests
-from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
-from lmi_server.worker.response_processor import call_after
+from lmi_server.worker.answers.frame_buffer import FrameBuffer, ResponseWriter
+from lmi_server.worker.processors import tensors as tensor_requests
+from lmi_server.worker.processors.responses import call_after
 from lmi_server.worker.runner import Runner
-from lmi_server.worker.service import CANCELLED_MESSAGE, unsupported
+from lmi_server.worker.services.base import CANCELLED_MESSAGE, unsupported
 
 logger = logging.getLogger(__name__)
 

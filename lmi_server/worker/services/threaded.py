@@ -26,14 +26,14 @@ from lmi_server.contract.batch_progress import BatchProgress
 from lmi_server.contract.errors import EXITS, LmiServerError, ModelLoadError, describe, exit_message
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler
 from lmi_server.contract.protocol import Ready
-from lmi_server.worker.batch_runner import BatchRunner
+from lmi_server.worker.answers.frame_buffer import FrameBuffer
 from lmi_server.worker.concurrent_runner import ConcurrentRunner
-from lmi_server.worker.frame_buffer import FrameBuffer
-from lmi_server.worker.generation_processor import GenerationProcessor
 from lmi_server.worker.handler_loading import Loading
-from lmi_server.worker.request_processor import RequestProcessor
-from lmi_server.worker.response_processor import ResponseProcessor
+from lmi_server.worker.processors.base import RequestProcessor
+from lmi_server.worker.processors.generation import GenerationProcessor
+from lmi_server.worker.processors.responses import ResponseProcessor
 from lmi_server.worker.runner import Runner
+from lmi_server.worker.services.batches import BatchRunner
 
 logger = logging.getLogger(__name__)
 

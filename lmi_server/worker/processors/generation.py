@@ -19,15 +19,15 @@ from lmi_server.contract.protocol import AddAdapter, Command, GetMetrics, Input,
 from lmi_server.dialects import anthropic, routes, tokens
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.errors import error_reply
-from lmi_server.worker.custom_handler import CustomHandler, load_custom_handler
-from lmi_server.worker.formats import Formats
-from lmi_server.worker.frame_buffer import ResponseWriter
+from lmi_server.worker.answers.frame_buffer import ResponseWriter
 from lmi_server.worker.handler_loading import Loading
-from lmi_server.worker.request_processor import BURST, RequestProcessor, is_cancelled
-from lmi_server.worker.response_processor import call_after, send_response
+from lmi_server.worker.processors.base import BURST, RequestProcessor, is_cancelled
+from lmi_server.worker.processors.custom_handler import CustomHandler, load_custom_handler
+from lmi_server.worker.processors.formats import Formats
+from lmi_server.worker.processors.responses import call_after, send_response
 
 if TYPE_CHECKING:
-    from lmi_server.worker.session_requests import SessionRequests
+    from lmi_server.worker.processors.sessions import SessionRequests
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ class GenerationProcessor(RequestProcessor):
 
 
 def _session_requests(options: ModelOptions) -> SessionRequests:
-    from lmi_server.worker.session_requests import SessionRequests  # it needs djl_python, which only workers have
+    from lmi_server.worker.processors.sessions import SessionRequests  # it needs djl_python, which only workers have
 
     return SessionRequests(options)
 

@@ -28,7 +28,7 @@ from lmi_server.contract.protocol import (
     Submit,
 )
 from lmi_server.dialects.errors import error_reply
-from lmi_server.worker.tally import Tally
+from lmi_server.worker.answers.tally import Tally
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, Response
 from lmi_server.contract.protocol import AddAdapter, Command, Input, RemoveAdapter
-from lmi_server.worker.frame_buffer import ResponseWriter
-from lmi_server.worker.request_processor import BURST, RequestProcessor, is_cancelled
-from lmi_server.worker.service import unsupported
+from lmi_server.worker.answers.frame_buffer import ResponseWriter
+from lmi_server.worker.processors.base import BURST, RequestProcessor, is_cancelled
+from lmi_server.worker.services.base import unsupported
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from lmi_server.contract.handler import ModelInfo
 from lmi_server.contract.protocol import Command, Input
-from lmi_server.worker.frame_buffer import ResponseWriter
-from lmi_server.worker.service import unsupported
+from lmi_server.worker.answers.frame_buffer import ResponseWriter
+from lmi_server.worker.services.base import unsupported
 
 BURST = 8
 """What a request that never waits may produce before the others have their turn."""
