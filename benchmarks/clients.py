@@ -32,7 +32,7 @@ from urllib.request import urlopen
 
 from lmi_server.bench.records import Record, summary
 from lmi_server.machine.ports import free_port
-from lmi_server.processes.tree import end_with_parent
+from lmi_server.processes.parents import end_with_parent
 from lmi_server.processes.usage import usage
 
 ROOT = Path(__file__).parents[1]

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from handlers.vllm.turns import wait_in_turns
 from lmi_server.machine.memory import free_and_total
 from lmi_server.processes import model_imports
-from lmi_server.processes.tree import end_with_parent
+from lmi_server.processes.parents import end_with_parent
 
 if TYPE_CHECKING:
     from handlers.vllm.compiled_code import UncompiledModel

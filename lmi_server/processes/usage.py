@@ -1,20 +1,12 @@
-"""What the processes of a server on this machine use: processor time and memory, read from /proc."""
+"""What the processes of a server on this machine use: processor time and memory."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-from lmi_server.processes.tree import processor_ticks, with_descendants
-
-_PROC = Path("/proc")
-_LISTENS = "0A"
-_SOCKET = re.compile(r"socket:\[(\d+)\]")
+import psutil
 
 
 class Usage(NamedTuple):
@@ -31,17 +23,24 @@ def listener(host: str, port: int) -> int | None:
     """Return the process that listens on the port; None if it is on another machine, hidden, or there is none."""
     if not _is_here(host):
         return None
-    inodes = set(_listening(port))
-    owners = {pid for pid in _pids() if inodes & set(_sockets(pid))}
-    # A server may have forked processes that hold its socket too: the oldest of them is the server.
-    return min(owners, default=None)
+    with contextlib.suppress(psutil.AccessDenied):
+        connections = psutil.net_connections("tcp")
+        owners = [c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port and c.pid]
+        # A server may have forked processes that hold its socket too: the oldest of them is the server.
+        return min(owners, default=None)
+    return None
 
 
 def usage(pid: int) -> Usage:
     """Return what a process and all below it use; zeros if it has ended."""
-    pids = with_descendants(pid)
-    ticks = sum(map(processor_ticks, pids))
-    return Usage(ticks / os.sysconf("SC_CLK_TCK"), sum(map(_resident, pids)))
+    cpu_s, memory_bytes = 0.0, 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess), each.oneshot():
+                cpu_s += sum(each.cpu_times()[:4])  # of itself and of children that it has waited for
+                memory_bytes += each.memory_info().rss
+    return Usage(cpu_s, memory_bytes)
 
 
 def _is_here(host: str) -> bool:
@@ -53,32 +52,3 @@ def _is_here(host: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _listening(port: int) -> Iterator[str]:
-    """Yield the inodes of the sockets that listen on the port."""
-    for name in ("net/tcp", "net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in (_PROC / name).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
-                    yield fields[9]
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir(_PROC) if name.isdecimal()] if _PROC.is_dir() else []
-
-
-def _sockets(pid: int) -> Iterator[str]:
-    """Yield the inodes of the sockets that a process holds; none if it belongs to another user, or has ended."""
-    with contextlib.suppress(OSError):
-        for descriptor in os.scandir(_PROC / str(pid) / "fd"):
-            with contextlib.suppress(OSError):
-                if (found := _SOCKET.fullmatch(os.readlink(descriptor.path))) is not None:
-                    yield found[1]
-
-
-def _resident(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return int((_PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import os
 
-from lmi_server.processes.tree import adopt_orphans, adopted_zombies, kill_descendants
+from lmi_server.processes.parents import adopt_orphans
+from lmi_server.processes.tree import adopted_zombies, kill_descendants
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.ports import free_port
-from lmi_server.processes.tree import end_with_parent
+from lmi_server.processes.parents import end_with_parent
 from lmi_server.processes.usage import listener
 from lmi_server.tune.space import PARAMETERS
 

@@ -21,7 +21,7 @@ from lmi_server.contract.link import FrontendLink, frontend_link, read_load
 from lmi_server.machine.environment import own_rank
 from lmi_server.processes import model_imports
 from lmi_server.processes.descriptors import keep_from_children
-from lmi_server.processes.tree import end_with_parent
+from lmi_server.processes.parents import end_with_parent
 from lmi_server.worker.answers.frame_buffer import FrameBuffer
 from lmi_server.worker.group import check_follows, follow, join_group, remove_group_files
 from lmi_server.worker.handler_loading import Loading, make_handler
