@@ -29,8 +29,7 @@ from lmi_server.worker.log import log_to_stderr
 from lmi_server.worker.processors.generation import GenerationProcessor
 from lmi_server.worker.services.base import WorkerService
 from lmi_server.worker.services.concurrent import ConcurrentService
-from lmi_server.worker.services.threaded import HandlerThread
-from lmi_server.worker.threaded_service import ThreadedService
+from lmi_server.worker.services.threaded import ThreadedService
 from lmi_server.worker.worker import Worker
 
 _SIGTERM_DEADLINE_S = 30.0
@@ -71,9 +70,7 @@ def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
     if isinstance(handler, RequestHandler):
         return _serve_requests(link, handler, loading, progress)
     processor = GenerationProcessor(handler, loading)
-    worker = Worker(
-        load, lambda link: ConcurrentService(processor, FrameBuffer(link), load.memory_limit_mb, worker.give_up)
-    )
+    worker = Worker(load, lambda link: ConcurrentService(processor, FrameBuffer(link)))
     return uvloop.run(_serve(link, worker, signals=True))
 
 
@@ -113,23 +110,23 @@ def _serve_requests(
     link: socket.socket, handler: RequestHandler, loading: Loading, progress: BatchProgress | None
 ) -> int:
     """Run the handler's code in this thread, the main one, and the link in another; return the exit code."""
-    handler_thread = HandlerThread(handler, loading, progress or BatchProgress.create()[0])
-    worker = Worker(loading.load, lambda link: ThreadedService(handler_thread, link, worker.end))
-    signal.signal(signal.SIGTERM, lambda *_: handler_thread.call_link(worker.shut_down, _SIGTERM_DEADLINE_S))
-    link_thread = threading.Thread(target=_run_link, args=(link, worker, handler_thread), name="link")
+    service = ThreadedService(handler, loading, progress or BatchProgress.create()[0])
+    worker = Worker(loading.load, lambda link: service.attach(link, worker.end))
+    signal.signal(signal.SIGTERM, lambda *_: service.call_link(worker.shut_down, _SIGTERM_DEADLINE_S))
+    link_thread = threading.Thread(target=_run_link, args=(link, worker, service), name="link")
     link_thread.start()
-    code = handler_thread.run()
+    code = service.run()
     link_thread.join()
     return code or worker.exit_code
 
 
-def _run_link(link: socket.socket, worker: Worker, handler_thread: HandlerThread) -> None:
+def _run_link(link: socket.socket, worker: Worker, service: ThreadedService) -> None:
     code = 1
     try:
         code = uvloop.run(_serve(link, worker))
     finally:
         try:
-            handler_thread.stop().result(0 if handler_thread.abandoned else _EXIT_S)
+            service.end_run().result(0 if service.abandoned else _EXIT_S)
         except TimeoutError:
             # The main thread hangs in the handler's code, which Python cannot interrupt from here.
             os._exit(code)

@@ -57,7 +57,8 @@ class FrameSink(Protocol):
 class FrameBuffer:
     """Collects what requests produce until the next turn of the sink's event loop.
 
-    Answers come from the loop of the sink, or from one other thread. `flush` and `close` belong to the sink's thread.
+    `writers` is the table of the requests that have not ended, by id. Answers come from the loop of the sink, or from
+    one other thread; the table, `flush` and `close` belong to the sink's thread.
     """
 
     def __init__(self, sink: FrameSink, from_other_thread: bool = False) -> None:
@@ -67,6 +68,8 @@ class FrameBuffer:
         # Waking a loop from another thread takes a system call, which the loop's own thread can do without.
         self._wake = loop.call_soon_threadsafe if from_other_thread else loop.call_soon
         self._drained = _poll if from_other_thread else sink.writable  # an asyncio.Event belongs to one loop
+        self.writers: dict[int, ResponseWriter] = {}
+        self._idle = asyncio.Event()
         self._entries: deque[ResponseWriter | Reply | End | Error | Begun] = deque()
         self._scheduled = False
         self._closed = False
@@ -75,6 +78,24 @@ class FrameBuffer:
         # Bytes since the start. Each counter has one writing thread, so that the difference needs no lock.
         self._ahead = 0
         self._flushed = 0
+
+    def new_writer(self, submit: Submit) -> ResponseWriter:
+        """Return what writes the answer to `submit`; it is in the table until the answer has ended."""
+        writer = self.writers[submit.id] = ResponseWriter(self, submit)
+        return writer
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is left."""
+        if self.writers:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def take_progressed(self) -> list[int]:
+        """Return the requests that moved since the last call without the front end seeing it."""
+        moved = [writer for writer in self.writers.values() if writer.progressed]
+        for writer in moved:
+            writer.progressed = False
+        return [writer.id for writer in moved]
 
     def add(self, entry: ResponseWriter | Reply | End | Error | Begun) -> None:
         """Send an item, or what a writer holds, with the next flush."""
@@ -113,8 +134,12 @@ class FrameBuffer:
                 self._flushed += entry.move_to(items)
             else:
                 items.append(entry)
+                if not isinstance(entry, Begun):
+                    self.writers.pop(entry.id, None)
         if items and not self._closed:
             self._send(items)
+        if not self.writers:
+            self._idle.set()
 
     def _send(self, items: list[Frame]) -> None:
         """Send the items. A request whose item cannot be encoded fails; the others of this flush do not."""
@@ -165,8 +190,9 @@ class ResponseWriter:
 
     The head of a stream leaves with its first bytes, so that an error before them has a status of its own. What a
     stream produces between two flushes leaves as one chunk, unless the request keeps chunks. While `is_held` is set,
-    its client does not keep up. While `is_ahead` is set, the request waits for a place of the engine; if `is_recalled`,
-    the front end wants it back. What `tally` has counted leaves with the end of the answer.
+    its client does not keep up. Until `has_begun` is set, the request waits for a place of the engine, or for the
+    batches before it. If `is_cancelled`, its client is gone; if `is_recalled`, the front end wants it back. What
+    `tally` has counted leaves with the end of the answer.
     """
 
     __slots__ = (
@@ -179,8 +205,9 @@ class ResponseWriter:
         "_route",
         "buffer",
         "ended",
+        "has_begun",
         "id",
-        "is_ahead",
+        "is_cancelled",
         "is_held",
         "is_recalled",
         "progressed",
@@ -193,7 +220,8 @@ class ResponseWriter:
         self.id = submit.id
         self.started = False
         self.ended = False
-        self.is_ahead = False
+        self.has_begun = not submit.ahead
+        self.is_cancelled = False
         self.is_held = False
         self.is_recalled = False
         self.progressed = False  # set when the handler yields something; whoever reports it clears it
@@ -207,15 +235,15 @@ class ResponseWriter:
         self._pieces: list[bytes] = []
         self._queued = False  # in the buffer, for the next flush
 
-    async def released(self) -> None:
+    async def wait_for_client(self) -> None:
         """Wait until the client has caught up."""
         while self.is_held:  # noqa: ASYNC110 - it is set in another thread, which has no cheap way to wake this loop
             await asyncio.sleep(_HELD_PAUSE_S)
 
     def begin(self) -> None:
         """Report that the request has a place, if it came ahead."""
-        if self.is_ahead and not self.ended:
-            self.is_ahead = False
+        if not self.has_begun and not self.ended:
+            self.has_begun = True
             self.tally = Tally(time.monotonic())
             self.buffer.add(Begun(self.id))
 
@@ -252,7 +280,7 @@ class ResponseWriter:
         """End with an Error, which the front end formats."""
         self._finish(Error(self.id, kind, message, code))
 
-    def cancelled(self) -> None:
+    def drop(self) -> None:
         """End what the front end has cancelled or recalled, unless it has ended."""
         if not self.ended:
             kind = RECALLED if self.is_recalled else CANCELLED

@@ -6,10 +6,10 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
+from lmi_server.contract.errors import RequestError
 from lmi_server.contract.handler import ModelInfo
 from lmi_server.contract.protocol import Command, Input
 from lmi_server.worker.answers.frame_buffer import ResponseWriter
-from lmi_server.worker.services.base import unsupported
 
 BURST = 8
 """What a request that never waits may produce before the others have their turn."""
@@ -44,6 +44,11 @@ class RequestProcessor(ABC):
     def note_waiting(self, requests: int) -> None:
         """Note how many requests wait in the front end."""
         return
+
+
+def unsupported(command: Command) -> RequestError:
+    """Return the error for a command that the handler of this model does not support."""
+    return RequestError(f"the handler of this model does not support the operation {command.operation}")
 
 
 def is_cancelled() -> bool:

@@ -117,7 +117,7 @@ class GenerationProcessor(RequestProcessor):
                 body = exchange.body()
                 writer.reply(200, [("content-type", exchange.content_type), *exchange.headers], body)
         except asyncio.CancelledError:
-            writer.cancelled()  # unless the worker has failed all requests before its event loop ends
+            writer.drop()  # unless the worker has failed all requests before its event loop ends
         except LmiServerError as error:
             _fail(request, exchange, writer, error)
         except EXITS as error:
@@ -216,9 +216,9 @@ class GenerationProcessor(RequestProcessor):
         request = self._with_default_stops(exchange.requests[index])
         try:
             async with aclosing(
-                self._handler.generate_ahead(request, writer.begin)
-                if writer.is_ahead
-                else self._handler.generate(request)
+                self._handler.generate(request)
+                if writer.has_begun
+                else self._handler.generate_ahead(request, writer.begin)
             ) as deltas:
                 async for delta in deltas:
                     writer.progressed = True
@@ -229,7 +229,7 @@ class GenerationProcessor(RequestProcessor):
                         last = delta
                         last_at = time.monotonic()
                     if writer.is_held:
-                        await writer.released()
+                        await writer.wait_for_client()
                     # An engine that has deltas ready never suspends this loop. Without the pause one sequence would
                     # hold up all others, and a client that reads slowly would fill the memory.
                     burst -= 1

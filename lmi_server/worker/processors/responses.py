@@ -17,8 +17,7 @@ from lmi_server.contract.errors import (
 from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, Response
 from lmi_server.contract.protocol import AddAdapter, Command, Input, RemoveAdapter
 from lmi_server.worker.answers.frame_buffer import ResponseWriter
-from lmi_server.worker.processors.base import BURST, RequestProcessor, is_cancelled
-from lmi_server.worker.services.base import unsupported
+from lmi_server.worker.processors.base import BURST, RequestProcessor, is_cancelled, unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class ResponseProcessor(RequestProcessor):
             await send_response(response, writer)
         except asyncio.CancelledError:
             if is_cancelled():  # otherwise the handler's own code raised it
-                writer.cancelled()
+                writer.drop()
             else:
                 writer.fail(HandlerError("the handler cancelled the request"))
         except LmiServerError as error:
@@ -89,7 +88,7 @@ async def _relay_pieces(response: Response, writer: ResponseWriter) -> None:
             if piece:
                 writer.chunk(piece)
             if writer.is_held:
-                await writer.released()
+                await writer.wait_for_client()
             burst -= 1
             if not burst:
                 burst = BURST

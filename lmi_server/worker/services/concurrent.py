@@ -1,46 +1,31 @@
-"""Serves requests concurrently: each is a task of an event loop."""
+"""Serves requests concurrently: each is a task of an event loop, that of the link or one of the handler's thread."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
-from lmi_server.contract.errors import LmiServerError, ModelMemoryError
+import uvloop
+
+from lmi_server.contract.errors import EXITS
 from lmi_server.contract.protocol import Command, Ready, Submit
 from lmi_server.processes import model_imports
 from lmi_server.worker.answers.frame_buffer import FrameBuffer, ResponseWriter
-from lmi_server.worker.memory_limit import excess
 from lmi_server.worker.processors.base import RequestProcessor
 from lmi_server.worker.services.base import WorkerService
 
 logger = logging.getLogger(__name__)
 
 
-def _ignore(_: LmiServerError) -> None:
-    """Do nothing: without a limit there is nothing to give up for."""
-
-
 class ConcurrentService(WorkerService):
-    """Serves as many requests at once as the front end sends; their answers share `buffer`.
+    """Serves as many requests at once as the front end sends, on the running event loop."""
 
-    `give_up` ends the process, which it must once it takes more than `memory_limit_mb` (0: any) MiB.
-    """
-
-    def __init__(
-        self,
-        processor: RequestProcessor,
-        buffer: FrameBuffer,
-        memory_limit_mb: int = 0,
-        give_up: Callable[[LmiServerError], None] = _ignore,
-    ) -> None:
+    def __init__(self, processor: RequestProcessor, buffer: FrameBuffer) -> None:
+        self.buffer = buffer
         self._processor = processor
-        self._buffer = buffer
-        self._memory_limit_mb = memory_limit_mb
-        self._give_up = give_up
-        self._requests: dict[int, asyncio.Task[None]] = {}
-        self.writers: dict[int, ResponseWriter] = {}
-        """Those of the requests that run, by id."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loaded = False
 
     async def load(self) -> Ready:
@@ -49,62 +34,36 @@ class ConcurrentService(WorkerService):
         model_imports.loaded()
         return Ready(info.max_model_len, dict(info.details), window=info.window)
 
-    def submit(self, submit: Submit) -> None:
-        writer = ResponseWriter(self._buffer, submit)
-        writer.is_ahead = submit.ahead
+    def submit(self, submit: Submit, writer: ResponseWriter) -> None:
         task = asyncio.create_task(self._processor.process(submit.input, writer))
-        self._requests[submit.id] = task
-        self.writers[submit.id] = writer
+        self._tasks[writer.id] = task
         task.add_done_callback(lambda _: self._on_done(writer))
 
     def _on_done(self, writer: ResponseWriter) -> None:
-        del self._requests[writer.id]
-        del self.writers[writer.id]
-        writer.cancelled()  # before its first step, if it has not ended: `process` never ran
+        del self._tasks[writer.id]
+        writer.drop()  # before its first step, if it has not ended: `process` never ran
 
-    def cancel(self, request_id: int) -> None:
-        task = self._requests.get(request_id)  # none if the Cancel and the end of the answer crossed on the link
-        if task is not None:
+    def drop(self, writer: ResponseWriter, unless_begun: bool) -> None:
+        task = self._tasks.get(writer.id)
+        if task is not None and not (unless_begun and writer.has_begun):
+            writer.is_recalled = unless_begun
             task.cancel()
 
     async def control(self, command: Command) -> bytes:
         return await self._processor.control(command)
 
-    def hold(self, request_id: int, held: bool) -> None:
-        writer = self.writers.get(request_id)
-        if writer is not None:
-            writer.is_held = held
-
-    def recall(self, request_id: int) -> None:
-        writer = self.writers.get(request_id)
-        if writer is not None and writer.is_ahead:
-            writer.is_recalled = True
-            self._requests[request_id].cancel()
-
     def note_waiting(self, requests: int) -> None:
         self._processor.note_waiting(requests)
 
-    async def finish(self, deadline_s: float) -> None:
-        if self._requests:
-            await asyncio.wait(self._requests.values(), timeout=deadline_s)
-
     async def stop(self) -> None:
-        self._buffer.close()  # the front end sees the link end, and retries or fails the rest
-        await self.release()
-
-    async def release(self) -> None:
-        """Cancel what is left and release the model."""
-        for task in self._requests.values():
+        for task in self._tasks.values():
             task.cancel()
-        if self._requests:
-            await asyncio.wait(self._requests.values())
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
         if self._loaded:
             await self._processor.stop()
 
     def gauges(self) -> Mapping[str, float]:
-        # The worker asks once a second, which is a good moment to look.
-        if (taken := excess(self._memory_limit_mb)) is not None:
-            self._end(ModelMemoryError(taken))
         if not self._loaded:
             return {}
         try:
@@ -113,17 +72,60 @@ class ConcurrentService(WorkerService):
             logger.exception("the handler raised in stats()")
             return {}
 
-    def _end(self, error: ModelMemoryError) -> None:
-        """End the process. Every request fails with the reason, because it may be what takes the memory."""
-        logger.error("%s", error.message)
-        for writer in self.writers.values():
-            writer.fail(error)
-        self._buffer.close()
-        self._give_up(error)
 
-    def progressed(self) -> list[int]:
-        # A copy: the handler's thread may add and remove requests while the link's thread looks at them.
-        moved = [writer for writer in list(self.writers.values()) if writer.progressed]
-        for writer in moved:
-            writer.progressed = False
-        return [writer.id for writer in moved]
+class ConcurrentRunner:
+    """Runs a `ConcurrentService` in the handler's thread. All but `run` is for the link's thread."""
+
+    def __init__(
+        self, processor: RequestProcessor, buffer: FrameBuffer, on_exit: Callable[[BaseException], None]
+    ) -> None:
+        """`on_exit` gets an exception that ends the process, before the requests beside it are cancelled."""
+        self._processor = processor
+        self._buffer = buffer
+        self._on_exit = on_exit
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._service: ConcurrentService
+        self._stopping: asyncio.Event
+        self._stop_requested = False
+
+    def run(self, on_ready: Callable[[Ready], None]) -> None:
+        """Load the model, call `on_ready`, then serve until `stop`. Raises what the handler raises, EXITS included."""
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            try:
+                runner.run(self._serve(on_ready))
+            except EXITS as error:
+                # The end of the runner cancels every other request. None of them must report that: the front end sees
+                # the link end, and gives a request to another worker if its client has not received a byte.
+                self._buffer.seal()
+                self._on_exit(error)  # now, because the runner waits for tasks, and a task may ignore a cancellation
+                raise
+
+    async def _serve(self, on_ready: Callable[[Ready], None]) -> None:
+        self._stopping = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._service = ConcurrentService(self._processor, self._buffer)
+        on_ready(await self._service.load())
+        if not self._stop_requested:  # it may come while the model loads
+            await self._stopping.wait()
+        await self._service.stop()
+
+    def submit(self, submit: Submit, writer: ResponseWriter) -> None:
+        self._running_loop().call_soon_threadsafe(self._service.submit, submit, writer)
+
+    def drop(self, writer: ResponseWriter, unless_begun: bool) -> None:
+        self._running_loop().call_soon_threadsafe(self._service.drop, writer, unless_begun)
+
+    async def control(self, command: Command) -> bytes:
+        done = asyncio.run_coroutine_threadsafe(self._service.control(command), self._running_loop())
+        return await asyncio.wrap_future(done)
+
+    def stop(self) -> None:
+        """Have `run` return soon; it may come while the model loads."""
+        self._stop_requested = True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the handler has ended the loop
+                self._loop.call_soon_threadsafe(self._stopping.set)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        assert self._loop is not None, "requests come once the model is loaded"
+        return self._loop
