@@ -9,7 +9,7 @@ from typing import NamedTuple
 import psutil
 
 
-class Usage(NamedTuple):
+class ProcessUsage(NamedTuple):
     """Seconds of processor time since the start of the processes, and bytes of resident memory.
 
     A page that several processes share counts in each of them.
@@ -19,7 +19,7 @@ class Usage(NamedTuple):
     memory_bytes: int
 
 
-def listener(host: str, port: int) -> int | None:
+def find_listener(host: str, port: int) -> int | None:
     """Return the process that listens on the port; None if it is on another machine, hidden, or there is none."""
     if not _is_here(host):
         return None
@@ -31,7 +31,7 @@ def listener(host: str, port: int) -> int | None:
     return None
 
 
-def usage(pid: int) -> Usage:
+def measure_usage(pid: int) -> ProcessUsage:
     """Return what a process and all below it use; zeros if it has ended."""
     cpu_s, memory_bytes = 0.0, 0
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -40,7 +40,7 @@ def usage(pid: int) -> Usage:
             with contextlib.suppress(psutil.NoSuchProcess), each.oneshot():
                 cpu_s += sum(each.cpu_times()[:4])  # of itself and of children that it has waited for
                 memory_bytes += each.memory_info().rss
-    return Usage(cpu_s, memory_bytes)
+    return ProcessUsage(cpu_s, memory_bytes)
 
 
 def _is_here(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""One worker process: `python -m lmi_server.worker --link fd:N`. The supervisor starts it, nobody does so by hand."""
+"""One worker process: `python -m lmi_server.worker --link fd:N`. The supervisor starts it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def main() -> int:
         if rank.rank > 0:
             return follow(link)
         return _lead(link, arguments.progress)
-    return _lead(socket.socket(fileno=_inherited(arguments.link)), arguments.progress)
+    return _lead(socket.socket(fileno=_inherit(arguments.link)), arguments.progress)
 
 
 def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _inherited(value: str) -> int:
+def _inherit(value: str) -> int:
     """Return the file descriptor of "fd:N", so that processes which a handler starts do not inherit it."""
     fd = int(value.removeprefix("fd:"))
     keep_from_children(fd)
@@ -93,7 +93,7 @@ def _inherited(value: str) -> int:
 def _progress(value: str) -> BatchProgress:
     if value.startswith("file:"):
         return BatchProgress.open_file(value.removeprefix("file:"))
-    return BatchProgress(_inherited(value))
+    return BatchProgress(_inherit(value))
 
 
 class _BrokenHandler:
@@ -152,7 +152,7 @@ async def _serve(inherited: socket.socket, worker: Worker, signals: bool = False
 
 
 def _end_at_once() -> None:
-    """Kill this process and every process that a handler started: nobody is left to serve."""
+    """Kill this process and every process that a handler started: there is nothing left to serve."""
     logger.error("the front end is gone; the worker ends")
     remove_group_files()
     # The supervisor makes each worker the leader of a process group. Under mpirun, or by hand, others may be in it.

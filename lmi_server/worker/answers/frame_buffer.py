@@ -28,7 +28,7 @@ from lmi_server.contract.protocol import (
     Submit,
 )
 from lmi_server.dialects.errors import error_reply
-from lmi_server.worker.answers.tally import Tally
+from lmi_server.worker.answers.tally import GenerationTally
 
 logger = logging.getLogger(__name__)
 
@@ -224,9 +224,9 @@ class ResponseWriter:
         self.is_cancelled = False
         self.is_held = False
         self.is_recalled = False
-        self.progressed = False  # set when the handler yields something; whoever reports it clears it
+        self.progressed = False  # set when the handler yields something, until that is reported
         self.buffer = buffer
-        self.tally = Tally(time.monotonic())
+        self.tally = GenerationTally(time.monotonic())
         self._route = submit.input.route  # the form of errors depends on these two
         self._name = submit.input.request_id
         self._keeps_chunks = submit.input.keeps_chunks
@@ -244,7 +244,7 @@ class ResponseWriter:
         """Report that the request has a place, if it came ahead."""
         if not self.has_begun and not self.ended:
             self.has_begun = True
-            self.tally = Tally(time.monotonic())
+            self.tally = GenerationTally(time.monotonic())
             self.buffer.add(Begun(self.id))
 
     def open(self, status: int, headers: list[tuple[str, str]], prefix: bytes = b"", reason: str = "") -> None:

@@ -10,7 +10,7 @@ from lmi_server.contract.protocol import Summary
 _NO_USAGE = Usage(0, 0)
 
 
-class Tally:
+class GenerationTally:
     """Counts the sequences of one request, which the worker got at `began` (time.monotonic())."""
 
     __slots__ = (
@@ -33,8 +33,8 @@ class Tally:
     def count(self, finish_reason: str, usage: Usage | None, first_at: float, last_at: float, adapter: str) -> None:
         """Add a sequence that has ended; its first delta was taken in at `first_at`, its last one came at `last_at`.
 
-        An engine may return the whole output as one delta. `last_at` is the earlier time then, and nobody knows when
-        the first of several tokens came.
+        An engine may return the whole output as one delta. `last_at` is the earlier time then, and the time of the
+        first of several tokens is not known.
         """
         usage = usage or _NO_USAGE
         if first_at >= last_at and usage.completion_tokens > 1:

@@ -22,7 +22,7 @@ from lmi_server.dialects.errors import error_reply
 from lmi_server.worker.answers.frame_buffer import ResponseWriter
 from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.processors.base import BURST, RequestProcessor, is_cancelled
-from lmi_server.worker.processors.custom_handler import CustomHandler, load_custom_handler
+from lmi_server.worker.processors.custom_handler import CustomCode, load_custom_handler
 from lmi_server.worker.processors.formats import Formats
 from lmi_server.worker.processors.responses import call_after, send_response
 
@@ -44,7 +44,7 @@ class GenerationProcessor(RequestProcessor):
         self._began = False  # the handler has to stop, also if it could not load
         self._loading_late = asyncio.Lock()
         self._formats: Formats
-        self._custom: CustomHandler | None = None
+        self._custom: CustomCode | None = None
         self._sessions: SessionRequests | None = None
 
     async def start(self) -> ModelInfo:
@@ -56,7 +56,7 @@ class GenerationProcessor(RequestProcessor):
         if self._custom is not None and await self._custom.answers_load():
             return ModelInfo(max_model_len=0)  # a custom handler may have an engine of its own
         info = await self._load_model()
-        # The model's own code would begin what waits ahead, and nobody knows what a second attempt does.
+        # The model's own code would begin what waits ahead, and what a second attempt does is unknown.
         return info if self._custom is None else replace(info, window=0)
 
     async def _load_model(self) -> ModelInfo:
@@ -65,7 +65,7 @@ class GenerationProcessor(RequestProcessor):
         self._served = self._loading.served_model(info, self._handler.adapters)
         return info
 
-    async def _loaded(self) -> ServedModel:
+    async def _ensure_loaded(self) -> ServedModel:
         """Return the model; load it if a custom handler has left that to the first request which needs it."""
         async with self._loading_late:
             if self._served is None:
@@ -81,7 +81,7 @@ class GenerationProcessor(RequestProcessor):
 
     async def control(self, command: Command) -> bytes:
         if self._served is None:
-            await self._loaded()
+            await self._ensure_loaded()
         match command:
             case AddAdapter(adapter):
                 await self._handler.add_adapter(self._formats.with_formatting(adapter))
@@ -100,11 +100,11 @@ class GenerationProcessor(RequestProcessor):
     async def process(self, request: Input, writer: ResponseWriter) -> None:
         exchange: Exchange | None = None
         try:
-            if await self._is_about_session(request, writer):
+            if await self._answer_session(request, writer):
                 return
-            if self._custom is not None and await self._is_answered(self._custom, request, writer):
+            if self._custom is not None and await self._answer_custom(self._custom, request, writer):
                 return
-            served = self._served or await self._loaded()
+            served = self._served or await self._ensure_loaded()
             if request.route in routes.TOKEN_ROUTES:
                 writer.reply(200, [("content-type", "application/json")], await self._tokens(request, served))
                 return
@@ -128,7 +128,7 @@ class GenerationProcessor(RequestProcessor):
             logger.exception("request %s: the handler raised", request.request_id)
             _fail(request, exchange, writer, HandlerError(describe(error)))
 
-    async def _is_about_session(self, request: Input, writer: ResponseWriter) -> bool:
+    async def _answer_session(self, request: Input, writer: ResponseWriter) -> bool:
         """Answer a request that opens or closes a stateful session; return whether it was one.
 
         Raises LmiServerError if it names a session that does not exist.
@@ -141,7 +141,7 @@ class GenerationProcessor(RequestProcessor):
             writer.reply(response.status, response.headers, response.data)
         return response is not None
 
-    async def _is_answered(self, custom: CustomHandler, request: Input, writer: ResponseWriter) -> bool:
+    async def _answer_custom(self, custom: CustomCode, request: Input, writer: ResponseWriter) -> bool:
         """Send what the model's own code answers, if it does; return whether it did."""
         response = None if request.route in routes.TOKEN_ROUTES else await custom.answer(request)
         if response is None:

@@ -2,6 +2,6 @@
 
 base.py           the interface, as the event loop of the link sees it
 concurrent.py     requests as tasks of an event loop: that of the link, or one in the main thread
-threaded.py       a handler in the main thread, while the link lives in another one
+threaded.py       a handler in the main thread, while the link lives in another thread
 batches.py        batches of requests in that thread, one after the other
 """

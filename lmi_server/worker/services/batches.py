@@ -45,7 +45,7 @@ class _ControlCall(NamedTuple):
     answer: Future[str]
 
 
-class BatchRunner:
+class QueueRunner:
     """Hands batches to a `RequestHandler`. A queue carries them over, one entry for each batch."""
 
     def __init__(self, handler: RequestHandler, loaded: Ready, progress: BatchProgress, buffer: FrameBuffer) -> None:
@@ -101,7 +101,7 @@ class BatchRunner:
         on_ready(self._ready)
         while (entry := self._queue.get()) is not None:
             if isinstance(entry, _ControlCall):
-                self._execute(entry)
+                self._run_command(entry)
             else:
                 self._run_batch(entry)
 
@@ -126,9 +126,9 @@ class BatchRunner:
     def _is_cancelled(self, request: Input) -> bool:
         return any(call.writer.is_cancelled for call in self._running if call.request is request)
 
-    def _execute(self, call: _ControlCall) -> None:
+    def _run_command(self, call: _ControlCall) -> None:
         try:
-            answer = self._executed(call.command)
+            answer = self._call_handler(call.command)
         except EXITS as error:
             self._end_fork()
             call.answer.set_exception(WorkerDiedError(exit_message(error)))
@@ -140,7 +140,7 @@ class BatchRunner:
             self._end_fork()
             call.answer.set_result(answer)
 
-    def _executed(self, command: Command) -> str:
+    def _call_handler(self, command: Command) -> str:
         match command:
             case AddAdapter(adapter):
                 return self._handler.add_adapter(adapter)

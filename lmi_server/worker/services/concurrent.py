@@ -73,7 +73,7 @@ class ConcurrentService(WorkerService):
             return {}
 
 
-class ConcurrentRunner:
+class LoopRunner:
     """Runs a `ConcurrentService` in the handler's thread. All but `run` is for the link's thread."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Runs the code of a `RequestHandler` in the main thread, while the event loop of the link lives in another one.
+"""Runs the code of a `RequestHandler` in the main thread, while the event loop of the link lives in another thread.
 
 Code of one's own may block for minutes, fork, and set signal handlers; the last two work in the main thread only. The
 link must go on meanwhile: the front end takes a worker without heartbeats for dead.
@@ -33,8 +33,8 @@ from lmi_server.worker.processors.base import RequestProcessor
 from lmi_server.worker.processors.generation import GenerationProcessor
 from lmi_server.worker.processors.responses import ResponseProcessor
 from lmi_server.worker.services.base import WorkerService
-from lmi_server.worker.services.batches import BatchRunner
-from lmi_server.worker.services.concurrent import ConcurrentRunner
+from lmi_server.worker.services.batches import QueueRunner
+from lmi_server.worker.services.concurrent import LoopRunner
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ThreadedService(WorkerService):
         self._handler = handler
         self._loading = loading
         self._progress = progress
-        self._runner: BatchRunner | ConcurrentRunner | None = None  # from the moment that the handler has started
+        self._runner: QueueRunner | LoopRunner | None = None  # from the moment that the handler has started
         self._link_loop: asyncio.AbstractEventLoop | None = None
         self._on_exit: Callable[[int], None]
         self._exit_code = 0
@@ -85,7 +85,7 @@ class ThreadedService(WorkerService):
     async def control(self, command: Command) -> bytes:
         return await self._running().control(command)
 
-    def _running(self) -> BatchRunner | ConcurrentRunner:
+    def _running(self) -> QueueRunner | LoopRunner:
         assert self._runner is not None, "requests come once the model is loaded"
         return self._runner
 
@@ -174,19 +174,19 @@ class ThreadedService(WorkerService):
             error = ModelLoadError(describe(error))
         self._loaded.set_exception(error)
 
-    def _start_handler(self) -> BatchRunner | ConcurrentRunner:
+    def _start_handler(self) -> QueueRunner | LoopRunner:
         """Load the model, as far as its handler does so by itself, and return what runs its requests."""
         info = self._handler.start(self._loading.model_dir, self._loading.options)
         handler = self._handler.concurrent_handler()
         if handler is None:
             ready = Ready(info.max_model_len, dict(info.details), self._loading.load.batch_size)
-            return BatchRunner(self._handler, ready, self._progress, self.buffer)
+            return QueueRunner(self._handler, ready, self._progress, self.buffer)
         processor: RequestProcessor = (
             GenerationProcessor(handler, self._loading)
             if isinstance(handler, LLMHandler)
             else ResponseProcessor(handler, info)
         )
-        return ConcurrentRunner(processor, self.buffer, self._on_loop_exit)
+        return LoopRunner(processor, self.buffer, self._on_loop_exit)
 
     def _on_loop_exit(self, error: BaseException) -> None:
         """End the process, or fail the load, before the event loop of the handler has come to its end: it may hang."""
