@@ -30,7 +30,7 @@ class RemotePlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteProgress:
-    """The batches of a remote worker, of which nothing is known: each request counts as begun once it is sent."""
+    """The batches of a remote worker. Nothing is known of them: each request counts as begun once it is sent."""
 
     begun = sys.maxsize
 

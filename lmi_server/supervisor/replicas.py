@@ -125,7 +125,7 @@ class Owner(Protocol):
         """Drop a worker whose process is gone."""
 
     def died(self) -> None:
-        """Count the end of a worker that nobody asked for."""
+        """Count the unexpected end of a worker."""
 
     def cannot_add(self, error: ModelLoadError) -> None:
         """Fail the callers that wait for more workers: one could not load the model."""
