@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
@@ -98,13 +99,10 @@ class RemoteProcess:
 
     async def exit_within(self, limit_s: float) -> None:
         """Wait for the end of the link, for at most `limit_s` seconds."""
-        if self._link is None:
-            return
-        try:
-            async with asyncio.timeout(limit_s):
-                await self.exited.wait()
-        except TimeoutError:
-            return
+        if self._link is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self.exited.wait()
 
     async def wait_started(self) -> None:
         """Return: there is nothing to wait for."""
