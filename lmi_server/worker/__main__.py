@@ -161,8 +161,5 @@ def _end_at_once() -> None:
     os._exit(1)
 
 
-if __name__ == "__mp_main__":  # in a process of an engine, such as vLLM's, which multiprocessing spawns
-    model_imports.prepare_spawned()
-
 if __name__ == "__main__":
     sys.exit(main())

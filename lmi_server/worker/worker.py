@@ -176,6 +176,7 @@ class Worker:
         details = f"{reason}\nThe handler was at:\n{stack}" if begun and stack else reason
         logger.error("model %s: %s", self._model_name, details)
         for writer in begun:
+            writer.format_error = None  # its stream may be at work in the handler's thread
             writer.fail(error)
         service.buffer.close()
         service.abandon()

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from lmi_server.contract.errors import HandlerError, LmiServerError, describe
@@ -192,7 +193,8 @@ class ResponseWriter:
     stream produces between two flushes leaves as one chunk, unless the request keeps chunks. While `is_held` is set,
     its client does not keep up. Until `has_begun` is set, the request waits for a place of the engine, or for the
     batches before it. If `is_cancelled`, its client is gone; if `is_recalled`, the front end wants it back. What
-    `tally` has counted leaves with the end of the answer.
+    `tally` has counted leaves with the end of the answer. `format_error` returns the last bytes of a stream that an
+    error ends; without it the front end formats the error.
     """
 
     __slots__ = (
@@ -205,6 +207,7 @@ class ResponseWriter:
         "_route",
         "buffer",
         "ended",
+        "format_error",
         "has_begun",
         "id",
         "is_cancelled",
@@ -225,6 +228,7 @@ class ResponseWriter:
         self.is_held = False
         self.is_recalled = False
         self.progressed = False  # set when the handler yields something, until that is reported
+        self.format_error: Callable[[LmiServerError], bytes] | None = None
         self.buffer = buffer
         self.tally = GenerationTally(time.monotonic())
         self._route = submit.input.route  # the form of errors depends on these two
@@ -287,11 +291,16 @@ class ResponseWriter:
             self.error(kind, f"{kind.lower()} by the front end")
 
     def fail(self, error: LmiServerError) -> None:
-        """End with an answer of the error's status, or with an Error if the stream has a status already."""
-        if self.started:
+        """End with an answer of the error's status, or with the last event of a stream that has begun."""
+        if not self.started:
+            self.reply(*error_reply(self._route, error, request_id=self._name), message=error.message)
+        elif self.format_error is None:
             self.error(error.kind, error.message, error.code if isinstance(error, HandlerError) else None)
         else:
-            self.reply(*error_reply(self._route, error, request_id=self._name), message=error.message)
+            data = self.format_error(error)
+            if data:
+                self.chunk(data)
+            self.end(error_reply(self._route, error)[0], error.message)
 
     def move_to(self, items: list[Frame]) -> int:
         """Move what the stream produced to `items`; return its bytes without the prefix. Called by the flush."""

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from lmi_server.configuration.options import ModelOptions
-from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, WorkerDiedError, describe, exit_message
+from lmi_server.contract.errors import EXITS, HandlerError, exit_message
 from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import AddAdapter, Command, GetMetrics, Input, RemoveAdapter
 from lmi_server.dialects import anthropic, routes, tokens
 from lmi_server.dialects.base import Exchange, ServedModel
-from lmi_server.dialects.errors import error_reply
 from lmi_server.worker.answers.frame_buffer import ResponseWriter
 from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.processors.base import BURST, RequestProcessor, is_cancelled
 from lmi_server.worker.processors.custom_handler import CustomCode, load_custom_handler
 from lmi_server.worker.processors.formats import Formats
-from lmi_server.worker.processors.responses import call_after, send_response
+from lmi_server.worker.processors.responses import send_response
 
 if TYPE_CHECKING:
     from lmi_server.worker.processors.sessions import SessionRequests
@@ -97,36 +96,24 @@ class GenerationProcessor(RequestProcessor):
     def note_waiting(self, requests: int) -> None:
         self._handler.note_waiting(requests)
 
-    async def process(self, request: Input, writer: ResponseWriter) -> None:
-        exchange: Exchange | None = None
-        try:
-            if await self._answer_session(request, writer):
-                return
-            if self._custom is not None and await self._answer_custom(self._custom, request, writer):
-                return
-            served = self._served or await self._ensure_loaded()
-            if request.route in routes.TOKEN_ROUTES:
-                writer.reply(200, [("content-type", "application/json")], await self._tokens(request, served))
-                return
-            exchange = await self._formats.parse_any(request, served)
-            _log_warnings(request, exchange.warnings)
-            if exchange.stream:
-                await self._stream(exchange, writer)
-            else:
-                await self._generate(exchange, writer, _ignore)
-                body = exchange.body()
-                writer.reply(200, [("content-type", exchange.content_type), *exchange.headers], body)
-        except asyncio.CancelledError:
-            writer.drop()  # unless the worker has failed all requests before its event loop ends
-        except LmiServerError as error:
-            _fail(request, exchange, writer, error)
-        except EXITS as error:
-            _fail(request, exchange, writer, WorkerDiedError(exit_message(error)))
-            writer.buffer.seal()  # the event loop ends and cancels the other requests, which must not report that
-            raise
-        except BaseException as error:  # the border to handlers, which raise anything; the request ends with it
-            logger.exception("request %s: the handler raised", request.request_id)
-            _fail(request, exchange, writer, HandlerError(describe(error)))
+    async def _answer(self, request: Input, writer: ResponseWriter) -> None:
+        if await self._answer_session(request, writer):
+            return
+        if self._custom is not None and await self._answer_custom(self._custom, request, writer):
+            return
+        served = self._served or await self._ensure_loaded()
+        if request.route in routes.TOKEN_ROUTES:
+            writer.reply(200, [("content-type", "application/json")], await self._tokens(request, served))
+            return
+        exchange = await self._formats.parse_any(request, served)
+        writer.format_error = exchange.error_chunk
+        _log_warnings(request, exchange.warnings)
+        if exchange.stream:
+            await self._stream(exchange, writer)
+        else:
+            await self._generate(exchange, writer, _ignore)
+            body = exchange.body()
+            writer.reply(200, [("content-type", exchange.content_type), *exchange.headers], body)
 
     async def _answer_session(self, request: Input, writer: ResponseWriter) -> bool:
         """Answer a request that opens or closes a stateful session; return whether it was one.
@@ -144,13 +131,9 @@ class GenerationProcessor(RequestProcessor):
     async def _answer_custom(self, custom: CustomCode, request: Input, writer: ResponseWriter) -> bool:
         """Send what the model's own code answers, if it does; return whether it did."""
         response = None if request.route in routes.TOKEN_ROUTES else await custom.answer(request)
-        if response is None:
-            return False
-        try:
+        if response is not None:
             await send_response(response, writer)
-        finally:
-            call_after(response)
-        return True
+        return response is not None
 
     async def _tokens(self, request: Input, served: ServedModel) -> bytes:
         """Return the body of an answer that contains tokens or their text; nothing is generated."""
@@ -258,17 +241,6 @@ def _session_requests(options: ModelOptions) -> SessionRequests:
 
 def _ignore(data: bytes) -> None:
     """An answer that does not stream keeps its text in the exchange."""
-
-
-def _fail(request: Input, exchange: Exchange | None, writer: ResponseWriter, error: LmiServerError) -> None:
-    """End the answer with an error: a status of its own, or the last event of a stream that has begun."""
-    if exchange is None or not writer.started:
-        writer.fail(error)
-        return
-    data = exchange.error_chunk(error)
-    if data:
-        writer.chunk(data)
-    writer.end(error_reply(request.route, error)[0], error.message)
 
 
 def _log_warnings(request: Input, warnings: Sequence[str]) -> None:

@@ -97,7 +97,7 @@ class QueueRunner:
 
     def run(self, on_ready: Callable[[Ready], None]) -> None:
         """Call `on_ready`, then run batches until `stop`. Raises EXITS if the handler ends the process."""
-        model_imports.loaded()
+        model_imports.finish_loading()
         on_ready(self._ready)
         while (entry := self._queue.get()) is not None:
             if isinstance(entry, _ControlCall):

@@ -31,7 +31,7 @@ class ConcurrentService(WorkerService):
     async def load(self) -> Ready:
         info = await self._processor.start()
         self._loaded = True
-        model_imports.loaded()
+        model_imports.finish_loading()
         return Ready(info.max_model_len, dict(info.details), window=info.window)
 
     def submit(self, submit: Submit, writer: ResponseWriter) -> None:
