@@ -70,7 +70,7 @@ def test_no_more_is_read_than_the_largest_file() -> None:
         site(lambda connection: forever(connection, HEAD + bytes(1 << 20), 0)) as url,
         pytest.raises(ValueError, match=r"is larger than 2 MiB"),
     ):
-        fetch_bytes(url, private=True, largest=2 << 20)
+        fetch_bytes(url, private=True, max_bytes=2 << 20)
 
 
 @pytest.mark.parametrize("start", [b"", HEAD, HEAD.replace(b"\r\n\r\n", b"\r\ncontent-length: 999999\r\n\r\n")])
