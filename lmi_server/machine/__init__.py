@@ -1,4 +1,1 @@
-"""What this computer has: processors, GPUs, memory, ports, MPI launchers, environment variables.
-
-Imports only `contract`.
-"""
+"""What this computer has: processors, GPUs, memory, ports, MPI launchers, environment variables."""

@@ -1,4 +1,1 @@
-"""Processes of this machine: their trees and use, file descriptors and secrets, the imports that load a model.
-
-Imports `contract` and `machine`.
-"""
+"""Processes of this machine: their trees and use, file descriptors and secrets, the imports that load a model."""
