@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import faulthandler
+import functools
 import logging
 import os
 import signal
@@ -66,7 +67,7 @@ def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
         if own_rank().size > 1:
             check_follows(handler)
     except BaseException as error:  # noqa: BLE001 - the border to handlers, which raise anything; the load fails
-        return uvloop.run(_serve(link, Worker(load, _BrokenHandler(error))))
+        return uvloop.run(_serve(link, Worker(load, functools.partial(_raise, error))))
     if isinstance(handler, RequestHandler):
         return _serve_requests(link, handler, loading, progress)
     processor = GenerationProcessor(handler, loading)
@@ -96,14 +97,9 @@ def _progress(value: str) -> BatchProgress:
     return BatchProgress(_inherit(value))
 
 
-class _BrokenHandler:
-    """Raises, in place of making a service, what was raised before there was a loop to report it with."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __call__(self, link: FrontendLink) -> WorkerService:
-        raise self._error
+def _raise(error: BaseException, link: FrontendLink) -> WorkerService:
+    """Raise, in place of making a service, what was raised before there was a loop to report it with."""
+    raise error
 
 
 def _serve_requests(
