@@ -12,9 +12,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from lmi_server.contract.errors import HandlerError, LmiServerError, describe
+from lmi_server.contract.link import FrontendLink
 from lmi_server.contract.protocol import (
     CANCELLED,
     RECALLED,
@@ -41,34 +41,20 @@ _TERMINAL = (Reply, End, Error)
 _HELD_PAUSE_S = 0.01  # of a stream whose client reads slowly
 
 
-class FrameSink(Protocol):
-    """What a `FrameBuffer` sends to: the link to the front end, or a wrapper of it."""
-
-    @property
-    def congested(self) -> bool:
-        """True while the front end reads more slowly than the worker writes."""
-
-    async def writable(self) -> None:
-        """Wait until the front end has caught up."""
-
-    def send_now(self, message: Frames) -> None:
-        """Write `message` to the socket, after everything that was sent before."""
-
-
 class FrameBuffer:
-    """Collects what requests produce until the next turn of the sink's event loop.
+    """Collects what requests produce until the next turn of the link's event loop.
 
-    `writers` is the table of the requests that have not ended, by id. Answers come from the loop of the sink, or from
-    one other thread; the table, `flush` and `close` belong to the sink's thread.
+    `writers` is the table of the requests that have not ended, by id. Answers come from the loop of the link, or from
+    one other thread; the table, `flush` and `close` belong to the link's thread.
     """
 
-    def __init__(self, sink: FrameSink, from_other_thread: bool = False) -> None:
-        """Create it in the running event loop, which must be that of `sink`."""
+    def __init__(self, link: FrontendLink, from_other_thread: bool = False) -> None:
+        """Create it in the running event loop, which must be that of `link`."""
         loop = asyncio.get_running_loop()
-        self._sink = sink
+        self._link = link
         # Waking a loop from another thread takes a system call, which the loop's own thread can do without.
         self._wake = loop.call_soon_threadsafe if from_other_thread else loop.call_soon
-        self._drained = _poll if from_other_thread else sink.writable  # an asyncio.Event belongs to one loop
+        self._drained = _poll if from_other_thread else link.writable  # an asyncio.Event belongs to one loop
         self.writers: dict[int, ResponseWriter] = {}
         self._idle = asyncio.Event()
         self._entries: deque[ResponseWriter | Reply | End | Error | Begun] = deque()
@@ -116,12 +102,12 @@ class FrameBuffer:
     @property
     def is_full(self) -> bool:
         """True while streams produce faster than the front end reads."""
-        return self._ahead - self._flushed > _UNSENT_LIMIT or self._sink.congested
+        return self._ahead - self._flushed > _UNSENT_LIMIT or self._link.congested
 
     async def yield_and_drain(self) -> None:
         """Give other tasks of the running loop their turn, then wait until the front end has caught up."""
         await asyncio.sleep(0)
-        while self._sink.congested:
+        while self._link.congested:
             await self._drained()
 
     def flush(self) -> None:
@@ -147,7 +133,7 @@ class FrameBuffer:
         if self._broken:
             items = self._without_broken(items)
         try:
-            self._sink.send_now(Frames(items))
+            self._link.send_now(Frames(items))
         except _UNSENDABLE:
             for item in items:
                 self._send_alone(item)
@@ -157,11 +143,11 @@ class FrameBuffer:
             self._without_broken([item])
             return
         try:
-            self._sink.send_now(Frames([item]))
+            self._link.send_now(Frames([item]))
         except _UNSENDABLE as error:
             logger.exception("the answer to a request cannot be sent")
             failure = HandlerError(f"the answer of the handler cannot be sent: {describe(error)}")
-            self._sink.send_now(Frames([Error(item.id, failure.kind, failure.message)]))
+            self._link.send_now(Frames([Error(item.id, failure.kind, failure.message)]))
             if not isinstance(item, _TERMINAL):
                 self._broken.add(item.id)
 
