@@ -32,8 +32,8 @@ from urllib.request import urlopen
 
 from lmi_server.bench.records import Record, summary
 from lmi_server.machine.ports import free_port
-from lmi_server.machine.process_tree import end_with_parent
-from lmi_server.machine.process_usage import usage
+from lmi_server.processes.parents import end_with_parent
+from lmi_server.processes.usage import measure_usage
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT / "models" / "smollm2-135m-instruct"
@@ -258,7 +258,9 @@ def _run(command: list[Any], asked: argparse.Namespace, server: Server) -> Cost:
         def watch() -> None:
             while not ended.wait(SAMPLE_S):
                 if _connections(port) > asked.concurrency // 2:  # while it loads, it asks for one thing at a time
-                    samples.append(Sample(time.monotonic(), usage(process.pid).cpu_s, usage(server.pid).cpu_s))
+                    samples.append(
+                        Sample(time.monotonic(), measure_usage(process.pid).cpu_s, measure_usage(server.pid).cpu_s)
+                    )
 
         thread = threading.Thread(target=watch)
         thread.start()

@@ -47,10 +47,10 @@ from lmi_server.configuration.server_settings import ServerSettings, server_home
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import Metric
 from lmi_server.contract.secrets import SECRETS
-from lmi_server.machine.descriptors import open_standard_files
 from lmi_server.machine.environment import process_environment, without_secrets_of_server
-from lmi_server.machine.hidden_variables import keep_memory_private, parents_with_secrets
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
+from lmi_server.processes.descriptors import open_standard_files
+from lmi_server.processes.hidden_variables import keep_memory_private, parents_with_secrets
 from lmi_server.serving.fetch_model import Inspect
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.models import Model

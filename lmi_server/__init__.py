@@ -2,6 +2,8 @@
 
 contract/       what every process shares: errors, messages, the handlers' contract; imports nothing else of ours
 machine/        what this computer has: devices, memory, MPI, environment variables
+processes/      process trees and what they use, secrets, the imports of a process that loads a model
+files/          files that are written at once, compared, or executed
 configuration/  serving.properties and the other layers -> typed options
 explain/        what `explain`, `check` and docs/configuration.md print
 artifacts/      downloads and unpacks models before their workers start

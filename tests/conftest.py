@@ -25,8 +25,8 @@ from schedule import FilesTogether, longest_first
 
 from lmi_server.commands.demo_model import build_demo_model
 from lmi_server.contract.handler import RequestHandler
-from lmi_server.machine import model_imports
 from lmi_server.machine.environment import VARIABLES
+from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
     from pipeline_helpers import LoadTask
@@ -124,7 +124,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Keep what the modules have imported out of garbage collections, which would walk millions of objects each."""
-    model_imports.imported()
+    model_imports.freeze_libraries()
 
 
 @pytest.hookimpl(optionalhook=True)

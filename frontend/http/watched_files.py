@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from lmi_server.machine.file_state import FileState, file_state
+from lmi_server.files.file_state import FileState, file_state
 
 _CHECK_S = 2.0
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lmi_server.contract.errors import LmiServerError
-from lmi_server.machine.file_state import FileState
+from lmi_server.files.file_state import FileState
 from lmi_server.serving.models import Model
 from lmi_server.serving.registry import ModelRegistry
 from lmi_server.serving.reload import configuration_state

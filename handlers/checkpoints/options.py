@@ -20,7 +20,7 @@ from lmi_server.configuration.declaration import (
 from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
-from lmi_server.machine.threads import THREAD_VARIABLES
+from lmi_server.machine.environment import THREAD_VARIABLES
 
 # By the quantisation method in config.json: the extra of lmi-server, and the packages in it that are needed.
 QUANTIZATION_PACKAGES = {

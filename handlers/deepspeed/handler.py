@@ -15,7 +15,7 @@ from handlers.tasks.task_handler import TaskHandler
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError
 from lmi_server.contract.handler import Response
 from lmi_server.contract.protocol import Input
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
     from handlers.ranks.communicator import Communicator
@@ -60,7 +60,7 @@ class DeepSpeedTaskHandler(TaskHandler):
 
     def follow(self, model_dir: str, options: DeepSpeedOptions) -> None:
         self.start(model_dir, options)
-        model_imports.loaded()
+        model_imports.finish_loading()
         from handlers.batch_messages import Batch, decode
 
         assert self._communicator is not None

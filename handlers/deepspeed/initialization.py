@@ -30,7 +30,7 @@ from handlers.ranks.communicator import Communicator
 from handlers.ranks.sharding import RowParallelLinear, join_process_group, plain_linear
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 
 _DEGREE = "option.tensor_parallel_degree"
 
@@ -60,7 +60,7 @@ def import_deepspeed() -> Any:
     """Import DeepSpeed. Raises ModelLoadError if it is not installed."""
     try:
         # Its autotuner, which nothing here uses, takes XGBoost if it is there, and with it scikit-learn and pandas.
-        with model_imports.hidden("xgboost"):
+        with model_imports.hide("xgboost"):
             import deepspeed
     except ImportError as error:
         raise ModelLoadError(

@@ -25,7 +25,7 @@ from lmi_server.configuration.options import (
 )
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.configuration.tasks import TEXT_GENERATION, Workload, canonical_task
-from lmi_server.machine.threads import THREAD_VARIABLES
+from lmi_server.machine.environment import THREAD_VARIABLES
 
 SHARDS_MANIFEST = "ds_inference_config.json"
 """The manifest beside the weights, which names the files of each rank; DeepSpeed uses the same name."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from handlers.huggingface.handler import HuggingFaceHandler
 from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 
 _CONTEXT = 512
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # names in option.dtype, and of torch

@@ -21,8 +21,9 @@ from handlers.user_code import find_class, find_marked, load_entry_point
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input
-from lmi_server.machine import model_imports, public_addresses
 from lmi_server.machine.environment import extend_python_path, own_rank
+from lmi_server.media import public_addresses
+from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
     from handlers.ranks.communicator import Communicator
@@ -75,7 +76,7 @@ class OwnCodeHandler(RequestHandler):
 
     def follow(self, model_dir: str, options: OwnCodeOptions) -> None:
         self.start(model_dir, options)
-        model_imports.loaded()
+        model_imports.finish_loading()
         assert self._communicator is not None
         while isinstance(message := decode(self._communicator.receive()), Batch):
             _run_to_the_end(self._code.handle(message.requests))

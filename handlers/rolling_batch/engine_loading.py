@@ -47,8 +47,8 @@ from lmi_server.contract.errors import (
     is_out_of_memory,
 )
 from lmi_server.contract.generation import SamplingParameters
-from lmi_server.machine import model_imports
 from lmi_server.machine.environment import own_rank
+from lmi_server.processes import model_imports
 
 _log = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ def _refusals(model: Any, refusal: type[ModelLoadError] = RollingBatchError) -> 
 def follow(loaded: LoadedModel) -> None:
     """Run a rank other than 0: compute the passes that rank 0 sends with this rank's part of the model, until Stop."""
     runner = loaded.runner()
-    model_imports.loaded()
+    model_imports.finish_loading()
     runner.follow()
 
 

@@ -19,7 +19,7 @@ from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Delta, Feature, GenerationRequest, StructuredOutputs
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
     from handlers.chats.model import ModelChats
@@ -171,7 +171,7 @@ class RollingBatchHandler(SchedulingHandler):
         return most
 
     def follow(self, model_dir: str, options: Any) -> None:
-        with model_imports.without_triton():
+        with model_imports.hide_triton():
             from handlers.rolling_batch.engine_loading import follow
 
         follow(self.load_model(model_dir, options))
@@ -181,7 +181,7 @@ class RollingBatchHandler(SchedulingHandler):
             from handlers.rolling_batch.cpu import first_compilation
 
             compilation = first_compilation.start(model_dir, options)
-            with model_imports.without_triton():
+            with model_imports.hide_triton():
                 from handlers.rolling_batch.engine_loading import load_engine
         except ImportError as error:
             raise ModelLoadError(

@@ -18,8 +18,8 @@ from lmi_server.configuration.options import (
     lower,
 )
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
+from lmi_server.machine.environment import THREAD_VARIABLES
 from lmi_server.machine.inventory import Machine
-from lmi_server.machine.threads import THREAD_VARIABLES
 
 TEXT_TO_IMAGE = "text-to-image"
 IMAGE_TO_IMAGE = "image-to-image"

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lmi_server.machine.process_tree import end_with_parent
+from lmi_server.processes.parents import end_with_parent
 
 _UNKNOWN_TOKEN = re.compile('unknown special token: "([^"]+)"')
 _KNOWN_TOKEN = "<|tool|>"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task_handler import TaskHandler
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
     from handlers.tasks.task import Task
@@ -16,7 +16,7 @@ class PipelineHandler(TaskHandler):
     """Serves one task of one model, which runs in the worker."""
 
     def load_task(self, task: str, model_dir: str, options: PipelineOptions) -> Task:
-        with model_imports.without_triton():
+        with model_imports.hide_triton():
             from handlers.checkpoints.transformers_loading import set_threads
             from handlers.tasks.task_loading import load_task
 

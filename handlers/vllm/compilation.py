@@ -26,9 +26,9 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from handlers.vllm.turns import wait_in_turns
-from lmi_server.machine import model_imports
 from lmi_server.machine.memory import free_and_total
-from lmi_server.machine.process_tree import end_with_parent
+from lmi_server.processes import model_imports
+from lmi_server.processes.parents import end_with_parent
 
 if TYPE_CHECKING:
     from handlers.vllm.compiled_code import UncompiledModel
@@ -130,7 +130,7 @@ def compile_models(arguments: Mapping[str, Any], directory: Path) -> None:
     """
     from handlers.vllm import compiled_code  # imported late: vLLM takes seconds, and a worker may end meanwhile
 
-    model_imports.imported()
+    model_imports.freeze_libraries()
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -36,8 +36,8 @@ from handlers.vllm.statistics import Statistics
 from lmi_server.contract.errors import ModelLoadError, describe
 from lmi_server.contract.generation import Feature, GenerationRequest
 from lmi_server.contract.handler import ModelInfo
-from lmi_server.machine import model_imports
 from lmi_server.machine.environment import own_rank, process_environment
+from lmi_server.processes import model_imports
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def follow(model_dir: str, options: VllmEngineOptions) -> None:
     config = create_engine_config(model_dir, options)
     with load_errors(CANNOT_LOAD):
         core = ranks.following_core(config)
-    model_imports.loaded()
+    model_imports.finish_loading()
     ranks.follow(core, Communicator(own_rank()))
 
 

@@ -34,7 +34,7 @@ from lmi_server.contract.generation import (
 )
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
-from lmi_server.machine import model_imports
+from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
     from handlers.vllm.chats import RenderedRequest
@@ -191,5 +191,5 @@ def import_engine(module: str) -> ModuleType:
         raise ModelLoadError(
             f"the vllm handler needs vLLM ({error}); install vllm, or lmi-server[vllm] on a machine without GPU"
         ) from error
-    model_imports.imported()
+    model_imports.freeze_libraries()
     return imported

@@ -45,8 +45,8 @@ from lmi_server.configuration.references import (
     NAMES_TEMPLATE,
 )
 from lmi_server.configuration.tasks import POOLING, Workload
+from lmi_server.machine.environment import THREAD_VARIABLES
 from lmi_server.machine.inventory import Machine
-from lmi_server.machine.threads import THREAD_VARIABLES
 
 _GENERATING = ("auto", "generate", "text-generation", "text2text-generation", "conversational", "image-text-to-text")
 _PARTITION = NoEffect("only LMI's offline command `partition` reads it")

@@ -13,7 +13,7 @@ from lmi_server.bench import server_metrics
 from lmi_server.bench.records import Record, summary
 from lmi_server.bench.server_metrics import Reading
 from lmi_server.machine.device_tools import GpuLoad, nvidia_load
-from lmi_server.machine.process_usage import Usage, usage
+from lmi_server.processes.usage import ProcessUsage, measure_usage
 
 _INTERVAL_S = 1.0
 
@@ -24,7 +24,7 @@ class Observed:
 
     at: float
     reading: Reading
-    processes: Usage | None = None
+    processes: ProcessUsage | None = None
     gpu: GpuLoad | None = None
 
 
@@ -46,7 +46,7 @@ class Observer:
         return Observed(
             time.perf_counter(),
             reading,
-            None if self.pid is None else usage(self.pid),
+            None if self.pid is None else measure_usage(self.pid),
             None if self.variables is None else nvidia_load(self.variables),
         )
 

@@ -19,7 +19,7 @@ from lmi_server.commands.bench import parse_headers
 from lmi_server.commands.server_calls import remedy
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.machine.whole_files import write_text
+from lmi_server.files.whole_files import write_text
 
 
 def advise_server(

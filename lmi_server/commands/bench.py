@@ -24,9 +24,9 @@ from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer
 from lmi_server.commands.bench_progress import shown_progress
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.files.whole_files import write_text
 from lmi_server.machine.environment import process_environment
-from lmi_server.machine.process_usage import listener
-from lmi_server.machine.whole_files import write_text
+from lmi_server.processes.usage import find_listener
 
 _API_HELP = (
     "API of the server: chat and completions are OpenAI's, lmi is LMI's /invocations, tgi is /generate(_stream)."
@@ -182,7 +182,7 @@ def parse_headers(headers: Sequence[str]) -> tuple[tuple[str, str], ...]:
 def observer_of(target: Target, metrics: str | None) -> Observer:
     """Return what to look at during a run. Raises ConfigurationError if `metrics` is given and cannot be read."""
     headers = dict(target.headers)
-    pid = listener(target.host, target.port)
+    pid = find_listener(target.host, target.port)
     if metrics is not None:
         try:
             fetch(metrics, headers)

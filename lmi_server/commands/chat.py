@@ -22,8 +22,8 @@ from lmi_server.commands.server_calls import DEFAULT_URL, ServerCalls
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.secrets import SECRETS
+from lmi_server.files.whole_files import write_text
 from lmi_server.machine.environment import process_environment
-from lmi_server.machine.whole_files import write_text
 from lmi_server.serving.model_store import name_of
 from lmi_server.tune.server import LoadFailedError, trial_server
 

@@ -39,12 +39,12 @@ from lmi_server.contract.errors import ConfigurationError, LmiServerError
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.explain.explanation import Explanation, file_problems
 from lmi_server.explain.explanation import explain as explain_model
-from lmi_server.machine import model_imports
-from lmi_server.machine.descriptors import send_errors_to_output
 from lmi_server.machine.device_tools import Gpu, nvidia_products
 from lmi_server.machine.devices import nvidia_driver
 from lmi_server.machine.environment import is_multi_model, log_format, log_stream, process_environment, set_region
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
+from lmi_server.processes import model_imports
+from lmi_server.processes.descriptors import send_errors_to_output
 from lmi_server.ray.recommendation import CONTEXT, DEGREES, Goal, find_accelerator, find_model, own_accelerator
 from lmi_server.ray.recommendation import recommend as recommend_settings
 from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startup_sources

@@ -11,8 +11,8 @@ import typer
 
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.files.whole_files import write_text
 from lmi_server.machine.environment import process_environment
-from lmi_server.machine.whole_files import write_text
 from lmi_server.ray.authentication import send_token
 from lmi_server.ray.model_files import deployments, described
 from lmi_server.ray.serve_config import serve_config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmi_server.machine.hidden_variables import hide_secrets
+from lmi_server.processes.hidden_variables import hide_secrets
 
 
 def main() -> None:

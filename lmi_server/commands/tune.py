@@ -21,8 +21,8 @@ from lmi_server.bench.workload import RandomPrompts, Recorded, Workload, read_pr
 from lmi_server.commands.bench import bench_target, parse_weights
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.files.whole_files import write_text
 from lmi_server.machine.environment import process_environment
-from lmi_server.machine.whole_files import write_text
 from lmi_server.tune.adapter_costs import BASE, Cost, adapter_costs
 from lmi_server.tune.confirmation import Confirmation, candidate_of, chosen, confirm
 from lmi_server.tune.measurement import Limits, Load, Measurement

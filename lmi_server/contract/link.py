@@ -182,7 +182,7 @@ class Link(asyncio.Protocol, Generic[M]):
 
 
 class Arrival(asyncio.Protocol):
-    """A connection to this process, of which the first `size` bytes say who has come.
+    """A connection to this process. Its first `size` bytes say who has come.
 
     `on_arrival` gets these bytes and the transport. It returns the link that takes the connection over; None closes it.
     """

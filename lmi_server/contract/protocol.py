@@ -93,7 +93,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Without field names the message of a token is hardly longer than its text, and faster to decode. Both ends are always
-# of the same version, so nobody has to find fields by name.
+# of the same version, so no field has to be found by name.
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Base of everything on the link."""
 

@@ -84,6 +84,11 @@ JVM_FLAGS = ("DEFAULT_JVM_OPTS", "JAVA_OPTS", "SERVING_OPTS")
 _LOG_CONFIGURATION = re.compile(r"-Dlog4j2?\.configurationFile=\S*\blog4j2-(access|console)\.xml\b")
 _LOGS = {"access": "access", "console": "access,model_metric,server_metric"}
 
+# OpenMP threads spin while they wait for the next operation. libgomp's default is to spin for milliseconds, which takes
+# the time slices of the front end and of the kernel's network work on the same cores.
+THREAD_VARIABLES: Mapping[str, str] = {"GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
+"""Variables for the libraries of a worker, so that it shares the cores with the front end."""
+
 SAGEMAKER_SETTINGS = (
     *("SAGEMAKER_BIND_TO_PORT", "SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB"),
     *("SAGEMAKER_CONTAINER_LOG_LEVEL", "SAGEMAKER_HEALTH_CHECK_OVERRIDE"),
@@ -133,7 +138,7 @@ def add_flags(name: str, flags: Sequence[str]) -> None:
 
 def set_region() -> None:
     """Have the AWS libraries use the region that SageMaker's SDK names, unless they know one."""
-    for region in _given(os.environ, "SAGEMAKER_REGION"):
+    for region in _values_of(os.environ, "SAGEMAKER_REGION"):
         if not any(os.environ.get(name) for name in ("AWS_REGION", "AWS_DEFAULT_REGION")):
             os.environ["AWS_DEFAULT_REGION"] = region
 
@@ -162,7 +167,7 @@ def safe_ports(environment: Mapping[str, str]) -> range | None:
 
     The containers of an inference pipeline share one network. Raises ValueError if the range cannot be read.
     """
-    for value in _given(environment, "SAGEMAKER_SAFE_PORT_RANGE"):
+    for value in _values_of(environment, "SAGEMAKER_SAFE_PORT_RANGE"):
         found = _PORT_RANGE.fullmatch(value)
         ports = range(0) if found is None else range(int(found[1]), int(found[2]) + 1)
         if not ports or not 0 < ports[0] <= ports[-1] <= 65535:
@@ -186,7 +191,7 @@ def sagemaker_overrides(environment: Mapping[str, str]) -> list[Variable]:
     return [
         Variable(name, key, value)
         for name, keys in _SAGEMAKER.items()
-        for value in _given(environment, name)
+        for value in _values_of(environment, name)
         for key in keys
     ]
 
@@ -195,7 +200,7 @@ def model_variables(environment: Mapping[str, str]) -> list[Variable]:
     """Return `OPTION_*` and `ARGS_*`, which stand for keys that serving.properties does not set."""
     found = []
     for name in sorted(environment):
-        for value in _given(environment, name):
+        for value in _values_of(environment, name):
             if name.startswith("OPTION_"):
                 found.append(Variable(name, _option_key(name.removeprefix("OPTION_")), value))
             elif name.startswith("ARGS_"):
@@ -205,9 +210,9 @@ def model_variables(environment: Mapping[str, str]) -> list[Variable]:
 
 def hugging_face_variables(environment: Mapping[str, str]) -> list[Variable]:
     """Return `HF_MODEL_ID` with `HF_REVISION` and `HF_TASK`, which mean nothing without it."""
-    if not list(_given(environment, "HF_MODEL_ID")):
+    if not list(_values_of(environment, "HF_MODEL_ID")):
         return []
-    return _named(environment, _HUGGING_FACE)
+    return _variables(environment, _HUGGING_FACE)
 
 
 def text_generation_inference_variables(environment: Mapping[str, str]) -> list[Variable]:
@@ -215,14 +220,14 @@ def text_generation_inference_variables(environment: Mapping[str, str]) -> list[
     return [
         Variable(name, key, _OPPOSITES.get(value.lower(), value) if name == "ENABLE_CUDA_GRAPHS" else value)
         for name, keys in _TEXT_GENERATION_INFERENCE.items()
-        for value in _given(environment, name)
+        for value in _values_of(environment, name)
         for key in keys
     ]
 
 
 def default_variables(environment: Mapping[str, str]) -> list[Variable]:
     """Return the layer just above the defaults: `TENSOR_PARALLEL_DEGREE` and the like, then `SERVING_*` globals."""
-    return _named(environment, _MODEL_DEFAULTS) + _named(environment, _GLOBAL_DEFAULTS)
+    return _variables(environment, _MODEL_DEFAULTS) + _variables(environment, _GLOBAL_DEFAULTS)
 
 
 def server_variables(environment: Mapping[str, str]) -> list[Variable]:
@@ -235,15 +240,15 @@ def server_variables(environment: Mapping[str, str]) -> list[Variable]:
         Variable(name, name.removeprefix("SERVING_").lower(), value)
         for name in sorted(environment)
         if name.startswith("SERVING_") and name not in _GLOBAL_DEFAULTS
-        for value in _given(environment, name)
+        for value in _values_of(environment, name)
         if not _ABOUT_A_SERVICE.fullmatch(f"{name}={value}")
     ]
-    ports = _named(environment, {"SAGEMAKER_BIND_TO_PORT": "port"})
+    ports = _variables(environment, {"SAGEMAKER_BIND_TO_PORT": "port"})
     return [
         *ports,
         *_sagemaker_request_limit(environment),
         *found,
-        *_named(environment, {"DJL_CACHE_DIR": "download_dir"}),
+        *_variables(environment, {"DJL_CACHE_DIR": "download_dir"}),
         *_sagemaker_log_level(environment),
         *_sagemaker_ping_code(environment),
         *_logs_of_jvm_flags(environment),
@@ -252,12 +257,12 @@ def server_variables(environment: Mapping[str, str]) -> list[Variable]:
 
 def _sagemaker_log_level(environment: Mapping[str, str]) -> Iterator[Variable]:
     """Yield the log level, which SageMaker's SDK gives as a number of Python's logging."""
-    for value in _given(environment, "SAGEMAKER_CONTAINER_LOG_LEVEL"):
+    for value in _values_of(environment, "SAGEMAKER_CONTAINER_LOG_LEVEL"):
         yield Variable("SAGEMAKER_CONTAINER_LOG_LEVEL", "log_level", _LOG_LEVELS.get(value, value))
 
 
 def _sagemaker_ping_code(environment: Mapping[str, str]) -> Iterator[Variable]:
-    for value in _given(environment, "SAGEMAKER_HEALTH_CHECK_OVERRIDE"):
+    for value in _values_of(environment, "SAGEMAKER_HEALTH_CHECK_OVERRIDE"):
         if value.lower() == "true":
             yield Variable("SAGEMAKER_HEALTH_CHECK_OVERRIDE", "ping_restarting_http_code", "500")
 
@@ -269,26 +274,26 @@ def asks_for_logs(flags: str) -> bool:
 
 def _logs_of_jvm_flags(environment: Mapping[str, str]) -> Iterator[Variable]:
     for name in JVM_FLAGS:
-        for value in _given(environment, name):
+        for value in _values_of(environment, name):
             asked = _LOG_CONFIGURATION.search(value)
             if asked is not None:
                 yield Variable(name, "extra_logs", _LOGS[asked[1]])
 
 
 def _sagemaker_request_limit(environment: Mapping[str, str]) -> Iterator[Variable]:
-    for value in _given(environment, "SAGEMAKER_MAX_REQUEST_SIZE"):
+    for value in _values_of(environment, "SAGEMAKER_MAX_REQUEST_SIZE"):
         yield Variable("SAGEMAKER_MAX_REQUEST_SIZE", "max_request_size", value)
         return
-    for value in _given(environment, "SAGEMAKER_MAX_PAYLOAD_IN_MB"):
+    for value in _values_of(environment, "SAGEMAKER_MAX_PAYLOAD_IN_MB"):
         size = str(int(value) * 1024 * 1024) if value.isascii() and value.isdigit() else value
         yield Variable("SAGEMAKER_MAX_PAYLOAD_IN_MB", "max_request_size", size)
 
 
-def _named(environment: Mapping[str, str], names: Mapping[str, str]) -> list[Variable]:
-    return [Variable(name, key, value) for name, key in names.items() for value in _given(environment, name)]
+def _variables(environment: Mapping[str, str], names: Mapping[str, str]) -> list[Variable]:
+    return [Variable(name, key, value) for name, key in names.items() for value in _values_of(environment, name)]
 
 
-def _given(environment: Mapping[str, str], name: str) -> Iterator[str]:
+def _values_of(environment: Mapping[str, str], name: str) -> Iterator[str]:
     """Yield the value of the variable, if it has one; an empty variable counts as not set."""
     value = environment.get(name, "").strip()
     if value:

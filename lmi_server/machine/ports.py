@@ -1,4 +1,4 @@
-"""Ports of this machine that nobody uses."""
+"""Free ports of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 
 def free_port(allowed: range | None) -> int:
-    """Return a port on which nothing listens now, of those that are `allowed` if any are named.
+    """Return a port on which nothing listens now, one of the `allowed` ones if they are named.
 
     Another process may take it before its user does. Raises OSError if none is free.
     """

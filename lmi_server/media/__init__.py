@@ -6,4 +6,5 @@ A file of a few kilobytes can hold any number of pixels or samples, so that its 
     budget.py            what the media of one request may take together
     images.py            images
     sounds.py            sounds
+    fetching.py          what a request names by URL, from public addresses alone (public_addresses.py)
 """

@@ -128,7 +128,7 @@ class Dispatcher:
 
         Raises QueueFullError, QueueDelayError and QuarantinedError; nothing was accepted then.
         """
-        job = Job(next(self._ids), request, on_overflow, deadline, tenant, reply)
+        job = Job(next(self._ids), request, on_overflow, deadline, tenant, reply or ReplySlot())
         if self._quarantine:
             job.fingerprint = self._quarantine.check(request, time.monotonic())
         if self._max_queue_delay_s is not None:

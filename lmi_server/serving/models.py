@@ -12,7 +12,7 @@ from lmi_server.configuration.model_directory.model_code import MODEL_CODE
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError
 from lmi_server.contract.quoting import excerpt
-from lmi_server.machine.file_state import FileState
+from lmi_server.files.file_state import FileState
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus

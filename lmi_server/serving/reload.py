@@ -10,7 +10,7 @@ from pathlib import Path
 from lmi_server.artifacts.location import RAY_MODEL_FILE
 from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES
 from lmi_server.contract.errors import LmiServerError
-from lmi_server.machine.file_state import FileState, file_state
+from lmi_server.files.file_state import FileState, file_state
 
 
 class ReloadStatus(Enum):

@@ -1,4 +1,1 @@
-"""The life of worker processes: launch, log, watch, restart, end.
-
-It knows no queue and no HTTP.
-"""
+"""The life of worker processes: launch, log, watch, restart, end. It knows no queue and no HTTP."""

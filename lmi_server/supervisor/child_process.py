@@ -16,7 +16,7 @@ from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import MetricSink
 from lmi_server.contract.protocol import Load
 from lmi_server.machine.memory import oom_kills
-from lmi_server.machine.process_tree import WORKER_VARIABLE, kill_family
+from lmi_server.processes.tree import WORKER_VARIABLE, kill_family
 from lmi_server.supervisor.launch import WorkerLaunch
 from lmi_server.supervisor.log import WorkerLog
 
@@ -64,8 +64,8 @@ class ChildProcess:
             self._launch.start(link, load, {**environment, WORKER_VARIABLE: self._mark})
         )
         self._starting.add_done_callback(lambda starting: self._on_started(starting, link))
-        # Without the shield, a cancellation could hit between fork and the return of the process: nobody would know of
-        # the child that exists already. `reap` waits for the start instead, however early the stop comes.
+        # Without the shield, a cancellation could hit between fork and the return of the process: the child that
+        # exists already would be unknown. `reap` waits for the start instead, however early the stop comes.
         await asyncio.shield(self._starting)
 
     def _on_started(self, starting: asyncio.Task[Process], link: WorkerLink) -> None:
@@ -104,8 +104,8 @@ class ChildProcess:
         """Kill the process and every process that it started."""
         self.killed = True
         if self._process is not None and not self.exited.is_set():
-            # First the process itself, by its handle: looking for the others takes file descriptors, of which there
-            # may be none left.
+            # First the process itself, by its handle: looking for the others takes file descriptors, and there may be
+            # none left.
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             self._kill_family(self._process.pid)

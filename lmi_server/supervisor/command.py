@@ -17,7 +17,7 @@ def worker_command(python: str, link: str, progress: str) -> Sequence[str]:
 
 
 def mpi_worker_command(python: str, mpirun: MpiRun, ranks: int, directory: str) -> Sequence[str]:
-    """Return the command of a worker that is a group of `ranks` processes, the first of which has the link.
+    """Return the command of a worker that is a group of `ranks` processes; the first one has the link.
 
     Each of them connects to the Unix socket in `directory`, which belongs to the group alone.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from lmi_server.contract.errors import LmiServerError, WorkerDiedError, error_from_kind
+from lmi_server.contract.errors import WorkerDiedError
 from lmi_server.contract.link import WorkerLink
 from lmi_server.contract.protocol import Command, Control, Error, Frame, Reply
 
@@ -16,7 +16,7 @@ class ControlCalls:
     def __init__(self, link: WorkerLink) -> None:
         self._link = link
         self._ids = itertools.count(-1, -1)
-        self._pending: dict[int, asyncio.Future[LmiServerError | bytes | None]] = {}
+        self._pending: dict[int, asyncio.Future[Reply | Error | None]] = {}
         self._dead = False
 
     async def call(self, command: Command) -> bytes:
@@ -28,7 +28,7 @@ class ControlCalls:
         if self._dead:
             raise died
         call_id = next(self._ids)
-        outcome: asyncio.Future[LmiServerError | bytes | None] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[Reply | Error | None] = asyncio.get_running_loop().create_future()
         self._pending[call_id] = outcome
         self._link.send(Control(call_id, command))
         try:
@@ -37,9 +37,9 @@ class ControlCalls:
             del self._pending[call_id]
         if answer is None:
             raise died
-        if isinstance(answer, LmiServerError):
-            raise answer
-        return answer
+        if isinstance(answer, Error):
+            raise answer.exception()
+        return answer.data
 
     def settle(self, item: Frame) -> bool:
         """Take the answer to a call; return False if `item` does not belong to a call."""
@@ -47,7 +47,8 @@ class ControlCalls:
             return False
         outcome = self._pending.get(item.id)  # None if the caller has stopped waiting
         if outcome is not None and not outcome.done():
-            outcome.set_result(_answer(item))
+            assert isinstance(item, Reply | Error), "a worker answers a Control with one of these"
+            outcome.set_result(item)
         return True
 
     def fail_all(self) -> None:
@@ -56,9 +57,3 @@ class ControlCalls:
         for outcome in self._pending.values():
             if not outcome.done():
                 outcome.set_result(None)
-
-
-def _answer(item: Frame) -> LmiServerError | bytes:
-    if isinstance(item, Error):
-        return error_from_kind(item.kind, item.message)
-    return item.data if isinstance(item, Reply) else b""

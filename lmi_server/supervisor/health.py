@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from lmi_server.contract.log_fields import WorkerLogger
-from lmi_server.machine.process_tree import is_stopped
+from lmi_server.processes.tree import is_stopped
 from lmi_server.supervisor.launch import WorkerLaunch
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from lmi_server.contract.errors import LmiServerError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from lmi_server.supervisor.worker_requests import WorkerRequests
 
 
+@dataclass(slots=True, eq=False)
 class ReplySlot:
     """Where the answer to one request arrives. One reader: `await wait()`, then `take()`, until `terminal` is set.
 
@@ -24,28 +26,15 @@ class ReplySlot:
     event.
     """
 
-    __slots__ = (
-        "_chunks",
-        "_waiter",
-        "first_byte_at",
-        "head",
-        "is_held",
-        "keeps_chunks",
-        "progressed_at",
-        "terminal",
-        "unread",
-    )
-
-    def __init__(self) -> None:
-        self.head: Head | None = None
-        self.terminal: Reply | End | Error | None = None
-        self.first_byte_at = 0.0
-        self.is_held = False
-        self.keeps_chunks = False
-        self.progressed_at = 0.0  # the last time at which the worker got the request or went on with it
-        self.unread = 0  # bytes that `take` has not returned yet
-        self._chunks: deque[bytes] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+    head: Head | None = None
+    terminal: Reply | End | Error | None = None
+    first_byte_at: float = 0.0
+    is_held: bool = False
+    keeps_chunks: bool = False
+    progressed_at: float = 0.0  # the last time at which the worker got the request or went on with it
+    unread: int = 0  # bytes that `take` has not returned yet
+    _chunks: deque[bytes] = field(default_factory=deque)
+    _waiter: asyncio.Future[None] | None = None
 
     def put(self, item: Item, now: float) -> None:
         """Add an item that arrived at `now`."""
@@ -104,6 +93,7 @@ class Deadline(NamedTuple):
     ends_running: bool
 
 
+@dataclass(slots=True, eq=False)
 class Job:
     """One accepted request. `priority`: lower runs sooner. Times are those of time.monotonic(), 0.0 before the event.
 
@@ -114,56 +104,28 @@ class Job:
     for it. If `is_recalled`, that worker has been asked to give it back.
     """
 
-    __slots__ = (
-        "attempts",
-        "batch",
-        "cancelled",
-        "deadline",
-        "deaths",
-        "fingerprint",
-        "holder",
-        "id",
-        "is_ahead",
-        "is_recalled",
-        "may_go_ahead",
-        "on_overflow",
-        "priority",
-        "queued_at",
-        "reply",
-        "request",
-        "sent_at",
-        "tenant",
-        "timer",
-    )
+    id: int
+    request: Input
+    on_overflow: Callable[[], None]
+    deadline: Deadline | None = None
+    tenant: bytes = b""
+    reply: ReplySlot = field(default_factory=ReplySlot)
+    timer: asyncio.TimerHandle | None = None
+    priority: int = field(init=False)
+    holder: WorkerRequests | None = None  # the requests of the worker that has it; None while it waits
+    batch: int = 0  # the number of its batch in that worker
+    is_ahead: bool = False
+    is_recalled: bool = False
+    may_go_ahead: bool = True  # until a worker dies that had it ahead: it may be what the worker died of
+    deaths: int = 0
+    attempts: tuple[tuple[float, float], ...] = ()
+    cancelled: bool = False
+    fingerprint: bytes | None = None
+    queued_at: float = field(default_factory=time.monotonic)
+    sent_at: float = 0.0  # when it got a place in a worker
 
-    def __init__(
-        self,
-        job_id: int,
-        request: Input,
-        on_overflow: Callable[[], None],
-        deadline: Deadline | None = None,
-        tenant: bytes = b"",
-        reply: ReplySlot | None = None,
-    ) -> None:
-        self.id = job_id
-        self.request = request
-        self.deadline = deadline
-        self.tenant = tenant
-        self.timer: asyncio.TimerHandle | None = None
-        self.priority = request.priority
-        self.reply = reply or ReplySlot()
-        self.on_overflow = on_overflow
-        self.holder: WorkerRequests | None = None  # the requests of the worker that has it; None while it waits
-        self.batch = 0  # the number of its batch in that worker
-        self.is_ahead = False
-        self.is_recalled = False
-        self.may_go_ahead = True  # until a worker dies that had it ahead: it may be what the worker died of
-        self.deaths = 0
-        self.attempts: tuple[tuple[float, float], ...] = ()
-        self.cancelled = False
-        self.fingerprint: bytes | None = None
-        self.queued_at = time.monotonic()
-        self.sent_at = 0.0  # when it got a place in a worker
+    def __post_init__(self) -> None:
+        self.priority = self.request.priority
 
     def start(self, holder: WorkerRequests, batch: int, now: float) -> None:
         """Record that a worker gets the job at `now`, in its batch of that number."""

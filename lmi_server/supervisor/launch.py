@@ -19,7 +19,7 @@ from lmi_server.contract.ranks import RANK_BYTES, RankGroup
 from lmi_server.machine.environment import process_environment, safe_ports
 from lmi_server.machine.mpi import MpiRun, rank_of_line
 from lmi_server.machine.ports import free_port
-from lmi_server.machine.process_tree import session_members
+from lmi_server.processes.tree import session_members
 from lmi_server.supervisor.command import mpi_worker_command, progress_path, socket_path, worker_command
 from lmi_server.supervisor.group_directory import SHARED_MEMORY, GroupDirectory, remove_abandoned
 

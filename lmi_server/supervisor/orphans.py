@@ -7,7 +7,8 @@ import contextlib
 import logging
 import os
 
-from lmi_server.machine.process_tree import adopt_orphans, adopted_zombies, kill_descendants
+from lmi_server.processes.parents import adopt_orphans
+from lmi_server.processes.tree import adopted_zombies, kill_descendants
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +18,8 @@ _CHECK_S = 1.0
 class Orphans:
     """Adopts the orphans below this process, and collects those that have ended, from `start` to `end`.
 
-    A process that has ended keeps its number until its parent has asked for its exit code. asyncio does that at once
-    for the processes that it has started, so that one which is still there at the next check is nobody else's.
+    A process that has ended keeps its number until its parent has asked for its exit code. asyncio asks at once for
+    the processes that it has started. So a process that is still there at the next check was adopted.
     """
 
     def __init__(self) -> None:

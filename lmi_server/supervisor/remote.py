@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ class RemotePlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteProgress:
-    """The batches of a remote worker, of which nothing is known: each request counts as begun once it is sent."""
+    """The batches of a remote worker. Nothing is known of them: each request counts as begun once it is sent."""
 
     begun = sys.maxsize
 
@@ -98,13 +99,10 @@ class RemoteProcess:
 
     async def exit_within(self, limit_s: float) -> None:
         """Wait for the end of the link, for at most `limit_s` seconds."""
-        if self._link is None:
-            return
-        try:
-            async with asyncio.timeout(limit_s):
-                await self.exited.wait()
-        except TimeoutError:
-            return
+        if self._link is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self.exited.wait()
 
     async def wait_started(self) -> None:
         """Return: there is nothing to wait for."""

@@ -125,7 +125,7 @@ class Owner(Protocol):
         """Drop a worker whose process is gone."""
 
     def died(self) -> None:
-        """Count the end of a worker that nobody asked for."""
+        """Count the unexpected end of a worker."""
 
     def cannot_add(self, error: ModelLoadError) -> None:
         """Fail the callers that wait for more workers: one could not load the model."""
@@ -170,7 +170,6 @@ class ReplicaSet:
 
     @property
     def workers(self) -> list[WorkerProcess]:
-        """Return the loaded workers, including those that only finish their last requests."""
         return [replica.worker for replica in self._replicas if replica.worker is not None]
 
     @property
@@ -179,7 +178,6 @@ class ReplicaSet:
 
     @property
     def size(self) -> int:
-        """Return the number of replicas that stay, loaded or not."""
         return len(self._staying())
 
     @property
@@ -194,7 +192,7 @@ class ReplicaSet:
         """Set the bounds; start missing workers and retire surplus ones."""
         self.min_workers, self.max_workers = min_workers, max_workers
         while self.size < min_workers:
-            self._add()
+            self.grow()
         for replica in self._least_loaded()[: max(0, self.size - max_workers)]:
             self._close(replica)
 
@@ -209,26 +207,18 @@ class ReplicaSet:
         loading = any(replica.worker is None for replica in staying)
         return len(staying) < self.max_workers and not loading and time.monotonic() >= self._no_growth_before
 
-    def grow(self) -> None:
-        """Start one more worker."""
-        self._add()
-
     def retire_idle(self, now: float, max_idle_s: float) -> None:
-        """Retire workers beyond `min_workers` that had no request for `max_idle_s` seconds."""
         for replica in self._least_loaded():
             if self.size <= self.min_workers:
                 return
             worker = replica.worker
-            if (
-                worker is not None
-                and not worker.requests.in_flight
-                and now - worker.requests.progressed_at >= max_idle_s
-            ):
+            if worker is None or worker.requests.in_flight:
+                continue
+            if now - worker.requests.progressed_at >= max_idle_s:
                 WorkerLogger(logger, worker.name).info("idle for %g seconds; ending it", max_idle_s)
                 self._close(replica)
 
     def close(self) -> None:
-        """Retire every worker; each finishes what it holds."""
         self.min_workers = self.max_workers = 0
         for replica in self._staying():
             self._close(replica)
@@ -250,7 +240,7 @@ class ReplicaSet:
             youngest_first, key=lambda replica: -1 if replica.worker is None else len(replica.worker.requests.in_flight)
         )
 
-    def _add(self) -> None:
+    def grow(self) -> None:
         replica = _Replica()
         self._replicas.append(replica)
         replica.task = asyncio.create_task(self._keep(replica))

@@ -1,6 +1,6 @@
 """One worker, from its spawning to its end.
 
-A worker is put together from parts, each of which owns one thing:
+A worker is put together from parts. Each owns one thing:
 
     ChildProcess     the process and everything that it starts
     WorkerRequests   the requests in flight
@@ -272,6 +272,6 @@ class WorkerProcess:
 
 
 def _mark_retrieved(loaded: asyncio.Future[Ready]) -> None:
-    """Mark the exception as retrieved, so that asyncio does not log it: nobody awaits a worker that was killed."""
+    """Mark the exception as retrieved, so that asyncio does not log it: nothing awaits a worker that was killed."""
     if not loaded.cancelled():
         loaded.exception()

@@ -16,8 +16,8 @@ from urllib.request import Request, urlopen
 
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.ports import free_port
-from lmi_server.machine.process_tree import end_with_parent
-from lmi_server.machine.process_usage import listener
+from lmi_server.processes.parents import end_with_parent
+from lmi_server.processes.usage import find_listener
 from lmi_server.tune.space import PARAMETERS
 
 MODEL = "trial"
@@ -118,7 +118,7 @@ def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health/live", timeout=5):  # nosec B310
-            if listener("127.0.0.1", port) == process.pid:
+            if find_listener("127.0.0.1", port) == process.pid:
                 return True
         time.sleep(0.1)
     return False

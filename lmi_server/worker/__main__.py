@@ -1,10 +1,11 @@
-"""One worker process: `python -m lmi_server.worker --link fd:N`. The supervisor starts it, nobody does so by hand."""
+"""One worker process: `python -m lmi_server.worker --link fd:N`. The supervisor starts it."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import faulthandler
+import functools
 import logging
 import os
 import signal
@@ -18,19 +19,18 @@ import uvloop
 from lmi_server.contract.batch_progress import BatchProgress
 from lmi_server.contract.handler import RequestHandler
 from lmi_server.contract.link import FrontendLink, frontend_link, read_load
-from lmi_server.machine import model_imports
-from lmi_server.machine.descriptors import keep_from_children
 from lmi_server.machine.environment import own_rank
-from lmi_server.machine.process_tree import end_with_parent
-from lmi_server.worker.concurrent_service import ConcurrentService
-from lmi_server.worker.frame_buffer import FrameBuffer
-from lmi_server.worker.generation_processor import GenerationProcessor
+from lmi_server.processes import model_imports
+from lmi_server.processes.descriptors import keep_from_children
+from lmi_server.processes.parents import end_with_parent
+from lmi_server.worker.answers.frame_buffer import FrameBuffer
 from lmi_server.worker.group import check_follows, follow, join_group, remove_group_files
 from lmi_server.worker.handler_loading import Loading, make_handler
-from lmi_server.worker.handler_thread import HandlerThread
 from lmi_server.worker.log import log_to_stderr
-from lmi_server.worker.service import WorkerService
-from lmi_server.worker.threaded_service import ThreadedService
+from lmi_server.worker.processors.generation import GenerationProcessor
+from lmi_server.worker.services.base import WorkerService
+from lmi_server.worker.services.concurrent import ConcurrentService
+from lmi_server.worker.services.threaded import ThreadedService
 from lmi_server.worker.worker import Worker
 
 _SIGTERM_DEADLINE_S = 30.0
@@ -53,7 +53,7 @@ def main() -> int:
         if rank.rank > 0:
             return follow(link)
         return _lead(link, arguments.progress)
-    return _lead(socket.socket(fileno=_inherited(arguments.link)), arguments.progress)
+    return _lead(socket.socket(fileno=_inherit(arguments.link)), arguments.progress)
 
 
 def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
@@ -67,13 +67,11 @@ def _lead(link: socket.socket, progress: BatchProgress | None) -> int:
         if own_rank().size > 1:
             check_follows(handler)
     except BaseException as error:  # noqa: BLE001 - the border to handlers, which raise anything; the load fails
-        return uvloop.run(_serve(link, Worker(load, _BrokenHandler(error))))
+        return uvloop.run(_serve(link, Worker(load, functools.partial(_raise, error))))
     if isinstance(handler, RequestHandler):
         return _serve_requests(link, handler, loading, progress)
     processor = GenerationProcessor(handler, loading)
-    worker = Worker(
-        load, lambda link: ConcurrentService(processor, FrameBuffer(link), load.memory_limit_mb, worker.give_up)
-    )
+    worker = Worker(load, lambda link: ConcurrentService(processor, FrameBuffer(link)))
     return uvloop.run(_serve(link, worker, signals=True))
 
 
@@ -86,7 +84,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _inherited(value: str) -> int:
+def _inherit(value: str) -> int:
     """Return the file descriptor of "fd:N", so that processes which a handler starts do not inherit it."""
     fd = int(value.removeprefix("fd:"))
     keep_from_children(fd)
@@ -96,40 +94,35 @@ def _inherited(value: str) -> int:
 def _progress(value: str) -> BatchProgress:
     if value.startswith("file:"):
         return BatchProgress.open_file(value.removeprefix("file:"))
-    return BatchProgress(_inherited(value))
+    return BatchProgress(_inherit(value))
 
 
-class _BrokenHandler:
-    """Raises, in place of making a service, what was raised before there was a loop to report it with."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __call__(self, link: FrontendLink) -> WorkerService:
-        raise self._error
+def _raise(error: BaseException, link: FrontendLink) -> WorkerService:
+    """Raise, in place of making a service, what was raised before there was a loop to report it with."""
+    raise error
 
 
 def _serve_requests(
     link: socket.socket, handler: RequestHandler, loading: Loading, progress: BatchProgress | None
 ) -> int:
     """Run the handler's code in this thread, the main one, and the link in another; return the exit code."""
-    handler_thread = HandlerThread(handler, loading, progress or BatchProgress.create()[0])
-    worker = Worker(loading.load, lambda link: ThreadedService(handler_thread, link, worker.end))
-    signal.signal(signal.SIGTERM, lambda *_: handler_thread.call_link(worker.shut_down, _SIGTERM_DEADLINE_S))
-    link_thread = threading.Thread(target=_run_link, args=(link, worker, handler_thread), name="link")
+    service = ThreadedService(handler, loading, progress or BatchProgress.create()[0])
+    worker = Worker(loading.load, lambda link: service.attach(link, worker.end))
+    signal.signal(signal.SIGTERM, lambda *_: service.call_link(worker.shut_down, _SIGTERM_DEADLINE_S))
+    link_thread = threading.Thread(target=_run_link, args=(link, worker, service), name="link")
     link_thread.start()
-    code = handler_thread.run()
+    code = service.run()
     link_thread.join()
     return code or worker.exit_code
 
 
-def _run_link(link: socket.socket, worker: Worker, handler_thread: HandlerThread) -> None:
+def _run_link(link: socket.socket, worker: Worker, service: ThreadedService) -> None:
     code = 1
     try:
         code = uvloop.run(_serve(link, worker))
     finally:
         try:
-            handler_thread.stop().result(0 if handler_thread.abandoned else _EXIT_S)
+            service.end_run().result(0 if service.abandoned else _EXIT_S)
         except TimeoutError:
             # The main thread hangs in the handler's code, which Python cannot interrupt from here.
             os._exit(code)
@@ -155,7 +148,7 @@ async def _serve(inherited: socket.socket, worker: Worker, signals: bool = False
 
 
 def _end_at_once() -> None:
-    """Kill this process and every process that a handler started: nobody is left to serve."""
+    """Kill this process and every process that a handler started: there is nothing left to serve."""
     logger.error("the front end is gone; the worker ends")
     remove_group_files()
     # The supervisor makes each worker the leader of a process group. Under mpirun, or by hand, others may be in it.
@@ -163,9 +156,6 @@ def _end_at_once() -> None:
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
-
-if __name__ == "__mp_main__":  # in a process of an engine, such as vLLM's, which multiprocessing spawns
-    model_imports.prepare_spawned()
 
 if __name__ == "__main__":
     sys.exit(main())

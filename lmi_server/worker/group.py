@@ -15,10 +15,10 @@ from lmi_server.contract.handler import LLMHandler, RequestHandler
 from lmi_server.contract.link import frame, read_load
 from lmi_server.contract.protocol import Failed
 from lmi_server.contract.ranks import RANK_BYTES, Rank
-from lmi_server.machine.descriptors import keep_from_children
 from lmi_server.machine.environment import own_rank, take_rank
+from lmi_server.processes.descriptors import keep_from_children
 from lmi_server.worker.handler_loading import load_failure, make_handler
-from lmi_server.worker.watch import excess
+from lmi_server.worker.memory_limit import excess
 
 _MEMORY_CHECK_S = 1.0
 

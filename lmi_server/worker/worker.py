@@ -10,6 +10,7 @@ from typing import Any
 from lmi_server.contract.errors import (
     EXITS,
     LmiServerError,
+    ModelMemoryError,
     WorkerDiedError,
     exit_message,
     failure_of,
@@ -33,8 +34,10 @@ from lmi_server.contract.protocol import (
     ToWorker,
     Waiting,
 )
+from lmi_server.worker.answers.frame_buffer import ResponseWriter
 from lmi_server.worker.handler_loading import load_failure
-from lmi_server.worker.service import WorkerService
+from lmi_server.worker.memory_limit import excess
+from lmi_server.worker.services.base import WorkerService
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ class Worker:
         self.ending = False
         self.exit_code = 0
         self._model_name = load.model_name
+        self._memory_limit_mb = load.memory_limit_mb
         self._make_service = make_service
         self._link: FrontendLink | None = None
         self._service: WorkerService | None = None
@@ -70,11 +74,11 @@ class Worker:
             case Submit():
                 self._submit(message)
             case Cancel(request_id):
-                self._loaded().cancel(request_id)
+                self._drop(request_id, unless_begun=False)
             case Hold(request_id, held):
-                self._loaded().hold(request_id, held)
+                self._hold(request_id, held)
             case Recall(request_id):
-                self._loaded().recall(request_id)
+                self._drop(request_id, unless_begun=True)
             case Waiting(requests):
                 self._loaded().note_waiting(requests)
             case Control():
@@ -97,13 +101,6 @@ class Worker:
         self.ending = True
         self._link.close()
 
-    def give_up(self, error: LmiServerError) -> None:
-        """End the process because of `error`; the load fails with it if it is not complete."""
-        if self._loading is not None and self._loading.done():
-            self.end(exit_code=1)
-        else:
-            self._fail(error)
-
     # --- the model ---
 
     async def _load(self) -> None:
@@ -114,8 +111,8 @@ class Worker:
         except LmiServerError as error:
             self._fail(load_failure(error))
         except BaseException as error:  # the border to handlers and engines, which raise anything; the load fails
-            if self._stopping:
-                raise  # `shut_down` has cancelled the load
+            if self._stopping or self.ending:
+                raise  # the load was cancelled
             logger.exception("model %s: the handler raised while it loaded", self._model_name)
             self._fail(load_failure(error))
         else:
@@ -128,20 +125,65 @@ class Worker:
         self.end(exit_code=1)
 
     async def _shut_down(self, deadline_s: float) -> None:
-        if self._service is not None:
-            await self._service.finish(deadline_s)
+        service = self._service
+        if service is not None:
+            await self._finish(service, deadline_s)
         if self._loading is not None:
             self._loading.cancel()
-        if self._service is not None:
-            await self._service.stop()
+        if service is not None:
+            service.buffer.close()  # the front end sees the link end, and retries or fails what is left
+            await service.stop()
         self.end(exit_code=0)
+
+    async def _finish(self, service: WorkerService, deadline_s: float) -> None:
+        """Wait until no request is left, for `deadline_s` seconds at most."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await service.buffer.wait_idle()
+        except TimeoutError:
+            stack = service.stack()
+            if stack:
+                logger.error("requests still run after %g seconds; the handler is at:\n%s", deadline_s, stack)
 
     async def _send_stats(self) -> None:
         assert self._link is not None
-        while True:
+        while not self.ending:
             service = self._service
-            self._link.send(Stats({}) if service is None else Stats(dict(service.gauges()), service.progressed()))
+            self._link.send(
+                Stats({}) if service is None else Stats(dict(service.gauges()), service.buffer.take_progressed())
+            )
             await asyncio.sleep(_STATS_INTERVAL_S)
+            if self._service is not None:
+                self._tick(self._service)
+
+    def _tick(self, service: WorkerService) -> None:
+        """Look after the process; the loop of the link does so once a second, whatever the handler's code does."""
+        service.tick()
+        taken = excess(self._memory_limit_mb)
+        if taken is not None:
+            self._give_up(service, taken)
+
+    def _give_up(self, service: WorkerService, reason: str) -> None:
+        """End the process although the handler is at work; the load fails if it is not complete.
+
+        The requests that the handler has begun fail with the reason, because they may be what takes the memory. Those
+        that still wait get no answer here, so that the front end gives them to another worker.
+        """
+        error = ModelMemoryError(reason)
+        stack = service.stack()
+        service.buffer.flush()  # answers that are complete by now end as they are
+        begun = [writer for writer in service.buffer.writers.values() if writer.has_begun and not writer.ended]
+        details = f"{reason}\nThe handler was at:\n{stack}" if begun and stack else reason
+        logger.error("model %s: %s", self._model_name, details)
+        for writer in begun:
+            writer.format_error = None  # its stream may be at work in the handler's thread
+            writer.fail(error)
+        service.buffer.close()
+        service.abandon()
+        if self._loading is not None and self._loading.done():
+            self.end(exit_code=1)
+        else:
+            self._fail(error)
 
     # --- requests ---
 
@@ -153,7 +195,22 @@ class Worker:
         # A request that crosses the Shutdown on the link is dropped. The front end sees the link end without an answer
         # to it, and gives it to another worker.
         if not self._stopping:
-            self._loaded().submit(submit)
+            service = self._loaded()
+            service.submit(submit, service.buffer.new_writer(submit))
+
+    def _writer(self, request_id: int) -> ResponseWriter | None:
+        """Return the writer of a request; None if the end of its answer and a message about it crossed on the link."""
+        return self._loaded().buffer.writers.get(request_id)
+
+    def _drop(self, request_id: int, unless_begun: bool) -> None:
+        writer = self._writer(request_id)
+        if writer is not None:
+            self._loaded().drop(writer, unless_begun)
+
+    def _hold(self, request_id: int, held: bool) -> None:
+        writer = self._writer(request_id)
+        if writer is not None:
+            writer.is_held = held  # its stream looks at this, in whatever thread it is
 
     async def _control(self, control: Control) -> None:
         assert self._link is not None

@@ -30,7 +30,7 @@ from lmi_server.bench.timeline import timeline
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Turn, read_prompts, with_adapters
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.device_tools import GpuLoad
-from lmi_server.machine.process_usage import Usage
+from lmi_server.processes.usage import ProcessUsage
 
 
 @pytest.fixture(scope="module")
@@ -432,9 +432,9 @@ def test_what_this_server_repeats_under_vllms_names_counts_once() -> None:
 
 def test_figures_are_of_what_could_be_seen() -> None:
     seen = [
-        Observed(0.0, {"kv_usage": 0.1, "retracted": 1.0}, Usage(10.0, 100), GpuLoad(0.5, 7)),
-        Observed(1.0, {}, Usage(11.0, 300), None),
-        Observed(2.0, {"kv_usage": 0.3, "retracted": 3.0}, Usage(13.0, 200), GpuLoad(0.7, 5)),
+        Observed(0.0, {"kv_usage": 0.1, "retracted": 1.0}, ProcessUsage(10.0, 100), GpuLoad(0.5, 7)),
+        Observed(1.0, {}, ProcessUsage(11.0, 300), None),
+        Observed(2.0, {"kv_usage": 0.3, "retracted": 3.0}, ProcessUsage(13.0, 200), GpuLoad(0.7, 5)),
     ]
     assert server_figures(seen) == pytest.approx(
         {

@@ -28,7 +28,7 @@ from waiting import wait_until
 from lmi_server.bench.page import markdown
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.ports import free_port
-from lmi_server.machine.process_usage import listener
+from lmi_server.processes.usage import find_listener
 from lmi_server.tune.adapter_costs import Cost
 from lmi_server.tune.confirmation import Confirmation, candidate_of, chosen, confirm
 from lmi_server.tune.measurement import Limits
@@ -151,7 +151,7 @@ def test_a_port_that_is_taken_and_a_server_that_is_killed_cost_one_trial(model: 
 
         def start() -> TrialServer:
             server = servers.enter_context(trial_server(model.parent / "log", lambda: next(ports)))
-            pids.append(listener("127.0.0.1", urlsplit(server.url).port or 0) or 0)
+            pids.append(find_listener("127.0.0.1", urlsplit(server.url).port or 0) or 0)
             return server
 
         measure = Measurement(str(model), load, Limits({}), 60, start)

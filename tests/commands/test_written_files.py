@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.machine.whole_files import write_text, written
+from lmi_server.files.whole_files import replacing, write_text
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_file_that_does_not_fit_leaves_the_old_one(tmp_path: Path) -> None:
 
 def test_what_ends_early_leaves_no_file(tmp_path: Path) -> None:
     def stop() -> None:
-        with written(tmp_path / "report.csv") as file:
+        with replacing(tmp_path / "report.csv") as file:
             file.write("a,b\n")
             raise KeyboardInterrupt
 

@@ -24,9 +24,9 @@ from handlers.checkpoints.options import THREAD_VARIABLES
 from handlers.vllm.options import VllmEngine, VllmOptions
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.handlers import load as load_class
-from lmi_server.machine import model_imports
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine
+from lmi_server.processes import model_imports
 from lmi_server.supervisor import launch
 from lmi_server.worker import __main__ as worker_program
 
@@ -53,7 +53,7 @@ def install(libraries: str) -> None:
         import_module(name)
     for spec in HANDLERS:  # a thread of the server that imports one would keep its lock in a fork for ever
         load_class(spec.options)
-    model_imports.imported()
+    model_imports.freeze_libraries()
     launch._execute = _execute
 
 

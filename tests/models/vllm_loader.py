@@ -34,9 +34,9 @@ from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.contract.handler import LLMHandler, RequestHandler, Response
 from lmi_server.contract.protocol import Input
-from lmi_server.machine import model_imports
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine
+from lmi_server.processes import model_imports
 
 _LIMIT_S = 300.0
 _PAUSE_S = 0.02
@@ -125,7 +125,7 @@ if __name__ == "__main__":
     model_imports.prepare()
     for name in ("handlers.vllm.engine", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"):
         import_module(name)
-    model_imports.imported()
+    model_imports.freeze_libraries()
     for line in sys.stdin:
         child = os.fork()
         if not child:

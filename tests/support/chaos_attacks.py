@@ -14,7 +14,7 @@ import psutil
 from chaos_clients import Ending, Question, ask, echo_question, plainly, post
 from processes import children
 
-from lmi_server.machine.process_tree import session_members
+from lmi_server.processes.tree import session_members
 
 _PAUSE_S = 2.0
 ATTACKED = ("echo", "own", "group", "real")

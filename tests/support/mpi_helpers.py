@@ -13,7 +13,7 @@ import httpx
 from processes import children
 from server_helpers import Server, running
 
-from lmi_server.machine.process_tree import session_members
+from lmi_server.processes.tree import session_members
 
 SHARED_MEMORY = Path("/dev/shm")
 

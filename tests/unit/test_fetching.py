@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from lmi_server.machine.fetching import fetch_bytes
-from lmi_server.machine.public_addresses import PrivateAddressError
+from lmi_server.media.fetching import fetch_bytes
+from lmi_server.media.public_addresses import PrivateAddressError
 
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
 
@@ -70,7 +70,7 @@ def test_no_more_is_read_than_the_largest_file() -> None:
         site(lambda connection: forever(connection, HEAD + bytes(1 << 20), 0)) as url,
         pytest.raises(ValueError, match=r"is larger than 2 MiB"),
     ):
-        fetch_bytes(url, private=True, largest=2 << 20)
+        fetch_bytes(url, private=True, max_bytes=2 << 20)
 
 
 @pytest.mark.parametrize("start", [b"", HEAD, HEAD.replace(b"\r\n\r\n", b"\r\ncontent-length: 999999\r\n\r\n")])

@@ -15,7 +15,7 @@ from lmi_server.machine.environment import SECRETS_OF_SERVER
 
 HIDING = """
 import json, os, sys
-from lmi_server.machine.hidden_variables import hide_secrets
+from lmi_server.processes.hidden_variables import hide_secrets
 hide_secrets()
 print(json.dumps({
     "pid": os.getpid(),
@@ -29,7 +29,7 @@ print(json.dumps({
 # Another process of the user, which is not root, tries to read this one before and after.
 PRIVATE = """
 import ctypes, os, sys
-from lmi_server.machine.hidden_variables import keep_memory_private
+from lmi_server.processes.hidden_variables import keep_memory_private
 if os.getuid() == 0:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
@@ -96,9 +96,7 @@ def test_private_memory_is_refused_to_others_and_not_to_the_process_itself() -> 
 
 
 def test_a_parent_that_shows_a_secret_is_named() -> None:
-    code = (
-        "from lmi_server.machine.hidden_variables import parents_with_secrets; print(*parents_with_secrets(), sep=';')"
-    )
+    code = "from lmi_server.processes import hidden_variables as h; print(*h.parents_with_secrets(), sep=';')"
     shell = ["sh", "-c", f"{shlex.join([sys.executable, '-c', code])}; true"]
     variables = {**os.environ, "SERVING_SIGV4_KEYS": "a:planted"}
     found = subprocess.run(shell, env=variables, capture_output=True, text=True, timeout=120, check=True)

@@ -18,12 +18,14 @@ ENGINES = {"torch", "transformers", "tokenizers", "accelerate", "vllm", "deepspe
 
 # What each folder of lmi_server may import beside itself. Only the command line, the
 # composition root, may import the front end, and nobody imports handlers: the table of handlers names them in strings.
-_CORE = {"contract", "machine"}
+_CORE = {"contract", "files", "machine", "processes"}
 _CONFIGURED = {*_CORE, "configuration"}
 _SERVING = {*_CONFIGURED, "artifacts", "supervisor"}
 MAY_IMPORT = {
     "contract": set[str](),
+    "files": {"contract"},
     "machine": {"contract"},
+    "processes": {"contract", "machine"},
     "artifacts": {"contract"},
     "configuration": {*_CORE, "artifacts"},
     "dialects": {"contract"},
@@ -65,6 +67,11 @@ INSIDE_MAY_IMPORT = {
         "choice": {*_VALUES, "engine", "handlers", "model_directory", "model_file", "properties", "tasks"},
         "checks": {*_VALUES, "choice", "handlers", "model_directory", "references"},
     },
+    "lmi_server.worker": {
+        "answers": set[str](),
+        "processors": {"answers", "handler_loading"},
+        "services": {"answers", "handler_loading", "memory_limit", "processors"},
+    },
     "handlers.rolling_batch": {
         "schedule": set[str](),
         "attention": set[str](),
@@ -81,7 +88,9 @@ ENVIRONMENT = "lmi_server/machine/environment.py"
 # the declarations that its options are made of.
 HANDLERS_MAY_IMPORT = (
     "lmi_server.contract",
+    "lmi_server.files",
     "lmi_server.machine",
+    "lmi_server.processes",
     "lmi_server.dialects",
     "lmi_server.media",
     "lmi_server.configuration.declaration",

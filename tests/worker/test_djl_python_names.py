@@ -522,7 +522,7 @@ def test_code_fetches_images_from_public_addresses_alone(
     named: Any, images: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """127.0.0.1 counts as public for a part of the test, as nothing else can be reached."""
-    from lmi_server.machine import public_addresses
+    from lmi_server.media import public_addresses
 
     utils = named("djl_python.multimodal.utils")
     url = f"{images}/image.png"

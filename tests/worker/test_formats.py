@@ -13,8 +13,8 @@ from lmi_server.contract.errors import RequestError
 from lmi_server.contract.handler import LLMHandler
 from lmi_server.contract.protocol import Input, Load
 from lmi_server.dialects.base import Exchange
-from lmi_server.worker.formats import Formats
 from lmi_server.worker.handler_loading import make_handler
+from lmi_server.worker.processors.formats import Formats
 
 MANY_MESSAGES = {"model": "model", "messages": [{"role": "user", "content": "a"}] * 100_000}
 

@@ -12,7 +12,7 @@ from relay_helpers import on_loop
 from lmi_server.contract.errors import HandlerError
 from lmi_server.contract.link import frame
 from lmi_server.contract.protocol import Chunk, End, Error, Frames, Head, Input, Item, Reply, Submit
-from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
+from lmi_server.worker.answers.frame_buffer import FrameBuffer, ResponseWriter
 
 
 class Sink:
@@ -224,3 +224,33 @@ async def test_errors_with_lone_surrogates_end_their_requests_and_no_others() ->
     assert b"a \\\\ud800" in reply.data
     assert items_of(sink, 2)[-1] == Error(2, "HandlerError", "a \\ud800")
     assert items_of(sink, 3) == [Reply(3, 200, [], b"c")]
+
+
+@on_loop
+async def test_the_table_has_the_requests_that_have_not_ended() -> None:
+    buffer = FrameBuffer(Sink())
+    first, second = (buffer.new_writer(submit(number)) for number in (1, 2))
+    idle = asyncio.create_task(buffer.wait_idle())
+    first.reply(200, [], b"")
+    assert buffer.writers == {1: first, 2: second}
+    await asyncio.sleep(0.01)
+    assert (buffer.writers, idle.done()) == ({2: second}, False)
+    second.open(200, [])
+    second.chunk(b"a")
+    await asyncio.sleep(0.01)
+    assert buffer.writers == {2: second}
+    second.end()
+    await asyncio.wait_for(idle, 10)
+    assert buffer.writers == {}
+    await buffer.wait_idle()  # at once, if there is nothing to wait for
+
+
+@on_loop
+async def test_progress_is_reported_once() -> None:
+    buffer = FrameBuffer(Sink())
+    first, second = (buffer.new_writer(submit(number)) for number in (1, 2))
+    first.progressed = True
+    assert buffer.take_progressed() == [1]
+    second.progressed = True
+    assert buffer.take_progressed() == [2]
+    assert buffer.take_progressed() == []

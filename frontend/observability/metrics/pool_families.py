@@ -13,7 +13,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric as Family
 
 from frontend.observability.metrics.families import Labels, counter, gauge, histogram
-from lmi_server.machine.process_tree import tree_resident_bytes
+from lmi_server.processes.tree import tree_resident_bytes
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus

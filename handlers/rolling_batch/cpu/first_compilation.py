@@ -35,7 +35,7 @@ from handlers.cpu_kernels.arguments import (
 from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.machine.environment import own_rank, process_environment
 from lmi_server.machine.inventory import shown_gpus
-from lmi_server.machine.process_tree import end_with_parent
+from lmi_server.processes.parents import end_with_parent
 
 _log = logging.getLogger(__name__)
 

@@ -120,7 +120,7 @@ async def test_private_addresses_and_hosts_can_be_allowed(site: int) -> None:
     ],
 )
 def test_which_addresses_are_public(address: str, public: bool) -> None:
-    from lmi_server.machine.public_addresses import is_public
+    from lmi_server.media.public_addresses import is_public
 
     assert is_public(address) is public
 

@@ -18,7 +18,7 @@ from handlers.vllm.turns import Turns, wait_in_turns
 _WORKER = """
 import subprocess, sys, threading
 from handlers.vllm.turns import wait_in_turns
-code = "import subprocess; from lmi_server.machine.process_tree import end_with_parent; end_with_parent()\\n"
+code = "import subprocess; from lmi_server.processes.parents import end_with_parent; end_with_parent()\\n"
 code += "subprocess.run(['sleep', '600'])"
 compiler = subprocess.Popen([sys.executable, "-c", code], process_group=0)
 while not sys.stdin.readline():

@@ -7,9 +7,9 @@ from typing import Any
 
 from djl_python.optional_packages import needs
 from lmi_server.contract.quoting import excerpt
-from lmi_server.machine.fetching import fetch_bytes
-from lmi_server.machine.public_addresses import allows_private
+from lmi_server.media.fetching import fetch_bytes
 from lmi_server.media.images import open_image
+from lmi_server.media.public_addresses import allows_private
 
 
 def get_image_text_prompt(prompt_text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from lmi_server.contract.generation import Usage
 from lmi_server.contract.protocol import Summary
@@ -10,41 +11,33 @@ from lmi_server.contract.protocol import Summary
 _NO_USAGE = Usage(0, 0)
 
 
-class Tally:
+@dataclass(slots=True, eq=False)
+class GenerationTally:
     """Counts the sequences of one request, which the worker got at `began` (time.monotonic())."""
 
-    __slots__ = (
-        "_adapter",
-        "_began",
-        "_cached_tokens",
-        "_decode_s",
-        "_finish_reason",
-        "_first_at",
-        "_last_at",
-        "_output_tokens",
-        "_prompt_tokens",
-        "_sequences",
-    )
-
-    def __init__(self, began: float) -> None:
-        self._began = began
-        self._sequences = 0
+    began: float
+    _sequences: int = 0
+    _finish_reason: str = ""
+    _prompt_tokens: int = 0
+    _output_tokens: int = 0
+    _cached_tokens: int = 0
+    _first_at: float = math.inf
+    _last_at: float = 0.0
+    _decode_s: float = 0.0
+    _adapter: str = ""
 
     def count(self, finish_reason: str, usage: Usage | None, first_at: float, last_at: float, adapter: str) -> None:
         """Add a sequence that has ended; its first delta was taken in at `first_at`, its last one came at `last_at`.
 
-        An engine may return the whole output as one delta. `last_at` is the earlier time then, and nobody knows when
-        the first of several tokens came.
+        An engine may return the whole output as one delta. `last_at` is the earlier time then, and the time of the
+        first of several tokens is not known.
         """
         usage = usage or _NO_USAGE
         if first_at >= last_at and usage.completion_tokens > 1:
             first_at = math.inf
         if not self._sequences:
             self._adapter = adapter
-            self._first_at = first_at
             self._prompt_tokens = usage.prompt_tokens
-            self._output_tokens = self._cached_tokens = 0
-            self._decode_s = 0.0
         self._sequences += 1
         self._finish_reason = finish_reason
         self._last_at = last_at
@@ -63,8 +56,8 @@ class Tally:
             self._output_tokens,
             self._cached_tokens,
             self._sequences,
-            None if self._first_at == math.inf else self._first_at - self._began,
-            self._last_at - self._began,
+            None if self._first_at == math.inf else self._first_at - self.began,
+            self._last_at - self.began,
             self._decode_s,
             self._adapter,
         )

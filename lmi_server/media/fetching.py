@@ -19,32 +19,32 @@ from urllib.request import (
     build_opener,
 )
 
-from lmi_server.machine.public_addresses import connect_to_any, connect_to_public
+from lmi_server.media.public_addresses import connect_to_any, connect_to_public
 
 LIMIT_S = 60.0
-LARGEST = 64 << 20
+MAX_BYTES = 64 << 20
 _PIECE = 1 << 20
 
 _Connect = Callable[..., socket.socket]
 
 
-def fetch_bytes(url: str, *, private: bool = False, limit_s: float = LIMIT_S, largest: int = LARGEST) -> bytes:
+def fetch_bytes(url: str, *, private: bool = False, limit_s: float = LIMIT_S, max_bytes: int = MAX_BYTES) -> bytes:
     """Return what an http or https URL answers; with `private`, from any address and by the proxies of the environment.
 
-    Raises PrivateAddressError, ValueError if there is more than `largest` bytes of it, TimeoutError if it is not here
+    Raises PrivateAddressError, ValueError if there is more than `max_bytes` bytes of it, TimeoutError if it is not here
     after `limit_s` seconds, and OSError or HTTPException otherwise.
     """
     clock = _Clock(limit_s, connect_to_any if private else connect_to_public)
     with clock.running(), _opener(clock.connect, private).open(url, timeout=limit_s) as answer:
-        return b"".join(_pieces(answer, largest))
+        return b"".join(_pieces(answer, max_bytes))
 
 
-def _pieces(answer: Any, largest: int) -> Iterator[bytes]:
-    left = largest
+def _pieces(answer: Any, max_bytes: int) -> Iterator[bytes]:
+    left = max_bytes
     while data := answer.read(min(_PIECE, left + 1)):
         left -= len(data)
         if left < 0:
-            raise ValueError(f"what the URL leads to is larger than {largest >> 20} MiB; send a smaller file")
+            raise ValueError(f"what the URL leads to is larger than {max_bytes >> 20} MiB; send a smaller file")
         yield data
 
 
@@ -114,7 +114,7 @@ class _Http(HTTPHandler):
         self._connect = connect
 
     def http_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_made(HTTPConnection, self._connect), req)
+        return self.do_open(_connection_factory(HTTPConnection, self._connect), req)
 
 
 class _Https(HTTPSHandler):
@@ -123,10 +123,10 @@ class _Https(HTTPSHandler):
         self._connect = connect
 
     def https_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_made(HTTPSConnection, self._connect), req)
+        return self.do_open(_connection_factory(HTTPSConnection, self._connect), req)
 
 
-def _made(kind: type[HTTPConnection], connect: _Connect) -> Callable[..., HTTPConnection]:
+def _connection_factory(kind: type[HTTPConnection], connect: _Connect) -> Callable[..., HTTPConnection]:
     """Return what makes connections of a kind that connect with `connect`."""
 
     def make(*arguments: Any, **keywords: Any) -> HTTPConnection:

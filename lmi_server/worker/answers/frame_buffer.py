@@ -11,9 +11,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
 
 from lmi_server.contract.errors import HandlerError, LmiServerError, describe
+from lmi_server.contract.link import FrontendLink
 from lmi_server.contract.protocol import (
     CANCELLED,
     RECALLED,
@@ -28,7 +29,7 @@ from lmi_server.contract.protocol import (
     Submit,
 )
 from lmi_server.dialects.errors import error_reply
-from lmi_server.worker.tally import Tally
+from lmi_server.worker.answers.tally import GenerationTally
 
 logger = logging.getLogger(__name__)
 
@@ -40,33 +41,22 @@ _TERMINAL = (Reply, End, Error)
 _HELD_PAUSE_S = 0.01  # of a stream whose client reads slowly
 
 
-class FrameSink(Protocol):
-    """What a `FrameBuffer` sends to: the link to the front end, or a wrapper of it."""
-
-    @property
-    def congested(self) -> bool:
-        """True while the front end reads more slowly than the worker writes."""
-
-    async def writable(self) -> None:
-        """Wait until the front end has caught up."""
-
-    def send_now(self, message: Frames) -> None:
-        """Write `message` to the socket, after everything that was sent before."""
-
-
 class FrameBuffer:
-    """Collects what requests produce until the next turn of the sink's event loop.
+    """Collects what requests produce until the next turn of the link's event loop.
 
-    Answers come from the loop of the sink, or from one other thread. `flush` and `close` belong to the sink's thread.
+    `writers` is the table of the requests that have not ended, by id. Answers come from the loop of the link, or from
+    one other thread; the table, `flush` and `close` belong to the link's thread.
     """
 
-    def __init__(self, sink: FrameSink, from_other_thread: bool = False) -> None:
-        """Create it in the running event loop, which must be that of `sink`."""
+    def __init__(self, link: FrontendLink, from_other_thread: bool = False) -> None:
+        """Create it in the running event loop, which must be that of `link`."""
         loop = asyncio.get_running_loop()
-        self._sink = sink
+        self._link = link
         # Waking a loop from another thread takes a system call, which the loop's own thread can do without.
         self._wake = loop.call_soon_threadsafe if from_other_thread else loop.call_soon
-        self._drained = _poll if from_other_thread else sink.writable  # an asyncio.Event belongs to one loop
+        self._drained = _poll if from_other_thread else link.writable  # an asyncio.Event belongs to one loop
+        self.writers: dict[int, ResponseWriter] = {}
+        self._idle = asyncio.Event()
         self._entries: deque[ResponseWriter | Reply | End | Error | Begun] = deque()
         self._scheduled = False
         self._closed = False
@@ -75,6 +65,24 @@ class FrameBuffer:
         # Bytes since the start. Each counter has one writing thread, so that the difference needs no lock.
         self._ahead = 0
         self._flushed = 0
+
+    def new_writer(self, submit: Submit) -> ResponseWriter:
+        """Return what writes the answer to `submit`; it is in the table until the answer has ended."""
+        writer = self.writers[submit.id] = ResponseWriter(self, submit)
+        return writer
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is left."""
+        if self.writers:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def take_progressed(self) -> list[int]:
+        """Return the requests that moved since the last call without the front end seeing it."""
+        moved = [writer for writer in self.writers.values() if writer.progressed]
+        for writer in moved:
+            writer.progressed = False
+        return [writer.id for writer in moved]
 
     def add(self, entry: ResponseWriter | Reply | End | Error | Begun) -> None:
         """Send an item, or what a writer holds, with the next flush."""
@@ -94,12 +102,12 @@ class FrameBuffer:
     @property
     def is_full(self) -> bool:
         """True while streams produce faster than the front end reads."""
-        return self._ahead - self._flushed > _UNSENT_LIMIT or self._sink.congested
+        return self._ahead - self._flushed > _UNSENT_LIMIT or self._link.congested
 
     async def yield_and_drain(self) -> None:
         """Give other tasks of the running loop their turn, then wait until the front end has caught up."""
         await asyncio.sleep(0)
-        while self._sink.congested:
+        while self._link.congested:
             await self._drained()
 
     def flush(self) -> None:
@@ -113,15 +121,19 @@ class FrameBuffer:
                 self._flushed += entry.move_to(items)
             else:
                 items.append(entry)
+                if not isinstance(entry, Begun):
+                    self.writers.pop(entry.id, None)
         if items and not self._closed:
             self._send(items)
+        if not self.writers:
+            self._idle.set()
 
     def _send(self, items: list[Frame]) -> None:
         """Send the items. A request whose item cannot be encoded fails; the others of this flush do not."""
         if self._broken:
             items = self._without_broken(items)
         try:
-            self._sink.send_now(Frames(items))
+            self._link.send_now(Frames(items))
         except _UNSENDABLE:
             for item in items:
                 self._send_alone(item)
@@ -131,11 +143,11 @@ class FrameBuffer:
             self._without_broken([item])
             return
         try:
-            self._sink.send_now(Frames([item]))
+            self._link.send_now(Frames([item]))
         except _UNSENDABLE as error:
             logger.exception("the answer to a request cannot be sent")
             failure = HandlerError(f"the answer of the handler cannot be sent: {describe(error)}")
-            self._sink.send_now(Frames([Error(item.id, failure.kind, failure.message)]))
+            self._link.send_now(Frames([Error(item.id, failure.kind, failure.message)]))
             if not isinstance(item, _TERMINAL):
                 self._broken.add(item.id)
 
@@ -165,8 +177,10 @@ class ResponseWriter:
 
     The head of a stream leaves with its first bytes, so that an error before them has a status of its own. What a
     stream produces between two flushes leaves as one chunk, unless the request keeps chunks. While `is_held` is set,
-    its client does not keep up. While `is_ahead` is set, the request waits for a place of the engine; if `is_recalled`,
-    the front end wants it back. What `tally` has counted leaves with the end of the answer.
+    its client does not keep up. Until `has_begun` is set, the request waits for a place of the engine, or for the
+    batches before it. If `is_cancelled`, its client is gone; if `is_recalled`, the front end wants it back. What
+    `tally` has counted leaves with the end of the answer. `format_error` returns the last bytes of a stream that an
+    error ends; without it the front end formats the error.
     """
 
     __slots__ = (
@@ -179,8 +193,10 @@ class ResponseWriter:
         "_route",
         "buffer",
         "ended",
+        "format_error",
+        "has_begun",
         "id",
-        "is_ahead",
+        "is_cancelled",
         "is_held",
         "is_recalled",
         "progressed",
@@ -193,12 +209,14 @@ class ResponseWriter:
         self.id = submit.id
         self.started = False
         self.ended = False
-        self.is_ahead = False
+        self.has_begun = not submit.ahead
+        self.is_cancelled = False
         self.is_held = False
         self.is_recalled = False
-        self.progressed = False  # set when the handler yields something; whoever reports it clears it
+        self.progressed = False  # set when the handler yields something, until that is reported
+        self.format_error: Callable[[LmiServerError], bytes] | None = None
         self.buffer = buffer
-        self.tally = Tally(time.monotonic())
+        self.tally = GenerationTally(time.monotonic())
         self._route = submit.input.route  # the form of errors depends on these two
         self._name = submit.input.request_id
         self._keeps_chunks = submit.input.keeps_chunks
@@ -207,16 +225,16 @@ class ResponseWriter:
         self._pieces: list[bytes] = []
         self._queued = False  # in the buffer, for the next flush
 
-    async def released(self) -> None:
+    async def wait_for_client(self) -> None:
         """Wait until the client has caught up."""
         while self.is_held:  # noqa: ASYNC110 - it is set in another thread, which has no cheap way to wake this loop
             await asyncio.sleep(_HELD_PAUSE_S)
 
     def begin(self) -> None:
         """Report that the request has a place, if it came ahead."""
-        if self.is_ahead and not self.ended:
-            self.is_ahead = False
-            self.tally = Tally(time.monotonic())
+        if not self.has_begun and not self.ended:
+            self.has_begun = True
+            self.tally = GenerationTally(time.monotonic())
             self.buffer.add(Begun(self.id))
 
     def open(self, status: int, headers: list[tuple[str, str]], prefix: bytes = b"", reason: str = "") -> None:
@@ -252,18 +270,23 @@ class ResponseWriter:
         """End with an Error, which the front end formats."""
         self._finish(Error(self.id, kind, message, code))
 
-    def cancelled(self) -> None:
+    def drop(self) -> None:
         """End what the front end has cancelled or recalled, unless it has ended."""
         if not self.ended:
             kind = RECALLED if self.is_recalled else CANCELLED
             self.error(kind, f"{kind.lower()} by the front end")
 
     def fail(self, error: LmiServerError) -> None:
-        """End with an answer of the error's status, or with an Error if the stream has a status already."""
-        if self.started:
+        """End with an answer of the error's status, or with the last event of a stream that has begun."""
+        if not self.started:
+            self.reply(*error_reply(self._route, error, request_id=self._name), message=error.message)
+        elif self.format_error is None:
             self.error(error.kind, error.message, error.code if isinstance(error, HandlerError) else None)
         else:
-            self.reply(*error_reply(self._route, error, request_id=self._name), message=error.message)
+            data = self.format_error(error)
+            if data:
+                self.chunk(data)
+            self.end(error_reply(self._route, error)[0], error.message)
 
     def move_to(self, items: list[Frame]) -> int:
         """Move what the stream produced to `items`; return its bytes without the prefix. Called by the flush."""

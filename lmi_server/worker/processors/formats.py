@@ -80,12 +80,12 @@ class Formats:
 
     def _formatted_adapter(self, request: Input, served: ServedModel) -> FormattedAdapter | None:
         """Return the adapter that `request` asks for, if it brings code of its own."""
-        # Most models have no such adapter, and then nobody has to read the body twice.
+        # Most models have no such adapter, and then the body need not be read twice.
         if not self._has_formatted_adapters():
             return None
         try:
             name = requested_adapter(request, _json_body(request), served)
-        except RequestError:  # a wrong type; whoever parses the request says so
+        except RequestError:  # a wrong type, which the parser of the request reports
             return None
         adapter = self._handler.adapters.get(name or "")
         return adapter if isinstance(adapter, FormattedAdapter) else None

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 
-from lmi_server.contract.errors import (
-    EXITS,
-    HandlerError,
-    LmiServerError,
-    WorkerDiedError,
-    exit_message,
-    failure_of,
-)
+from lmi_server.contract.errors import EXITS
 from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, Response
 from lmi_server.contract.protocol import AddAdapter, Command, Input, RemoveAdapter
-from lmi_server.worker.frame_buffer import ResponseWriter
-from lmi_server.worker.request_processor import BURST, RequestProcessor, is_cancelled
-from lmi_server.worker.service import unsupported
+from lmi_server.worker.answers.frame_buffer import ResponseWriter
+from lmi_server.worker.processors.base import BURST, RequestProcessor, unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -34,28 +25,8 @@ class ResponseProcessor(RequestProcessor):
         await self._handler.start()
         return self._info
 
-    async def process(self, request: Input, writer: ResponseWriter) -> None:
-        response: Response | None = None
-        try:
-            response = await self._handler.handle(request)
-            await send_response(response, writer)
-        except asyncio.CancelledError:
-            if is_cancelled():  # otherwise the handler's own code raised it
-                writer.cancelled()
-            else:
-                writer.fail(HandlerError("the handler cancelled the request"))
-        except LmiServerError as error:
-            writer.fail(error)
-        except EXITS as error:
-            writer.fail(WorkerDiedError(exit_message(error)))
-            writer.buffer.seal()  # the event loop ends and cancels the other requests, which must not report that
-            raise
-        except BaseException as error:  # the border to handlers, which raise anything; the request ends with it
-            logger.exception("request %s: the handler raised", request.request_id)
-            writer.fail(failure_of(error))
-        finally:
-            if response is not None:
-                call_after(response)
+    async def _answer(self, request: Input, writer: ResponseWriter) -> None:
+        await send_response(await self._handler.handle(request), writer)
 
     async def control(self, command: Command) -> bytes:
         match command:
@@ -70,13 +41,16 @@ class ResponseProcessor(RequestProcessor):
 
 
 async def send_response(response: Response, writer: ResponseWriter) -> None:
-    """Send an answer, piece by piece if it is a stream. Raises whatever the stream raises."""
-    if response.stream is None:
-        writer.reply(response.status, response.headers, response.data, response.reason, response.error)
-        return
-    writer.open(response.status, response.headers, reason=response.reason)
-    await _relay_pieces(response, writer)
-    writer.end()
+    """Send an answer, piece by piece if it is a stream, then `call_after`. Raises whatever the stream raises."""
+    try:
+        if response.stream is None:
+            writer.reply(response.status, response.headers, response.data, response.reason, response.error)
+            return
+        writer.open(response.status, response.headers, reason=response.reason)
+        await _relay_pieces(response, writer)
+        writer.end()
+    finally:
+        call_after(response)
 
 
 async def _relay_pieces(response: Response, writer: ResponseWriter) -> None:
@@ -89,7 +63,7 @@ async def _relay_pieces(response: Response, writer: ResponseWriter) -> None:
             if piece:
                 writer.chunk(piece)
             if writer.is_held:
-                await writer.released()
+                await writer.wait_for_client()
             burst -= 1
             if not burst:
                 burst = BURST

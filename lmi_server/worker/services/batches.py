@@ -21,28 +21,21 @@ from lmi_server.contract.errors import (
     failure_of,
 )
 from lmi_server.contract.handler import RequestHandler, Response
-from lmi_server.contract.protocol import CANCELLED, RECALLED, AddAdapter, Command, Input, Ready, RemoveAdapter, Submit
-from lmi_server.machine import model_imports
-from lmi_server.worker import tensor_requests
-from lmi_server.worker.frame_buffer import FrameBuffer, ResponseWriter
-from lmi_server.worker.response_processor import call_after
-from lmi_server.worker.runner import Runner
-from lmi_server.worker.service import CANCELLED_MESSAGE, unsupported
+from lmi_server.contract.protocol import AddAdapter, Command, Input, Ready, RemoveAdapter, Submit
+from lmi_server.processes import model_imports
+from lmi_server.worker.answers.frame_buffer import FrameBuffer, ResponseWriter
+from lmi_server.worker.processors import tensors as tensor_requests
+from lmi_server.worker.processors.base import unsupported
+from lmi_server.worker.processors.responses import call_after
 
 logger = logging.getLogger(__name__)
 
 _FULL_PAUSE_S = 0.001
 
 
-class _Call:
-    """One request. `cancelled` is set by the link's thread, the rest by the handler's."""
-
-    __slots__ = ("cancelled", "request", "writer")
-
-    def __init__(self, request: Input, writer: ResponseWriter) -> None:
-        self.request = request
-        self.writer = writer
-        self.cancelled = False
+class _Call(NamedTuple):
+    request: Input
+    writer: ResponseWriter
 
 
 class _ControlCall(NamedTuple):
@@ -52,7 +45,7 @@ class _ControlCall(NamedTuple):
     answer: Future[str]
 
 
-class BatchRunner(Runner):
+class QueueRunner:
     """Hands batches to a `RequestHandler`. A queue carries them over, one entry for each batch."""
 
     def __init__(self, handler: RequestHandler, loaded: Ready, progress: BatchProgress, buffer: FrameBuffer) -> None:
@@ -63,45 +56,29 @@ class BatchRunner(Runner):
         self._buffer = buffer
         self._queue: SimpleQueue[Sequence[_Call] | _ControlCall | None] = SimpleQueue()
         self._forming: list[_Call] = []
-        self._calls: dict[int, _Call] = {}
-        # Those that the handler has not begun. Both threads take calls out of it, and a pop is atomic: whoever gets
-        # the call answers it, the link's thread as cancelled or recalled, the handler's with what the handler returns.
-        self._waiting: dict[int, _Call] = {}
+        # What the handler has not begun. Both threads take requests out of it, and a pop is atomic. The thread that
+        # gets a request answers it: the link's as cancelled or recalled, the handler's with what the handler returns.
+        self._waiting: dict[int, ResponseWriter] = {}
         self._running: Sequence[_Call] = ()
         self._pid = os.getpid()
         handler.is_cancelled = self._is_cancelled
 
     # --- the link's thread ---
 
-    def submit(self, submit: Submit) -> None:
-        call = _Call(submit.input, ResponseWriter(self._buffer, submit))
-        self._calls[submit.id] = self._waiting[submit.id] = call
-        self._forming.append(call)
+    def submit(self, submit: Submit, writer: ResponseWriter) -> None:
+        writer.has_begun = False
+        self._waiting[submit.id] = writer
+        self._forming.append(_Call(submit.input, writer))
         if not submit.more:
             batch, self._forming = self._forming, []
             self._queue.put(batch)
 
-    def cancel(self, request_id: int) -> None:
-        call = self._calls.get(request_id)
-        if call is None:
-            return
-        call.cancelled = True  # a stream looks at it before its next piece
-        if self._waiting.pop(request_id, None) is not None:
-            self._end(call, CANCELLED, CANCELLED_MESSAGE)
-
-    def hold(self, request_id: int, held: bool) -> None:
-        call = self._calls.get(request_id)
-        if call is not None:
-            call.writer.is_held = held
-
-    def recall(self, request_id: int) -> None:
-        call = self._waiting.pop(request_id, None)
-        if call is not None:
-            self._end(call, RECALLED, "recalled by the front end")
-
-    def _end(self, call: _Call, kind: str, message: str) -> None:
-        self._calls.pop(call.writer.id, None)
-        call.writer.error(kind, message)
+    def drop(self, writer: ResponseWriter, unless_begun: bool) -> None:
+        if self._waiting.pop(writer.id, None) is not None:
+            writer.is_recalled = unless_begun
+            writer.drop()
+        elif not unless_begun:
+            writer.is_cancelled = True  # a stream looks at it before its next piece
 
     async def control(self, command: Command) -> bytes:
         call = _ControlCall(command, Future())
@@ -112,26 +89,26 @@ class BatchRunner(Runner):
         return (await asyncio.wrap_future(call.answer)).encode()
 
     def stop(self) -> None:
+        """Have `run` return soon."""
         self._waiting.clear()
         self._queue.put(None)
-
-    def begun(self) -> Sequence[ResponseWriter]:
-        calls = list(self._calls.values())
-        return [call.writer for call in calls if call.writer.id not in self._waiting and not call.writer.ended]
 
     # --- the handler's thread ---
 
     def run(self, on_ready: Callable[[Ready], None]) -> None:
-        model_imports.loaded()
+        """Call `on_ready`, then run batches until `stop`. Raises EXITS if the handler ends the process."""
+        model_imports.finish_loading()
         on_ready(self._ready)
         while (entry := self._queue.get()) is not None:
             if isinstance(entry, _ControlCall):
-                self._execute(entry)
+                self._run_command(entry)
             else:
                 self._run_batch(entry)
 
     def _run_batch(self, batch: Sequence[_Call]) -> None:
         self._running = begun = [call for call in batch if self._waiting.pop(call.writer.id, None) is not None]
+        for call in begun:
+            call.writer.has_begun = True
         # On the shared page, which outlives this process: if it dies now, the front end fails this batch and gives the
         # others to another worker.
         self._progress.begin(time.monotonic())
@@ -144,17 +121,14 @@ class BatchRunner(Runner):
                 if not call.writer.ended:
                     call.writer.fail(WorkerDiedError(exit_message(error)))
             raise
-        finally:
-            for call in begun:
-                self._calls.pop(call.writer.id, None)
         self._progress.end(time.monotonic())
 
     def _is_cancelled(self, request: Input) -> bool:
-        return any(call.cancelled for call in self._running if call.request is request)
+        return any(call.writer.is_cancelled for call in self._running if call.request is request)
 
-    def _execute(self, call: _ControlCall) -> None:
+    def _run_command(self, call: _ControlCall) -> None:
         try:
-            answer = self._executed(call.command)
+            answer = self._call_handler(call.command)
         except EXITS as error:
             self._end_fork()
             call.answer.set_exception(WorkerDiedError(exit_message(error)))
@@ -166,7 +140,7 @@ class BatchRunner(Runner):
             self._end_fork()
             call.answer.set_result(answer)
 
-    def _executed(self, command: Command) -> str:
+    def _call_handler(self, command: Command) -> str:
         match command:
             case AddAdapter(adapter):
                 return self._handler.add_adapter(adapter)
@@ -215,7 +189,6 @@ class _Stream:
     """An answer that leaves piece by piece. An error before the first of them has a status of its own."""
 
     def __init__(self, call: _Call, response: Response, pieces: Iterator[bytes]) -> None:
-        self._call = call
         self._writer = call.writer
         self._response = response
         self._pieces = pieces
@@ -223,13 +196,13 @@ class _Stream:
 
     @property
     def is_held(self) -> bool:
-        return self._writer.is_held and not self._call.cancelled
+        return self._writer.is_held and not self._writer.is_cancelled
 
     def advance(self) -> bool:
         """Send the next piece; return False at the end."""
-        if self._call.cancelled:
+        if self._writer.is_cancelled:
             self._close()
-            self._writer.error(CANCELLED, CANCELLED_MESSAGE)
+            self._writer.drop()
             return False
         try:
             piece = next(self._pieces)
@@ -254,7 +227,7 @@ class _Stream:
                 close()
         except EXITS:
             raise
-        except BaseException:  # the border to handlers: nobody waits for this stream any more
+        except BaseException:  # the border to handlers: its client is gone
             logger.exception("the stream of a client that is gone raised while it was closed")
         call_after(self._response)
 

@@ -13,7 +13,7 @@ from lmi_server.contract.errors import ConfigurationError
 
 
 @contextlib.contextmanager
-def written(path: Path) -> Iterator[TextIO]:
+def replacing(path: Path) -> Iterator[TextIO]:
     """Open a text file beside `path`, which takes the place of `path` when the block ends.
 
     Until then, and if it fails, `path` stays as it is. Raises ConfigurationError if the file cannot be written, as on a
@@ -43,6 +43,6 @@ def written(path: Path) -> Iterator[TextIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text as the whole content of a file, as `written` does. Raises ConfigurationError."""
-    with written(path) as output:
+    """Write a text as the whole content of a file, as `replacing` does. Raises ConfigurationError."""
+    with replacing(path) as output:
         output.write(text)

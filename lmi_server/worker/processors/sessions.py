@@ -55,7 +55,7 @@ class SessionRequests:
             return None
         kind = _kind(request)
         if kind == "NEW_SESSION":
-            return _opened(self._manager.create_session())
+            return _open_response(self._manager.create_session())
         if kind == "CLOSE":
             return self._close(named)
         if kind is not None:
@@ -89,7 +89,7 @@ def _kind(request: Input) -> Any:
     return None if body.keys() & {"inputs", "prompt", "messages"} else body.get(_KEY)
 
 
-def _opened(session: Session) -> Response:
+def _open_response(session: Session) -> Response:
     expires = datetime.fromtimestamp(session.expiration_ts, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return _json_response(f"Session {session.session_id} created", _HEADER, f"{session.session_id}; Expires={expires}")
 

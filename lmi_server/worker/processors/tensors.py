@@ -19,15 +19,16 @@ def outcomes(handler: RequestHandler, requests: Sequence[Input]) -> Outcomes:
     """Return what the handler answers. Raises whatever the handler raises."""
     if handler.reads_tensors or all(request.route != routes.INFER for request in requests):
         return handler.handle(requests)
-    read = [_read(request) for request in requests]
+    read = [_read_request(request) for request in requests]
     accepted = [request for _, request in read if isinstance(request, Input)]
     answers = iter(handler.handle(accepted) if accepted else ())
     return [
-        _written(asked, next(answers), handler) if isinstance(request, Input) else request for asked, request in read
+        _write_outcome(asked, next(answers), handler) if isinstance(request, Input) else request
+        for asked, request in read
     ]
 
 
-def _read(request: Input) -> tuple[Any, Input | LmiServerError]:
+def _read_request(request: Input) -> tuple[Any, Input | LmiServerError]:
     if request.route != routes.INFER:
         return None, request
     try:
@@ -36,7 +37,9 @@ def _read(request: Input) -> tuple[Any, Input | LmiServerError]:
         return None, error
 
 
-def _written(asked: Any, outcome: Response | LmiServerError, handler: RequestHandler) -> Response | LmiServerError:
+def _write_outcome(
+    asked: Any, outcome: Response | LmiServerError, handler: RequestHandler
+) -> Response | LmiServerError:
     if asked is None or isinstance(outcome, LmiServerError) or outcome.stream is not None or outcome.status != 200:
         return outcome
     try:

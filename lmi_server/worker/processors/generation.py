@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from lmi_server.configuration.options import ModelOptions
-from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, WorkerDiedError, describe, exit_message
+from lmi_server.contract.errors import EXITS, HandlerError, exit_message
 from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import AddAdapter, Command, GetMetrics, Input, RemoveAdapter
 from lmi_server.dialects import anthropic, routes, tokens
 from lmi_server.dialects.base import Exchange, ServedModel
-from lmi_server.dialects.errors import error_reply
-from lmi_server.worker.custom_handler import CustomHandler, load_custom_handler
-from lmi_server.worker.formats import Formats
-from lmi_server.worker.frame_buffer import ResponseWriter
+from lmi_server.worker.answers.frame_buffer import ResponseWriter
 from lmi_server.worker.handler_loading import Loading
-from lmi_server.worker.request_processor import BURST, RequestProcessor, is_cancelled
-from lmi_server.worker.response_processor import call_after, send_response
+from lmi_server.worker.processors.base import BURST, RequestProcessor, is_cancelled
+from lmi_server.worker.processors.custom_handler import CustomCode, load_custom_handler
+from lmi_server.worker.processors.formats import Formats
+from lmi_server.worker.processors.responses import send_response
 
 if TYPE_CHECKING:
-    from lmi_server.worker.session_requests import SessionRequests
+    from lmi_server.worker.processors.sessions import SessionRequests
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class GenerationProcessor(RequestProcessor):
         self._began = False  # the handler has to stop, also if it could not load
         self._loading_late = asyncio.Lock()
         self._formats: Formats
-        self._custom: CustomHandler | None = None
+        self._custom: CustomCode | None = None
         self._sessions: SessionRequests | None = None
 
     async def start(self) -> ModelInfo:
@@ -56,7 +55,7 @@ class GenerationProcessor(RequestProcessor):
         if self._custom is not None and await self._custom.answers_load():
             return ModelInfo(max_model_len=0)  # a custom handler may have an engine of its own
         info = await self._load_model()
-        # The model's own code would begin what waits ahead, and nobody knows what a second attempt does.
+        # The model's own code would begin what waits ahead, and what a second attempt does is unknown.
         return info if self._custom is None else replace(info, window=0)
 
     async def _load_model(self) -> ModelInfo:
@@ -65,7 +64,7 @@ class GenerationProcessor(RequestProcessor):
         self._served = self._loading.served_model(info, self._handler.adapters)
         return info
 
-    async def _loaded(self) -> ServedModel:
+    async def _ensure_loaded(self) -> ServedModel:
         """Return the model; load it if a custom handler has left that to the first request which needs it."""
         async with self._loading_late:
             if self._served is None:
@@ -81,7 +80,7 @@ class GenerationProcessor(RequestProcessor):
 
     async def control(self, command: Command) -> bytes:
         if self._served is None:
-            await self._loaded()
+            await self._ensure_loaded()
         match command:
             case AddAdapter(adapter):
                 await self._handler.add_adapter(self._formats.with_formatting(adapter))
@@ -97,38 +96,26 @@ class GenerationProcessor(RequestProcessor):
     def note_waiting(self, requests: int) -> None:
         self._handler.note_waiting(requests)
 
-    async def process(self, request: Input, writer: ResponseWriter) -> None:
-        exchange: Exchange | None = None
-        try:
-            if await self._is_about_session(request, writer):
-                return
-            if self._custom is not None and await self._is_answered(self._custom, request, writer):
-                return
-            served = self._served or await self._loaded()
-            if request.route in routes.TOKEN_ROUTES:
-                writer.reply(200, [("content-type", "application/json")], await self._tokens(request, served))
-                return
-            exchange = await self._formats.parse_any(request, served)
-            _log_warnings(request, exchange.warnings)
-            if exchange.stream:
-                await self._stream(exchange, writer)
-            else:
-                await self._generate(exchange, writer, _ignore)
-                body = exchange.body()
-                writer.reply(200, [("content-type", exchange.content_type), *exchange.headers], body)
-        except asyncio.CancelledError:
-            writer.cancelled()  # unless the worker has failed all requests before its event loop ends
-        except LmiServerError as error:
-            _fail(request, exchange, writer, error)
-        except EXITS as error:
-            _fail(request, exchange, writer, WorkerDiedError(exit_message(error)))
-            writer.buffer.seal()  # the event loop ends and cancels the other requests, which must not report that
-            raise
-        except BaseException as error:  # the border to handlers, which raise anything; the request ends with it
-            logger.exception("request %s: the handler raised", request.request_id)
-            _fail(request, exchange, writer, HandlerError(describe(error)))
+    async def _answer(self, request: Input, writer: ResponseWriter) -> None:
+        if await self._answer_session(request, writer):
+            return
+        if self._custom is not None and await self._answer_custom(self._custom, request, writer):
+            return
+        served = self._served or await self._ensure_loaded()
+        if request.route in routes.TOKEN_ROUTES:
+            writer.reply(200, [("content-type", "application/json")], await self._tokens(request, served))
+            return
+        exchange = await self._formats.parse_any(request, served)
+        writer.format_error = exchange.error_chunk
+        _log_warnings(request, exchange.warnings)
+        if exchange.stream:
+            await self._stream(exchange, writer)
+        else:
+            await self._generate(exchange, writer, _ignore)
+            body = exchange.body()
+            writer.reply(200, [("content-type", exchange.content_type), *exchange.headers], body)
 
-    async def _is_about_session(self, request: Input, writer: ResponseWriter) -> bool:
+    async def _answer_session(self, request: Input, writer: ResponseWriter) -> bool:
         """Answer a request that opens or closes a stateful session; return whether it was one.
 
         Raises LmiServerError if it names a session that does not exist.
@@ -141,16 +128,12 @@ class GenerationProcessor(RequestProcessor):
             writer.reply(response.status, response.headers, response.data)
         return response is not None
 
-    async def _is_answered(self, custom: CustomHandler, request: Input, writer: ResponseWriter) -> bool:
+    async def _answer_custom(self, custom: CustomCode, request: Input, writer: ResponseWriter) -> bool:
         """Send what the model's own code answers, if it does; return whether it did."""
         response = None if request.route in routes.TOKEN_ROUTES else await custom.answer(request)
-        if response is None:
-            return False
-        try:
+        if response is not None:
             await send_response(response, writer)
-        finally:
-            call_after(response)
-        return True
+        return response is not None
 
     async def _tokens(self, request: Input, served: ServedModel) -> bytes:
         """Return the body of an answer that contains tokens or their text; nothing is generated."""
@@ -216,9 +199,9 @@ class GenerationProcessor(RequestProcessor):
         request = self._with_default_stops(exchange.requests[index])
         try:
             async with aclosing(
-                self._handler.generate_ahead(request, writer.begin)
-                if writer.is_ahead
-                else self._handler.generate(request)
+                self._handler.generate(request)
+                if writer.has_begun
+                else self._handler.generate_ahead(request, writer.begin)
             ) as deltas:
                 async for delta in deltas:
                     writer.progressed = True
@@ -229,7 +212,7 @@ class GenerationProcessor(RequestProcessor):
                         last = delta
                         last_at = time.monotonic()
                     if writer.is_held:
-                        await writer.released()
+                        await writer.wait_for_client()
                     # An engine that has deltas ready never suspends this loop. Without the pause one sequence would
                     # hold up all others, and a client that reads slowly would fill the memory.
                     burst -= 1
@@ -251,24 +234,13 @@ class GenerationProcessor(RequestProcessor):
 
 
 def _session_requests(options: ModelOptions) -> SessionRequests:
-    from lmi_server.worker.session_requests import SessionRequests  # it needs djl_python, which only workers have
+    from lmi_server.worker.processors.sessions import SessionRequests  # it needs djl_python, which only workers have
 
     return SessionRequests(options)
 
 
 def _ignore(data: bytes) -> None:
     """An answer that does not stream keeps its text in the exchange."""
-
-
-def _fail(request: Input, exchange: Exchange | None, writer: ResponseWriter, error: LmiServerError) -> None:
-    """End the answer with an error: a status of its own, or the last event of a stream that has begun."""
-    if exchange is None or not writer.started:
-        writer.fail(error)
-        return
-    data = exchange.error_chunk(error)
-    if data:
-        writer.chunk(data)
-    writer.end(error_reply(request.route, error)[0], error.message)
 
 
 def _log_warnings(request: Input, warnings: Sequence[str]) -> None:

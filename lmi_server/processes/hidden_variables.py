@@ -37,7 +37,7 @@ def hide_secrets() -> None:
     handed_over = environment.get(_HANDED_OVER)
     if handed_over is not None:
         remove_variables([_HANDED_OVER])
-        set_variables(_taken_over(handed_over))
+        set_variables(_take_over(handed_over))
         return
     secrets = {name: environment[name] for name in SECRETS_OF_SERVER if environment.get(name)}
     if secrets and sys.executable and sys.platform == "linux":
@@ -87,7 +87,7 @@ def _execute_anew(secrets: Mapping[str, str], others: Mapping[str, str]) -> None
             os.close(file)
 
 
-def _taken_over(descriptor: str) -> Mapping[str, str]:
+def _take_over(descriptor: str) -> Mapping[str, str]:
     """Return the secrets in the file in memory, and close it; nothing if the variable names another file."""
     if not descriptor.isascii() or not descriptor.isdigit() or len(descriptor) > 9:
         return {}

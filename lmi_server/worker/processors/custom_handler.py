@@ -13,7 +13,7 @@ from lmi_server.contract.protocol import Input
 from lmi_server.worker.handler_loading import Loading
 
 
-class CustomHandler(Protocol):
+class CustomCode(Protocol):
     """What `HandlerTable.custom_handler` loads."""
 
     async def answers_load(self) -> bool:
@@ -23,7 +23,7 @@ class CustomHandler(Protocol):
         """Return the answer of the code; None if the built-in handler is to answer."""
 
 
-def load_custom_handler(loading: Loading) -> CustomHandler | None:
+def load_custom_handler(loading: Loading) -> CustomCode | None:
     """Return the function of the model's code; None if there is none, or if it is the handler itself.
 
     Raises ModelLoadError with file and line.
@@ -31,5 +31,5 @@ def load_custom_handler(loading: Loading) -> CustomHandler | None:
     spec = HANDLERS.by_handler(loading.load.handler)
     if (spec is not None and spec.runs_user_code) or not Path(loading.model_dir, "model.py").is_file():
         return None
-    load = cast("Callable[..., CustomHandler | None]", load_by_name(HANDLERS.custom_handler))
+    load = cast("Callable[..., CustomCode | None]", load_by_name(HANDLERS.custom_handler))
     return load(loading.model_dir, loading.options)
