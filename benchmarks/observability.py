@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import uvloop
+from frontend.observability.traces import spans, tracing
 from opentelemetry.sdk.trace.export import SpanExportResult
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +39,6 @@ from frontend.access.management_access import Access
 from frontend.observability import request_log
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.request_reports import RequestReports
-from frontend.observability.traces import spans, tracing
 from frontend.relay.relay import Relay
 from lmi_server.configuration.server_settings import ServerSettings, resolve_server
 from lmi_server.serving.model_store import ModelSource

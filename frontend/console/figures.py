@@ -103,15 +103,6 @@ def sums(rows: Sequence[Row], windows: Collection[Window]) -> Row:
     return total | {"kv": max(used, default=None)} | measured_together(windows)
 
 
-def summed_gauges(by_worker: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the gauges of a model's handlers, summed over its workers."""
-    total: dict[str, float] = {}
-    for gauges in by_worker.values():
-        for name, value in gauges.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
-
-
 def _percentiles(counts: Mapping[int, int]) -> list[float] | None:
     """Return the 50th, 95th and 99th percentile in milliseconds; None if nothing was counted."""
     if not counts:

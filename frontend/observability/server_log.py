@@ -15,13 +15,13 @@ import queue
 import select
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
-from typing import Any, Protocol
+from typing import Any
 
 from lmi_server.contract import log_fields
-from lmi_server.contract.quoting import LONGEST_RECORD, as_record, shorten
+from lmi_server.contract.quoting import LONGEST_RECORD, NOT_FOR_TERMINALS, as_record, shorten
 from lmi_server.contract.secrets import SECRETS
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -31,44 +31,28 @@ _RECORD_BYTES = 512  # of a record beside its text, roughly
 _CLOSE_LIMIT_S = 1.0
 _KEPT_LINES = 500
 _LONGEST_KEPT = 4096  # characters
-
-
-class Lines(Protocol):
-    """Lines of text that may be completed only when they are written, in the thread that writes the log."""
-
-    @property
-    def count(self) -> int:
-        """How many lines there are."""
-
-    @property
-    def size(self) -> int:
-        """How much memory they take until then, in bytes."""
-
-    def __bytes__(self) -> bytes:
-        """Return the text in UTF-8, with a line end behind each line."""
+_DELETE = b"\x7f"  # the one control character that JSON leaves as it is and that is ASCII
 
 
 class WrittenLines(logging.LogRecord):
-    """Lines that are complete, and go into the log as they are."""
+    """Lines in UTF-8, each with its line end, which go into the log without a level or a logger in front of them."""
 
-    def __init__(self, name: str, lines: Lines | Sequence[str]) -> None:
-        self.lines = _MadeLines(lines) if isinstance(lines, Sequence) else lines
-        super().__init__(name, logging.INFO, __file__, 0, self.lines, None, None)
+    def __init__(self, name: str, lines: bytes) -> None:
+        self.lines = lines
+        self.count = lines.count(b"\n")
+        super().__init__(name, logging.INFO, __file__, 0, "", None, None)
 
     def getMessage(self) -> str:  # noqa: N802 - the name is that of logging
-        return bytes(self.lines).decode().removesuffix("\n")
+        return self.masked().decode().removesuffix("\n")
 
-
-class _MadeLines:
-    """Lines whose text is there."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        self._text = "".join(f"{line}\n" for line in lines).encode()
-        self.count = len(lines)
-        self.size = len(self._text)
-
-    def __bytes__(self) -> bytes:
-        return self._text
+    def masked(self) -> bytes:
+        """Return the lines without secrets and control characters. This is for the thread that writes them."""
+        lines = self.lines
+        if lines.isascii() and _DELETE not in lines and not SECRETS.may_be_in(lines):
+            return lines
+        # Line by line: other threads wait for the interpreter while one text is searched.
+        texts = lines.decode().splitlines(keepends=True)
+        return "".join([SECRETS.masked(text).translate(NOT_FOR_TERMINALS) for text in texts]).encode()
 
 
 def _shown_message(message: str) -> str:
@@ -210,7 +194,7 @@ class _RecordQueue(queue.Queue[logging.LogRecord | None]):
 
 def _size(record: logging.LogRecord | None) -> int:
     if isinstance(record, WrittenLines):
-        return _RECORD_BYTES + record.lines.size
+        return _RECORD_BYTES + len(record.lines)
     return _RECORD_BYTES + (0 if record is None else len(record.msg))
 
 
@@ -255,7 +239,7 @@ class _DroppingHandler(QueueHandler):
 
 
 def _lines(record: logging.LogRecord) -> int:
-    return record.lines.count if isinstance(record, WrittenLines) else 1
+    return record.count if isinstance(record, WrittenLines) else 1
 
 
 class _Listener(QueueListener):
@@ -302,7 +286,7 @@ class _DescriptorHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(record, WrittenLines):
-            text, count = bytes(record.lines), record.lines.count
+            text, count = record.masked(), record.count
         else:
             text, count = f"{self.format(record)}\n".encode(errors="backslashreplace"), 1
         if self._tail is not None:

@@ -18,7 +18,7 @@ from server_helpers import Server, running
 from waiting import wait_until
 
 from frontend.observability.metrics.collector import Metrics
-from frontend.observability.metrics.lmi import LmiMetrics
+from frontend.observability.metrics.recorded import RecordedMetrics
 from lmi_server.contract.metrics import Metric, parse_metric
 
 HOST = socket.gethostname()
@@ -221,13 +221,13 @@ def test_whatever_is_printed_the_text_can_be_read() -> None:
 
 
 def test_printed_series_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    metrics = LmiMetrics()
+    metrics = RecordedMetrics()
     for model in ("one", "two"):
         for number in range(3000):
             metrics.record(Metric(model, "Count", 1, (("Id", str(number)),), model=model))
     for number in range(3000):
         metrics.record(Metric("own", "Count", 1, (("Id", str(number)),)))
-    shares = {family.name: len(family.samples) for family in metrics.recorded()}
+    shares = {family.name: len(family.samples) for family in metrics.families()}
     assert shares == {"one": 1000, "two": 500, "own": 2000}
     assert next(record.message for record in caplog.records) == (
         "metric one is not counted: there are 1000 series already, of at most 2000; print fewer names and dimensions"

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from frontend.http.clients import Receive, Scope, Send
-from frontend.observability.metrics.lmi import HOST, response_name
+from frontend.observability.metrics.catalogue import HISTOGRAMS, djl_response
+from frontend.observability.metrics.recorded import HOST
+from frontend.observability.request_record import RequestRecord
 from frontend.observability.server_log import BackgroundLog, LineFormatter
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import HISTOGRAM, Metric
@@ -24,6 +26,7 @@ from lmi_server.contract.secrets import SECRETS
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _LOGGERS = {"access": "ACCESS_LOG", "model_metric": "model_metric", "server_metric": "server_metric"}
+_QUEUE_TIME, _DURATION = ({row.key: row.djl_serving for row in HISTOGRAMS}[key] for key in ("queue", "duration"))
 _FILE_FORMAT = LineFormatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
 _FILE_BYTES = 10 << 20
 _FILES = 5
@@ -72,15 +75,14 @@ class MetricLog:
         self.model = _line_writer("model_metric", names)
         self.server = _line_writer("server_metric", names)
 
-    def request(self, model: str, queue_s: float, duration_s: float) -> None:
-        """Write the times of one request."""
-        dimensions = (("Model", model),)
-        self.model(Metric("QueueTime", "Microseconds", round(queue_s * 1e6), dimensions, HISTOGRAM))
-        self.model(Metric("RequestLatency", "Microseconds", round(duration_s * 1e6), dimensions, HISTOGRAM))
+    def request(self, model: str, record: RequestRecord) -> None:
+        """Write the times of a request that a worker answered. `model` is the name without the version."""
+        for name, seconds in ((_QUEUE_TIME, record.queue_s), (_DURATION, record.duration_s)):
+            self.model(Metric(name, "Microseconds", round(seconds * 1e6), (("Model", model),), HISTOGRAM))
 
     def response(self, code: int) -> None:
         """Write that an answer with this status was sent."""
-        name = response_name(code)
+        name = djl_response(code)
         if name is not None:
             self.server(Metric(name, "Count", 1, (("Host", HOST),)))
 
