@@ -8,10 +8,12 @@ line only if `log_prompts` asks for it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import random
 import re
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -90,7 +92,7 @@ class RequestLog:
 def _line(record: RequestRecord) -> RequestLine:
     summary, first_token_s = record.summary, record.first_token_s
     line = RequestLine(
-        time=datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        time=_stamp(int(time.time() * 1000)),
         id=record.id if len(record.id) <= _LONGEST_ID else excerpt(record.id, _LONGEST_ID),
         model=record.model,
         route=record.route,
@@ -109,8 +111,15 @@ def _line(record: RequestRecord) -> RequestLine:
     return line
 
 
+@functools.lru_cache(1)  # several requests end in one millisecond
+def _stamp(milliseconds: int) -> str:
+    """Return a time.time() in ISO 8601, in UTC."""
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 def _milliseconds(seconds: float) -> float:
-    return round(seconds * 1000, 3)
+    """Return the time in milliseconds, to the microsecond."""
+    return round(seconds * 1e6) / 1000
 
 
 def _json(line: RequestLine) -> bytes:
