@@ -55,15 +55,6 @@ class Histogram:
         self.counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
 
-    def cumulative(self, scale: float = 1) -> list[tuple[str, float]]:
-        """Return for each upper bound, times `scale`, how many values are not above it, as Prometheus has it."""
-        total = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip(written_bounds(tuple(self.bounds), scale), self.counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        return buckets
-
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
     """Return the value that `share` of the counted values do not exceed, as Prometheus' histogram_quantile has it.

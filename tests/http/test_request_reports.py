@@ -10,7 +10,7 @@ from typing import Any
 from relay_helpers import on_loop
 
 from frontend.observability.error_rates import ErrorRates
-from frontend.observability.metrics.collector import Metrics
+from frontend.observability.metrics.collector import PLAIN, Metrics
 from frontend.observability.request_reports import RequestReports
 from lmi_server.configuration.server_settings import resolve_server
 from lmi_server.contract.protocol import Input
@@ -40,8 +40,8 @@ class Reports:
 async def test_a_scrape_has_every_request_that_has_ended() -> None:
     reports = Reports()
     reports.report_answer(200)
-    text = (await reports.metrics.text()).decode()
-    assert re.search(r"^Response_2XX_total\{.*\} 1\.0$", text, re.MULTILINE)
+    text, _ = await reports.metrics.exposition(PLAIN)
+    assert re.search(rb"^Response_2XX_total\{.*\} 1\.0$", text, re.MULTILINE)
 
 
 @on_loop

@@ -96,10 +96,6 @@ class Metrics:
         if self._log is not None:
             self._log.server(metric)
 
-    async def text(self, names: Collection[str] = ()) -> bytes:
-        """Return all metrics in Prometheus' text format, those of the engines last; with `names` only those."""
-        return (await self.exposition(PLAIN, names))[0]
-
     async def exposition(self, accept: str, names: Collection[str] = ()) -> tuple[bytes, str]:
         """Return all metrics in the format that the header Accept asks for, and its content type.
 
