@@ -1,7 +1,7 @@
 """The access log: a line for each inference request, once its answer has ended.
 
-A line is made on the event loop. The thread that writes the log gets the lines of a fifth of a second together: each
-record wakes that thread, which takes the interpreter from the loop. No line has headers or queries; the body is in a
+The lines of a fifth of a second are made together, and go to the thread that writes the log as one record: each record
+wakes that thread, which takes the interpreter from the event loop. No line has headers or queries; the body is in a
 line only if `log_prompts` asks for it.
 """
 
@@ -14,7 +14,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
 
@@ -26,14 +26,14 @@ from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.quoting import excerpt
 
 _LOGGER = "access"
-_MAX_BYTES = 1 << 20
+_MAX_LINES = 500  # each may have a prompt
 _DELAY_S = 0.2
 _LONGEST_ID = 256  # characters
 _WORD = re.compile(r"[^\s\"=\x00-\x1f]+")
 _HEAD = ("time", "client", "route", "code", "duration_ms")  # what begins a line of text, without names
 
 
-class RequestLine(msgspec.Struct, omit_defaults=True, tag="access", tag_field="log"):
+class RequestLine(msgspec.Struct, gc=False, omit_defaults=True, tag="access", tag_field="log"):
     """One line; in JSON, fields that have no value are left out. Times are milliseconds."""
 
     time: str
@@ -60,7 +60,7 @@ class RequestLog:
     def __init__(self, format_name: str, sample: float) -> None:
         self._encode = _FORMATS[format_name]
         self._sample = sample
-        self._waiting = bytearray()  # the lines that wait to be written
+        self._records: list[RequestRecord] = []  # whose lines are to be written
         self._timer: asyncio.TimerHandle | None = None
         self._logger = logging.getLogger(_LOGGER)
 
@@ -73,8 +73,8 @@ class RequestLog:
         """Write the line of a request that has just ended, soon."""
         if record.code < HTTPStatus.BAD_REQUEST and random.random() >= self._sample:
             return
-        self._waiting += self._encode(_line(record))
-        if len(self._waiting) >= _MAX_BYTES:
+        self._records.append(record)
+        if len(self._records) >= _MAX_LINES:
             self.flush()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DELAY_S, self.flush)
@@ -84,15 +84,18 @@ class RequestLog:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._waiting:
-            lines, self._waiting = bytes(self._waiting), bytearray()
+        if self._records:
+            records, self._records = self._records, []
+            offset = time.time() - time.monotonic()
+            lines = self._encode([_line(record, offset) for record in records])
             self._logger.handle(WrittenLines(_LOGGER, lines))
 
 
-def _line(record: RequestRecord) -> RequestLine:
+def _line(record: RequestRecord, offset: float) -> RequestLine:
+    """Return the line of a request; `offset` is what time.time() is ahead of time.monotonic()."""
     summary, first_token_s = record.summary, record.first_token_s
     line = RequestLine(
-        time=_stamp(int(time.time() * 1000)),
+        time=_stamp(int((record.ended + offset) * 1000)),
         id=record.id if len(record.id) <= _LONGEST_ID else excerpt(record.id, _LONGEST_ID),
         model=record.model,
         route=record.route,
@@ -122,18 +125,18 @@ def _milliseconds(seconds: float) -> float:
     return round(seconds * 1e6) / 1000
 
 
-def _json(line: RequestLine) -> bytes:
-    return msgspec.json.encode(line) + b"\n"
+def _texts(lines: Sequence[RequestLine]) -> bytes:
+    return "".join(map(_text, lines)).encode(errors="backslashreplace")
 
 
-def _text(line: RequestLine) -> bytes:
+def _text(line: RequestLine) -> str:
     """Return the line as words: time, client, route, code and duration, then name=value."""
     words = [line.time, "access", line.client or "-", line.route, str(line.code), f"{line.duration_ms}ms"]
     for name in line.__struct_fields__:
         value = getattr(line, name)
         if name not in _HEAD and value is not None and value != "":
             words.append(f"{name}={_word(value) if isinstance(value, str) else value}")
-    return f"{' '.join(words)}\n".encode(errors="backslashreplace")
+    return f"{' '.join(words)}\n"
 
 
 def _word(value: str) -> str:
@@ -141,5 +144,8 @@ def _word(value: str) -> str:
     return value if _WORD.fullmatch(value) else json.dumps(value, ensure_ascii=False)
 
 
-_FORMATS: dict[str, Callable[[RequestLine], bytes]] = {"json": _json, "text": _text}
+_FORMATS: dict[str, Callable[[Sequence[RequestLine]], bytes]] = {
+    "json": msgspec.json.Encoder().encode_lines,
+    "text": _texts,
+}
 """By the value of `access_log`."""

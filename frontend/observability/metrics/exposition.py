@@ -1,7 +1,7 @@
 """Families of metrics, and their text in Prometheus' format and in OpenMetrics.
 
 prometheus_client has such writers too. They check and escape every label of every sample each time: for 50 models they
-take 160 to 300 ms where these take 34 to 47, and requests wait meanwhile.
+take 160 to 300 ms where all of a scrape takes 17 to 22 here, and requests wait meanwhile.
 """
 
 from __future__ import annotations
