@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -70,13 +68,3 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
             return lower + (bound - lower) * (wanted - below) / count
         below, lower = below + count, bound
     return lower
-
-
-@functools.lru_cache(64)
-def written_bounds(bounds: tuple[float, ...], scale: float) -> list[str]:
-    """Return the upper bounds of all buckets, times `scale`, as Prometheus' own clients write them."""
-    return [_written(bound * scale) for bound in (*bounds, math.inf)]
-
-
-def _written(bound: float) -> str:
-    return "+Inf" if math.isinf(bound) else str(float(round(bound, 9)))

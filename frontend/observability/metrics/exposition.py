@@ -14,7 +14,7 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
-from lmi_server.contract.histogram import Histogram, written_bounds
+from lmi_server.contract.histogram import Histogram
 
 Labels = tuple[str, ...]
 LabelPairs = tuple[tuple[str, str], ...]
@@ -132,8 +132,14 @@ def _histogram(name: str, labels: LabelPairs, histogram: Histogram, scale: float
 @functools.lru_cache(2048)
 def _beginnings(name: str, labels: LabelPairs, bounds: tuple[float, ...], scale: float) -> list[str]:
     """Return what the lines of a histogram have in front of their numbers: of the buckets, the count and the sum."""
-    buckets = [f"{name}_bucket{_labels((*labels, ('le', bound)))} " for bound in written_bounds(bounds, scale)]
+    ends = [_bound(bound * scale) for bound in (*bounds, math.inf)]
+    buckets = [f"{name}_bucket{_labels((*labels, ('le', end)))} " for end in ends]
     return [*buckets, *(f"{name}_{what}{_labels(labels)} " for what in ("count", "sum"))]
+
+
+def _bound(bound: float) -> str:
+    """Return an upper bound as Prometheus' own clients write it."""
+    return "+Inf" if math.isinf(bound) else str(float(round(bound, 9)))
 
 
 @functools.lru_cache(8192)
