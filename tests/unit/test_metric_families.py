@@ -11,7 +11,9 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_open_metrics
 
+from frontend.observability.metrics import catalogue
 from frontend.observability.metrics.exposition import counter, gauge, histogram, open_metrics, text_format
+from frontend.observability.metrics.model_metrics import AdapterCounts, ModelMetrics
 from lmi_server.contract.histogram import Histogram
 
 ODD = 'with "quotes", a \\ and\na line'
@@ -72,3 +74,17 @@ def test_families_of_one_name_have_one_head() -> None:
     assert text_format(parts).decode() == (
         '# HELP depth Depth.\n# TYPE depth gauge\ndepth{model="a"} 1.0\ndepth{model="b"} 1.0\n'
     )
+
+
+def test_every_row_of_requests_names_what_is_counted() -> None:
+    counts, model = AdapterCounts(), ModelMetrics("model")
+    assert [row.key for row in catalogue.TOKENS if not hasattr(counts, row.key)] == []
+    assert [row.key for row in catalogue.HISTOGRAMS if row.key not in model.histograms] == []
+
+
+@pytest.mark.parametrize("column", ["name", "vllm", "djl_serving", "cloudwatch"])
+def test_no_name_is_given_twice(column: str) -> None:
+    rows = (*catalogue.HISTOGRAMS, *catalogue.TOKENS, *catalogue.POOL_GAUGES, *catalogue.POOL_COUNTERS)
+    names = [name for row in (*rows, *catalogue.POOL_HISTOGRAMS) if (name := getattr(row, column))]
+    assert names
+    assert len(names) == len(set(names))
