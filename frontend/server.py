@@ -36,8 +36,8 @@ from frontend.lifecycle.server_end import ForcedEnd, ServerEnd
 from frontend.management.model_watch import ModelWatch
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.embedded_metrics import EmbeddedMetrics
-from frontend.observability.metrics.lmi import HOST
-from frontend.observability.metrics.metric_log import AccessLog, MetricLog, log_files
+from frontend.observability.metrics.lmi_logs import AccessLog, MetricLog, log_files
+from frontend.observability.metrics.recorded import HOST
 from frontend.observability.request_reports import RequestReports
 from frontend.observability.server_log import BackgroundLog, background_log
 from frontend.relay.relay import Relay
@@ -191,7 +191,7 @@ class _Server:
             console = Console(models, relay, self._access.guard, feed)
         app = App(models, metrics, relay, self._settings, self._access, management_place, console)
         logged = AccessLog(app) if "access" in self._settings.written_logs else app
-        limits = ConnectionLimits(self._settings, metrics.of(None).refused)
+        limits = ConnectionLimits(self._settings, metrics.for_model(None).count_refusal)
         http = _HttpServer(logged, limits, self._settings, self._listeners, self._certificate)
         self._listen_to_signals()
         self._orphans.start()

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from importlib.metadata import version
 
-from frontend.console.figures import Row, Window, counts_of, rounded, summed_gauges, sums
+from frontend.console.figures import Row, Window, counts_of, rounded, sums
 from frontend.console.history import COLUMNS, SPAN_S, History
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.server_log import LogTail
@@ -22,6 +22,7 @@ from lmi_server.contract.secrets import SECRETS
 from lmi_server.contract.sendable import json_bytes
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool_settings import ModelStatus
+from lmi_server.serving.worker_metrics import summed_gauges
 
 _INTERVAL_S = 0.8  # so that a page shows within a second what has happened, with some time for the way
 _QUIET_INTERVAL_S = 4.0  # without a page
@@ -109,7 +110,6 @@ class ConsoleFeed:
     async def _sample(self) -> None:
         """Read every model. A page that opens meanwhile gets the sample before."""
         number = self._number + 1
-        self._metrics.before_reading()
         now, at = time.monotonic(), time.time()
         rows: dict[str, tuple[int, Row]] = {}
         for count, model in enumerate(self._models(), start=1):
@@ -132,7 +132,7 @@ class ConsoleFeed:
         row = _state(model)
         gauges = {} if pool is None else summed_gauges(pool.worker_gauges())
         window = self._windows.setdefault(model.label, Window())
-        window.add(counts_of(self._metrics.counted(model), gauges, now))
+        window.add(counts_of(self._metrics.find(model), gauges, now))
         if pool is None:
             return row
         used = gauges.get("kv_cache_usage")

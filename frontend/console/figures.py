@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from frontend.observability.metrics.model_metrics import ModelMetrics
-from frontend.observability.metrics.quantile_sketch import counted_between, sketch_quantile
+from frontend.observability.metrics.quantile_sketch import added_between, sketch_quantile
 
 _RATE_S = 3.0  # over which rates are taken: workers report once a second, not in step with the sampler
 _LATENCY_S = 10.0
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 class Counts(NamedTuple):
-    """The counters of one model at one moment; the times are counted as `QuantileSketch.taken` returns them."""
+    """The counters of one model at one moment; the times are counted as `QuantileSketch.snapshot` returns them."""
 
     at: float
     tokens: float = 0
@@ -73,8 +73,8 @@ def counts_of(series: ModelMetrics | None, gauges: Mapping[str, float], now: flo
         sum(each.prompt_tokens for each in adapters),
         sum(each.cached_tokens for each in adapters),
         sum(series.by_code.values()),
-        series.first_token_sketch.taken(),
-        series.token_gap_sketch.taken(),
+        series.first_token_sketch.snapshot(),
+        series.token_gap_sketch.snapshot(),
     )
 
 
@@ -85,8 +85,8 @@ def measured_together(windows: Collection[Window]) -> Row:
     first_token: Counter[int] = Counter()
     token_gap: Counter[int] = Counter()
     for window in windows:
-        first_token.update(counted_between(window.first.first_token, window.last.first_token))
-        token_gap.update(counted_between(window.first.token_gap, window.last.token_gap))
+        first_token.update(added_between(window.first.first_token, window.last.first_token))
+        token_gap.update(added_between(window.first.token_gap, window.last.token_gap))
     return {
         "hits": rounded(cached / prompts) if prompts > 0 else None,
         "ttft": _percentiles(first_token),
@@ -101,15 +101,6 @@ def sums(rows: Sequence[Row], windows: Collection[Window]) -> Row:
     total: Row = {name: sum(row[name] for row in loaded) for name in ("queue", "running")}
     total |= {name: rounded(sum(row.get(name, 0) for row in loaded)) for name in ("tokens", "requests")}
     return total | {"kv": max(used, default=None)} | measured_together(windows)
-
-
-def summed_gauges(by_worker: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the gauges of a model's handlers, summed over its workers."""
-    total: dict[str, float] = {}
-    for gauges in by_worker.values():
-        for name, value in gauges.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
 
 
 def _percentiles(counts: Mapping[int, int]) -> list[float] | None:

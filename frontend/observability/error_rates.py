@@ -1,4 +1,4 @@
-"""LMI's limits on errors: once more of them came than `error_rate_*` allows, `/ping` answers 503 until a restart."""
+"""LMI's limits on errors: after more errors than `error_rate_*` allows, `/ping` answers 503 until a restart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FAILED_DEPENDENCY = 424  # LMI's status for errors of the model's code
 
 
 class ErrorRates:
-    """Counts errors by kind: "wlm" if no worker could take or keep the request, "model", "server", and "any" of them.
+    """Counts errors by kind: "wlm" if no worker could take or keep the request, "model", "server", and "any" for all.
 
     `limits` has the allowed number of errors of a kind, and the time in which they count. `clock` returns seconds.
     """
@@ -29,7 +29,7 @@ class ErrorRates:
         self._times: dict[str, deque[float]] = {kind: deque(maxlen=limit.errors + 1) for kind, limit in limits.items()}
 
     def count(self, status: int, error: LmiServerError | None) -> None:
-        """Count an answer, if it is an error of the server or the model. `error` is what it was made of."""
+        """Count an answer if it is an error of the server or the model. `error` is its cause, if the server has one."""
         kind = _kind(status, error)
         if kind is None or self.exceeded:
             return

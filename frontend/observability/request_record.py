@@ -1,4 +1,4 @@
-"""What is known of an inference request once its answer has ended, for metrics, logs and traces."""
+"""What is known of an inference request once its answer has ended, for metrics, the access log and traces."""
 
 from __future__ import annotations
 
@@ -11,21 +11,34 @@ from lmi_server.contract.protocol import Summary
 FAILED = 424
 """From this status on, the server or its model failed; the client may also have gone (CLIENT_GONE)."""
 
+CLIENT_GONE = 499
+"""The status, in the metrics alone, of a request whose client went away before its answer."""
+
 
 class RequestRecord(msgspec.Struct, gc=False):
-    """One request that a worker answered. Times are those of time.monotonic().
+    """One request. Times are those of time.monotonic(); 0.0 stands for what a refused request never reached.
 
-    `code` is the status under which it counts, `trace_id` that of the client's trace, "" for none.
+    `code` is the status under which it counts. `model` is the label of the model, "" for none; `client` is an address,
+    "" on a Unix socket; `trace_id` is that of the client's trace or of the server's own, "" for none; `error` is the
+    kind of an error. `attempts` are the times at which workers got the request and lost it again. `prompt` is the
+    beginning of the body, if prompts are logged.
     """
 
     code: int
     arrived: float
-    queued: float
-    sent: float
-    first_byte: float
     ended: float
-    summary: Summary | None
-    trace_id: str
+    id: str
+    model: str
+    route: str
+    client: str
+    queued: float = 0.0
+    sent: float = 0.0
+    first_byte: float = 0.0
+    summary: Summary | None = None
+    trace_id: str = ""
+    error: str = ""
+    attempts: Sequence[tuple[float, float]] = ()
+    prompt: bytes = b""
 
     @property
     def queue_s(self) -> float:
@@ -41,23 +54,8 @@ class RequestRecord(msgspec.Struct, gc=False):
 
     @property
     def first_token_s(self) -> float | None:
-        """Return the time from the arrival to the first token; None if there was none, or nobody knows when it came."""
+        """The time from the arrival to the first token; None if there was none, or if it is unknown when it came."""
         summary = self.summary
         if summary is None or summary.prefill_s is None:
             return None
         return self.sent - self.arrived + summary.prefill_s
-
-
-class EndedRequest(RequestRecord, gc=False):
-    """A record with what traces show beside.
-
-    `model` is the label of the model, "" for none; `client` is an address, "" on a Unix socket; `error` is the kind of
-    an error. `attempts` are the times at which workers got it and lost it again.
-    """
-
-    id: str
-    model: str
-    route: str
-    client: str
-    error: str = ""
-    attempts: Sequence[tuple[float, float]] = ()

@@ -1,8 +1,8 @@
 """The log of the server process: written to standard error by a thread of its own.
 
-A write to a pipe blocks while the pipe is full. On the event loop such a write would stop every request as soon as
-whoever reads the log (a container runtime, a terminal, `| less`) falls behind. So the event loop only puts records into
-a queue. The queue is bounded, because a reader may never come back; what does not fit is dropped and counted.
+A write to a pipe blocks while the pipe is full. On the event loop such a write would stop every request as soon as the
+reader of the log (a container runtime, a terminal, `| less`) falls behind. So the event loop only puts records into a
+queue. The queue is bounded, because a reader may never come back. Records that do not fit are dropped and counted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import queue
 import select
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
-from typing import Any, Protocol
+from typing import Any
 
 from lmi_server.contract import log_fields
-from lmi_server.contract.quoting import LONGEST_RECORD, as_record, shorten
+from lmi_server.contract.quoting import LONGEST_RECORD, NOT_FOR_TERMINALS, as_record, shorten
 from lmi_server.contract.secrets import SECRETS
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -31,48 +31,32 @@ _RECORD_BYTES = 512  # of a record beside its text, roughly
 _CLOSE_LIMIT_S = 1.0
 _KEPT_LINES = 500
 _LONGEST_KEPT = 4096  # characters
-
-
-class Lines(Protocol):
-    """Lines of text that may be completed only when they are written, in the thread that writes the log."""
-
-    @property
-    def count(self) -> int:
-        """How many lines there are."""
-
-    @property
-    def size(self) -> int:
-        """How much memory they take until then, in bytes."""
-
-    def __bytes__(self) -> bytes:
-        """Return the text in UTF-8, with a line end behind each line."""
+_DELETE = b"\x7f"  # the one control character that JSON leaves as it is and that is ASCII
 
 
 class WrittenLines(logging.LogRecord):
-    """Lines that are complete, and go into the log as they are."""
+    """Lines in UTF-8, each with its line end, which go into the log without a level or a logger in front of them."""
 
-    def __init__(self, name: str, lines: Lines | Sequence[str]) -> None:
-        self.lines = _MadeLines(lines) if isinstance(lines, Sequence) else lines
-        super().__init__(name, logging.INFO, __file__, 0, self.lines, None, None)
+    def __init__(self, name: str, lines: bytes) -> None:
+        self.lines = lines
+        self.count = lines.count(b"\n")
+        super().__init__(name, logging.INFO, __file__, 0, "", None, None)
 
     def getMessage(self) -> str:  # noqa: N802 - the name is that of logging
-        return bytes(self.lines).decode().removesuffix("\n")
+        return self.masked().decode().removesuffix("\n")
+
+    def masked(self) -> bytes:
+        """Return the lines without secrets and control characters. This is for the thread that writes them."""
+        lines = self.lines
+        if lines.isascii() and _DELETE not in lines and not SECRETS.may_be_in(lines):
+            return lines
+        # Line by line: other threads wait for the interpreter while one text is searched.
+        texts = lines.decode().splitlines(keepends=True)
+        return "".join([SECRETS.masked(text).translate(NOT_FOR_TERMINALS) for text in texts]).encode()
 
 
-class _MadeLines:
-    """Lines whose text is there."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        self._text = "".join(f"{line}\n" for line in lines).encode()
-        self.count = len(lines)
-        self.size = len(self._text)
-
-    def __bytes__(self) -> bytes:
-        return self._text
-
-
-def _shown_message(message: str) -> str:
-    """Return the message of a record without secrets. One that is longer than any line of a worker is cut."""
+def _mask_message(message: str) -> str:
+    """Return the message of a record without secrets, cut if it is longer than any line of a worker."""
     return SECRETS.masked(shorten(message, LONGEST_RECORD))
 
 
@@ -89,27 +73,27 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             **_fields(record),
         }
-        entry["message"] = _shown_message(entry.pop("message"))  # the last one
+        entry["message"] = _mask_message(entry.pop("message"))  # last in the line
         return json.dumps(entry)  # in ASCII, so that no character means anything to a terminal
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the fields of the record itself, and its text without the worker that stands in front of it as well."""
+    """Return the text and the fields of a record. The worker, which is a field, is cut from the front of the text."""
     fields = log_fields.of_record(record)
     message = record.getMessage().removeprefix(f"[{fields.get('worker', fields.get('model'))}] ")
-    if record.exc_info:  # of a record that has gone through no queue
+    if record.exc_info:  # the queue has put it into the message of other records
         message += f"\n{logging.Formatter().formatException(record.exc_info)}"
     return {"message": message, **fields}
 
 
 class LineFormatter(logging.Formatter):
-    """Hides secrets, escapes control characters and indents further lines, so that nobody can forge a record."""
+    """Hides secrets, escapes control characters and indents further lines, so that no text can forge a record."""
 
     def format(self, record: logging.LogRecord) -> str:
         return record.getMessage() if isinstance(record, WrittenLines) else super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is that of logging
-        record.message = as_record(_shown_message(record.message))
+        record.message = as_record(_mask_message(record.message))
         return super().formatMessage(record)
 
 
@@ -119,13 +103,13 @@ def formatter(name: str) -> logging.Formatter:
 
 
 class LogTail:
-    """The lines that were written last, for whoever looks at them later. One thread adds, another one reads."""
+    """The last lines that were written, for the console. One thread adds and another reads."""
 
     def __init__(self) -> None:
-        self._parts: deque[tuple[int, int, bytes]] = deque()  # with the number of the last line, and how many it has
+        self._parts: deque[tuple[int, int, bytes]] = deque()  # number of the last line, number of lines, text
 
     def add(self, text: bytes, count: int = 1) -> None:
-        """Keep what was written, without its secrets: a record of the log, or as many as `count` lines."""
+        """Keep what was written: a record of the log, or `count` lines."""
         parts = self._parts
         added = count + (parts[-1][0] if parts else 0)
         parts.append((added, count, text))
@@ -133,24 +117,24 @@ class LogTail:
             parts.popleft()
 
     def since(self, number: int) -> list[tuple[int, str]]:
-        """Return the kept lines behind the one of this number (0: all), each with its own number."""
+        """Return the kept lines after this number (0: all), each with its own number."""
         parts = self._parts.copy()
         number = max(number, parts[-1][0] - _KEPT_LINES) if parts else 0
         found: list[tuple[int, str]] = []
         for last, count, text in parts:
             if last > number:
                 lines = text.removesuffix(b"\n").split(b"\n") if count > 1 else (text,)
-                found += [(at, _shown(line)) for at, line in enumerate(lines, last - count + 1) if at > number]
+                found += [(at, _decode_line(line)) for at, line in enumerate(lines, last - count + 1) if at > number]
         return found
 
 
-def _shown(line: bytes) -> str:
+def _decode_line(line: bytes) -> str:
     return line.decode(errors="replace").removesuffix("\n")[:_LONGEST_KEPT]
 
 
 @contextlib.contextmanager
 def background_log(fd: int, log_format: str) -> Iterator[BackgroundLog]:
-    """Have the root logger write to the file descriptor `fd` in the background."""
+    """Let the root logger write to the file descriptor `fd` in the background."""
     tail = LogTail()
     target = _DescriptorHandler(fd, tail)
     target.setFormatter(formatter(log_format))
@@ -189,7 +173,7 @@ class BackgroundLog:
 
 
 class _RecordQueue(queue.Queue[logging.LogRecord | None]):
-    """A queue that is bounded by the memory which its records take; None is the end."""
+    """A queue that is bounded by the memory of its records; None is the end."""
 
     def _init(self, maxsize: int) -> None:
         super()._init(maxsize)
@@ -210,7 +194,7 @@ class _RecordQueue(queue.Queue[logging.LogRecord | None]):
 
 def _size(record: logging.LogRecord | None) -> int:
     if isinstance(record, WrittenLines):
-        return _RECORD_BYTES + record.lines.size
+        return _RECORD_BYTES + len(record.lines)
     return _RECORD_BYTES + (0 if record is None else len(record.msg))
 
 
@@ -224,12 +208,12 @@ class _DroppingHandler(QueueHandler):
         self._dropped = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Have the text made here, but for lines that the writing thread makes."""
+        """Make the text here, except for lines that are complete."""
         return record if isinstance(record, WrittenLines) else super().prepare(record)
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        # After a drop the queue must be half empty before it takes records again. Otherwise a reader that is too slow
-        # would get single lines between reports of what is missing, instead of whole passages.
+        # After a drop the queue must be half empty before it takes records again. A slow reader then gets whole
+        # passages and not single lines between reports of what is missing.
         if self._dropped and self.queue.qsize() > self.queue.maxsize // 2:
             self._dropped += _lines(record)
             return
@@ -242,7 +226,7 @@ class _DroppingHandler(QueueHandler):
             self._dropped += _lines(record)
 
     def take_report(self) -> logging.LogRecord | None:
-        """Return a record that says how many were dropped, None if none were; start to count anew."""
+        """Return a record that says how many were dropped since the last report, None if none were."""
         with self.lock or contextlib.nullcontext():
             return self._take_report()
 
@@ -255,11 +239,11 @@ class _DroppingHandler(QueueHandler):
 
 
 def _lines(record: logging.LogRecord) -> int:
-    return record.lines.count if isinstance(record, WrittenLines) else 1
+    return record.count if isinstance(record, WrittenLines) else 1
 
 
 class _Listener(QueueListener):
-    """Takes records out of the queue, in a daemon thread: it does not keep the process alive if a write blocks."""
+    """Takes records out of the queue in a daemon thread, so that a blocked write does not keep the process alive."""
 
     def __init__(self, source: _DroppingHandler, target: logging.Handler) -> None:
         super().__init__(source.queue, target)
@@ -268,7 +252,7 @@ class _Listener(QueueListener):
 
     def handle(self, record: logging.LogRecord) -> None:
         super().handle(record)
-        if self._records.empty():  # nothing may follow for a long time that could carry the report
+        if self._records.empty():  # the next record, which would bring the report, may come much later
             report = self._source.take_report()
             if report is not None:
                 super().handle(report)
@@ -287,8 +271,8 @@ class _Listener(QueueListener):
 class _DescriptorHandler(logging.Handler):
     """Writes to a file descriptor.
 
-    It neither locks nor goes through `sys.stderr`. The interpreter flushes both at its end, and would wait for ever for
-    a lock that a thread holds whose write blocks.
+    It neither locks nor uses `sys.stderr`. The interpreter flushes both when it ends: if the writing thread held a lock
+    in a blocked write, that would never return.
     """
 
     def __init__(self, fd: int, tail: LogTail | None = None) -> None:
@@ -302,13 +286,13 @@ class _DescriptorHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(record, WrittenLines):
-            text, count = bytes(record.lines), record.lines.count
+            text, count = record.masked(), record.count
         else:
             text, count = f"{self.format(record)}\n".encode(errors="backslashreplace"), 1
         if self._tail is not None:
             self._tail.add(text, count)
         left = memoryview(text)
-        with contextlib.suppress(OSError):  # whoever read the log is gone
+        with contextlib.suppress(OSError):  # the reader of the log is gone
             while left:
                 try:
                     left = left[os.write(self._fd, left) :]

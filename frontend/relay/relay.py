@@ -28,9 +28,9 @@ from frontend.http.responses import error_statuses, standard_headers
 from frontend.management.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
 from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import Metrics
-from frontend.observability.metrics.lmi import CLIENT_GONE
-from frontend.observability.request_reports import AnsweredRequest, RequestReports
-from frontend.observability.traces.trace_context import RequestTrace
+from frontend.observability.request_record import CLIENT_GONE
+from frontend.observability.request_reports import RequestReports
+from frontend.observability.tracing import RequestTrace
 from frontend.relay.model_names import refuse_unknown
 from frontend.relay.response import Response
 from lmi_server.configuration.server_settings import ServerSettings
@@ -132,7 +132,7 @@ class Relay:
         traceparent = properties.get("traceparent")
         trace, tracing = None, self._tracing
         if tracing is not None and (traceparent is not None or random() < tracing.ratio):
-            trace = tracing.begin(properties, scope)
+            trace = tracing.begin(properties, scope, arrived)
         connection = connection_of(scope)
         response = self._response(route, request_id, scope, send, trace)
         model: Model | None = None
@@ -176,12 +176,12 @@ class Relay:
             closes = self.draining or isinstance(error, PayloadTooLargeError)
             closes = closes or (body is None and not await self._skips_body(scope, receive))
             code = await self._refuse(model, route, error, closes, response)
-            self.reports.refused(code, arrived, request_id, model, route, scope, trace, error.kind)
+            self.reports.report_refusal(code, arrived, request_id, model, route, scope, trace, error.kind)
             return
         except ClientGoneError:
             code = connection.refused_with or CLIENT_GONE
-            self._metrics.of(model).refused(code)
-            self.reports.refused(code, arrived, request_id, model, route, scope, trace)
+            self._metrics.for_model(model).count_refusal(code)
+            self.reports.report_refusal(code, arrived, request_id, model, route, scope, trace)
             return
         connection.watch(lambda: pool.cancel(job), job.reply)
         try:
@@ -191,8 +191,7 @@ class Relay:
             connection.unwatch()
             if pool.on_demand is not None:
                 pool.on_demand.release(received)
-        client, ended = scope["client"], time.monotonic()
-        self.reports.answered(AnsweredRequest(status, arrived, ended, model, job, body, client, trace, traceparent))
+        self.reports.report_answer(status, arrived, model, job, body, scope, trace, traceparent)
 
     async def refuse(self, route: str, error: LmiServerError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer an inference request that is refused before it is read."""
@@ -201,7 +200,7 @@ class Relay:
         response = self._response(route, request_id, scope, send)
         closes = self.draining or not await self._skips_body(scope, receive)
         code = await self._refuse(None, route, error, closes, response)
-        self.reports.refused(code, arrived, request_id, None, route, scope, kind=error.kind)
+        self.reports.report_refusal(code, arrived, request_id, None, route, scope, error=error.kind)
 
     def _response(
         self, route: str, request_id: str, scope: Scope, send: Send, trace: RequestTrace | None = None
@@ -330,10 +329,10 @@ class Relay:
         if closes:
             headers.append(("connection", "close"))
             response.linger()
-        counts = self._metrics.of(model)
-        counts.refused(status)
-        counts.turned_away(error)
-        self._metrics.failed(error)
+        counts = self._metrics.for_model(model)
+        counts.count_refusal(status)
+        counts.count_overload(error)
+        self._metrics.count_error(error)
         self.error_rates.count(status, error)
         await response.whole(status, headers, data)
         return status

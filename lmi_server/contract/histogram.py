@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -55,15 +53,6 @@ class Histogram:
         self.counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
 
-    def cumulative(self, scale: float = 1) -> list[tuple[str, float]]:
-        """Return for each upper bound, times `scale`, how many values are not above it, as Prometheus has it."""
-        total = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip(written_bounds(tuple(self.bounds), scale), self.counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        return buckets
-
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
     """Return the value that `share` of the counted values do not exceed, as Prometheus' histogram_quantile has it.
@@ -79,13 +68,3 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
             return lower + (bound - lower) * (wanted - below) / count
         below, lower = below + count, bound
     return lower
-
-
-@functools.lru_cache(64)
-def written_bounds(bounds: tuple[float, ...], scale: float) -> list[str]:
-    """Return the upper bounds of all buckets, times `scale`, as Prometheus' own clients write them."""
-    return [_written(bound * scale) for bound in (*bounds, math.inf)]
-
-
-def _written(bound: float) -> str:
-    return "+Inf" if math.isinf(bound) else str(float(round(bound, 9)))

@@ -33,7 +33,7 @@ from lmi_server.serving.progress_watch import ProgressWatch
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.serving.scaling import WorkerScaling
 from lmi_server.serving.store_listing import StoreListing
-from lmi_server.serving.worker_metrics import engine_metrics, worker_gauges
+from lmi_server.serving.worker_metrics import engine_metrics
 from lmi_server.supervisor.job import Deadline, Job, ReplySlot
 from lmi_server.supervisor.remote import RemotePlace
 from lmi_server.supervisor.replicas import CrashLoopDetector, LoadPlan, Replicas, ReplicaSet
@@ -156,7 +156,7 @@ class WorkerPool:
 
     def worker_gauges(self) -> dict[str, Mapping[str, float]]:
         """Return the gauges that each ready worker last reported, by the worker's name."""
-        return worker_gauges(self._roster.ready)
+        return {worker.name: worker.gauges for worker in self._roster.ready}
 
     async def engine_metrics(self) -> dict[str, bytes]:
         """Return the metrics of each ready worker's engine, as `worker_metrics.engine_metrics` does."""

@@ -1,4 +1,4 @@
-"""What workers measure of themselves and of their engines, for `/metrics`."""
+"""What workers measure of themselves and of their engines, for `/metrics` and the console."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 1.0
 
 
-def worker_gauges(workers: Sequence[WorkerProcess]) -> dict[str, Mapping[str, float]]:
-    """Return the gauges that each worker last reported, by the worker's name."""
-    return {worker.name: worker.gauges for worker in workers}
+def summed_gauges(by_worker: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the gauges of a model's handlers, summed over its workers."""
+    total: dict[str, float] = {}
+    for gauges in by_worker.values():
+        for name, value in gauges.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 async def engine_metrics(workers: Sequence[WorkerProcess]) -> dict[str, bytes]:

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import Server, running
 from waiting import wait_until
 
-from frontend.observability.metrics.collector import Metrics
-from frontend.observability.metrics.lmi import LmiMetrics
+from frontend.observability.metrics.collector import PLAIN, Metrics
+from frontend.observability.metrics.recorded import RecordedMetrics
 from lmi_server.contract.metrics import Metric, parse_metric
 
 HOST = socket.gethostname()
@@ -190,7 +190,7 @@ def test_a_line_that_is_no_metric(text: str) -> None:
 
 
 def test_names_of_others_can_be_left_out() -> None:
-    printed = asyncio.run(Metrics(list, names=()).text()).decode()
+    printed = asyncio.run(Metrics(list, names=()).exposition(PLAIN))[0].decode()
     assert "Response_2XX" not in printed
     assert "process_resident_memory_bytes" in printed
 
@@ -209,7 +209,7 @@ def test_whatever_is_printed_the_text_can_be_read() -> None:
         metric = parse_metric(text)
         assert metric is not None, text
         metrics.record(metric)
-    printed = asyncio.run(metrics.text()).decode()
+    printed = asyncio.run(metrics.exposition(PLAIN))[0].decode()
     families = {family.name: family for family in text_string_to_metric_families(printed)}
     heads = re.findall(r"^# TYPE (\S+)", printed, re.MULTILINE)
     assert len(heads) == len(set(heads))
@@ -221,13 +221,13 @@ def test_whatever_is_printed_the_text_can_be_read() -> None:
 
 
 def test_printed_series_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    metrics = LmiMetrics()
+    metrics = RecordedMetrics()
     for model in ("one", "two"):
         for number in range(3000):
             metrics.record(Metric(model, "Count", 1, (("Id", str(number)),), model=model))
     for number in range(3000):
         metrics.record(Metric("own", "Count", 1, (("Id", str(number)),)))
-    shares = {family.name: len(family.samples) for family in metrics.recorded()}
+    shares = {family.name: len(family.samples) for family in metrics.families()}
     assert shares == {"one": 1000, "two": 500, "own": 2000}
     assert next(record.message for record in caplog.records) == (
         "metric one is not counted: there are 1000 series already, of at most 2000; print fewer names and dimensions"

@@ -15,7 +15,7 @@ from prometheus_client.samples import Exemplar
 from server_helpers import Server, make_model, running, serving
 from waiting import wait_until
 
-from frontend.observability.metrics.engine_metrics import joined
+from frontend.observability.metrics.collector import parse_engine_metrics
 from frontend.observability.metrics.exposition import open_metrics as written
 from frontend.observability.metrics.exposition import text_format
 
@@ -155,11 +155,11 @@ def test_what_engines_report_is_valid_in_both_formats() -> None:
     registry = CollectorRegistry()
     Counter("vllm:tokens", "Tokens.", ["engine"], registry=registry).labels("0").inc(5)
     own = generate_latest(registry)  # with a family vllm:tokens_created
-    text = joined({("model", "model-0"): own, ("model", "model-1"): own}).decode()
-    plain = text_format(plain_text(text)).decode()
+    families = [each for worker in ("model-0", "model-1") for each in parse_engine_metrics(own, "model", worker)]
+    plain = text_format(families).decode()
     assert 'vllm:tokens_total{engine="0",model="model",worker="model-1"} 5.0\n' in plain
     assert [family.name for family in plain_text(plain)] == ["vllm:tokens", "vllm:tokens_created"]
-    assert [family.name for family in open_metrics(written(plain_text(text)).decode())] == ["vllm:tokens"]
+    assert [family.name for family in open_metrics(written(families).decode())] == ["vllm:tokens"]
 
 
 def test_a_worker_that_dies_is_counted(server: Server) -> None:

@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
-from relay_helpers import on_loop
 from server_helpers import Server, make_model, running
 from waiting import wait_until
 
-from frontend.observability.request_record import EndedRequest, RequestRecord
-from frontend.observability.traces.trace_context import HttpRequest, RequestTrace, parse_traceparent
-from frontend.observability.traces.tracing import Tracing
+from frontend.observability.request_record import RequestRecord
+from frontend.observability.tracing import Tracing, parse_traceparent
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install lmi-server[otel]")
 Receiver = import_module("otlp_receiver").Receiver
@@ -159,32 +157,21 @@ def test_a_share_of_the_requests_without_a_trace_is_traced(sampling: Server, hea
     assert trace_ids == span_ids == len(begun)
 
 
-class FailingWriter:
-    """Stands for spans of which one has a fault."""
+class FailingTrace:
+    """Stands for a request whose spans have a fault."""
 
-    def __init__(self) -> None:
-        self.written: list[str] = []
+    trace_id = f"{1:032x}"
+    header = f"00-{trace_id}-{PARENT_ID}-01"
 
-    def write(self, request: EndedRequest, trace: RequestTrace) -> None:
-        if request.id == "odd":
-            raise ValueError("no span")
-        self.written.append(request.id)
-
-    def close(self) -> None:
-        """Do nothing."""
+    def end(self, record: RequestRecord) -> None:
+        raise ValueError("no span")
 
 
-@on_loop
-async def test_a_request_whose_spans_cannot_be_made_costs_no_others(caplog: pytest.LogCaptureFixture) -> None:
-    writer = FailingWriter()
-    tracing = Tracing(1, writer)
-    for name in ("a", "odd", "b"):
-        record = RequestRecord(200, 0.0, 0.0, 0.0, 0.0, 0.0, None, "")
-        trace = RequestTrace(f"{1:032x}", PARENT_ID, HttpRequest("POST", "http", "/invocations", "1.1", None, ""))
-        tracing.add(trace, record, (name, "model", "invocations", "", "", ()))
-    assert writer.written == []
-    await tracing.close()
-    assert writer.written == ["a", "b"]
+def test_a_request_whose_spans_cannot_be_made_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    record = RequestRecord(200, 0.0, 0.0, "odd", "model", "invocations", "")
+    Tracing(1, import_module("frontend.observability.spans").OpenTelemetrySpans("http://127.0.0.1:1")).end(
+        FailingTrace(), record
+    )
     assert f"the spans of trace {1:032x} cannot be made" in caplog.text
 
 
@@ -220,14 +207,14 @@ def test_the_header(header: str, is_valid: bool) -> None:
 )
 def test_a_route_has_no_names(path: str, route: str) -> None:
     """A collector keeps a series for each."""
-    assert import_module("frontend.observability.traces.spans").http_route(path) == route
+    assert import_module("frontend.observability.spans").http_route(path) == route
 
 
 def test_without_traces_nothing_is_imported() -> None:
     code = (
-        "import sys, frontend.server; from frontend.observability.traces.tracing import Tracing\n"
+        "import sys, frontend.server; from frontend.observability.tracing import Tracing\n"
         "from lmi_server.configuration.server_settings import ServerSettings\n"
-        "assert Tracing.of(ServerSettings()) is None\n"
+        "assert Tracing.from_settings(ServerSettings()) is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from frontend.observability.metrics.catalogue import HISTOGRAMS, POOL_GAUGES, TOKENS
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.model_metrics import ModelMetrics
 from frontend.observability.server_log import WrittenLines
-from lmi_server.contract.histogram import Histogram, quantile
+from lmi_server.contract.histogram import quantile
 from lmi_server.serving.models import Model
 
 _LOGGER = "emf"
@@ -31,7 +32,7 @@ class EmbeddedMetrics:
         self._namespace = namespace
         self._metrics = metrics
         self._models = models
-        self._before: dict[str, _Counts] = {}
+        self._before: dict[str, _Snapshot] = {}
 
     async def run(self) -> None:
         """Write once a minute, until the task is cancelled; once more then."""
@@ -44,20 +45,18 @@ class EmbeddedMetrics:
 
     def write(self) -> None:
         """Write a line for each model."""
-        lines = [json.dumps(self._line(model)) for model in self._models()]
+        lines = "".join(f"{json.dumps(self._line(model))}\n" for model in self._models())
         if lines:
-            logging.getLogger(_LOGGER).handle(WrittenLines(_LOGGER, lines))
+            logging.getLogger(_LOGGER).handle(WrittenLines(_LOGGER, lines.encode()))
 
     def _line(self, model: Model) -> dict[str, Any]:
-        series = self._metrics.of(model)
+        series = self._metrics.for_model(model)
         series.settle()
-        after = _Counts(series)
+        after = _Snapshot(series)
         values = after.since(self._before.get(model.label))
         self._before[model.label] = after
         if model.pool is not None:
-            gauges = (model.pool.queued, model.pool.in_flight, model.pool.ready_workers)
-            names = ("QueueDepth", "RequestsInFlight", "WorkersReady")
-            values |= {name: (value, "Count") for name, value in zip(names, gauges, strict=True)}
+            values |= {row.cloudwatch: (getattr(model.pool, row.key), "Count") for row in POOL_GAUGES}
         described = {
             "Namespace": self._namespace,
             "Dimensions": [["Model"]],
@@ -67,41 +66,34 @@ class EmbeddedMetrics:
         return {"_aws": head, "Model": model.label, **{name: value for name, (value, _) in values.items()}}
 
 
-class _Counts:
+class _Snapshot:
     """The counters of one model at one moment."""
 
     def __init__(self, series: ModelMetrics) -> None:
-        adapters = series.adapters.values()
+        codes = series.by_code.items()
         self._counts = {
-            "Requests": sum(series.by_code.values()),
-            "ClientErrors": sum(count for code, count in series.by_code.items() if 400 <= code < 500),
-            "ServerErrors": sum(count for code, count in series.by_code.items() if code >= 500),
-            "PromptTokens": sum(each.prompt_tokens for each in adapters),
-            "OutputTokens": sum(each.output_tokens for each in adapters),
+            "Requests": sum(count for _, count in codes),
+            "ClientErrors": sum(count for code, count in codes if 400 <= code < 500),
+            "ServerErrors": sum(count for code, count in codes if code >= 500),
+            **{row.cloudwatch: series.tokens(row.key) for row in TOKENS if row.cloudwatch},
         }
-        times = {
-            "Duration": series.duration,
-            "QueueTime": series.queue,
-            "TimeToFirstToken": series.first_token,
-            "InterTokenLatency": series.token_gap,
+        self._times = {
+            row.cloudwatch: (row.bounds, tuple(series.histograms[row.key].counts))
+            for row in HISTOGRAMS
+            if row.cloudwatch
         }
-        self._times = {name: (histogram, tuple(histogram.counts)) for name, histogram in times.items()}
 
-    def since(self, before: _Counts | None) -> dict[str, tuple[float, str]]:
+    def since(self, before: _Snapshot | None) -> dict[str, tuple[float, str]]:
         """Return value and unit of each metric since `before`; times of which there were none are left out."""
         counted = {} if before is None else before._counts
         values: dict[str, tuple[float, str]] = {
             name: (count - counted.get(name, 0), "Count") for name, count in self._counts.items()
         }
-        for name, (histogram, _) in self._times.items():
-            changes = self._changes(name, histogram, before)
+        for name, (bounds, counts) in self._times.items():
+            earlier = [0] * len(counts) if before is None else before._times[name][1]
+            changes = [now - then for now, then in zip(counts, earlier, strict=True)]
             for ending, share in _SHARES.items():
-                seconds = quantile(histogram.bounds, changes, share)
+                seconds = quantile(bounds, changes, share)
                 if seconds is not None:
                     values[name + ending] = (round(seconds * 1000, 3), "Milliseconds")
         return values
-
-    def _changes(self, name: str, histogram: Histogram, before: _Counts | None) -> list[int]:
-        counts = self._times[name][1]
-        earlier = [0] * len(counts) if before is None else before._times[name][1]
-        return [now - then for now, then in zip(counts, earlier, strict=True)]

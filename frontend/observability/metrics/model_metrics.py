@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from frontend.observability.metrics.lmi import CLIENT_GONE
-from frontend.observability.metrics.metric_log import MetricLog
+from frontend.observability.metrics.catalogue import HISTOGRAMS
+from frontend.observability.metrics.lmi_logs import MetricLog
 from frontend.observability.metrics.quantile_sketch import QuantileSketch
-from frontend.observability.request_record import FAILED, RequestRecord
+from frontend.observability.request_record import CLIENT_GONE, FAILED, RequestRecord
 from lmi_server.contract.errors import DeadlineError, KeyBusyError, LmiServerError, QueueDelayError, QueueFullError
 from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.protocol import Summary
-
-# Seconds; from a cached embedding to a long generation.
-_DURATIONS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
-_FIRST_TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60)
-_QUEUE_TIMES = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120)
-_GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
-_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 _REASONS: Mapping[type[LmiServerError], str] = {
     QueueFullError: "queue_full",
@@ -44,120 +35,125 @@ class AdapterCounts:
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.reasons: dict[str, int] = {}
 
-    def ended(self, reason: str, count: int) -> None:
-        self.reasons[reason] = self.reasons.get(reason, 0) + count
+    def add(self, summary: Summary) -> None:
+        """Count a request that generated a text."""
+        self.prompt_tokens += summary.prompt_tokens
+        self.cached_tokens += summary.cached_tokens
+        self.output_tokens += summary.output_tokens
+        self.add_end(summary.finish_reason)
 
-    def add(self, reason: str, summaries: Sequence[Summary]) -> None:
-        """Add requests that ended for the same reason."""
-        self.ended(reason, len(summaries))
-        self.prompt_tokens += sum([summary.prompt_tokens for summary in summaries])
-        self.cached_tokens += sum([summary.cached_tokens for summary in summaries])
-        self.output_tokens += sum([summary.output_tokens for summary in summaries])
+    def add_end(self, reason: str) -> None:
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
 
 class ModelMetrics:
     """What is counted of the requests of one model. `name` is its name without its version, "" for none.
 
-    The histograms and `adapters` are complete after `settle`: until then requests wait in a list, which is cheaper than
-    to sort each into a dozen of buckets while others wait for their answers.
+    `histograms` and `adapters` are complete after `settle`. Until then requests wait in a list: to sort many into a
+    dozen histograms together costs half as much. With a `log` each request is also written there.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, log: MetricLog | None = None) -> None:
         self.name = name
         self.by_code: dict[int, int] = {}
         self.by_reason: dict[str, int] = {}
         self.adapters: dict[str, AdapterCounts] = {}
-        self.duration = Histogram(_DURATIONS)
-        self.first_byte = Histogram(_FIRST_TIMES)
-        self.queue = Histogram(_QUEUE_TIMES)
-        self.first_token = Histogram(_FIRST_TIMES)
-        self.prefill = Histogram(_FIRST_TIMES)
-        self.decode = Histogram(_DURATIONS)
-        self.token_gap = Histogram(_GAPS)
-        self.time_per_token = Histogram(_GAPS)
-        self.prompt_tokens = Histogram(_TOKENS)
-        self.output_tokens = Histogram(_TOKENS)
+        self.histograms = {row.key: Histogram(row.bounds) for row in HISTOGRAMS}
         self.first_token_sketch = QuantileSketch()
         self.token_gap_sketch = QuantileSketch()
+        self._log = log
         self._unsettled: list[RequestRecord] = []
 
-    def refused(self, code: int) -> None:
+    def tokens(self, key: str) -> int:
+        """Return a sum over all adapters; `key` is its attribute in AdapterCounts."""
+        return sum(getattr(counts, key) for counts in self.adapters.values())
+
+    def count_refusal(self, code: int) -> None:
         """Count a request that no worker saw."""
         self.by_code[code] = self.by_code.get(code, 0) + 1
+        if self._log is not None:
+            self._log.response(code)
 
-    def turned_away(self, error: LmiServerError) -> None:
+    def count_overload(self, error: LmiServerError) -> None:
         """Count why no worker saw a request, if the load is the reason."""
         reason = _REASONS.get(type(error))
         if reason is not None:
             self.by_reason[reason] = self.by_reason.get(reason, 0) + 1
 
-    def answered(self, record: RequestRecord) -> None:
+    def count_answer(self, record: RequestRecord) -> None:
         """Count a request that a worker answered."""
         code = record.code
         self.by_code[code] = self.by_code.get(code, 0) + 1
         self._unsettled.append(record)
         if len(self._unsettled) >= _UNSETTLED:
             self.settle()
+        if self._log is not None:
+            self._log.request(self.name, record)
+            self._log.response(code)
 
     def settle(self) -> None:
         """Sort what has ended since the last call into the histograms."""
         records, self._unsettled = self._unsettled, []
-        self.queue.observe_all([record.sent - record.queued for record in records])
-        self.first_byte.observe_all([record.first_byte - record.arrived for record in records])
-        self.duration.observe_all([record.ended - record.arrived for record in records])
-        generated = [record for record in records if record.summary is not None]
-        if generated:
-            self._settle_generated(generated)
-        if len(generated) < len(records):
-            self._settle_others([record.code for record in records if record.summary is None])
-        for record in [record for record in records if record.trace_id]:
-            self._mark(record)
+        self._observe("queue", [record.queue_s for record in records])
+        self._observe("first_byte", [record.first_byte_s for record in records])
+        self._observe("duration", [record.duration_s for record in records])
+        generated = [(record, record.summary) for record in records if record.summary is not None]
+        self._settle_generated([summary for _, summary in generated])
+        self._settle_first_tokens(generated)
+        for record in records:
+            if record.summary is None:
+                self._count_without_text(record.code)
+            if record.trace_id:
+                self._mark(record)
 
-    def _settle_generated(self, records: Sequence[RequestRecord]) -> None:
-        summaries: list[Any] = [record.summary for record in records]
-        self.prompt_tokens.observe_all([summary.prompt_tokens for summary in summaries])
-        self.output_tokens.observe_all([summary.output_tokens for summary in summaries])
-        ends: defaultdict[tuple[str, str], list[Summary]] = defaultdict(list)
+    def _observe(self, key: str, values: list[float]) -> None:
+        self.histograms[key].observe_all(values)
+
+    def _settle_generated(self, summaries: Sequence[Summary]) -> None:
+        self._observe("prompt_tokens", [summary.prompt_tokens for summary in summaries])
+        self._observe("output_tokens", [summary.output_tokens for summary in summaries])
         for summary in summaries:
-            ends[summary.adapter, summary.finish_reason].append(summary)
-        for (adapter, reason), alike in ends.items():
-            self._adapter(adapter).add(reason, alike)
-        timed = [
-            (record, summary)
-            for record, summary in zip(records, summaries, strict=True)
-            if summary.prefill_s is not None
-        ]
-        first_times = [record.sent - record.arrived + summary.prefill_s for record, summary in timed]
-        self.first_token.observe_all(first_times)
-        self.first_token_sketch.observe_all(first_times)
-        self.prefill.observe_all([summary.prefill_s for _, summary in timed])
-        self.decode.observe_all([summary.generate_s - summary.prefill_s for _, summary in timed])
-        self._settle_gaps([summary for _, summary in timed if summary.output_tokens > summary.sequences])
+            self._adapter(summary.adapter).add(summary)
 
-    def _settle_gaps(self, summaries: Sequence[Summary]) -> None:
-        gaps = [summary.output_tokens - summary.sequences for summary in summaries]
-        means = [summary.decode_s / count for summary, count in zip(summaries, gaps, strict=True)]
-        for mean, count in zip(means, gaps, strict=True):
-            self.token_gap.observe(mean, count)
-            self.token_gap_sketch.observe(mean, count)
-        self.time_per_token.observe_all(means)
+    def _settle_first_tokens(self, generated: Sequence[tuple[RequestRecord, Summary]]) -> None:
+        first_token, prefill, decode, gaps = [], [], [], []
+        for record, summary in generated:
+            if summary.prefill_s is None:
+                continue
+            first_token.append(record.sent - record.arrived + summary.prefill_s)
+            prefill.append(summary.prefill_s)
+            decode.append(summary.generate_s - summary.prefill_s)
+            count = summary.output_tokens - summary.sequences
+            if count > 0:
+                gap = summary.decode_s / count
+                gaps.append(gap)
+                self.histograms["token_gap"].observe(gap, count)
+                self.token_gap_sketch.observe(gap, count)
+        self.first_token_sketch.observe_all(first_token)
+        self._observe("first_token", first_token)
+        self._observe("prefill", prefill)
+        self._observe("decode", decode)
+        self._observe("time_per_token", gaps)
 
-    def _settle_others(self, codes: Sequence[int]) -> None:
-        """Count requests that ended without a text; those that the client did wrong count by code only."""
-        cancelled, failed = codes.count(CLIENT_GONE), len([code for code in codes if code >= FAILED])
-        for reason, count in (("cancelled", cancelled), ("error", failed - cancelled)):
-            if count:
-                self._adapter("").ended(reason, count)
+    def _count_without_text(self, code: int) -> None:
+        """Count the end of a request without a text; if the client did something wrong, it counts by code only."""
+        if code == CLIENT_GONE:
+            self._adapter("").add_end("cancelled")
+        elif code >= FAILED:
+            self._adapter("").add_end("error")
 
     def _mark(self, record: RequestRecord) -> None:
         """Keep the request as an exemplar of the times that an operator follows to a trace."""
-        trace = (record.trace_id, record.ended - time.monotonic() + time.time())
-        self.queue.mark(record.queue_s, *trace)
-        self.first_byte.mark(record.first_byte_s, *trace)
-        self.duration.mark(record.duration_s, *trace)
-        first_token_s = record.first_token_s
-        if first_token_s is not None:
-            self.first_token.mark(first_token_s, *trace)
+        at = record.ended - time.monotonic() + time.time()
+        times = {
+            "queue": record.queue_s,
+            "first_byte": record.first_byte_s,
+            "duration": record.duration_s,
+            "first_token": record.first_token_s,
+        }
+        for key, seconds in times.items():
+            if seconds is not None:
+                self.histograms[key].mark(seconds, record.trace_id, at)
 
     def _adapter(self, name: str) -> AdapterCounts:
         counts = self.adapters.get(name)
@@ -166,20 +162,3 @@ class ModelMetrics:
                 name = _OTHERS
             counts = self.adapters.setdefault(name, AdapterCounts())
         return counts
-
-
-class LoggedModelMetrics(ModelMetrics):
-    """Counts, and writes the log of metrics."""
-
-    def __init__(self, name: str, log: MetricLog) -> None:
-        super().__init__(name)
-        self._log = log
-
-    def refused(self, code: int) -> None:
-        super().refused(code)
-        self._log.response(code)
-
-    def answered(self, record: RequestRecord) -> None:
-        super().answered(record)
-        self._log.request(self.name, record.queue_s, record.duration_s)
-        self._log.response(record.code)

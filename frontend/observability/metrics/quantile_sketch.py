@@ -18,31 +18,31 @@ _SMALLEST, _LARGEST = 1e-5, 1e4  # seconds; they bound the number of buckets, to
 class QuantileSketch:
     """Counts positive values by bucket; bucket `i` ends at the growth factor to the power of `i`."""
 
-    __slots__ = ("_counts", "_taken")
+    __slots__ = ("_counts", "_snapshot")
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
-        self._taken: Mapping[int, int] | None = {}
+        self._snapshot: Mapping[int, int] | None = {}
 
     def observe(self, value: float, count: int = 1) -> None:
         """Add a value, `count` times."""
         bucket = math.ceil(math.log(min(max(value, _SMALLEST), _LARGEST)) * _SCALE)
         self._counts[bucket] = self._counts.get(bucket, 0) + count
-        self._taken = None
+        self._snapshot = None
 
     def observe_all(self, values: Sequence[float]) -> None:
         """Add each of `values`."""
         for value in values:
             self.observe(value)
 
-    def taken(self) -> Mapping[int, int]:
+    def snapshot(self) -> Mapping[int, int]:
         """Return the counts at this moment by bucket; the same mapping while nothing is added."""
-        if self._taken is None:
-            self._taken = dict(self._counts)
-        return self._taken
+        if self._snapshot is None:
+            self._snapshot = dict(self._counts)
+        return self._snapshot
 
 
-def counted_between(before: Mapping[int, int], after: Mapping[int, int]) -> Counter[int]:
+def added_between(before: Mapping[int, int], after: Mapping[int, int]) -> Counter[int]:
     """Return what was added between two moments."""
     if before is after:
         return Counter()

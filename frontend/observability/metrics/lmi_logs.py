@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from frontend.http.clients import Receive, Scope, Send
-from frontend.observability.metrics.lmi import HOST, response_name
+from frontend.observability.metrics.catalogue import HISTOGRAMS, djl_response
+from frontend.observability.metrics.recorded import HOST
+from frontend.observability.request_record import RequestRecord
 from frontend.observability.server_log import BackgroundLog, LineFormatter
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import HISTOGRAM, Metric
@@ -24,6 +26,7 @@ from lmi_server.contract.secrets import SECRETS
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _LOGGERS = {"access": "ACCESS_LOG", "model_metric": "model_metric", "server_metric": "server_metric"}
+_NAMES = {row.key: row.djl_serving for row in HISTOGRAMS}
 _FILE_FORMAT = LineFormatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
 _FILE_BYTES = 10 << 20
 _FILES = 5
@@ -31,14 +34,14 @@ _FILES = 5
 
 @contextlib.contextmanager
 def log_files(names: Collection[str], directory: Path | None) -> Iterator[None]:
-    """Have the logs of `names` written, to files in `directory` if there is one.
+    """Write the logs of `names`, to files in `directory` if there is one.
 
     Raises ConfigurationError if a file cannot be written.
     """
     with contextlib.ExitStack() as stack:
         for name in names:
             logger = logging.getLogger(_LOGGERS[name])
-            logger.setLevel(logging.INFO)  # whatever level the server's own log has
+            logger.setLevel(logging.INFO)  # independent of the level of the server's own log
             if directory is not None:
                 stack.enter_context(_file_log(logger, directory / f"{name}.log"))
         yield
@@ -72,15 +75,14 @@ class MetricLog:
         self.model = _line_writer("model_metric", names)
         self.server = _line_writer("server_metric", names)
 
-    def request(self, model: str, queue_s: float, duration_s: float) -> None:
-        """Write the times of one request."""
-        dimensions = (("Model", model),)
-        self.model(Metric("QueueTime", "Microseconds", round(queue_s * 1e6), dimensions, HISTOGRAM))
-        self.model(Metric("RequestLatency", "Microseconds", round(duration_s * 1e6), dimensions, HISTOGRAM))
+    def request(self, model: str, record: RequestRecord) -> None:
+        """Write the times of a request that a worker answered. `model` is the name without the version."""
+        for key, seconds in (("queue", record.queue_s), ("duration", record.duration_s)):
+            self.model(Metric(_NAMES[key], "Microseconds", round(seconds * 1e6), (("Model", model),), HISTOGRAM))
 
     def response(self, code: int) -> None:
         """Write that an answer with this status was sent."""
-        name = response_name(code)
+        name = djl_response(code)
         if name is not None:
             self.server(Metric(name, "Count", 1, (("Host", HOST),)))
 
@@ -93,7 +95,7 @@ def _line_writer(name: str, names: Collection[str]) -> Callable[[Metric], None]:
 
 
 class AccessLog:
-    """An ASGI application around another one: writes a line for each answer when its last byte was sent.
+    """Wraps an ASGI application, and writes a line for each answer when its last byte was sent.
 
     The line is LMI's: `/ip:port "METHOD path PROTOCOL" status milliseconds`. LMI's time ends with the headers.
     """
@@ -106,7 +108,7 @@ class AccessLog:
         began = time.monotonic()
         status = 0
 
-        async def watched(message: MutableMapping[str, Any]) -> None:
+        async def send_and_note(message: MutableMapping[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -114,7 +116,7 @@ class AccessLog:
 
         line = _request_line(scope)  # before the application changes the path
         try:
-            await self._application(scope, receive, watched)
+            await self._application(scope, receive, send_and_note)
         finally:
             self._logger.info("%s %d %d", line, status, (time.monotonic() - began) * 1000)
 
@@ -124,5 +126,5 @@ def _request_line(scope: Scope) -> str:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     path = scope["raw_path"].decode("latin-1")
     query = f"?{SECRETS.masked_query(scope['query_string'].decode('latin-1'))}" if scope["query_string"] else ""
-    target = f"{path}{query}".replace('"', "%22")  # which else would end what is in quotation marks
+    target = f"{path}{query}".replace('"', "%22")  # a quotation mark would end the text in quotation marks
     return f'/{address} "{scope["method"]} {target} HTTP/{scope["http_version"]}"'
