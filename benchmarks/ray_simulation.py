@@ -38,7 +38,7 @@ from lmi_server.contract.errors import QueueFullError
 from lmi_server.contract.link import WorkerLink, frame, from_worker_decoder
 from lmi_server.contract.protocol import Input, Load, Message, Reply, Stats, Submit
 from lmi_server.ray.autoscaling import ONGOING, desired_replicas
-from lmi_server.ray.deployment import ONGOING_SHARE
+from lmi_server.ray.deployments.deployment import ONGOING_SHARE
 from lmi_server.ray.messages import Models, Replicas, line
 from lmi_server.serving.dispatcher import Dispatcher
 from lmi_server.serving.pool_settings import PoolSettings

@@ -14,7 +14,7 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.whole_files import write_text
 from lmi_server.ray.authentication import send_token
-from lmi_server.ray.model_files import deployments, described
+from lmi_server.ray.deployments.model_files import deployments, described
 from lmi_server.ray.serve_config import serve_config
 
 app = typer.Typer(name="ray", no_args_is_help=True, help="Serve models on a cluster of Ray.")
@@ -75,7 +75,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the resolved deployments, their placement groups and engine arguments, without a cluster."""
-    from lmi_server.ray.explanation import as_lines, as_values
+    from lmi_server.ray.deployments.explanation import as_lines, as_values
 
     with plain_configuration_errors():
         found = described(models, process_environment())

@@ -12,15 +12,16 @@ from typing import Any, cast
 from ray import serve
 from ray.serve import Application
 
-from lmi_server.ray.actors import Ingress, Replica
-from lmi_server.ray.deployment import Deployment
+from lmi_server.ray.actors.ingress import Ingress
+from lmi_server.ray.actors.replica import Replica
+from lmi_server.ray.deployments.deployment import Deployment
 
 INGRESS = "front-end"
 
 _ON_HEAD = {"node:__internal_head__": 0.001}
 _END_S = 10.0  # beyond the limit of the drain, for Ray's own steps
 _OF_DECORATOR = ("rolling_update_percentage",)  # `Deployment.options` does not take it
-_ROUTER = {"request_router_class": "lmi_server.ray.request_router.ReplicaDirectory"}
+_ROUTER = {"request_router_class": "lmi_server.ray.actors.request_router.ReplicaDirectory"}
 
 
 @dataclass(frozen=True, slots=True)

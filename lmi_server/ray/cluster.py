@@ -20,7 +20,7 @@ from ray.serve.exceptions import RayServeException
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import set_variables
 from lmi_server.ray.application import INGRESS, IngressSettings, application
-from lmi_server.ray.deployment import APPLICATION, Deployment
+from lmi_server.ray.deployments.deployment import APPLICATION, Deployment
 
 logger = logging.getLogger(__name__)
 

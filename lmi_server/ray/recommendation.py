@@ -18,7 +18,7 @@ from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.inventory import Machine
 from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, FURTHER_FAMILIES, Accelerator, accelerator_of
-from lmi_server.ray.deployment import ONGOING_SHARE
+from lmi_server.ray.deployments.deployment import ONGOING_SHARE
 
 Goal = Literal["latency", "throughput"]
 UTILIZATION = 0.9

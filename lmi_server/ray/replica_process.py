@@ -22,8 +22,8 @@ from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.link import Arrival, FrontendLink
 from lmi_server.machine.environment import process_environment
-from lmi_server.ray.front_end import FrontEnd
 from lmi_server.ray.messages import Described, FromReplica, NotServing, Ongoing, Serving, Start, line
+from lmi_server.ray.processes.front_end import FrontEnd
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool

@@ -21,7 +21,7 @@ from ray_helpers import LIMIT_S, RayCluster, echo_model, loaded, tiny_models_of_
 from waiting import wait_until
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.ray.deployment import ActorOptions, Autoscaling, Deployment, Placement, deployment_of
+from lmi_server.ray.deployments.deployment import ActorOptions, Autoscaling, Deployment, Placement, deployment_of
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install lmi-server[ray]")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings

@@ -8,7 +8,7 @@ import pytest
 
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.inventory import Machine
-from lmi_server.ray.deployment import AUTOSCALING_POLICY, Deployment, deployment_of
+from lmi_server.ray.deployments.deployment import AUTOSCALING_POLICY, Deployment, deployment_of
 
 CPU = Machine(total_bytes=2**34, available_bytes=2**33, cores=4, engines=frozenset({"torch", "transformers"}))
 

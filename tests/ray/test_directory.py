@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.ray.child import Child
-from lmi_server.ray.directory import Directory
+from lmi_server.ray.actors.child import Child
+from lmi_server.ray.actors.directory import Directory
 from lmi_server.ray.messages import Described, Replicas, Serving, Wanted
 from lmi_server.supervisor.remote import RemotePlace
 

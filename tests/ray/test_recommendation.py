@@ -25,7 +25,7 @@ from lmi_server.ray.recommendation import (
     memory_on,
     recommend,
 )
-from lmi_server.ray.tuned_files import tuned_files
+from lmi_server.ray.recommended_files import tuned_files
 
 GOALS: tuple[Goal, ...] = ("latency", "throughput")
 BILLIONS = {
@@ -153,7 +153,7 @@ def test_more_memory_and_the_other_goal_change_what_they_should() -> None:
 def test_the_tuned_files_are_current() -> None:
     folder = SAMPLES / "ray"
     written = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
-    advice = "run: python -m lmi_server.ray.tuned_files serving.properties.d/ray"
+    advice = "run: python -m lmi_server.ray.recommended_files serving.properties.d/ray"
     assert written == tuned_files(), advice
     assert {name.split("_")[0] for name in written} == set(FAMILIES)
     assert {name.split("_")[1] for name in written} == {name.lower() for name in ACCELERATORS}

@@ -1,6 +1,6 @@
 """Writes the tuned model files of serving.properties.d/ray: one per model, accelerator and number of devices.
 
-python -m lmi_server.ray.tuned_files serving.properties.d/ray
+python -m lmi_server.ray.recommended_files serving.properties.d/ray
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, Accelerator
-from lmi_server.ray.deployment import ACCELERATOR_SHARE
+from lmi_server.ray.deployments.deployment import ACCELERATOR_SHARE
 from lmi_server.ray.recommendation import DEGREES, UTILIZATION, Model, Recommendation, find_model, for_degree
 
 _FILE = """\

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from lmi_server.ray.announcements import ANNOUNCEMENT, announce
+from lmi_server.ray.actors.announcements import ANNOUNCEMENT, announce
 
 
 class ReplicaDirectory(RequestRouter):  # type: ignore[misc]  # Ray is skipped by mypy

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmi_server.contract.secrets import SECRETS
-from lmi_server.ray.deployment import Deployment
-from lmi_server.ray.model_files import Described
-from lmi_server.ray.serve_config import plain
+from lmi_server.ray.deployments.deployment import Deployment, plain
+from lmi_server.ray.deployments.model_files import Described
 
 
 def as_values(model: Described) -> dict[str, Any]:

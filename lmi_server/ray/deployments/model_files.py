@@ -20,7 +20,7 @@ from lmi_server.configuration.model_file.serve_sections import ActorSection, Aut
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 from lmi_server.machine.inventory import Machine
-from lmi_server.ray.deployment import (
+from lmi_server.ray.deployments.deployment import (
     AUTOSCALING_POLICY,
     ONGOING_SHARE,
     ActorOptions,

@@ -20,7 +20,7 @@ from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import BadParameterError, ModelNotReadyError
 from lmi_server.contract.protocol import Adapter, Load
 from lmi_server.ray.messages import Described, FromFrontEnd, Listening, Models, Replicas, Wanted, line
-from lmi_server.ray.remote_replicas import ClusterPool
+from lmi_server.ray.processes.remote_replicas import ClusterPool
 from lmi_server.serving.adapter_store import LoadedElsewhere
 from lmi_server.serving.adapters import RegisteredAdapter
 from lmi_server.serving.model_store import ModelSource

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from lmi_server.configuration.model_file.read import path_name
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.machine.inventory import Machine
@@ -175,6 +177,17 @@ def deployment_from(
     )
 
 
+def plain(model: Deployment) -> dict[str, Any]:
+    """Return the deployment as values of JSON, without what is not set."""
+    values: dict[str, Any] = msgspec.to_builtins(model)
+    unset = (None, {})
+    return {
+        name: {key: part for key, part in value.items() if part not in unset} if isinstance(value, dict) else value
+        for name, value in values.items()
+        if value not in unset
+    }
+
+
 def with_workers(
     deployment: Deployment, workers: int, bundle: Mapping[str, float], strategy: PlacementStrategy = "STRICT_PACK"
 ) -> Deployment:
@@ -193,7 +206,7 @@ def in_bundles(
     """Return the deployment with a worker in each of `bundles`.
 
     The actor of a replica takes all of the first one, since the process beside it uses its GPUs
-    (`lmi_server.ray.ranks`).
+    (`lmi_server.ray.actors.ranks`).
     """
     first = bundles[0]
     actor = replace(
