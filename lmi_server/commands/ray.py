@@ -108,3 +108,19 @@ def build(
         with plain_configuration_errors():
             write_text(output, text)
         typer.echo(f"{output}: run serve deploy {output}")
+
+
+@app.command("model-files")
+def write_model_files(
+    folder: Annotated[Path, typer.Argument(help="Folder to write to.")],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Files such as llama-3.1-8b_a10g_tp1.yaml; all if none is named."),
+    ] = None,
+) -> None:
+    """Write the model files of Ray that are recommended for known models, by accelerator and number of devices."""
+    from lmi_server.ray.recommended_files import write_files
+
+    with plain_configuration_errors():
+        written = write_files(folder, names or ())
+    typer.echo(f"{folder}: {len(written)} model files, of which none was measured; load-test the one that you serve")

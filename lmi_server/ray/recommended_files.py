@@ -1,20 +1,18 @@
-"""Writes the tuned model files of serving.properties.d/ray: one per model, accelerator and number of devices.
-
-python -m lmi_server.ray.recommended_files serving.properties.d/ray
-"""
+"""The model files of Ray that the rule of `recommendation` gives: one per model, accelerator and number of devices."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.whole_files import write_text
 from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, Accelerator
 from lmi_server.ray.deployments.deployment import ACCELERATOR_SHARE
 from lmi_server.ray.recommendation import DEGREES, UTILIZATION, Model, Recommendation, find_model, for_degree
 
 _FILE = """\
-# {model} on {workers} x {accelerator}, tuned for latency by lmi_server/ray/recommendation.py. docs/ray.md has the rule.
+# {model} on {workers} x {accelerator}, for low latency. Not measured: docs/ray.md has the rule that computes it.
 deployment_config:
   autoscaling_config:
     min_replicas: 1
@@ -63,7 +61,7 @@ def model_file(model: Model, accelerator: Accelerator, found: Recommendation) ->
     )
 
 
-def tuned_files() -> Mapping[str, str]:
+def recommended_files() -> Mapping[str, str]:
     """Return the text of every file by its name; there is none where the model does not fit."""
     return {
         f"{family}_{accelerator.name.lower()}_tp{degree}.yaml": model_file(model, accelerator, found)
@@ -75,16 +73,23 @@ def tuned_files() -> Mapping[str, str]:
     }
 
 
-def write(folder: Path) -> None:
-    """Write the files, and remove those that are none any more."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = tuned_files()
-    for outdated in folder.glob("*.yaml"):
-        if outdated.name not in files:
-            outdated.unlink()
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+def write_files(folder: Path, names: Sequence[str]) -> list[Path]:
+    """Write the files with these names, all without names; return their paths.
 
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    Raises ConfigurationError if one cannot be written, or there is none of that name.
+    """
+    files = recommended_files()
+    for name in names:
+        if name not in files:
+            raise ConfigurationError(
+                f'"{name}" is no recommended model file; allowed: MODEL_ACCELERATOR_tpDEVICES.yaml, such as'
+                f" {next(iter(files))}, for a model and devices on which it fits"
+            )
+    paths = [folder / name for name in names or files]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{folder}: {error}") from error
+    for path in paths:
+        write_text(path, files[path.name])
+    return paths

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmi_server.artifacts.fetch import artifact_settings, fetch_model_directory
-from lmi_server.artifacts.location import RAY_MODEL_FILE, names_model_file
+from lmi_server.artifacts.location import RAY_MODEL_FILE, how_to_write, names_model_file
 from lmi_server.configuration.model_file.application import models_of
 from lmi_server.configuration.model_file.llm_config import LlmConfigFile
 from lmi_server.configuration.model_file.rayllm import RayLlmFile
@@ -100,7 +100,7 @@ def _of_argument(argument: str, environment: Mapping[str, str], machine: Machine
         for url in models_of(path) if path.is_file() else [argument]:
             yield _of_file(url, environment, machine)
     elif not path.exists():
-        raise ConfigurationError(f"{path}: there is no such file or directory; name {_FORMS}")
+        raise ConfigurationError(f"{path}: there is no such file or directory; name {_FORMS}{how_to_write(path)}")
     elif path.is_file():
         raise ConfigurationError(f"{path}: is no model file of Ray (.yaml); name {_FORMS}")
     elif is_one_model(path) or not any(path.iterdir()):
