@@ -178,13 +178,13 @@ def test_a_file_that_is_not_there_has_a_command_that_writes_it(tmp_path: Path, c
         ran = run_command(*arguments, env=dict(os.environ), cwd=tmp_path)
         return ran.returncode, ran.stdout + ran.stderr
 
-    code, printed = run(*command, "files/mistral-7b_l4_tp1.yaml")
-    advice = re.search(r"; lmi-server (ray model-files \S*files mistral-7b_l4_tp1.yaml) writes", printed)
+    code, printed = run(*command, "share/ray/mistral-7b_l4_tp1.yaml")
+    advice = re.search(r"; lmi-server (ray model-files \S*share/ray mistral-7b_l4_tp1.yaml) writes", printed)
     assert code == 1
     assert advice is not None, printed
     assert run(*advice[1].split())[0] == 0
-    assert "there is no such" not in run(*command, "files/mistral-7b_l4_tp1.yaml")[1]
-    assert "ray model-files" not in run(*command, "files/other.yaml")[1]
+    assert "there is no such" not in run(*command, "share/ray/mistral-7b_l4_tp1.yaml")[1]
+    assert "ray model-files" not in run(*command, "share/ray/other.yaml")[1]
 
 
 def test_the_samples_are_model_files() -> None:
