@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -61,7 +61,7 @@ class AdapterFunctions:
 
     async def add_awaited(self, adapter: Adapter) -> str:
         """Do what `add` does, with a function that may be asynchronous."""
-        message = _message(await _resolved(self._put(adapter)))
+        message = _message(await await_result(self._put(adapter)))
         self.registered[adapter.name] = adapter
         return message
 
@@ -73,7 +73,7 @@ class AdapterFunctions:
 
     async def remove_awaited(self, name: str) -> str:
         """Do what `remove` does, with a function that may be asynchronous."""
-        message = _message(await _resolved(self._call(_UNREGISTER, self.registered[name])))
+        message = _message(await await_result(self._call(_UNREGISTER, self.registered[name])))
         del self.registered[name]
         return message
 
@@ -95,8 +95,9 @@ def _options(adapter: Adapter) -> Mapping[str, str]:
     return {**adapter.options, **preload, **pin}
 
 
-async def _resolved(result: Any) -> Any:
-    return await result if isinstance(result, Awaitable) else result
+async def await_result(result: Any) -> Any:
+    """Return what a function of the user returned, or what that gives when it is awaited."""
+    return await result if isinstance(result, Awaitable) and not isinstance(result, AsyncIterator) else result
 
 
 def _message(output: Any) -> str:

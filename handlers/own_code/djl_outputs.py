@@ -41,9 +41,9 @@ def respond(output: Any) -> Response:
     if output is None:
         return Response(status=204)
     if not isinstance(output, Output):
-        return failed(f"Invalid output type: {type(output)}")
+        return error_response(f"Invalid output type: {type(output)}")
     if not isinstance(output.code, int) or output.code not in _CODES:
-        return failed(f"Output.code is {output.code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
+        return error_response(f"Output.code is {output.code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
     reason = reason_of(output)
     response = Response(status=output.code, headers=headers_of(output.properties), after=_after(output), reason=reason)
     if output.stream_content is not None:
@@ -96,7 +96,7 @@ def _part(
         return _unanswered(f"the handler added no content batch_{index}.<key> for request {index} of the batch")
     code = str(properties.pop("code", whole.status))
     if not code.isdecimal() or int(code) not in _CODES:
-        return failed(f"batch_{index}_code is {code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
+        return error_response(f"batch_{index}_code is {code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
     reason = whole.reason if int(code) == whole.status else ""
     return Response(status=int(code), headers=headers_of(properties), data=_body(keys, values), reason=reason)
 
@@ -173,7 +173,7 @@ def _header_value(value: Any) -> str:
     return text if ord(max(text, default="\0")) < _LATIN_1_END else sendable(text).encode().decode("latin-1")
 
 
-def failed(error: str, code: int = FAILED, message: str = ERROR_MESSAGE) -> Response:
+def error_response(error: str, code: int = FAILED, message: str = ERROR_MESSAGE) -> Response:
     """Return LMI's answer to a request that made its handler fail."""
     error = sendable_message(error)
     data = error_body(code, message, error)

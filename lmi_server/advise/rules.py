@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lmi_server.advise.evidence import Evidence, Moment
+from lmi_server.advise.evidence import Evidence, LoadSample
 
 SGLANG = 'SGLang, "Hyperparameter Tuning"'
 VLLM = 'vLLM, "Optimization and Tuning": preemption'
@@ -83,12 +83,12 @@ def advise(evidence: Evidence) -> list[Advice]:
 def no_load(evidence: Evidence, options: Options) -> Advice | None:
     if evidence.busy:
         return None
-    finding = f"no request ran or waited at {len(evidence.moments)} looks"
+    finding = f"no request ran or waited at {len(evidence.samples)} looks"
     return Advice(finding, "look while the load is on; the other rules need a busy server", SGLANG)
 
 
 def empty_queue(evidence: Evidence, options: Options) -> Advice | None:
-    share = _share(evidence.busy, lambda moment: moment.queued == 0)
+    share = _share(evidence.busy, lambda sample: sample.queued == 0)
     if share < OFTEN:
         return None
     finding = f"the queue was empty at {share:.0%} of {len(evidence.busy)} looks"
@@ -98,7 +98,7 @@ def empty_queue(evidence: Evidence, options: Options) -> Advice | None:
 
 
 def long_queue(evidence: Evidence, options: Options) -> Advice | None:
-    share = _share(evidence.busy, lambda moment: (moment.in_engine or 0) > _HEALTHY_QUEUE)
+    share = _share(evidence.busy, lambda sample: (sample.in_engine or 0) > _HEALTHY_QUEUE)
     if share < OFTEN:
         return None
     finding = f"more than {_HEALTHY_QUEUE} requests waited in the engine at {share:.0%} of {len(evidence.busy)} looks"
@@ -108,7 +108,7 @@ def long_queue(evidence: Evidence, options: Options) -> Advice | None:
 
 def unused_cache(evidence: Evidence, options: Options) -> Advice | None:
     """The engine holds requests back although its KV cache has room."""
-    share = _share(evidence.busy, lambda moment: bool(moment.in_engine) and _usage(moment) < _USED_WELL)
+    share = _share(evidence.busy, lambda sample: bool(sample.in_engine) and _usage(sample) < _USED_WELL)
     if share < OFTEN:
         return None
     finding = f"requests waited in the engine while the KV cache was less than 90 % full at {share:.0%} of the looks"
@@ -120,13 +120,13 @@ def unused_cache(evidence: Evidence, options: Options) -> Advice | None:
 def full_workers(evidence: Evidence, options: Options) -> Advice | None:
     """Requests wait before the engine, which could take more."""
 
-    def waits_outside(moment: Moment) -> bool:
-        return (moment.queued or 0) > 0 and moment.in_engine == 0 and _usage(moment) < _USED_WELL
+    def waits_outside(sample: LoadSample) -> bool:
+        return (sample.queued or 0) > 0 and sample.in_engine == 0 and _usage(sample) < _USED_WELL
 
     share = _share(evidence.busy, waits_outside)
     if share < OFTEN:
         return None
-    most = max(moment.running or 0 for moment in evidence.busy)
+    most = max(sample.running or 0 for sample in evidence.busy)
     finding = (
         f"requests waited for a worker at {share:.0%} of the looks; {most:.0f} ran at most, and the KV cache had room"
     )
@@ -170,7 +170,7 @@ def memory_fraction(evidence: Evidence, options: Options) -> Advice | None:
 
 
 def copies_before_ranks(evidence: Evidence, options: Options) -> Advice | None:
-    most = max((moment.usage for moment in evidence.busy if moment.usage is not None), default=None)
+    most = max((sample.usage for sample in evidence.busy if sample.usage is not None), default=None)
     if evidence.ranks < 2 or most is None or most >= _ROOM:
         return None
     finding = f"the model is split over {evidence.ranks} GPUs, and its KV cache was {most:.0%} full at most"
@@ -179,7 +179,7 @@ def copies_before_ranks(evidence: Evidence, options: Options) -> Advice | None:
 
 def no_shared_prefixes(evidence: Evidence, options: Options) -> Advice | None:
     hit = evidence.cache_hit
-    if hit is None or hit >= _HIT or options.policy is None or not any(moment.in_engine for moment in evidence.busy):
+    if hit is None or hit >= _HIT or options.policy is None or not any(sample.in_engine for sample in evidence.busy):
         return None
     finding = f"{hit:.1%} of the prompt tokens were in the prefix cache, and requests waited"
     return Advice(finding, f"set {options.policy} to fcfs: without shared prefixes it schedules at less cost", SGLANG)
@@ -200,10 +200,10 @@ RULES: Sequence[Rule] = (
 )
 
 
-def _share(moments: Sequence[Moment], holds: Callable[[Moment], bool]) -> float:
-    return sum(map(holds, moments)) / len(moments) if moments else 0.0
+def _share(samples: Sequence[LoadSample], holds: Callable[[LoadSample], bool]) -> float:
+    return sum(map(holds, samples)) / len(samples) if samples else 0.0
 
 
-def _usage(moment: Moment) -> float:
+def _usage(sample: LoadSample) -> float:
     """Return how full the KV cache was; full if that is not known, so that nothing follows from it."""
-    return 1.0 if moment.usage is None else moment.usage
+    return 1.0 if sample.usage is None else sample.usage

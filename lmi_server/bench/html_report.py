@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lmi_server.bench.observation import Measured, Observed
+from lmi_server.bench.observation import Measured, Observation
 from lmi_server.bench.page import Plot, Points, Section, Table, Values, page, scattered
 from lmi_server.bench.records import Record, quantile
 from lmi_server.bench.report import TITLES, rows
@@ -115,7 +115,7 @@ def _percent(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None else 100 * value for value in values]
 
 
-def _cores(before: Observed, after: Observed) -> float | None:
+def _cores(before: Observation, after: Observation) -> float | None:
     if before.processes is None or after.processes is None or after.at <= before.at:
         return None
     return (after.processes.cpu_s - before.processes.cpu_s) / (after.at - before.at)

@@ -19,7 +19,7 @@ _INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class Observation:
     """What was seen at one moment of the load generator's clock; None is what cannot be seen."""
 
     at: float
@@ -37,13 +37,13 @@ class Observer:
     pid: int | None = None
     variables: Mapping[str, str] | None = None
 
-    def look(self) -> Observed:
+    def observe(self) -> Observation:
         """Return what is seen now. A server that does not answer shows nothing."""
         reading: Reading = {}
         if self.metrics_url is not None:
             with contextlib.suppress(OSError, ValueError):
                 reading = server_metrics.fetch(self.metrics_url, self.headers)
-        return Observed(
+        return Observation(
             time.perf_counter(),
             reading,
             None if self.pid is None else usage(self.pid),
@@ -51,14 +51,14 @@ class Observer:
         )
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[list[Observed]]:
+    def watching(self) -> Iterator[list[Observation]]:
         """Look once a second, and before and after; yield the list that grows."""
-        seen = [self.look()]
+        seen = [self.observe()]
         ended = threading.Event()
 
         def watch() -> None:
             while not ended.wait(_INTERVAL_S):
-                seen.append(self.look())
+                seen.append(self.observe())
 
         thread = threading.Thread(target=watch, name="observation", daemon=True)
         thread.start()
@@ -67,7 +67,7 @@ class Observer:
         finally:
             ended.set()
             thread.join()
-            seen.append(self.look())
+            seen.append(self.observe())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ class Measured:
     """A run: its requests, and what was seen of the server meanwhile."""
 
     records: Sequence[Record]
-    seen: Sequence[Observed]
+    seen: Sequence[Observation]
 
     def figures(self, limits: Mapping[str, float]) -> dict[str, Any]:
         """Return the figures of `records.summary`, and those of the server under "server"."""
         return {**summary(self.records, limits), "server": server_figures(self.seen)}
 
 
-def server_figures(seen: Sequence[Observed]) -> dict[str, Any]:
+def server_figures(seen: Sequence[Observation]) -> dict[str, Any]:
     """Return the figures of a run: what its server reported, and what its processes used; without what is not known."""
     before, after = seen[0], seen[-1]
     seconds = after.at - before.at

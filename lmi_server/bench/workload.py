@@ -55,7 +55,7 @@ class Prompt:
     at: float | None = None
     later: tuple[Turn, ...] = ()
 
-    def answered(self, answer: str) -> Prompt:
+    def with_answer(self, answer: str) -> Prompt:
         """Return the request of the next turn, which sends all that was said before."""
         turn, *rest = self.later
         said = ({"role": "assistant", "content": answer}, {"role": "user", "content": turn.text})

@@ -42,7 +42,7 @@ def advise_server(
             add_log(evidence, _lines(log))
         if url is not None:
             _watch(evidence, url, dict(parse_headers(header or ())), seconds)
-        if not evidence.moments:
+        if not evidence.samples:
             raise ConfigurationError(f"{log} has no line about a batch, neither this server's, SGLang's nor vLLM's")
     found = advise(evidence)
     _print(Console(), evidence, found)
@@ -82,7 +82,7 @@ def _lines(log: Path) -> list[str]:
 
 
 def _print(console: Console, evidence: Evidence, found: list[Advice]) -> None:
-    looks = f"{len(evidence.busy)} of {len(evidence.moments)} looks show load"
+    looks = f"{len(evidence.busy)} of {len(evidence.samples)} looks show load"
     console.print(f"{looks}; settings are named as in {evidence.engine}.", highlight=False)
     for advice in found:
         console.print(

@@ -18,10 +18,10 @@ from lmi_server.bench.client import Target, address
 from lmi_server.bench.html_report import html_report
 from lmi_server.bench.observation import Measured, Observer
 from lmi_server.bench.records import LATENCIES
-from lmi_server.bench.run import Extent, Run
+from lmi_server.bench.run import Run, RunLength
 from lmi_server.bench.server_metrics import fetch
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer, Workload, read_prompts, with_adapters
-from lmi_server.commands.bench_progress import shown_progress
+from lmi_server.commands.bench_progress import show_progress
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import process_environment
@@ -92,14 +92,14 @@ def bench(
     with plain_configuration_errors():
         workload = _workload(data, input_tokens, output_tokens, shared_prefix, tokenizer, turns)
         runs = _arrivals(concurrency, rate, burstiness, ramp_to, duration, replay, workload)
-        extent = Extent(_requests(requests, duration, replay), duration, timeout)
+        length = RunLength(_requests(requests, duration, replay), duration, timeout)
         target = bench_target(url, api, model, stream, header or ())
         plan = _Plan(
             target,
             observer_of(target, metrics),
             runs,
             workload,
-            extent,
+            length,
             parse_weights(adapters),
             _limits(slo),
             seed,
@@ -130,7 +130,7 @@ class _Plan:
     observer: Observer
     runs: Mapping[str, Arrivals]
     workload: Workload
-    extent: Extent
+    length: RunLength
     weights: Mapping[str, float]
     limits: Mapping[str, float]
     seed: int
@@ -144,16 +144,16 @@ class _Plan:
 async def _run(plan: _Plan, warmup: int, console: Console) -> dict[str, Measured]:
     """Return what each run gave. Raises ConfigurationError if the server cannot answer the requests before it."""
     if warmup:
-        extent = Extent(warmup, None, plan.extent.timeout_s)
-        first = await Run(plan.target, ClosedLoop(1), plan.prompts(-1), extent).run(plan.seed)
+        length = RunLength(warmup, None, plan.length.timeout_s)
+        first = await Run(plan.target, ClosedLoop(1), plan.prompts(-1), length).run(plan.seed)
         if all(record.error for record in first):
             raise ConfigurationError(f"the server does not answer as it should: {first[0].error}")
     found = {}
-    with shown_progress(console) as show:
+    with show_progress(console) as show:
         for number, (title, arrivals) in enumerate(plan.runs.items()):
-            run = Run(plan.target, arrivals, plan.prompts(number), plan.extent)
+            run = Run(plan.target, arrivals, plan.prompts(number), plan.length)
             with plan.observer.watching() as seen:
-                records = await run.run(plan.seed, show(title, plan.extent))
+                records = await run.run(plan.seed, show(title, plan.length))
             found[title] = Measured(records, seen)
     return found
 

@@ -131,7 +131,7 @@ class _Chat:
             try:
                 text = self._line(_PROMPT)
                 if text.startswith(_QUOTES):
-                    text = self._quoted(text.removeprefix(_QUOTES))
+                    text = self._read_quoted(text.removeprefix(_QUOTES))
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -144,7 +144,7 @@ class _Chat:
     def _line(self, prompt: str) -> str:
         return input(prompt if self._at_terminal else "")
 
-    def _quoted(self, first: str) -> str:
+    def _read_quoted(self, first: str) -> str:
         lines = [first]
         while not lines[-1].rstrip().endswith(_QUOTES):
             lines.append(self._line(_MORE))
@@ -201,7 +201,7 @@ class _Chat:
 
     def _choose_model(self, text: str) -> None:
         if text:
-            self._conversation.model = self._conversation.named(text)
+            self._conversation.model = self._conversation.find_model(text)
             self._note(f"now {text}")
             return
         for name in self._conversation.models():

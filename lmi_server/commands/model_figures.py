@@ -30,7 +30,7 @@ _LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Snapshot:
     """One look at a server, at a time.monotonic(); everything is by the label of a model.
 
     `values` are sums over workers, by name; of `_KV_USAGE` they are the highest of any worker. `buckets` are those of
@@ -65,8 +65,8 @@ SHARES = (0.5, 0.95)
 """The percentiles of `first_token_s` and `token_gap_s`."""
 
 
-def look(server: ServerCalls) -> Look:
-    """Look at a server. Raises ConfigurationError if it does not answer, or is not lmi-server."""
+def take_snapshot(server: ServerCalls) -> Snapshot:
+    """Return what a server says now. Raises ConfigurationError if it does not answer, or is not lmi-server."""
     states = dict(_states(server))
     text = server.text(f"/metrics?{urlencode([('name[]', name) for name in _NAMES])}", _LIMIT_S)
     return parse(text, states, time.monotonic())
@@ -83,7 +83,7 @@ def _states(server: ServerCalls) -> Iterator[tuple[str, str]]:
         token = page.get("nextPageToken")
 
 
-def parse(text: str, states: Mapping[str, str], at: float) -> Look:
+def parse(text: str, states: Mapping[str, str], at: float) -> Snapshot:
     """Return the look of a text of /metrics."""
     workers: dict[str, dict[str, int]] = defaultdict(dict)
     values: dict[str, dict[str, float]] = defaultdict(dict)
@@ -98,7 +98,7 @@ def parse(text: str, states: Mapping[str, str], at: float) -> Look:
             values[name][model] = max(value, values[name].get(model, 0.0))
         else:
             values[name][model] = value + values[name].get(model, 0.0)
-    return Look(at, states, workers, values, buckets)
+    return Snapshot(at, states, workers, values, buckets)
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -113,7 +113,7 @@ def _unescaped(value: str) -> str:
     return re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], value) if "\\" in value else value
 
 
-def figures(now: Look, a_moment_ago: Look | None, long_ago: Look | None) -> list[ModelFigures]:
+def figures(now: Snapshot, a_moment_ago: Snapshot | None, long_ago: Snapshot | None) -> list[ModelFigures]:
     """Return the figures of every model, the busiest first.
 
     Rates are those since `a_moment_ago`; percentiles and hits those since `long_ago`, or since the server began.
@@ -122,7 +122,7 @@ def figures(now: Look, a_moment_ago: Look | None, long_ago: Look | None) -> list
     return sorted(found, key=lambda each: (-(each.running + each.queued), -(each.tokens_per_s or 0.0), each.label))
 
 
-def _figures_of(label: str, now: Look, a_moment_ago: Look | None, long_ago: Look | None) -> ModelFigures:
+def _figures_of(label: str, now: Snapshot, a_moment_ago: Snapshot | None, long_ago: Snapshot | None) -> ModelFigures:
     def value(name: str) -> float | None:
         return now.values.get(name, {}).get(label)
 
@@ -141,7 +141,7 @@ def _figures_of(label: str, now: Look, a_moment_ago: Look | None, long_ago: Look
     )
 
 
-def _rate(label: str, now: Look, before: Look | None) -> float | None:
+def _rate(label: str, now: Snapshot, before: Snapshot | None) -> float | None:
     """Return the tokens per second; None if nothing counts tokens, or there is no earlier look."""
     if before is None or now.at <= before.at:
         return None
@@ -152,18 +152,18 @@ def _rate(label: str, now: Look, before: Look | None) -> float | None:
     return None
 
 
-def _hits(label: str, now: Look, before: Look | None) -> float | None:
+def _hits(label: str, now: Snapshot, before: Snapshot | None) -> float | None:
     """Return the share of the tokens of prompts that a cache had; None if there were no prompts."""
     prompts, cached = _increase(_PROMPT, label, now, before), _increase(_CACHED, label, now, before)
     return cached / prompts if prompts and cached is not None else None
 
 
-def _increase(name: str, label: str, now: Look, before: Look | None) -> float | None:
+def _increase(name: str, label: str, now: Snapshot, before: Snapshot | None) -> float | None:
     """Return by how much a value has grown; from 0 if there is no earlier look."""
     return increase({} if before is None else before.values.get(name, {}), now.values.get(name, {}), label)
 
 
-def _percentiles(name: str, label: str, now: Look, before: Look | None) -> tuple[float | None, ...]:
+def _percentiles(name: str, label: str, now: Snapshot, before: Snapshot | None) -> tuple[float | None, ...]:
     """Return the percentiles of what a histogram has counted since an earlier look."""
     reached = now.buckets.get(name, {}).get(label, {})
     earlier = {} if before is None else before.buckets.get(name, {}).get(label, {})

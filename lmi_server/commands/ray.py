@@ -14,7 +14,7 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.whole_files import write_text
 from lmi_server.ray.authentication import send_token
-from lmi_server.ray.deployments.model_files import deployments, described
+from lmi_server.ray.deployments.model_files import deployments, inspect_deployments
 from lmi_server.ray.serve_config import serve_config
 
 app = typer.Typer(name="ray", no_args_is_help=True, help="Serve models on a cluster of Ray.")
@@ -78,7 +78,7 @@ def explain(
     from lmi_server.ray.deployments.explanation import as_lines, as_values
 
     with plain_configuration_errors():
-        found = described(models, process_environment())
+        found = inspect_deployments(models, process_environment())
     if as_json:
         typer.echo(json.dumps([as_values(model) for model in found], indent=2, default=str))
         return

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmi_server.commands.bench import parse_headers
-from lmi_server.commands.model_figures import Look, ModelFigures, figures, look
+from lmi_server.commands.model_figures import ModelFigures, Snapshot, figures, take_snapshot
 from lmi_server.commands.server_calls import DEFAULT_URL, ServerCalls
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
@@ -48,39 +48,39 @@ def top(
     """Show what the models of a running server do, until q or Ctrl-C; without a terminal, print one table."""
     with plain_configuration_errors():
         server = ServerCalls(url, dict(parse_headers(header or ())))
-        first = look(server)
+        first = take_snapshot(server)
         if sys.stdout.isatty():
             with contextlib.suppress(KeyboardInterrupt):
                 _watch(server, first, interval)
         else:
             time.sleep(interval)
-            Console(width=_PLAIN_WIDTH).print(_table(figures(look(server), first, None), _PLAIN_WIDTH))
+            Console(width=_PLAIN_WIDTH).print(_table(figures(take_snapshot(server), first, None), _PLAIN_WIDTH))
 
 
-def _watch(server: ServerCalls, first: Look, interval: float) -> None:
+def _watch(server: ServerCalls, first: Snapshot, interval: float) -> None:
     """Draw the table until somebody types q. A server that is gone for a while is waited for."""
     console = Console()
-    looks = deque([first])
+    snapshots = deque([first])
     trouble = ""
     with keys_one_by_one() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(_screen(server.url, looks, trouble, console.size), refresh=True)
+            live.update(_screen(server.url, snapshots, trouble, console.size), refresh=True)
             if keys.typed(b"q", interval):
                 return
             try:
-                looks.append(look(server))
+                snapshots.append(take_snapshot(server))
                 trouble = ""
             except ConfigurationError as error:
                 trouble = error.message
-            while len(looks) > 2 and looks[1].at <= looks[-1].at - _WINDOW_S:
-                looks.popleft()
+            while len(snapshots) > 2 and snapshots[1].at <= snapshots[-1].at - _WINDOW_S:
+                snapshots.popleft()
 
 
-def _screen(url: str, looks: Sequence[Look], trouble: str, size: ConsoleDimensions) -> RenderableType:
-    now, before = looks[-1], looks[-2] if len(looks) > 1 else None
-    found = figures(now, before, looks[0] if len(looks) > 1 else None)
+def _screen(url: str, snapshots: Sequence[Snapshot], trouble: str, size: ConsoleDimensions) -> RenderableType:
+    now, before = snapshots[-1], snapshots[-2] if len(snapshots) > 1 else None
+    found = figures(now, before, snapshots[0] if len(snapshots) > 1 else None)
     shown = found[: max(1, size.height - _OTHER_LINES)]
-    since = f"percentiles of the last {now.at - looks[0].at:.0f} s" if before else "percentiles since the start"
+    since = f"percentiles of the last {now.at - snapshots[0].at:.0f} s" if before else "percentiles since the start"
     rest = f"; {len(found) - len(shown)} more models" if len(found) > len(shown) else ""
     title = Text(f"{url}  {time.strftime('%H:%M:%S')}  {len(found)} models, {since}", style="bold")
     last = Text(trouble, style="red") if trouble else Text(f"q ends{rest}", style="dim")

@@ -24,10 +24,10 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.whole_files import write_text
 from lmi_server.tune.adapter_costs import BASE, Cost, adapter_costs
-from lmi_server.tune.confirmation import Confirmation, candidate_of, chosen, confirm
+from lmi_server.tune.confirmation import Confirmation, candidate_of, choose, confirm
 from lmi_server.tune.measurement import Limits, Load, Measurement
 from lmi_server.tune.outcome import Trial, pareto
-from lmi_server.tune.report import Found, confirmed, cost_table, sections
+from lmi_server.tune.report import SearchResult, confirmation_text, cost_table, sections
 from lmi_server.tune.result import as_json, difference, tuned_properties
 from lmi_server.tune.server import MODEL, trial_server
 from lmi_server.tune.space import Space, check_space, grid, parse_space, space_of_script
@@ -194,13 +194,13 @@ def _search(asked: _Asked) -> None:
         for trial in search.run(asked.trials, measurement):
             console.print(_line(trial), markup=False, highlight=False, soft_wrap=True)
         confirmation = _confirmation(search, measurement, asked.pairs)
-        costs = _costs(search, measurement, asked, load, chosen(search.trials, confirmation))
+        costs = _costs(search, measurement, asked, load, choose(search.trials, confirmation))
     _report(console, asked, _found(asked, search, confirmation, costs))
 
 
 def _confirmation(search: Search, measurement: Measurement, pairs: int) -> Confirmation | None:
     candidate = candidate_of(search.trials)
-    return confirm(candidate, pairs, measurement, search.remembered) if candidate is not None and pairs else None
+    return confirm(candidate, pairs, measurement, search.recall) if candidate is not None and pairs else None
 
 
 def _costs(search: Search, measurement: Measurement, asked: _Asked, load: Load, best: Trial | None) -> list[Cost]:
@@ -214,18 +214,18 @@ def _costs(search: Search, measurement: Measurement, asked: _Asked, load: Load, 
             asdict(cost) for cost in adapter_costs(measurement.server, asked.directory, best.settings, load, timeout_s)
         ]
 
-    return [Cost(**cost) for cost in search.remembered(f"adapter costs of trial {best.number}", measure)]
+    return [Cost(**cost) for cost in search.recall(f"adapter costs of trial {best.number}", measure)]
 
 
-def _found(asked: _Asked, search: Search, confirmation: Confirmation | None, costs: Sequence[Cost]) -> Found:
+def _found(asked: _Asked, search: Search, confirmation: Confirmation | None, costs: Sequence[Cost]) -> SearchResult:
     trials = search.trials
-    best = chosen(trials, confirmation)
+    best = choose(trials, confirmation)
     before = asked.properties.read_text(encoding="utf-8")
     baseline = next((trial for trial in trials if trial.number < 0), None)
     after = before
     if best is not None and best.settings:
         after = tuned_properties(before, best, baseline, confirmation)
-    return Found(
+    return SearchResult(
         trials=trials,
         space=asked.space,
         importances=search.importances,
@@ -239,7 +239,7 @@ def _found(asked: _Asked, search: Search, confirmation: Confirmation | None, cos
     )
 
 
-def _report(console: Console, asked: _Asked, found: Found) -> None:
+def _report(console: Console, asked: _Asked, found: SearchResult) -> None:
     _print(console, found)  # first: the files may not be writable
     if asked.json_file is not None:
         write_text(asked.json_file, json.dumps(as_json(found), indent=2) + "\n")
@@ -254,7 +254,7 @@ def _report(console: Console, asked: _Asked, found: Found) -> None:
         console.print("Nothing is changed; --apply writes this.")
 
 
-def _print(console: Console, found: Found) -> None:
+def _print(console: Console, found: SearchResult) -> None:
     if found.best is None:
         console.print("No setting keeps the limits; the lines above say why.", style="red")
         return
@@ -264,14 +264,14 @@ def _print(console: Console, found: Found) -> None:
     if found.costs:
         console.print(_rich(cost_table(found.costs), "what adapters cost"))
     if found.confirmation is not None:
-        console.print(confirmed(found), markup=False, highlight=False, soft_wrap=True)
+        console.print(confirmation_text(found), markup=False, highlight=False, soft_wrap=True)
     if found.best.settings:
         console.print(found.difference, markup=False, highlight=False, soft_wrap=True)
     elif found.confirmation is None:
         console.print("The configuration as it is is the best that was found.")
 
 
-def _write_report(path: Path, asked: _Asked, found: Found) -> None:
+def _write_report(path: Path, asked: _Asked, found: SearchResult) -> None:
     write = markdown if path.suffix == ".md" else page
     write_text(path, write(f"Search of {asked.directory.name}", sections(found)))
 

@@ -79,7 +79,7 @@ def _until_signal(
     deployed = _begin(lambda: _deploy(models, settings, is_joined))
     deployed.add_done_callback(lambda _: woken.put(None))
     if woken.get() is None:
-        yield _serving(models, settings, deployed)
+        yield _serving_line(models, settings, deployed)
         if not is_joined:
             yield "this process keeps the cluster; SIGTERM or SIGINT ends it"
             woken.get()
@@ -131,7 +131,7 @@ def _deploy(models: Sequence[Deployment], settings: IngressSettings, is_joined: 
     return front_end
 
 
-def _serving(models: Sequence[Deployment], settings: IngressSettings, deployed: Future[Mapping[str, Any]]) -> str:
+def _serving_line(models: Sequence[Deployment], settings: IngressSettings, deployed: Future[Mapping[str, Any]]) -> str:
     """Return the line that says what is served, and where. Raises ConfigurationError if nothing is."""
     try:
         front_end = deployed.result()

@@ -40,7 +40,7 @@ _NOT_IN_HALF = ("gemma2", "gemma3", "gemma3_text", "glm4")
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelShape:
     """A model by its config.json; `location` is its directory, or its Hugging Face id if it is not here."""
 
     id: str
@@ -59,7 +59,7 @@ class Recommendation:
     target_ongoing_requests: int
     memory: Estimate
 
-    def properties(self, model: Model, accelerator: Accelerator) -> str:
+    def properties(self, model: ModelShape, accelerator: Accelerator) -> str:
         """Return a serving.properties for the model, which ends with a line end."""
         values = {
             "model_id": model.location,
@@ -80,7 +80,7 @@ class Recommendation:
         return "".join(f"{line}\n" for line in lines)
 
 
-def find_model(name: str) -> Model:
+def find_model(name: str) -> ModelShape:
     """Return the model of a directory with a config.json, or of the name or Hugging Face id of a known family.
 
     Raises ConfigurationError if it is neither.
@@ -88,11 +88,11 @@ def find_model(name: str) -> Model:
     directory = Path(name).absolute()
     config = read_config(str(directory))
     if config:
-        return Model(str(directory), str(directory), config)
+        return ModelShape(str(directory), str(directory), config)
     families = {**FAMILIES, **FURTHER_FAMILIES}
     for family, (model_id, shape) in families.items():
         if name in (family, model_id):
-            return Model(model_id, model_id, shape)
+            return ModelShape(model_id, model_id, shape)
     known = ", ".join(families)
     raise ConfigurationError(f'MODEL = "{name}" is not allowed; allowed: a directory with a config.json, or {known}')
 
@@ -115,7 +115,7 @@ def own_accelerator(products: Sequence[str]) -> Accelerator:
 
 
 def recommend(
-    model: Model,
+    model: ModelShape,
     accelerator: Accelerator,
     goal: Goal,
     context: int = CONTEXT,
@@ -149,7 +149,7 @@ def recommend(
 
 
 def for_degree(
-    model: Model, accelerator: Accelerator, degree: int, goal: Goal, context: int = CONTEXT
+    model: ModelShape, accelerator: Accelerator, degree: int, goal: Goal, context: int = CONTEXT
 ) -> Recommendation | None:
     """Return the recommendation for so many devices.
 
@@ -190,7 +190,7 @@ def for_degree(
     )
 
 
-def memory_on(model: Model, accelerator: Accelerator, degree: int, context: int, seqs: int = 1024) -> Estimate:
+def memory_on(model: ModelShape, accelerator: Accelerator, degree: int, context: int, seqs: int = 1024) -> Estimate:
     """Return the estimate for `degree` devices, of which vLLM's share without activations is free."""
     spec = HANDLERS.by_rolling_batch("vllm")
     assert spec is not None, "the table of handlers has vLLM"
@@ -204,7 +204,7 @@ def memory_on(model: Model, accelerator: Accelerator, degree: int, context: int,
     return estimate(options, model.location, model.config, degree, machine)
 
 
-def _is_unstable(model: Model, accelerator: Accelerator) -> bool:
+def _is_unstable(model: ModelShape, accelerator: Accelerator) -> bool:
     return accelerator.dtype == "half" and model.config.get("model_type") in _NOT_IN_HALF
 
 

@@ -9,7 +9,7 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.whole_files import write_text
 from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, Accelerator
 from lmi_server.ray.deployments.deployment import ACCELERATOR_SHARE
-from lmi_server.ray.recommendation import DEGREES, UTILIZATION, Model, Recommendation, find_model, for_degree
+from lmi_server.ray.recommendation import DEGREES, UTILIZATION, ModelShape, Recommendation, find_model, for_degree
 
 _FILE = """\
 # {model} on {workers} x {accelerator}, for low latency. Not measured: docs/ray.md has the rule that computes it.
@@ -41,7 +41,7 @@ scaling_config:
 """
 
 
-def model_file(model: Model, accelerator: Accelerator, found: Recommendation) -> str:
+def model_file(model: ModelShape, accelerator: Accelerator, found: Recommendation) -> str:
     """Return RayLLM's file for the recommendation."""
     on_gpu = accelerator.resource == "GPU"
     named = f'"accelerator_type:{accelerator.ray_type}": {ACCELERATOR_SHARE}'

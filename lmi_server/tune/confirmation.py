@@ -92,7 +92,7 @@ def candidate_of(trials: Sequence[Trial]) -> Trial | None:
     )
 
 
-def chosen(trials: Sequence[Trial], confirmation: Confirmation | None) -> Trial | None:
+def choose(trials: Sequence[Trial], confirmation: Confirmation | None) -> Trial | None:
     """Return the trial to keep: the configuration as it is, unless the best setting was confirmed, if it was measured.
 
     None if no trial has a value.
@@ -103,28 +103,28 @@ def chosen(trials: Sequence[Trial], confirmation: Confirmation | None) -> Trial 
     return next(trial for trial in trials if trial.number == number)
 
 
-Remembered = Callable[[str, Callable[[], Sequence[Any]]], Sequence[Any]]
-"""Returns what the function returned for a name, now or in an earlier call of the search (`Search.remembered`)."""
+Recall = Callable[[str, Callable[[], Sequence[Any]]], Sequence[Any]]
+"""Returns what the function returned for a name, now or in an earlier call of the search (`Search.recall`)."""
 
 
-def confirm(candidate: Trial, pairs: int, measure: Measure, remembered: Remembered) -> Confirmation:
+def confirm(candidate: Trial, pairs: int, measure: Measure, recall: Recall) -> Confirmation:
     """Measure the setting and the configuration as it is `pairs` times each, in turns.
 
-    The one that comes first changes from pair to pair. `remembered` keeps each run, so that a search that was stopped
+    The one that comes first changes from pair to pair. `recall` keeps each run, so that a search that was stopped
     goes on behind the last of them.
     """
     found: list[tuple[float | None, float | None]] = []
     reasons: dict[str, None] = {}
 
     def run(settings: Mapping[str, str], pair: int) -> float | None:
-        def judged() -> Sequence[Any]:
+        def judge() -> Sequence[Any]:
             outcome = measure(settings, 0.0)
             return [outcome.value, outcome.reason]
 
         whose = f"trial {candidate.number}" if settings else f"as it is, beside trial {candidate.number}"
         value: float | None
         reason: str
-        value, reason = remembered(f"pair {pair}: {whose}", judged)
+        value, reason = recall(f"pair {pair}: {whose}", judge)
         if value is None:
             reasons[reason] = None
         return value

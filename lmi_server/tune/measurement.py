@@ -12,7 +12,7 @@ import uvloop
 from lmi_server.bench.arrivals import ClosedLoop
 from lmi_server.bench.client import Target
 from lmi_server.bench.records import summary
-from lmi_server.bench.run import Extent, Run
+from lmi_server.bench.run import Run, RunLength
 from lmi_server.bench.workload import Workload, with_adapters
 from lmi_server.tune.outcome import GOODPUT, THROUGHPUT, Outcome
 from lmi_server.tune.server import LoadFailedError, TrialServer
@@ -70,7 +70,7 @@ class Load:
         """Return the figures of a run, with the goodput within `limits`; no two numbers have the same prompts."""
         seed = self.seed + number
         prompts = with_adapters(self.workload.prompts(seed), self.weights, seed)
-        run = Run(self.target, ClosedLoop(concurrency), prompts, Extent(requests, None, _REQUEST_S))
+        run = Run(self.target, ClosedLoop(concurrency), prompts, RunLength(requests, None, _REQUEST_S))
         return summary(uvloop.run(run.run(seed)), limits or {})
 
 
@@ -109,11 +109,11 @@ class Measurement:
             return Outcome(None, reason=f"it does not load: {error}", load_s=time.monotonic() - began)
         load_s = time.monotonic() - began
         try:
-            return replace(self._judged(best), load_s=load_s)
+            return replace(self._judge(best), load_s=load_s)
         finally:
             server.unload()
 
-    def _judged(self, best: float) -> Outcome:
+    def _judge(self, best: float) -> Outcome:
         load = self._target_load()
         short = max(load.requests // _SHORT, load.concurrency)
         figures = load.run(load.concurrency, short, 0)
@@ -140,11 +140,11 @@ class Measurement:
                 return Outcome(None, concurrency, figures, _errors(figures))
             problem = self._limits.broken_by(figures)
             if not problem:
-                return self._valued(concurrency, figures)
+                return self._outcome(concurrency, figures)
             concurrency, number = concurrency // 2, number + 1
         return Outcome(None, 1, figures, problem)
 
-    def _valued(self, concurrency: int, figures: dict[str, Any]) -> Outcome:
+    def _outcome(self, concurrency: int, figures: dict[str, Any]) -> Outcome:
         value = figures["goodput_per_s" if self._limits.of_each_request else "output_tokens_per_s"]
         if not value:
             return Outcome(None, concurrency, figures, "no request keeps the limits")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lmi_server.bench.page import Plot, Section, Table, scattered
 from lmi_server.tune.adapter_costs import Cost
-from lmi_server.tune.confirmation import Confirmation, chosen
+from lmi_server.tune.confirmation import Confirmation, choose
 from lmi_server.tune.outcome import THROUGHPUT, Trial, pareto
 from lmi_server.tune.space import Choices, Range, Space
 
@@ -17,7 +17,7 @@ _NOISE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """All that a report is made of; `after` is the new serving.properties, and `difference` what differs in it."""
 
     trials: Sequence[Trial]
@@ -34,7 +34,7 @@ class Found:
     @property
     def best(self) -> Trial | None:
         """Return the trial to keep; None if no setting keeps the limits."""
-        return chosen(self.trials, self.confirmation)
+        return choose(self.trials, self.confirmation)
 
     @property
     def unit(self) -> str:
@@ -46,7 +46,7 @@ class Found:
         return next((trial for trial in self.trials if trial.number < 0), None)
 
 
-def sections(found: Found) -> list[Section]:
+def sections(found: SearchResult) -> list[Section]:
     """Return the parts of the report."""
     front = pareto(found.trials, "e2el_ms")
     parts = [
@@ -74,7 +74,7 @@ _COST_TEXT = [
 ]
 
 
-def _result(found: Found) -> list[str]:
+def _result(found: SearchResult) -> list[str]:
     best, baseline = found.best, found.baseline
     if best is None or best.outcome.value is None:
         return ["No setting keeps the limits; the table of all trials says why."]
@@ -83,11 +83,11 @@ def _result(found: Found) -> list[str]:
     if not before:
         return [text, "The configuration as it is gives none within the limits."]
     if found.confirmation is not None:
-        return [text, confirmed(found)] if best.settings else [confirmed(found)]
+        return [text, confirmation_text(found)] if best.settings else [confirmation_text(found)]
     return [text, f"That is {best.outcome.value / before:.2f} times the {before:.1f} of the configuration as it is."]
 
 
-def confirmed(found: Found) -> str:
+def confirmation_text(found: SearchResult) -> str:
     """Return what the runs in turns say of the best setting and the configuration as it is."""
     confirmation = found.confirmation
     assert confirmation is not None
@@ -127,7 +127,7 @@ def _p99(trial: Trial, latency: str) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
-def _front_plot(found: Found, front: Sequence[Trial]) -> Plot:
+def _front_plot(found: SearchResult, front: Sequence[Trial]) -> Plot:
     on_front = {trial.number for trial in front}
     groups: dict[str, list[tuple[float, float]]] = {"other settings": [], "front": [], "as it is": []}
     for trial in found.trials:
@@ -178,12 +178,12 @@ def _compared(value: float | None, base: float | None) -> str:
 # --- what to measure next ---
 
 
-def next_steps(found: Found) -> list[str]:
+def next_steps(found: SearchResult) -> list[str]:
     """Return what a next search would tell more about."""
     return [*_of_best(found), *_of_options(found), *_of_traffic(found)]
 
 
-def _of_best(found: Found) -> Iterator[str]:
+def _of_best(found: SearchResult) -> Iterator[str]:
     best, baseline = found.best, found.baseline
     if best is None:
         yield "No setting keeps the limits: raise them, or send fewer requests at a time by --concurrency."
@@ -221,7 +221,7 @@ def _edge(values: Choices | Range, value: str) -> tuple[str, str] | None:
     return edges.get(float(value)) if len(edges) > 1 else None
 
 
-def _of_options(found: Found) -> Iterator[str]:
+def _of_options(found: SearchResult) -> Iterator[str]:
     for key, importance in found.importances.items():
         if importance < _UNIMPORTANT:
             yield f"{key} explains {importance:.0%} of the differences: leave it out in favour of the others."
@@ -231,7 +231,7 @@ def _of_options(found: Found) -> Iterator[str]:
         yield f"{tried}: --trials {wanted} goes on with this search."
 
 
-def _of_traffic(found: Found) -> Iterator[str]:
+def _of_traffic(found: SearchResult) -> Iterator[str]:
     if found.unused_adapters:
         names = ", ".join(found.unused_adapters)
         yield f"The model has adapters that were not in the traffic ({names}): search with --adapters."

@@ -9,7 +9,7 @@ from typing import Any
 
 from lmi_server.tune.confirmation import Confirmation
 from lmi_server.tune.outcome import GOODPUT, THROUGHPUT, Trial
-from lmi_server.tune.report import Found
+from lmi_server.tune.report import SearchResult
 
 _MARK = "# lmi-server tune: "
 _NAMES = {THROUGHPUT: "output_tokens_per_s", GOODPUT: "goodput_per_s"}
@@ -39,7 +39,7 @@ def difference(before: str, after: str, name: str) -> str:
     )
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def as_json(found: SearchResult) -> dict[str, Any]:
     """Return all that was found, for a file."""
     return {
         "best": None if found.best is None else found.best.number,

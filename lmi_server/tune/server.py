@@ -86,7 +86,7 @@ def trial_server(log: Path, choose_port: Callable[[], int] = lambda: free_port(N
     """
     for _ in range(_PORTS):
         port = choose_port()
-        process = _started(port, log)
+        process = _start(port, log)
         try:
             if _answers(process, port):
                 yield TrialServer(process, f"http://127.0.0.1:{port}", log)
@@ -96,7 +96,7 @@ def trial_server(log: Path, choose_port: Callable[[], int] = lambda: free_port(N
     raise ConfigurationError(f"the server does not start; the end of its log, {log}:\n{_end_of(log)}")
 
 
-def _started(port: int, log: Path) -> subprocess.Popen[bytes]:
+def _start(port: int, log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "lmi_server", "serve", "--host", "127.0.0.1", "--port", str(port)]
     try:
         with log.open("ab") as output:

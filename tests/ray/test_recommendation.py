@@ -19,7 +19,7 @@ from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, accelerator_of
 from lmi_server.ray.recommendation import (
     DEGREES,
     Goal,
-    Model,
+    ModelShape,
     find_accelerator,
     find_model,
     for_degree,
@@ -93,7 +93,7 @@ def test_devices_beyond_the_heads_of_keys_and_values_hold_copies() -> None:
     assert per_token == [whole, whole // 2, whole // 2, whole // 2]
 
 
-def shaped(**shape: object) -> Model:
+def shaped(**shape: object) -> ModelShape:
     """Return Llama 3.1 8B with another shape."""
     model = find_model("llama-3.1-8b")
     return replace(model, config={**model.config, **shape})
@@ -124,7 +124,7 @@ def test_experts_have_a_width_of_their_own() -> None:
 
 def test_a_model_of_unknown_size_is_named_as_such() -> None:
     with pytest.raises(ConfigurationError, match="the size of the model is not known"):
-        recommend(Model("m", "m", {"model_type": "llama"}), find_accelerator("H100"), "latency")
+        recommend(ModelShape("m", "m", {"model_type": "llama"}), find_accelerator("H100"), "latency")
 
 
 def test_a_model_that_needs_bfloat16_is_not_recommended_without_it() -> None:

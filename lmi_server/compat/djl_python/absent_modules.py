@@ -41,13 +41,13 @@ class Absent(NamedTuple):
     late: Mapping[str, Callable[[], Any]] = {}
 
 
-def _imported(module: str, name: str) -> Any:
+def _import(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
 def _session_requests() -> dict[str, Any]:
     names = {"NEW_SESSION": "create_session", "CLOSE": "close_session"}
-    return {kind: _imported("djl_python.session_utils", name) for kind, name in names.items()}
+    return {kind: _import("djl_python.session_utils", name) for kind, name in names.items()}
 
 
 def _processed_request(field: str) -> type:
@@ -55,7 +55,7 @@ def _processed_request(field: str) -> type:
     functions = ("inference_invoker", "non_stream_output_formatter", "stream_output_formatter")
     fields: list[Any] = [(field, Any), *((name, Callable[..., Any]) for name in functions)]
     fields += [("accumulate_chunks", bool), ("include_prompt", bool)]
-    made: type = _imported("dataclasses", "make_dataclass")("ProcessedRequest", fields)
+    made: type = _import("dataclasses", "make_dataclass")("ProcessedRequest", fields)
     return made
 
 
@@ -99,7 +99,7 @@ ABSENT: Mapping[str, Absent] = {
         unmade="VLLMRollingBatch model_id_or_path properties **kwargs",
         base=_ROLLING_BATCH,
         late={
-            "VLLM_GENERATION_PARAMS": lambda: set(_imported("vllm.sampling_params", "SamplingParams").__struct_fields__)
+            "VLLM_GENERATION_PARAMS": lambda: set(_import("vllm.sampling_params", "SamplingParams").__struct_fields__)
         },
     ),
     "rolling_batch.rolling_batch_vllm_utils": Absent(
@@ -131,7 +131,7 @@ ABSENT: Mapping[str, Absent] = {
         values={"custom_service": None},
         late={
             "SESSION_REQUESTS": _session_requests,
-            "service": lambda: _imported("djl_python.lmi_vllm.vllm_async_service", "VLLMHandler")(),
+            "service": lambda: _import("djl_python.lmi_vllm.vllm_async_service", "VLLMHandler")(),
         },
     ),
 }
@@ -186,7 +186,7 @@ def _unmade(absent: Absent, module: str) -> type:
     construct.__signature__ = Signature(  # type: ignore[attr-defined]
         [Parameter(each.lstrip("*"), kinds[each.startswith("**")]) for each in ("self", *arguments)]
     )
-    base = object if absent.base is None else _imported(*absent.base)
+    base = object if absent.base is None else _import(*absent.base)
     methods = dict.fromkeys(getattr(base, "__abstractmethods__", ()), refuse)
     attributes = {"__doc__": "Cannot be made.", "__module__": module, "__init__": construct, **methods}
     return type(class_name, (base,), attributes)

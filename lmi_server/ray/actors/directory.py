@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.ray.messages import Models, Replicas, Serving
+from lmi_server.ray.messages import ClusterModels, ModelReplicas, ReplicaReady
 from lmi_server.supervisor.remote import RemotePlace
 
 
@@ -19,19 +19,19 @@ class Directory:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}  # of models, by deployment
-        self._announced: dict[str, Mapping[str, Serving]] = {}  # the replicas that run, by deployment and id
-        self._replicas: dict[str, Replicas] = {}  # by the name of the model
+        self._announced: dict[str, Mapping[str, ReplicaReady]] = {}  # the replicas that run, by deployment and id
+        self._replicas: dict[str, ModelReplicas] = {}  # by the name of the model
 
-    def models(self) -> Models:
+    def models(self) -> ClusterModels:
         """Return what front ends are told."""
-        return Models(list(self._replicas.values()))
+        return ClusterModels(list(self._replicas.values()))
 
     def deployment_of(self, name: str) -> str | None:
         """Return the deployment of a model, None if there is no such model."""
         return next((deployment for deployment, known in self._names.items() if known == name), None)
 
     def configure(self, models: Sequence[Mapping[str, Any]]) -> None:
-        """Have these models and no others: Replicas without places, with the name of each deployment."""
+        """Have these models and no others: ModelReplicas without places, with the name of each deployment."""
         self._names = {entry["deployment"]: entry["name"] for entry in models}
         before = self._replicas
         self._replicas = {
@@ -53,13 +53,13 @@ class Directory:
         if deployment not in self._names:
             return False
         self._announced[deployment] = {
-            replica: msgspec.json.decode(text, type=Serving) for replica, text in announced.items()
+            replica: msgspec.json.decode(text, type=ReplicaReady) for replica, text in announced.items()
         }
         return self._place(deployment)
 
     def describe(self, deployment: str, announced: str) -> bool:
         """Take from a replica what its model is, since it may end before the router hears of it; as `announce`."""
-        name, serving = self._names.get(deployment), msgspec.json.decode(announced, type=Serving)
+        name, serving = self._names.get(deployment), msgspec.json.decode(announced, type=ReplicaReady)
         if name != serving.name or self._replicas[name].model is not None:
             return False
         self._replicas[name] = msgspec.structs.replace(self._replicas[name], model=serving.model)
@@ -80,4 +80,4 @@ class Directory:
         return self._replicas[name] != before
 
 
-_NO_REPLICAS = Replicas(name="", min_replicas=0, max_replicas=0)
+_NO_REPLICAS = ModelReplicas(name="", min_replicas=0, max_replicas=0)

@@ -22,7 +22,7 @@ from lmi_server.machine.ports import free_port
 from lmi_server.ray.actors.announcements import watch
 from lmi_server.ray.actors.child import Child
 from lmi_server.ray.actors.directory import Directory
-from lmi_server.ray.messages import FromFrontEnd, Listening, Wanted
+from lmi_server.ray.messages import FromFrontEnd, Listening, ReplicaNeeded
 from lmi_server.supervisor.replicas import Backoff
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Ingress:
         return {**self._address, "process": self._child.pid, "models": replicas}
 
     def reconfigure(self, config: Mapping[str, Any]) -> None:
-        """Serve the models of `config`, a list of Replicas without places, with the name of each deployment."""
+        """Serve the models of `config`, a list of ModelReplicas without places, with the name of each deployment."""
         self._directory.configure(config["models"])
         models = {entry["deployment"] for entry in config["models"]}
         for deployment in self._handles.keys() - models:
@@ -97,7 +97,7 @@ class Ingress:
         match message:
             case Listening():
                 self._listening.set_result(None)
-            case Wanted(name):
+            case ReplicaNeeded(name):
                 self._wake(name)
 
     def _wake(self, name: str) -> None:
@@ -105,9 +105,9 @@ class Ingress:
         deployment = self._directory.deployment_of(name)
         if deployment is not None and deployment not in self._waking:
             self._waking[deployment] = task = self._loop.create_task(self._call(deployment))
-            task.add_done_callback(partial(self._woken, deployment))
+            task.add_done_callback(partial(self._forget_call, deployment))
 
-    def _woken(self, deployment: str, call: asyncio.Task[None]) -> None:
+    def _forget_call(self, deployment: str, call: asyncio.Task[None]) -> None:
         if self._waking.get(deployment) is call:
             del self._waking[deployment]
 
@@ -128,9 +128,9 @@ class Ingress:
         self._child.tell(self._directory.models())
 
     def _on_end(self, code: int) -> None:
-        self._loop.call_soon_threadsafe(self._ended, code)
+        self._loop.call_soon_threadsafe(self._end_with, code)
 
-    def _ended(self, code: int) -> None:
+    def _end_with(self, code: int) -> None:
         if self._ending:
             return
         if self._listening.done():

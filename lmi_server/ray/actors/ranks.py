@@ -33,7 +33,7 @@ class Rank:
         return _place()
 
 
-class FurtherRanks:
+class RankReservations:
     """The ranks of the replica that runs here, but for the first one, which has the bundle of the replica's actor."""
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ import ray
 
 from lmi_server.ray.actors.announcements import ANNOUNCEMENT
 from lmi_server.ray.actors.child import Child
-from lmi_server.ray.actors.ranks import FurtherRanks
+from lmi_server.ray.actors.ranks import RankReservations
 from lmi_server.ray.autoscaling import ONGOING
-from lmi_server.ray.messages import Drain, FromReplica, NotServing, Ongoing, Serving, Start
+from lmi_server.ray.messages import Drain, FromReplica, Ongoing, ReplicaFailed, ReplicaReady, Start
 
 _REPLICA_PROCESS = "lmi_server.ray.replica_process"
 _END_S = 5.0  # beyond the limit of the drain
@@ -31,12 +31,12 @@ class Replica:
     async def __init__(self, start: Mapping[str, Any]) -> None:  # type: ignore[misc]
         self._start = msgspec.convert({**start, "host": ray.util.get_node_ip_address()}, Start)
         self._loop = asyncio.get_running_loop()
-        self._serving: asyncio.Future[Serving] = self._loop.create_future()
+        self._serving: asyncio.Future[ReplicaReady] = self._loop.create_future()
         self._ongoing = 0
         self._heard_at = 0.0
         self._ending = False
         self._failure = ""
-        self._ranks = FurtherRanks()
+        self._ranks = RankReservations()
         variables = await self._ranks.variables()
         self._child = Child([_REPLICA_PROCESS], variables, self._on_line, self._on_end)
         self._child.tell(self._start)
@@ -80,9 +80,9 @@ class Replica:
 
     def _on_message(self, message: FromReplica) -> None:
         match message:
-            case Serving():
+            case ReplicaReady():
                 self._serving.set_result(message)
-            case NotServing(reason):
+            case ReplicaFailed(reason):
                 self._fail(reason)
             case Ongoing(requests):
                 self._ongoing = requests

@@ -11,7 +11,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from lmi_server.ray.actors.announcements import ANNOUNCEMENT, announce
 
 
-class ReplicaDirectory(RequestRouter):  # type: ignore[misc]  # Ray is skipped by mypy
+class AnnouncingRouter(RequestRouter):  # type: ignore[misc]  # Ray is skipped by mypy
     """Passes the running replicas on, and lets a handle call any of them."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

@@ -180,7 +180,7 @@ def deployment_from(
 def plain(model: Deployment) -> dict[str, Any]:
     """Return the deployment as values of JSON, without what is not set."""
     values: dict[str, Any] = msgspec.to_builtins(model)
-    unset = (None, {})
+    unset: tuple[object, ...] = (None, {})
     return {
         name: {key: part for key, part in value.items() if part not in unset} if isinstance(value, dict) else value
         for name, value in values.items()
@@ -194,7 +194,7 @@ def with_workers(
     """Return the deployment with `workers` that take a `bundle` each; the actor of a replica is in the first one."""
     own = deployment.actor
     extra = {"CPU": own.num_cpus, "GPU": own.num_gpus, "memory": own.memory or 0, **own.resources}
-    first = _added(bundle, extra | accelerator_resource(own.accelerator_type))
+    first = _sum(bundle, extra | accelerator_resource(own.accelerator_type))
     bundles = ({name: amount for name, amount in first.items() if amount}, *(dict(bundle) for _ in range(workers - 1)))
     found = in_bundles(deployment, bundles, strategy)
     return found if workers > 1 else replace(found, placement=None)
@@ -246,7 +246,7 @@ def _placement_options(placement: Placement | None) -> dict[str, Any]:
     return {"placement_group_bundles": bundles, "placement_group_strategy": placement.strategy}
 
 
-def _added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+def _sum(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
     return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.ray.deployments.deployment import Deployment, plain
-from lmi_server.ray.deployments.model_files import Described
+from lmi_server.ray.deployments.model_files import InspectedDeployment
 
 
-def as_values(model: Described) -> dict[str, Any]:
+def as_values(model: InspectedDeployment) -> dict[str, Any]:
     """Return the resolved deployment, what a replica takes of the cluster, and the arguments of its engine."""
     values = {
         **plain(model.deployment),
@@ -19,19 +19,19 @@ def as_values(model: Described) -> dict[str, Any]:
         "engine_arguments": dict(model.found.options.engine_arguments()),
         "warnings": list(model.warnings),
     }
-    masked = _masked(values)
+    masked = _mask(values)
     assert isinstance(masked, dict), "masking keeps the form"
     return masked
 
 
-def as_lines(model: Described) -> Iterator[str]:
+def as_lines(model: InspectedDeployment) -> Iterator[str]:
     """Yield the lines of the text."""
     deployment = model.deployment
     yield f"{deployment.name}: {deployment.url}"
     yield f"  requests name it      {', '.join(deployment.names)}"
     yield f"  handler               {model.found.spec.title}"
     yield f"  replicas              {_replicas(deployment)}"
-    yield f"  ongoing requests      {deployment.max_ongoing_requests} per replica, {_queued(deployment)}"
+    yield f"  ongoing requests      {deployment.max_ongoing_requests} per replica, {_queue_limit(deployment)}"
     yield f"  workers of a replica  {deployment.num_workers}"
     yield f"  actor of a replica    {_amounts(deployment.actor.options())}"
     if deployment.placement is not None:
@@ -66,7 +66,7 @@ def _replicas(deployment: Deployment) -> str:
     return f"{scaling.min_replicas} to {scaling.max_replicas}{first}, for {target} ongoing requests each"
 
 
-def _queued(deployment: Deployment) -> str:
+def _queue_limit(deployment: Deployment) -> str:
     return (
         "no limit on waiting ones" if deployment.max_queued_requests < 0 else f"{deployment.max_queued_requests} wait"
     )
@@ -77,12 +77,12 @@ def _amounts(amounts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {amount}" for name, amount in flat.items() if name != "resources") or "nothing"
 
 
-def _masked(value: Any) -> Any:
+def _mask(value: Any) -> Any:
     match value:
         case str():
             return SECRETS.masked(value)
         case dict():
-            return {key: _masked(part) for key, part in value.items()}
+            return {key: _mask(part) for key, part in value.items()}
         case list() | tuple():
-            return [_masked(part) for part in value]
+            return [_mask(part) for part in value]
     return value

@@ -52,7 +52,7 @@ _MORE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class InspectedDeployment:
     """A deployment, and the configuration of its model as this machine reads it."""
 
     deployment: Deployment
@@ -67,12 +67,12 @@ def deployments(
 
     Raises ConfigurationError if one of them is wrong, or if two have one name.
     """
-    return tuple(model.deployment for model in described(models, environment, machine))
+    return tuple(model.deployment for model in inspect_deployments(models, environment, machine))
 
 
-def described(
+def inspect_deployments(
     models: Sequence[str], environment: Mapping[str, str], machine: Machine | None = None
-) -> tuple[Described, ...]:
+) -> tuple[InspectedDeployment, ...]:
     """Return the same deployments, each with what is known of its model."""
     found = [model for argument in models for model in _of_argument(argument, environment, machine)]
     for model in found:
@@ -85,7 +85,7 @@ def described(
     return tuple(found)
 
 
-def _refuse_executor_of_ray(model: Described) -> None:
+def _refuse_executor_of_ray(model: InspectedDeployment) -> None:
     """Raise ConfigurationError if vLLM shall place its ranks by itself: the replica has the places for them already."""
     if model.found.options.engine_arguments().get("distributed_executor_backend") == "ray":
         raise ConfigurationError(
@@ -94,7 +94,9 @@ def _refuse_executor_of_ray(model: Described) -> None:
         )
 
 
-def _of_argument(argument: str, environment: Mapping[str, str], machine: Machine | None) -> Iterator[Described]:
+def _of_argument(
+    argument: str, environment: Mapping[str, str], machine: Machine | None
+) -> Iterator[InspectedDeployment]:
     path = Path(argument)
     if names_model_file(argument):
         for url in models_of(path) if path.is_file() else [argument]:
@@ -107,13 +109,13 @@ def _of_argument(argument: str, environment: Mapping[str, str], machine: Machine
         yield _of_directory(path, environment, machine)
     else:
         for source in discover(path)[0]:
-            yield from _enabled(source.url, environment, machine)
+            yield from _of_entry(source.url, environment, machine)
 
 
 _FORMS = "model directories, model files of Ray, or folders of them"
 
 
-def _enabled(url: str, environment: Mapping[str, str], machine: Machine | None) -> Iterator[Described]:
+def _of_entry(url: str, environment: Mapping[str, str], machine: Machine | None) -> Iterator[InspectedDeployment]:
     """Yield the deployment of one entry of a folder, unless its file says enabled: false."""
     path = Path(url)
     if path.is_dir():
@@ -124,15 +126,15 @@ def _enabled(url: str, environment: Mapping[str, str], machine: Machine | None) 
         yield _of_file(url, environment, machine)
 
 
-def _of_directory(directory: Path, environment: Mapping[str, str], machine: Machine | None) -> Described:
+def _of_directory(directory: Path, environment: Mapping[str, str], machine: Machine | None) -> InspectedDeployment:
     found = inspect_model(directory, environment, machine=machine)
     found.resolved()
     if (directory / RAY_MODEL_FILE).exists() and not (directory / "serving.properties").exists():
         return _from_file(read_model_file(directory / RAY_MODEL_FILE), found)
-    return Described(deployment_from(found, str(directory.absolute()), {}), found, found.warnings)
+    return InspectedDeployment(deployment_from(found, str(directory.absolute()), {}), found, found.warnings)
 
 
-def _of_file(url: str, environment: Mapping[str, str], machine: Machine | None) -> Described:
+def _of_file(url: str, environment: Mapping[str, str], machine: Machine | None) -> InspectedDeployment:
     path = str(Path(url).absolute())
     try:
         directory = asyncio.run(fetch_model_directory(path, artifact_settings(None, environment)))
@@ -143,9 +145,9 @@ def _of_file(url: str, environment: Mapping[str, str], machine: Machine | None) 
     return _from_file(read_model_file(directory / RAY_MODEL_FILE), found)
 
 
-def _from_file(file: ModelFile, found: Inspection) -> Described:
+def _from_file(file: ModelFile, found: Inspection) -> InspectedDeployment:
     """Return the deployment that a model file describes; a replica fetches the weights that it names."""
-    return Described(_deployment(file, found), found, file.warnings)
+    return InspectedDeployment(_deployment(file, found), found, file.warnings)
 
 
 def _deployment(file: ModelFile, found: Inspection) -> Deployment:

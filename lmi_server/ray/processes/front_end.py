@@ -51,10 +51,10 @@ logger = logging.getLogger(__name__)
 def _nothing() -> None: ...
 
 
-class FrontEnd:
+class FrontEndConnection:
     """One connection. `on_gone` is called once, when it has ended."""
 
-    def __init__(self, pool: WorkerPool, on_gone: Callable[[FrontEnd], None]) -> None:
+    def __init__(self, pool: WorkerPool, on_gone: Callable[[FrontEndConnection], None]) -> None:
         self._pool = pool
         self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
@@ -175,7 +175,7 @@ class FrontEnd:
         self.link.send_now(Frames(items))
         self._close_if_done()
 
-    def ended(self, number: int) -> None:
+    def forget(self, number: int) -> None:
         """Forget a request that has ended."""
         self._jobs.pop(number, None)
 
@@ -201,7 +201,7 @@ class RelayedReply(ReplySlot):
 
     __slots__ = ("_front_end", "_number", "_on_end")
 
-    def __init__(self, number: int, front_end: FrontEnd, on_end: Callable[[], None] = _nothing) -> None:
+    def __init__(self, number: int, front_end: FrontEndConnection, on_end: Callable[[], None] = _nothing) -> None:
         super().__init__()
         self._number = number
         self._front_end = front_end
@@ -218,7 +218,7 @@ class RelayedReply(ReplySlot):
             self.head = item
         else:
             self.terminal = item
-            self._front_end.ended(self._number)
+            self._front_end.forget(self._number)
             self._on_end()
         self._front_end.send(msgspec.structs.replace(item, id=self._number))
 

@@ -19,9 +19,17 @@ from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import BadParameterError, ModelNotReadyError
 from lmi_server.contract.protocol import Adapter, Load
-from lmi_server.ray.messages import Described, FromFrontEnd, Listening, Models, Replicas, Wanted, line
+from lmi_server.ray.messages import (
+    ClusterModels,
+    FromFrontEnd,
+    Listening,
+    ModelDescription,
+    ModelReplicas,
+    ReplicaNeeded,
+    line,
+)
 from lmi_server.ray.processes.remote_replicas import ClusterPool
-from lmi_server.serving.adapter_store import LoadedElsewhere
+from lmi_server.serving.adapter_store import RemoteAdapters
 from lmi_server.serving.adapters import RegisteredAdapter
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.models import Model
@@ -40,9 +48,9 @@ class ClusterRegistry(ModelRegistry):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self._replicas: Mapping[str, Replicas] = {}
+        self._replicas: Mapping[str, ModelReplicas] = {}
         self._described: Mapping[str, asyncio.Event] = {}
-        self._served: dict[str, Described] = {}  # what the newest pool of each model was made for
+        self._served: dict[str, ModelDescription] = {}  # what the newest pool of each model was made for
         self._told = asyncio.Event()  # which models there are
 
     async def follow(self) -> None:
@@ -55,7 +63,7 @@ class ClusterRegistry(ModelRegistry):
         reader = asyncio.StreamReader(limit=_LONGEST_LINE)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while told := await reader.readline():
-            self.update(msgspec.json.decode(told, type=Models))
+            self.update(msgspec.json.decode(told, type=ClusterModels))
         os.kill(os.getpid(), signal.SIGTERM)
 
     async def until_told(self) -> None:
@@ -69,7 +77,7 @@ class ClusterRegistry(ModelRegistry):
     def startup_statuses(self) -> set[ModelStatus]:
         return super().startup_statuses if self._told.is_set() else {ModelStatus.PENDING}
 
-    def update(self, models: Models) -> None:
+    def update(self, models: ClusterModels) -> None:
         """Register and unregister models so that there are these, and connect to their replicas.
 
         Nothing is waited for: while a model that is gone drains, the others need their new replicas.
@@ -113,14 +121,14 @@ class ClusterRegistry(ModelRegistry):
         described = replicas.model
         assert described is not None, "the event says that it is there"
         model.source = ModelSource(described.url, model.name)
-        model.resolved = resolved = _resolved(model.name, described)
+        model.resolved = resolved = _resolve(model.name, described)
         settings = _pool_settings(resolved, described, replicas, self._log_levels[""])
         before = before or self._endpoints[model.name].models[0].pool
         if isinstance(before, ClusterPool):
             settings = msgspec.structs.replace(settings, adapters=(*settings.adapters, *before.added_to(settings)))
         self._served[model.name] = described
         pool = ClusterPool(settings, self._on_metric, lambda: _want(model.name))
-        pool.on_demand = LoadedElsewhere() if settings.adapter_affinity else None
+        pool.on_demand = RemoteAdapters() if settings.adapter_affinity else None
         pool.store_listing = self._store_listing(resolved)
         pool.replicas.update(replicas.places)
         return pool
@@ -146,7 +154,7 @@ class ClusterRegistry(ModelRegistry):
         if replicas.model is None or served is None or replicas.model == served or name in self._coming:
             return
         self._served[name] = replicas.model
-        if _comparable(replicas.model, replicas) != _comparable(served, replicas):
+        if _without_places(replicas.model, replicas) != _without_places(served, replicas):
             before = self._endpoints[name].models[0]
             self._coming[name] = after = Model(before.source, at_startup=True)
             after.task = asyncio.create_task(self._succeed(before, after))
@@ -163,10 +171,10 @@ class ClusterRegistry(ModelRegistry):
             self._renew_if_outdated(before.name)
 
 
-def _comparable(described: Described, replicas: Replicas) -> PoolSettings:
+def _without_places(described: ModelDescription, replicas: ModelReplicas) -> PoolSettings:
     """Return the settings of a pool without what differs from node to node: where the files are."""
-    settings = _pool_settings(_resolved(replicas.name, described), described, replicas, "")
-    adapters = tuple(_registered(adapter.name, "") for adapter in settings.adapters)
+    settings = _pool_settings(_resolve(replicas.name, described), described, replicas, "")
+    adapters = tuple(_adapter(adapter.name, "") for adapter in settings.adapters)
     return msgspec.structs.replace(
         settings, load=msgspec.structs.replace(settings.load, model_dir=""), adapters=adapters
     )
@@ -174,7 +182,7 @@ def _comparable(described: Described, replicas: Replicas) -> PoolSettings:
 
 def _want(name: str) -> None:
     """Tell the actor that a model needs a replica."""
-    _tell(Wanted(name))
+    _tell(ReplicaNeeded(name))
 
 
 def _tell(message: FromFrontEnd) -> None:
@@ -183,7 +191,7 @@ def _tell(message: FromFrontEnd) -> None:
         os.write(sys.stdout.fileno(), line(message))
 
 
-def _resolved(name: str, described: Described) -> ResolvedModel:
+def _resolve(name: str, described: ModelDescription) -> ResolvedModel:
     spec = HANDLERS.by_title(described.handler)
     options_type = cast("type[ModelOptions]", load_class(spec.options))
     options = options_type.restore(described.options, described.passed_through)
@@ -191,9 +199,11 @@ def _resolved(name: str, described: Described) -> ResolvedModel:
     return ResolvedModel(name, described.model_dir, spec, options, serving, {})
 
 
-def _pool_settings(resolved: ResolvedModel, described: Described, replicas: Replicas, log_level: str) -> PoolSettings:
+def _pool_settings(
+    resolved: ResolvedModel, described: ModelDescription, replicas: ModelReplicas, log_level: str
+) -> PoolSettings:
     serving, options = resolved.serving, resolved.options
-    adapters = [_registered(name, directory) for name, directory in described.adapters.items()]
+    adapters = [_adapter(name, directory) for name, directory in described.adapters.items()]
     return PoolSettings(
         load=Load(
             model_name=resolved.name,
@@ -224,5 +234,5 @@ def _pool_settings(resolved: ResolvedModel, described: Described, replicas: Repl
     )
 
 
-def _registered(name: str, directory: str) -> RegisteredAdapter:
+def _adapter(name: str, directory: str) -> RegisteredAdapter:
     return RegisteredAdapter(adapter=Adapter(name=name, directory=directory), source=directory)

@@ -10,7 +10,7 @@ from lmi_server.contract.errors import BadParameterError, ModelLoadError
 from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import MetricSink
 from lmi_server.machine.devices import DeviceSet
-from lmi_server.ray.messages import Replicas as Announced
+from lmi_server.ray.messages import ModelReplicas
 from lmi_server.serving.adapters import RegisteredAdapter
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import PoolSettings
@@ -141,7 +141,7 @@ class ClusterPool(WorkerPool):
         self.replicas = RemoteReplicas(plan, self, self._on_wanted)
         return [self.replicas]
 
-    def follow(self, replicas: Announced) -> None:
+    def follow(self, replicas: ModelReplicas) -> None:
         """Connect to the replicas that there are now."""
         self.replicas.scale(replicas.min_replicas, max(1, replicas.max_replicas))
         self.replicas.update(replicas.places)
