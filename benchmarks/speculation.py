@@ -21,12 +21,13 @@ import os
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.completions_load import request_bytes, run_load
 from benchmarks.generation import MODEL, prompts, serving
+from benchmarks.load import completion, run_load
 
 NAME = MODEL.name.replace("-", "_")
 KEY = "OPTION_SPECULATIVE_DRAFT_MODEL"
@@ -49,9 +50,9 @@ def tasks(name: str) -> list[str]:
     return [_TURN.format(f"Repeat this text word by word: {text}") + text[:40] for text in texts]
 
 
-def requests(name: str, count: int) -> list[bytes]:
+def requests(name: str, count: int) -> list[dict[str, Any]]:
     asked = tasks(name)[:count]
-    return [request_bytes(NAME, task, TOKENS, stream=True, temperature=0, ignore_eos=True) for task in asked]
+    return [completion(NAME, task, TOKENS, stream=True, temperature=0, ignore_eos=True) for task in asked]
 
 
 @contextmanager
@@ -67,12 +68,12 @@ def drafting(draft: str | None) -> Iterator[int]:
         os.environ.pop(KEY, None)
 
 
-def tokens_per_second(port: int, turn: list[bytes]) -> float:
+def tokens_per_second(port: int, turn: list[dict[str, Any]]) -> float:
     seconds, _ = asyncio.run(run_load(port, turn, len(turn), TOKENS))
     return len(turn) * TOKENS / seconds
 
 
-def measured(plain: int, other: int, turn: list[bytes], pairs: int) -> list[tuple[float, float]]:
+def measured(plain: int, other: int, turn: list[dict[str, Any]], pairs: int) -> list[tuple[float, float]]:
     """Return tokens per second of each pair of turns, of the server `plain` and of the one that drafts."""
     rates = []
     for number in range(-1, pairs):  # the first pair fills the prefix caches

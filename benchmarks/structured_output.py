@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.completions_load import request_bytes, run_load
 from benchmarks.generation import MODEL, NEW_TOKENS, prompts, serving
+from benchmarks.load import completion, run_load
 
 NAME = MODEL.name.replace("-", "_")
 PLACES = 32
@@ -36,11 +36,11 @@ SCHEMA: dict[str, Any] = {"type": "array", "items": _CITY, "minItems": 50}
 CONSTRAINED: dict[str, Any] = {"structured_outputs": {"json": SCHEMA}}
 
 
-def requests(**fields: Any) -> list[bytes]:
-    return [request_bytes(NAME, prompt, NEW_TOKENS, stream=True, **fields) for prompt in prompts(PLACES)]
+def requests(**fields: Any) -> list[dict[str, Any]]:
+    return [completion(NAME, prompt, NEW_TOKENS, stream=True, **fields) for prompt in prompts(PLACES)]
 
 
-def tokens_per_second(port: int, turn: list[bytes]) -> float:
+def tokens_per_second(port: int, turn: list[dict[str, Any]]) -> float:
     seconds, _ = asyncio.run(run_load(port, turn, PLACES, NEW_TOKENS))
     return PLACES * NEW_TOKENS / seconds
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
-from lmi_server.bench.server_metrics import increase
+from lmi_server.bench.server_metrics import increase, samples_in
 from lmi_server.commands.server_calls import ServerCalls
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.histogram import quantile
@@ -24,7 +24,6 @@ _PLAIN = ("lmi_queue_depth", "lmi_requests_in_flight", "lmi_worker_resident_memo
 _PROMPT, _CACHED = "lmi_prompt_tokens_total", "lmi_cached_prompt_tokens_total"
 _NAMES = (_FIRST_TOKEN, _TOKEN_GAP, _WORKERS, *_KV_USAGE, *_GENERATED, *_PLAIN, _PROMPT, _CACHED)
 
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)\{(.*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _LIMIT_S = 10.0
 
@@ -88,7 +87,8 @@ def parse(text: str, states: Mapping[str, str], at: float) -> Snapshot:
     workers: dict[str, dict[str, int]] = defaultdict(dict)
     values: dict[str, dict[str, float]] = defaultdict(dict)
     buckets: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
-    for name, labels, value in _samples(text):
+    for name, written, value in samples_in(text.splitlines()):
+        labels = {name: _unescaped(value) for name, value in _LABEL.findall(written)}
         model = labels.get("model", "")
         if name == _WORKERS:
             workers[model][labels["state"]] = int(value)
@@ -99,14 +99,6 @@ def parse(text: str, states: Mapping[str, str], at: float) -> Snapshot:
         else:
             values[name][model] = value + values[name].get(model, 0.0)
     return Snapshot(at, states, workers, values, buckets)
-
-
-def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    for line in text.splitlines():
-        found = None if line.startswith("#") else _SAMPLE.fullmatch(line)
-        if found is not None:
-            labels = {name: _unescaped(value) for name, value in _LABEL.findall(found[2])}
-            yield found[1], labels, float(found[3])
 
 
 def _unescaped(value: str) -> str:

@@ -54,7 +54,7 @@ def cache_hit(figures: Mapping[str, Any]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Traffic:
     """The traffic of each trial: `requests` of `workload`, `concurrency` at a time."""
 
     target: Target
@@ -78,10 +78,10 @@ class Measurement:
     """Judges settings of one model on one server. `start` returns a server in place of one that has died."""
 
     def __init__(
-        self, model: str, load: Load, limits: Limits, load_timeout_s: float, start: Callable[[], TrialServer]
+        self, model: str, traffic: Traffic, limits: Limits, load_timeout_s: float, start: Callable[[], TrialServer]
     ) -> None:
         self._model = model
-        self._load = load
+        self._traffic = traffic
         self._limits = limits
         self._load_timeout_s = load_timeout_s
         self._start = start
@@ -114,28 +114,28 @@ class Measurement:
             server.unload()
 
     def _judge(self, best: float) -> Outcome:
-        load = self._target_load()
-        short = max(load.requests // _SHORT, load.concurrency)
-        figures = load.run(load.concurrency, short, 0)
+        traffic = self._own_traffic()
+        short = max(traffic.requests // _SHORT, traffic.concurrency)
+        figures = traffic.run(traffic.concurrency, short, 0)
         if not figures["completed"]:
-            return Outcome(None, load.concurrency, figures, _errors(figures))
+            return Outcome(None, traffic.concurrency, figures, _errors(figures))
         # Far slower than the best, with or without the limits: the limits could only make it slower.
         value = figures["requests_per_s" if self._limits.of_each_request else "output_tokens_per_s"]
         if value < _HOPELESS * best:
             return Outcome(
-                value, load.concurrency, figures, "given up after a short run", is_pruned=True, unit=self._unit
+                value, traffic.concurrency, figures, "given up after a short run", is_pruned=True, unit=self._unit
             )
-        return self._within_limits(load)
+        return self._within_limits(traffic)
 
-    def _within_limits(self, load: Load) -> Outcome:
+    def _within_limits(self, traffic: Traffic) -> Outcome:
         """Return the outcome at the highest concurrency that keeps the limits, halving it until it does.
 
         The number of requests stays: the p99 of fewer would be another figure.
         """
-        concurrency, number, problem = load.concurrency, 1, ""
+        concurrency, number, problem = traffic.concurrency, 1, ""
         figures: dict[str, Any] = {}
         while concurrency >= 1:
-            figures = load.run(concurrency, load.requests, number, self._limits.p99_s)
+            figures = traffic.run(concurrency, traffic.requests, number, self._limits.p99_s)
             if figures["errors"]:
                 return Outcome(None, concurrency, figures, _errors(figures))
             problem = self._limits.broken_by(figures)
@@ -150,8 +150,8 @@ class Measurement:
             return Outcome(None, concurrency, figures, "no request keeps the limits")
         return Outcome(value, concurrency, figures, unit=self._unit)
 
-    def _target_load(self) -> Load:
-        return replace(self._load, target=self._load.target.at(self._server.url))
+    def _own_traffic(self) -> Traffic:
+        return replace(self._traffic, target=self._traffic.target.at(self._server.url))
 
 
 def _errors(figures: Mapping[str, Any]) -> str:

@@ -139,12 +139,12 @@ def test_a_port_that_is_taken_and_a_server_that_is_killed_cost_one_trial(model: 
     """Who has the port answers as a server would."""
     from lmi_server.bench.workload import RandomPrompts
     from lmi_server.commands.bench import bench_target
-    from lmi_server.tune.measurement import Load, Measurement
+    from lmi_server.tune.measurement import Measurement, Traffic
     from lmi_server.tune.server import MODEL, trial_server
 
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
     target = bench_target("http://127.0.0.1:1", "completions", MODEL, True, ())
-    load = Load(target, RandomPrompts(3, 5), {}, 4, 2, 0)
+    traffic = Traffic(target, RandomPrompts(3, 5), {}, 4, 2, 0)
     pids = []
     with always_answering(answer) as taken, contextlib.ExitStack() as servers:
         ports = iter([taken, free_port(None), free_port(None)])
@@ -154,7 +154,7 @@ def test_a_port_that_is_taken_and_a_server_that_is_killed_cost_one_trial(model: 
             pids.append(listener("127.0.0.1", urlsplit(server.url).port or 0) or 0)
             return server
 
-        measure = Measurement(str(model), load, Limits({}), 60, start)
+        measure = Measurement(str(model), traffic, Limits({}), 60, start)
         os.kill(pids[0], signal.SIGKILL)
         outcome = measure({}, 0.0)  # with the server that died, or the one in its place
         assert outcome.value or "does not answer" in outcome.reason
