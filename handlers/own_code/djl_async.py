@@ -127,7 +127,7 @@ async def _streamed(items: AsyncIterator[Any]) -> Response:
     async for item in items:
         piece = _piece(item)
         if piece.error is not None or piece.last:
-            await _close(items)  # whatever the function would yield after the end is dropped
+            await _close(items)  # what the function would yield after the end is dropped
             return _alone(piece)
         if piece.data or piece.output.properties:
             headers = headers_of(piece.output.properties)

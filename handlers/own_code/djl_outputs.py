@@ -145,7 +145,7 @@ def _after(output: Output) -> Callable[[], None] | None:
 
 
 def headers_of(properties: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the headers that an Output's properties mean, without those that HTTP does not allow.
+    """Return the headers that an Output's properties mean, without names that HTTP does not allow.
 
     Their names are in lower case. Of properties that differ only in case, the last one counts.
     """
@@ -183,7 +183,7 @@ def error_response(error: str, code: int = FAILED, message: str = ERROR_MESSAGE)
 def piece_error(error: str, code: int, headers: list[tuple[str, str]]) -> Response:
     """Return LMI's answer to a request that its code ended with an error before the first byte.
 
-    It happens in a rolling batch and asynchronously. `headers` are those that the code set with the error.
+    It happens in a rolling batch and asynchronously. `headers` are set by the code with the error.
     """
     error = sendable_message(error)
     body = json.dumps({"error": error, "code": code}).encode()

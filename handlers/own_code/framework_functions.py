@@ -1,6 +1,6 @@
 """Serves with the functions of a script for SageMaker's framework containers (PyTorch, Hugging Face, scikit-learn).
 
-The functions and their parameters are those of the SageMaker Inference Toolkit: `model_fn(model_dir)`,
+The functions and their parameters are as in the SageMaker Inference Toolkit: `model_fn(model_dir)`,
 `input_fn(data, content_type)`, `predict_fn(data, model)` and `output_fn(prediction, accept)`, or in place of the last
 three `transform_fn(model, data, content_type, accept)`. `pre_model_fn(model_dir)` is called before the model is loaded,
 `model_warmup_fn(model_dir, model)` afterwards. Each may take a context as one more parameter.
@@ -151,7 +151,7 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], context: Con
         inspect.signature(function).bind(*arguments, context)
     except TypeError:
         return function(*arguments)
-    except ValueError:  # a function of C, whose parameters nobody knows
+    except ValueError:  # a function of C, whose parameters are unknown
         return function(*arguments)
     return function(*arguments, context)
 

@@ -48,5 +48,5 @@ class OwnCodeOptions(ModelOptions):
 
     @property
     def given(self) -> Mapping[str, str]:
-        """Return the values of all keys that a layer sets, by key without "option."; also those of the model server."""
+        """Return the values of all keys that a layer sets, by key without "option.", the model server's included."""
         return self.passed_through

@@ -69,7 +69,7 @@ def _rewriting(inner: Exchange, function: Callable[..., Any], served: ServedMode
 
 
 class _Reading:
-    """Calls `fn(output)` once a step, and if the client streams again and again as long as it reads tokens."""
+    """Calls `fn(output)` once a step; for a stream, until the function reads no further token."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

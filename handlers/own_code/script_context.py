@@ -113,9 +113,9 @@ def _check_unit(unit: str, allowed: tuple[str, ...]) -> str:
 
 
 class Context:
-    """What a function may take as its last parameter, by the names of Multi Model Server. It is that of one call.
+    """What a function may take as its last parameter, by the names of Multi Model Server. Each call has a new one.
 
-    A call has one request, whose index is 0.
+    A call has one request, with index 0.
     """
 
     def __init__(self, system_properties: Mapping[str, Any], headers: Mapping[str, str], request_id: str) -> None:

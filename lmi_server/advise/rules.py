@@ -157,7 +157,7 @@ def decode_memory(evidence: Evidence, options: Options) -> Advice | None:
 
 
 def memory_fraction(evidence: Evidence, options: Options) -> Advice | None:
-    """Memory errors want a smaller KV cache; memory that nobody uses allows a larger one."""
+    """Memory errors want a smaller KV cache; unused memory allows a larger one."""
     errors = evidence.prefill_memory_errors + evidence.decode_memory_errors
     if errors:
         return Advice(

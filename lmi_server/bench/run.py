@@ -17,7 +17,7 @@ _TICK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """How long a run is: so many requests, or chats, or seconds, whichever ends first. A request has `timeout_s`."""
+    """How long a run is: a number of requests (or chats) or seconds, what ends first; a request has `timeout_s`."""
 
     requests: int | None
     duration_s: float | None
@@ -192,4 +192,4 @@ class Run:
 
 
 def _nothing() -> None:
-    """Follow no request with another one: an open loop sends by the clock."""
+    """Send nothing after an answer: an open loop sends by the clock."""

@@ -136,7 +136,7 @@ class _Plan:
     seed: int
 
     def prompts(self, run: int) -> Iterator[Prompt]:
-        """Return the prompts of a run: others than those of the run before, which a prefix cache may still have."""
+        """Return the prompts of a run. They differ from earlier runs, whose prompts a prefix cache may still have."""
         seed = self.seed + run
         return with_adapters(self.workload.prompts(seed), self.weights, seed)
 

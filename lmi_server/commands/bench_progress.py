@@ -67,7 +67,7 @@ def _figures(run: Run, length: RunLength) -> Mapping[str, str]:
 
 
 def _share(chats: int, seconds: float, length: RunLength) -> float:
-    """Return how much of a run is done, by the limit that is nearer; a request by itself is a chat of one turn."""
+    """Return how much of a run is done, by the nearer limit. A single request is a chat of one turn."""
     by_requests = chats / length.requests if length.requests else 0.0
     by_time = seconds / length.duration_s if length.duration_s else 0.0
     return min(1.0, max(by_requests, by_time))

@@ -110,7 +110,7 @@ class _Chat:
         }
 
     def run(self) -> bool:
-        """Chat until the end of the input; return whether everything was answered. At a terminal nobody asks that."""
+        """Chat until the end of the input; return whether everything was answered, always True at a terminal."""
         if self._at_terminal:
             self._notes.print(f"{self._conversation.model}: /help lists the commands, Ctrl-D ends", style="dim")
         is_whole = True
@@ -216,7 +216,7 @@ class _Chat:
 
 @contextlib.contextmanager
 def _history() -> Iterator[None]:
-    """Have `input` edit lines, and remember those of earlier chats; without a home directory, only of this one."""
+    """Have `input` edit lines and keep a history, across chats if there is a home directory."""
     try:
         import readline
     except ImportError:  # a Python that was built without it

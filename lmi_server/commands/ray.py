@@ -123,4 +123,4 @@ def write_model_files(
 
     with plain_configuration_errors():
         written = write_files(folder, names or ())
-    typer.echo(f"{folder}: {len(written)} model files, of which none was measured; load-test the one that you serve")
+    typer.echo(f"{folder}: {len(written)} model files; none was measured, so load-test the one that you serve")

@@ -58,7 +58,7 @@ def top(
 
 
 def _watch(server: ServerCalls, first: Snapshot, interval: float) -> None:
-    """Draw the table until somebody types q. A server that is gone for a while is waited for."""
+    """Draw the table until q is typed, also while the server does not answer."""
     console = Console()
     snapshots = deque([first])
     trouble = ""

@@ -41,11 +41,11 @@ _LOCAL: Mapping[str, Any] = {
     # By themselves, the processes that Ray starts give way to all others (a niceness of 15).
     "_system_config": {"worker_niceness": 0},
 }
-# What Ray's processes do all the time, whether anybody asks or not, they take from the models. Nobody reads what they
-# collect, since there is no dashboard.
+# Ray's processes work all the time, and take that time from the models. Without a dashboard nothing reads what they
+# collect.
 _LOCAL_VARIABLES: Mapping[str, str] = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
-    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",  # with each call by a handle, of which there are few
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",  # with each call by a handle; these are rare
     "RAY_task_events_report_interval_ms": "0",  # never
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
@@ -166,7 +166,7 @@ def _log_messages(done: threading.Event) -> None:
 
 
 def _messages() -> list[str]:
-    """Return what Ray says of each deployment; nothing if it does not answer, of which whoever waits for it hears."""
+    """Return what Ray says of each deployment; empty if Ray does not answer (the caller times out)."""
     with contextlib.suppress(*_NO_ANSWER):
         found = serve.status().applications.get(APPLICATION)
         said = {} if found is None else {name: each.message for name, each in found.deployments.items()}
@@ -214,7 +214,7 @@ def status(environment: Mapping[str, str]) -> dict[str, Any]:
 def _join(environment: Mapping[str, str]) -> str | None:
     """Join the cluster at RAY_ADDRESS, and return this address; start a cluster and return None if it is not set.
 
-    Raises ConfigurationError if there is none.
+    Raises ConfigurationError if the cluster cannot be joined or started.
     """
     address = environment.get(ADDRESS) or None
     if address is None:

@@ -26,7 +26,7 @@ UTILIZATION = 0.9
 ACTIVATIONS = 2**30
 """Bytes of a device that activations and CUDA graphs take of that."""
 CONTEXT = 8192
-"""Most tokens of prompt and output together, unless the model has fewer, or somebody asks for others."""
+"""Default limit of prompt and output tokens together; a model may have a lower one."""
 DEGREES = (1, 2, 4, 8)
 _TOKENS_OF_A_REQUEST = 2048  # that a running request holds on average; fewer if the context is shorter
 _EFFICIENCY = 0.5  # share of the peak that prefill reaches
@@ -98,7 +98,7 @@ def find_model(name: str) -> ModelShape:
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Return the accelerator of that name, in any case. Raises ConfigurationError if there is none."""
+    """Return the accelerator with a name, in any case. Raises ConfigurationError if the name is unknown."""
     found = next((accelerator for key, accelerator in ACCELERATORS.items() if key.lower() == name.lower()), None)
     if found is None:
         raise ConfigurationError(f'--accelerator = "{name}" is not allowed; allowed: {", ".join(ACCELERATORS)}')
@@ -151,7 +151,7 @@ def recommend(
 def for_degree(
     model: ModelShape, accelerator: Accelerator, degree: int, goal: Goal, context: int = CONTEXT
 ) -> Recommendation | None:
-    """Return the recommendation for so many devices.
+    """Return the recommendation for `degree` devices.
 
     None if the model does not fit, cannot be divided so, or does not run in the accelerator's 16 bits.
     """
@@ -191,7 +191,7 @@ def for_degree(
 
 
 def memory_on(model: ModelShape, accelerator: Accelerator, degree: int, context: int, seqs: int = 1024) -> Estimate:
-    """Return the estimate for `degree` devices, of which vLLM's share without activations is free."""
+    """Return the estimate for `degree` devices. Free is what vLLM may use, less the activations."""
     spec = HANDLERS.by_rolling_batch("vllm")
     assert spec is not None, "the table of handlers has vLLM"
     # vLLM takes a checkpoint in 32 bits in 16.

@@ -62,7 +62,7 @@ def model_file(model: ModelShape, accelerator: Accelerator, found: Recommendatio
 
 
 def recommended_files() -> Mapping[str, str]:
-    """Return the text of every file by its name; there is none where the model does not fit."""
+    """Return the text of each file by name, for all combinations in which the model fits."""
     return {
         f"{family}_{accelerator.name.lower()}_tp{degree}.yaml": model_file(model, accelerator, found)
         for family in FAMILIES
@@ -76,7 +76,7 @@ def recommended_files() -> Mapping[str, str]:
 def write_files(folder: Path, names: Sequence[str]) -> list[Path]:
     """Write the files with these names, all without names; return their paths.
 
-    Raises ConfigurationError if one cannot be written, or there is none of that name.
+    Raises ConfigurationError if a name is unknown or a file cannot be written.
     """
     files = recommended_files()
     for name in names:

@@ -1,8 +1,8 @@
 """Whether the best setting of a search is better than the configuration as it is, or was lucky in its one run.
 
 The best of many runs is the best partly by chance: of forty settings that are all alike, one comes out several percent
-ahead. So the two are measured again, in turns, and each turn of the one is compared with that of the other beside it:
-what changes slowly, such as the clock of the processor or the load of other programs, is the same for both.
+ahead. So the two are measured again in turns, and each run is compared with the run of the other beside it. What
+changes slowly, such as the processor's clock or other programs, is the same for both.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Confirmation:
     def confidence(self) -> float:
         """Return the probability that the interval holds the true median.
 
-        Each ratio is above the true median with probability one half, whatever the runs are distributed like. So the
-        interval from the k-th lowest ratio to the k-th highest one misses it with a probability of the binomial
-        distribution. It is 97 % from the lowest to the highest of 6, and less than 95 % with fewer.
+        Each ratio is above the true median with probability one half, for any distribution of the runs. So the interval
+        from the k-th lowest to the k-th highest ratio misses it with a binomial probability. From the lowest to the
+        highest of 6 ratios the confidence is 97 %; with fewer it is below 95 %.
         """
         return _held(len(self.ratios), self._left_out)
 

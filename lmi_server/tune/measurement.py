@@ -26,7 +26,7 @@ _REQUEST_S = 600.0
 class Limits:
     """What a setting must keep: p99 in seconds by name of the latency, and the share of prompt tokens in the cache.
 
-    With `of_each_request` the latencies are those that a request must keep to count, as in goodput.
+    With `of_each_request` a request counts only if it keeps the latencies, as in goodput.
     """
 
     p99_s: Mapping[str, float]

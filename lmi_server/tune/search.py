@@ -93,7 +93,7 @@ class Search:
                 return {}
 
     def run(self, trials: int, measure: Measure) -> Iterator[Trial]:
-        """Try settings until there are `trials`, those of earlier calls included, or no others; yield each new one.
+        """Try settings until there are `trials` (with earlier calls) or no further ones; yield each new trial.
 
         A grid is tried to its end. Raises ConfigurationError if a trial cannot be kept, as on a full disk.
         """

@@ -47,9 +47,8 @@ class TrialServer:
     def load(self, model: str, settings: Mapping[str, str], timeout_s: float | None, name: str = MODEL) -> None:
         """Load the model as `name`, with `settings` in place of those of its serving.properties.
 
-        The server answers when the model is ready, or says what keeps it from starting: nothing has to be guessed from
-        a port. Raises LoadFailedError if it does not load within `timeout_s`, or within the time that
-        it has itself.
+        The server answers when the model is ready or has failed. Raises LoadFailedError if it does not load within
+        `timeout_s` or its own limit.
         """
         given = {PARAMETERS.get(key, key): value for key, value in settings.items()}
         query = {"url": model, "model_name": name, **given}

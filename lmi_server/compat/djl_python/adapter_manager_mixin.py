@@ -98,7 +98,7 @@ def _flag(inputs: Input, key: str, default: bool) -> bool:
 
 
 def has_code(path: str) -> str:
-    """Return "true" if an adapter has a model.py of its own, otherwise "false". Not part of LMI's interface."""
+    """Return "true" if an adapter has its own model.py, otherwise "false". Not part of LMI's interface."""
     return "true" if os.path.isfile(os.path.join(path, "model.py")) else "false"
 
 

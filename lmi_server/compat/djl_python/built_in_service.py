@@ -167,7 +167,7 @@ def _answer(outcome: Response | LmiServerError) -> Output:
 
 
 def _answers(outcomes: Sequence[Response | LmiServerError]) -> Output:
-    """Return one Output for a batch; a request that is refused has an error of its own."""
+    """Return one Output for a batch; a refused request has its own error."""
     from lmi_server.contract.errors import LmiServerError
     from lmi_server.dialects.errors import error_reply
     from lmi_server.dialects.routes import INVOCATIONS

@@ -22,7 +22,7 @@ class Request:
         self.adapter = getattr(request_input, "adapters", None)
         self.last_token = False
         request_input.server_parameters = request_input.server_parameters or dict(request_input.parameters)
-        self.parameters = request_input.server_parameters  # those of the engine, without those of the answer's form
+        self.parameters = request_input.server_parameters  # for the engine, without the ones for the form of the answer
         stream = bool(self.parameters.pop("stream", False))
         self.parameters.pop("details", None)
         form = self.parameters.pop("output_formatter", None) or request_input.output_formatter

@@ -175,9 +175,8 @@ class SessionManager:
             self._backup.forget(session.session_id)
 
     def _find(self, session_id: str) -> Session | None:
-        if (
-            _SESSION_ID.fullmatch(session_id) is None
-        ):  # it comes from a client's header and becomes a path: nothing like ../ may pass
+        # The id comes from a client's header and becomes a path: nothing like ../ may pass.
+        if _SESSION_ID.fullmatch(session_id) is None:
             return None
         try:
             session = Session(session_id, self.sessions_path)

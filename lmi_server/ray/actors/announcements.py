@@ -26,7 +26,7 @@ def watch(app: str, deployment: str, on_replicas: OnReplicas) -> None:
 
 
 def announce(app: str, deployment: str, announcements: Mapping[str, str]) -> None:
-    """Tell the watcher which replicas there are, if there is one."""
+    """Tell the watcher of a deployment, if there is one, which replicas run."""
     watcher = _watchers.get((app, deployment))
     if watcher is not None:
         watcher(deployment, announcements)

@@ -44,7 +44,7 @@ class Replica:
         self._announcement = {ANNOUNCEMENT: msgspec.json.encode(serving).decode()}
 
     async def __call__(self) -> str:
-        """Return what the replica announces, as JSON. A call has Ray start a replica if there is none."""
+        """Return what the replica announces, as JSON. Ray starts a replica for a call if none runs."""
         return self._announcement[ANNOUNCEMENT]
 
     async def process_id(self) -> int:
@@ -57,7 +57,7 @@ class Replica:
         return self._announcement
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return how many requests the replica holds, of which Ray sees nothing."""
+        """Return how many requests the replica holds. Ray does not see them."""
         return {ONGOING: float(self._ongoing)}
 
     def check_health(self) -> None:

@@ -1,6 +1,6 @@
 """One model on Ray Serve as a plain value: what it serves, how many replicas, and what each of them takes of a node.
 
-It needs neither a cluster nor the package ray. The names are those of Ray Serve's config file.
+It needs neither a cluster nor the package ray. Names are as in Ray Serve's config file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Autoscaling:
 
 @dataclass(frozen=True, slots=True)
 class ActorOptions:
-    """What the actor of a replica takes; of several workers, the further ones take bundles of their own."""
+    """What the actor of a replica takes. Workers beyond the first have bundles in the placement group."""
 
     num_cpus: float = 1
     num_gpus: float = 0
@@ -84,7 +84,7 @@ class Deployment:
     """One model as a deployment of Ray Serve.
 
     - `name`: of the deployment; `model_id`: the name by which requests ask for the model, and `aliases` are others.
-    - `url`: the model directory, or what `lmi-server serve` takes as a model. Each replica fetches it by itself.
+    - `url`: the model directory, or what `lmi-server serve` takes as a model. Each replica fetches it.
     - `settings`: the layer of the registration call, by key in full, for `inspect_model` and the registry.
     - `num_workers`: ranks of a replica: tensor_parallel_degree x pipeline_parallel_degree.
     - `placement`: None if a replica is nothing but its actor.
@@ -226,7 +226,7 @@ def accelerator_resource(accelerator_type: str | None) -> dict[str, float]:
 
 
 def _worker_bundle(found: Inspection, accelerator_type: str | None) -> dict[str, float]:
-    """Return what one worker takes; a GPU if the handler needs one, the machine has one, or somebody names its type."""
+    """Return what one worker takes: a GPU if the handler needs one, the machine has one, or a type is given."""
     needs_gpu = found.options.needed_device(found.spec.device) == "gpu" or bool(found.machine.gpus)
     gpus: dict[str, float] = {"GPU": 1} if needs_gpu or accelerator_type is not None else {}
     return {"CPU": 1, **gpus, **accelerator_resource(accelerator_type)}

@@ -86,7 +86,7 @@ def inspect_deployments(
 
 
 def _refuse_executor_of_ray(model: InspectedDeployment) -> None:
-    """Raise ConfigurationError if vLLM shall place its ranks by itself: the replica has the places for them already."""
+    """Raise ConfigurationError if vLLM shall place its ranks with Ray: the replica has their devices already."""
     if model.found.options.engine_arguments().get("distributed_executor_backend") == "ray":
         raise ConfigurationError(
             f"{model.deployment.name}: option.distributed_executor_backend = ray is not available on a cluster; remove"
@@ -121,7 +121,7 @@ def _of_entry(url: str, environment: Mapping[str, str], machine: Machine | None)
     if path.is_dir():
         yield _of_directory(path, environment, machine)
         return
-    content = read_model_file(path).content if path.is_file() else None  # not that of a model of an application
+    content = read_model_file(path).content if path.is_file() else None  # None for a model of an application
     if not isinstance(content, RayLlmFile) or content.enabled:
         yield _of_file(url, environment, machine)
 

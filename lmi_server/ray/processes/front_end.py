@@ -1,7 +1,7 @@
-"""A front end that is connected to a replica, on this node or another one, and the requests that it sent.
+"""The replica's end of a connection to a front end, and the requests that came over it.
 
-The replica answers as a worker does (`lmi_server.contract.protocol`). Behind that stands a pool of its own, so that a
-worker process that dies is restarted here, without Ray.
+The replica answers as a worker does (`lmi_server.contract.protocol`). Its pool restarts a worker process that dies,
+without Ray.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class FrontEndConnection:
                 self._is_last_known = True
                 self.leave()
                 self._close_if_done()
-            case _:  # a pool of its own recalls nothing, and loads what the actor says
+            case _:  # a replica recalls nothing, and the actor says what it loads
                 logger.warning("a front end sent a %s, which a replica does not take", type(message).__name__)
 
     def _submit(self, number: int, request: Input) -> None:

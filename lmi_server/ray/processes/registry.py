@@ -115,7 +115,7 @@ class ClusterRegistry(ModelRegistry):
 
     async def _make_pool(self, model: Model, before: WorkerPool | None = None) -> WorkerPool:
         if not self._described[model.name].is_set():
-            _want(model.name)  # it may be one without a replica, of which Ray can tell nothing
+            _want(model.name)  # without a replica, Ray knows nothing of the model
         await self._described[model.name].wait()
         replicas = self._replicas[model.name]
         described = replicas.model
@@ -134,7 +134,7 @@ class ClusterRegistry(ModelRegistry):
         return pool
 
     def _pools_of(self, name: str) -> list[ClusterPool]:
-        """Return the pools of a model: one, and those that drain or are to take its place."""
+        """Return the pools of a model: the one that serves, draining ones, and its successor."""
         return [pool for pool in self._pools() if isinstance(pool, ClusterPool) and pool.name == name]
 
     def _leave(self, name: str) -> None:
@@ -186,7 +186,7 @@ def _want(name: str) -> None:
 
 
 def _tell(message: FromFrontEnd) -> None:
-    """Tell the actor something; nobody if it is gone, and this process drains."""
+    """Send a message to the actor. It is dropped if the actor is gone; this process drains then."""
     with contextlib.suppress(BrokenPipeError):
         os.write(sys.stdout.fileno(), line(message))
 
@@ -226,8 +226,8 @@ def _pool_settings(
         sessions=resolved.has_sessions,
         parallel_loading=True,
         retry_threshold=serving.retry_threshold,
-        # A replica that ends says nothing of its requests: its node may have died, or somebody has killed it. Requests
-        # that end worker processes are found by the pool of the replica, which outlives them.
+        # The end of a replica does not accuse its requests: its node may have died. The pool of the replica outlives
+        # worker processes, and finds requests that end them.
         quarantine_s=0.0,
         prefix_affinity=True,
         adapter_affinity=options.adapters_on_demand,

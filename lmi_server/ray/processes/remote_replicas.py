@@ -48,7 +48,7 @@ class RemoteReplicas:
         self._ending: set[_Connection] = set()
 
     def update(self, places: Mapping[str, RemotePlace]) -> None:
-        """Connect to the replicas that are new, and send no more requests to those that `places` does not name."""
+        """Connect to new replicas, and send no more requests to replicas that are missing in `places`."""
         for replica in self._connections.keys() - places.keys():
             self._leave(self._connections.pop(replica))
         for replica in places.keys() - self._connections.keys():
@@ -145,7 +145,7 @@ class ClusterPool(WorkerPool):
         """Connect to the replicas that there are now."""
         self.replicas.scale(replicas.min_replicas, max(1, replicas.max_replicas))
         self.replicas.update(replicas.places)
-        self._dispatcher.dispatch()  # requests that waited for the last replica, which is gone, need another one
+        self._dispatcher.dispatch()  # requests may wait for a replica that is gone
 
     def added_to(self, settings: PoolSettings) -> Sequence[RegisteredAdapter]:
         """Return the adapters that calls have registered, and that `settings` lack."""
