@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -39,13 +40,8 @@ def deploy(
     with plain_configuration_errors():
         environment = process_environment()
         found = deployments(models, environment)
-        _prepare(environment)
-        try:
-            from lmi_server.ray import cluster
-            from lmi_server.ray.application import IngressSettings
-        except ImportError as error:
-            raise ConfigurationError(NOT_INSTALLED) from error
-        settings = IngressSettings(host, port, front_ends, drain_timeout)
+        cluster = _cluster(environment)
+        settings = cluster.IngressSettings(host, port, front_ends, drain_timeout)
         for line in cluster.deploy(found, settings, environment):
             typer.echo(line)
 
@@ -55,18 +51,18 @@ def status() -> None:
     """Print the state of the application on the cluster that RAY_ADDRESS names, as JSON."""
     with plain_configuration_errors():
         environment = process_environment()
-        _prepare(environment)
-        try:
-            from lmi_server.ray import cluster
-        except ImportError as error:
-            raise ConfigurationError(NOT_INSTALLED) from error
-        typer.echo(json.dumps(cluster.status(environment), indent=2))
+        typer.echo(json.dumps(_cluster(environment).status(environment), indent=2))
 
 
-def _prepare(environment: Mapping[str, str]) -> None:
-    """Set what Ray reads when it is imported."""
+def _cluster(environment: Mapping[str, str]) -> ModuleType:
+    """Import Ray, once its variables are set, and return `cluster`. Raises ConfigurationError without Ray."""
     if environment.get("RAY_ADDRESS"):
         send_token(environment)
+    try:
+        from lmi_server.ray import cluster
+    except ImportError as error:
+        raise ConfigurationError(NOT_INSTALLED) from error
+    return cluster
 
 
 @app.command()

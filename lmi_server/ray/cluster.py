@@ -105,7 +105,7 @@ def _listen_to_signals(received: SimpleQueue[int | None]) -> None:
 def _begin(work: Callable[[], _Result]) -> Future[_Result]:
     """Begin to do `work` in a thread, for which the interpreter does not wait when it ends.
 
-    The thread stays: processes that Ray starts end with the thread that has started them (PR_SET_PDEATHSIG).
+    The thread stays: processes of Ray end with the thread that has started them (PR_SET_PDEATHSIG).
     """
     result = Future[_Result]()
 

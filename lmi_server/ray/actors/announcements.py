@@ -1,7 +1,7 @@
 """Which replicas of a deployment front ends can connect to: what the routers of a process hear from Ray.
 
-It is a module beside the router because Ray pickles the module of a router by value: the router that runs has a copy of
-everything in that module, but shares this one with the actor.
+It is not in the module of the router because Ray pickles that by value: the running router has a copy of everything in
+its module, and shares this one with the actor.
 """
 
 from __future__ import annotations

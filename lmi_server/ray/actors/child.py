@@ -1,4 +1,4 @@
-"""A process that a Ray actor starts, and the lines that both tell each other (`lmi_server.ray.messages`)."""
+"""A process that a Ray actor starts, and the lines between the two (`lmi_server.ray.messages`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Child:
         return self._process.pid
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Send a message; one to a process that has ended, or that `end` is ending, is dropped."""
+        """Send a message. It is dropped if the process has ended, or `end` was called."""
         data = line(message)
         pipe = cast("IO[bytes]", self._process.stdin)
         with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: another thread has closed the pipe

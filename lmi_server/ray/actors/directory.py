@@ -12,7 +12,7 @@ from lmi_server.supervisor.remote import RemotePlace
 
 
 class Directory:
-    """Puts together what the config of an ingress says, and what the routers of its deployments hear of replicas.
+    """Joins the config of an ingress and the replicas that the routers of its deployments report.
 
     The two come in any order: replicas of a model with a new name may run before the ingress knows the name.
     """

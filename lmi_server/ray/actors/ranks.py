@@ -25,7 +25,7 @@ _VISIBLE: Mapping[str, Sequence[str]] = {
 Place = tuple[str, Mapping[str, Sequence[str]]]
 
 
-class Rank:
+class RankReservation:
     """Takes the resources of one bundle for as long as the replica lives."""
 
     def place(self) -> Place:
@@ -34,7 +34,7 @@ class Rank:
 
 
 class RankReservations:
-    """The ranks of the replica that runs here, but for the first one, which has the bundle of the replica's actor."""
+    """The ranks of this replica but for the first one, which has the bundle of the replica's actor."""
 
     def __init__(self) -> None:
         group: PlacementGroup | None = ray.util.get_current_placement_group()
@@ -70,7 +70,7 @@ def _variable(kind: str) -> str:
 def _rank(group: PlacementGroup, index: int, bundle: Mapping[str, float]) -> Any:
     custom = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")}
     return (
-        ray.remote(Rank)
+        ray.remote(RankReservation)
         .options(
             num_cpus=bundle.get("CPU", 0),
             num_gpus=bundle.get("GPU", 0),

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from lmi_server.configuration.model_file.read import path_name
-from lmi_server.configuration.resolve import Inspection, inspect_model
-from lmi_server.machine.inventory import Machine
+from lmi_server.configuration.resolve import Inspection
 
 PlacementStrategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 APPLICATION = "lmi-server"
@@ -133,47 +131,27 @@ class Deployment:
         }
 
 
-def deployment_of(
-    directory: Path,
-    environment: Mapping[str, str],
-    settings: Mapping[str, str] | None = None,
-    *,
-    accelerator_type: str | None = None,
-    machine: Machine | None = None,
-) -> Deployment:
-    """Return the deployment of the model directory, with `settings` above its serving.properties.
+def deployment_from(found: Inspection, url: str) -> Deployment:
+    """Return the deployment of a model whose configuration has been read.
 
-    The workers of a model (minWorkers to maxWorkers) become replicas. Raises ConfigurationError if the model cannot be
-    served.
+    The workers of a model (minWorkers to maxWorkers) become replicas.
     """
-    found = inspect_model(directory, environment, settings or {}, machine)
-    found.resolved()
-    return deployment_from(found, str(directory.absolute()), settings or {}, accelerator_type)
-
-
-def deployment_from(
-    found: Inspection, url: str, settings: Mapping[str, str], accelerator_type: str | None = None
-) -> Deployment:
-    """Return the deployment of a model whose configuration has been read."""
     ongoing = found.options.max_rolling_batch_size
     workers = found.options.devices_per_worker or max(1, len(found.machine.gpus))
-    worker = _worker_bundle(found, accelerator_type)
     return with_workers(
         Deployment(
             name=found.name,
             model_id=found.name,
             url=url,
             aliases=tuple(found.options.served_model_name),
-            settings=settings,
             autoscaling=_autoscaling(found, ongoing),
             num_replicas=found.serving.min_workers,
             max_ongoing_requests=ongoing,
             max_queued_requests=found.serving.job_queue_size,
             actor=ActorOptions(num_cpus=0),  # it waits for its workers, and computes nothing
-            accelerator_type=accelerator_type,
         ),
         workers,
-        worker,
+        _worker_bundle(found),
     )
 
 
@@ -225,11 +203,11 @@ def accelerator_resource(accelerator_type: str | None) -> dict[str, float]:
     return {} if accelerator_type is None else {f"accelerator_type:{accelerator_type}": ACCELERATOR_SHARE}
 
 
-def _worker_bundle(found: Inspection, accelerator_type: str | None) -> dict[str, float]:
-    """Return what one worker takes: a GPU if the handler needs one, the machine has one, or a type is given."""
+def _worker_bundle(found: Inspection) -> dict[str, float]:
+    """Return what one worker takes: a GPU if the handler needs one, or the machine has one."""
     needs_gpu = found.options.needed_device(found.spec.device) == "gpu" or bool(found.machine.gpus)
-    gpus: dict[str, float] = {"GPU": 1} if needs_gpu or accelerator_type is not None else {}
-    return {"CPU": 1, **gpus, **accelerator_resource(accelerator_type)}
+    gpus: dict[str, float] = {"GPU": 1} if needs_gpu else {}
+    return {"CPU": 1, **gpus}
 
 
 def _autoscaling(found: Inspection, ongoing: int) -> Autoscaling | None:

@@ -131,7 +131,7 @@ def _of_directory(directory: Path, environment: Mapping[str, str], machine: Mach
     found.resolved()
     if (directory / RAY_MODEL_FILE).exists() and not (directory / "serving.properties").exists():
         return _from_file(read_model_file(directory / RAY_MODEL_FILE), found)
-    return InspectedDeployment(deployment_from(found, str(directory.absolute()), {}), found, found.warnings)
+    return InspectedDeployment(deployment_from(found, str(directory.absolute())), found, found.warnings)
 
 
 def _of_file(url: str, environment: Mapping[str, str], machine: Machine | None) -> InspectedDeployment:

@@ -69,7 +69,7 @@ class FrontEndConnection:
 
     @property
     def holds(self) -> int:
-        """Return the number of requests that it has sent and that have not ended."""
+        """Return the number of its requests that have not ended."""
         return len(self._jobs) + len(self._waiting)
 
     def greet(self) -> None:

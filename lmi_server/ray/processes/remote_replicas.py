@@ -148,7 +148,7 @@ class ClusterPool(WorkerPool):
         self._dispatcher.dispatch()  # requests may wait for a replica that is gone
 
     def added_to(self, settings: PoolSettings) -> Sequence[RegisteredAdapter]:
-        """Return the adapters that calls have registered, and that `settings` lack."""
+        """Return the adapters that calls have registered and `settings` lack."""
         given = {each.name for each in (*self._settings.adapters, *settings.adapters)}
         return [self.adapters.get(name) for name in self.adapters.names if name not in given]
 
