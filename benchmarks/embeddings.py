@@ -99,7 +99,7 @@ def pipeline_alone() -> float:
 
 
 async def _load(port: int, clients: int, batch: list[str]) -> None:
-    bodies = [{"input": text, "model": "m", "encoding_format": "base64"} for text in batch]
+    bodies = [{"input": text, "model": "all_minilm_l6_v2", "encoding_format": "base64"} for text in batch]
     await run_load(port, bodies, clients, path="/v1/embeddings")
 
 

@@ -191,7 +191,7 @@ def piece_error(error: str, code: int, headers: list[tuple[str, str]]) -> Respon
 
 
 def step_error(error: str, code: int) -> Response:
-    """Return LMI's answer to a request that was in a step of a rolling batch that failed; it has no headers."""
+    """Return LMI's answer to a request in a failed step of a rolling batch; it has no headers."""
     error = sendable_message(error)
     return Response(status=code, data=error_body(code, STEP_FAILED, error), error=error)
 

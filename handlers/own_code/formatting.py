@@ -239,7 +239,7 @@ def _body_of(read: RequestInput) -> dict[str, Any]:
 
 
 def _input_of(request: Request) -> TextInput:
-    """Return a request that no input formatter has read in the form that output formatters get."""
+    """Return a request without an input formatter in the form for output formatters."""
     if fields.media_type(request) == "text/plain":
         return TextInput(parameters={"stream": False}, input_text=fields.plain_text(request))
     body = fields.json_object(request)

@@ -1,4 +1,4 @@
-"""Keys of serving.properties for a model with its own code, which alone decides what most of them mean."""
+"""Keys of serving.properties for a model with its own code. The code decides what most of them mean."""
 
 from __future__ import annotations
 

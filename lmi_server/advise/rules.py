@@ -23,7 +23,7 @@ _FREE_GPU_GB = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class OptionNames:
     """What an engine calls its settings. Without a scheduler that reserves, `conservativeness` is None."""
 
     running: str
@@ -34,8 +34,8 @@ class Options:
     conservativeness: str | None = None
 
 
-OPTIONS: Mapping[str, Options] = {
-    "sglang": Options(
+OPTIONS: Mapping[str, OptionNames] = {
+    "sglang": OptionNames(
         "--max-running-requests",
         "--chunked-prefill-size",
         "--mem-fraction-static",
@@ -43,8 +43,10 @@ OPTIONS: Mapping[str, Options] = {
         "--schedule-policy",
         "--schedule-conservativeness",
     ),
-    "vllm": Options("--max-num-seqs", "--max-num-batched-tokens", "--gpu-memory-utilization", "--data-parallel-size"),
-    "lmi": Options(
+    "vllm": OptionNames(
+        "--max-num-seqs", "--max-num-batched-tokens", "--gpu-memory-utilization", "--data-parallel-size"
+    ),
+    "lmi": OptionNames(
         "option.max_rolling_batch_size",
         "option.chunked_prefill_size",
         "option.mem_fraction_static",
@@ -52,7 +54,7 @@ OPTIONS: Mapping[str, Options] = {
         "option.schedule_policy",
         "option.schedule_conservativeness",
     ),
-    "lmi-vllm": Options(
+    "lmi-vllm": OptionNames(
         "option.max_rolling_batch_size",
         "option.max_rolling_batch_prefill_tokens",
         "option.gpu_memory_utilization",
@@ -71,7 +73,7 @@ class Advice:
     source: str
 
 
-Rule = Callable[[Evidence, Options], Advice | None]
+Rule = Callable[[Evidence, OptionNames], Advice | None]
 
 
 def advise(evidence: Evidence) -> list[Advice]:
@@ -80,14 +82,14 @@ def advise(evidence: Evidence) -> list[Advice]:
     return [advice for rule in RULES if (advice := rule(evidence, options)) is not None]
 
 
-def no_load(evidence: Evidence, options: Options) -> Advice | None:
+def no_load(evidence: Evidence, options: OptionNames) -> Advice | None:
     if evidence.busy:
         return None
     finding = f"no request ran or waited at {len(evidence.samples)} looks"
     return Advice(finding, "look while the load is on; the other rules need a busy server", SGLANG)
 
 
-def empty_queue(evidence: Evidence, options: Options) -> Advice | None:
+def empty_queue(evidence: Evidence, options: OptionNames) -> Advice | None:
     share = _share(evidence.busy, lambda sample: sample.queued == 0)
     if share < OFTEN:
         return None
@@ -97,7 +99,7 @@ def empty_queue(evidence: Evidence, options: Options) -> Advice | None:
     )
 
 
-def long_queue(evidence: Evidence, options: Options) -> Advice | None:
+def long_queue(evidence: Evidence, options: OptionNames) -> Advice | None:
     share = _share(evidence.busy, lambda sample: (sample.in_engine or 0) > _HEALTHY_QUEUE)
     if share < OFTEN:
         return None
@@ -106,7 +108,7 @@ def long_queue(evidence: Evidence, options: Options) -> Advice | None:
     return Advice(finding, f"send fewer at a time{policy}: to sort a long queue costs time", SGLANG)
 
 
-def unused_cache(evidence: Evidence, options: Options) -> Advice | None:
+def unused_cache(evidence: Evidence, options: OptionNames) -> Advice | None:
     """The engine holds requests back although its KV cache has room."""
     share = _share(evidence.busy, lambda sample: bool(sample.in_engine) and _usage(sample) < _USED_WELL)
     if share < OFTEN:
@@ -117,7 +119,7 @@ def unused_cache(evidence: Evidence, options: Options) -> Advice | None:
     return Advice(finding, f"lower {options.conservativeness}, to 0.3 for example, or raise {options.running}", SGLANG)
 
 
-def full_workers(evidence: Evidence, options: Options) -> Advice | None:
+def full_workers(evidence: Evidence, options: OptionNames) -> Advice | None:
     """Requests wait before the engine, which could take more."""
 
     def waits_outside(sample: LoadSample) -> bool:
@@ -133,7 +135,7 @@ def full_workers(evidence: Evidence, options: Options) -> Advice | None:
     return Advice(finding, f"raise {options.running}", OWN)
 
 
-def retractions(evidence: Evidence, options: Options) -> Advice | None:
+def retractions(evidence: Evidence, options: OptionNames) -> Advice | None:
     """A few are fine: they show that the memory is used."""
     looks = len(evidence.busy)
     if not looks or evidence.retracted < _RETRACTIONS_OFTEN * looks:
@@ -144,19 +146,19 @@ def retractions(evidence: Evidence, options: Options) -> Advice | None:
     return Advice(finding, f"raise {options.conservativeness}, to 1.3 for example", SGLANG)
 
 
-def prefill_memory(evidence: Evidence, options: Options) -> Advice | None:
+def prefill_memory(evidence: Evidence, options: OptionNames) -> Advice | None:
     count = evidence.prefill_memory_errors
     finding = f"memory ran out {count} times during prefill"
     return Advice(finding, f"lower {options.chunk} to 4096 or 2048", SGLANG) if count else None
 
 
-def decode_memory(evidence: Evidence, options: Options) -> Advice | None:
+def decode_memory(evidence: Evidence, options: OptionNames) -> Advice | None:
     count = evidence.decode_memory_errors
     finding = f"memory ran out {count} times during decoding"
     return Advice(finding, f"lower {options.running}", SGLANG) if count else None
 
 
-def memory_fraction(evidence: Evidence, options: Options) -> Advice | None:
+def memory_fraction(evidence: Evidence, options: OptionNames) -> Advice | None:
     """Memory errors want a smaller KV cache; unused memory allows a larger one."""
     errors = evidence.prefill_memory_errors + evidence.decode_memory_errors
     if errors:
@@ -169,7 +171,7 @@ def memory_fraction(evidence: Evidence, options: Options) -> Advice | None:
     return Advice(f"{free:g} GB of each GPU are free", f"raise {options.memory} until 5 to 8 GB are left", SGLANG)
 
 
-def copies_before_ranks(evidence: Evidence, options: Options) -> Advice | None:
+def copies_before_ranks(evidence: Evidence, options: OptionNames) -> Advice | None:
     most = max((sample.usage for sample in evidence.busy if sample.usage is not None), default=None)
     if evidence.ranks < 2 or most is None or most >= _ROOM:
         return None
@@ -177,7 +179,7 @@ def copies_before_ranks(evidence: Evidence, options: Options) -> Advice | None:
     return Advice(finding, f"split it over fewer and raise {options.replicas}: copies give more throughput", SGLANG)
 
 
-def no_shared_prefixes(evidence: Evidence, options: Options) -> Advice | None:
+def no_shared_prefixes(evidence: Evidence, options: OptionNames) -> Advice | None:
     hit = evidence.cache_hit
     if hit is None or hit >= _HIT or options.policy is None or not any(sample.in_engine for sample in evidence.busy):
         return None

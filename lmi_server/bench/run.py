@@ -25,7 +25,7 @@ class RunLength:
 
 
 @dataclass(slots=True)
-class _Request:
+class _PendingRequest:
     """The bytes of a request. The text of its answer is kept if the chat has another turn."""
 
     data: bytes
@@ -116,7 +116,7 @@ class Run:
     def _request(self, due: float, prompt: Prompt, then: Callable[[], None]) -> None:
         """Send a request. Its next turn follows when it is answered; `then` is called when all turns have ended."""
         record = Record(due, adapter=prompt.adapter)
-        request = _Request(self._target.request(prompt), has_next=bool(prompt.later))
+        request = _PendingRequest(self._target.request(prompt), has_next=bool(prompt.later))
         self.running += 1
 
         def on_end(record: Record) -> None:
@@ -140,12 +140,14 @@ class Run:
                 return
         self._connect(request, record, on_end)
 
-    def _connect(self, request: _Request, record: Record, on_end: Callable[[Record], None]) -> None:
+    def _connect(self, request: _PendingRequest, record: Record, on_end: Callable[[Record], None]) -> None:
         task = asyncio.create_task(self._connect_and_send(request, record, on_end))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    async def _connect_and_send(self, request: _Request, record: Record, on_end: Callable[[Record], None]) -> None:
+    async def _connect_and_send(
+        self, request: _PendingRequest, record: Record, on_end: Callable[[Record], None]
+    ) -> None:
         target = self._target
         loop = asyncio.get_running_loop()
         try:
@@ -162,7 +164,7 @@ class Run:
         self._send(connection, request, record, on_end)
 
     def _send(
-        self, connection: Connection, request: _Request, record: Record, on_end: Callable[[Record], None]
+        self, connection: Connection, request: _PendingRequest, record: Record, on_end: Callable[[Record], None]
     ) -> None:
         def on_answer(record: Record) -> None:
             del self._busy[connection]

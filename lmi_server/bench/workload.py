@@ -56,7 +56,7 @@ class Prompt:
     later: tuple[Turn, ...] = ()
 
     def with_answer(self, answer: str) -> Prompt:
-        """Return the request of the next turn, which sends all that was said before."""
+        """Return the request of the next turn, with all earlier turns."""
         turn, *rest = self.later
         said = ({"role": "assistant", "content": answer}, {"role": "user", "content": turn.text})
         messages = (*self.chat, *said)

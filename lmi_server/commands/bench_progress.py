@@ -22,13 +22,13 @@ Show = Callable[[str, RunLength], Callable[[Run], None]]
 def show_progress(console: Console) -> Iterator[Show]:
     """Yield what shows how far a run is: in a table on a terminal, elsewhere in a line every five seconds."""
     if not console.is_terminal:
-        yield _Lines
+        yield _ProgressLines
         return
     with Live(console=console, transient=True) as live:
         yield lambda title, length: lambda run: live.update(_table(title, run, length))
 
 
-class _Lines:
+class _ProgressLines:
     """Prints lines on the standard error, so that the output has the figures alone."""
 
     def __init__(self, title: str, length: RunLength) -> None:

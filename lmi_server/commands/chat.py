@@ -16,9 +16,8 @@ import typer
 from rich.console import Console
 
 from lmi_server.artifacts.fetch import artifact_settings
-from lmi_server.commands.bench import parse_headers
 from lmi_server.commands.conversation import Conversation
-from lmi_server.commands.server_calls import DEFAULT_URL, ServerCalls
+from lmi_server.commands.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.secrets import SECRETS
@@ -57,7 +56,7 @@ def chat(
     parameters: Annotated[
         list[str] | None, typer.Option("--set", help="A parameter of the requests: temperature=0.2.")
     ] = None,
-    header: Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")] = None,
+    header: Headers = None,
 ) -> None:
     """Chat with a model: each line is a message, and /help lists the commands. Lines may come from a pipe."""
     with plain_configuration_errors(), contextlib.suppress(KeyboardInterrupt), _server(target, header or []) as server:
@@ -68,7 +67,7 @@ def chat(
             if not (name and separator):
                 raise ConfigurationError(f'--set "{each}" is not allowed; allowed: name=value')
             conversation.set(name, text)
-        is_whole = _Chat(conversation).run()
+        is_whole = _ChatSession(conversation).run()
         raise typer.Exit(0 if is_whole else 1)
 
 
@@ -93,7 +92,7 @@ def _server(target: str, headers: list[str]) -> Iterator[ServerCalls]:
             yield ServerCalls(server.url, given)
 
 
-class _Chat:
+class _ChatSession:
     """Reads lines, and shows what the model answers. At a terminal there are prompts, a history and notes."""
 
     def __init__(self, conversation: Conversation) -> None:

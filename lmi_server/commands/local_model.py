@@ -1,4 +1,4 @@
-"""Brings the model that an argument names to this machine, for commands that read its files and serve nothing."""
+"""Brings the model of an argument to this machine, for commands that only read its files."""
 
 from __future__ import annotations
 

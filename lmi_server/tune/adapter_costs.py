@@ -24,8 +24,8 @@ _MERGE_S = 1800.0
 class Cost:
     """The figures of one traffic; milliseconds are medians. `reason` says why there are none.
 
-    `prefill_ms` and `decode_ms` are of requests that come alone, so that neither has waiting in it: the time to the
-    first token, and the time of each further one. `load_s` is how long it takes to add an adapter.
+    `prefill_ms` is the time to the first token and `decode_ms` that of each further one, for requests one at a time: no
+    waiting is in them. `load_s` is how long it takes to add an adapter.
     """
 
     traffic: str

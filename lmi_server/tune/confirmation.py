@@ -110,8 +110,8 @@ Recall = Callable[[str, Callable[[], Sequence[Any]]], Sequence[Any]]
 def confirm(candidate: Trial, pairs: int, measure: Measure, recall: Recall) -> Confirmation:
     """Measure the setting and the configuration as it is `pairs` times each, in turns.
 
-    The one that comes first changes from pair to pair. `recall` keeps each run, so that a search that was stopped
-    goes on behind the last of them.
+    The one that comes first changes from pair to pair. `recall` keeps each run, so that a
+    stopped search goes on behind the last one.
     """
     found: list[tuple[float | None, float | None]] = []
     reasons: dict[str, None] = {}

@@ -51,7 +51,7 @@ def _session_requests() -> dict[str, Any]:
 
 
 def _processed_request(field: str) -> type:
-    """Return the class of a request with the functions that run it and that write its answer."""
+    """Return the class of a request with its functions."""
     functions = ("inference_invoker", "non_stream_output_formatter", "stream_output_formatter")
     fields: list[Any] = [(field, Any), *((name, Callable[..., Any]) for name in functions)]
     fields += [("accumulate_chunks", bool), ("include_prompt", bool)]
@@ -193,5 +193,5 @@ def _unmade(absent: Absent, module: str) -> type:
 
 
 def add_importer() -> None:
-    """Have the modules of the table found, after those that have files."""
+    """Let Python find the modules of the table, after the ones with files."""
     sys.meta_path.append(_Importer())

@@ -1,4 +1,4 @@
-"""Finds and calls the functions of a model.py that replace parts of a handler, for code that is such a handler."""
+"""Finds and calls the functions of a model.py that replace parts of a handler, for handlers in user code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CustomFormatterError(Exception):
 
 
 class CustomFormatterHandler:
-    """The decorated functions of a model.py; if there are none, those that have SageMaker's names."""
+    """The decorated functions of a model.py, or else the functions with SageMaker's names."""
 
     def __init__(self) -> None:
         self.input_formatter: Function = None

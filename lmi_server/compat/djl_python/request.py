@@ -42,7 +42,7 @@ class Request:
         self.request_output.finished = last_token
 
     def get_next_token(self) -> str:
-        """Return what is to be sent for the tokens that came since the last call."""
+        """Return the output for the tokens since the last call."""
         if self.next_token_str:
             return self.next_token_str
         if self.legacy_formatter:

@@ -1,7 +1,7 @@
 """Stateful sessions: values that user code keeps from one request to the next.
 
-They are files that all workers of the machine share and that outlive a worker. Values are pickled, as in LMI. A pickle
-can run code when it is read, so the directory of sessions belongs to the user of the server alone.
+They are files that all workers of the machine share, and outlive a worker. Values are pickled, as in LMI. A pickle can
+run code when it is read, so the directory of sessions belongs to the user of the server alone.
 """
 
 from __future__ import annotations
