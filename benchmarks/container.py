@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
-import uvloop
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.generation import MODEL, NEW_TOKENS, prompts
-from benchmarks.load import completion, run_load
+from benchmarks.load import completion, tokens_per_second
 from lmi_server.machine.ports import free_port
 
 INSIDE, OUTSIDE = "container", "outside"
@@ -153,8 +152,7 @@ def _rate(port: int, connections: int) -> float:
     model = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"][0]["id"]
     asked = prompts(connections * ROUNDS[connections])
     requests = [completion(model, prompt, NEW_TOKENS, stream=True) for prompt in asked]
-    seconds, records = uvloop.run(run_load(port, requests, connections, NEW_TOKENS))
-    return sum(record.output_tokens for record in records) / seconds
+    return tokens_per_second(port, requests, connections, NEW_TOKENS)
 
 
 def _add(table: Table, what: str, found: dict[str, list[float]], reached: Callable[[float], bool], aim: str) -> bool:

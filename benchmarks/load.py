@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,3 +69,21 @@ async def run_load(
         assert record.error is None, record.error
         assert tokens in (None, record.output_tokens), f"{record.output_tokens} tokens of {tokens} came"
     return max(record.end for record in records) - min(record.due for record in records), records
+
+
+def tokens_per_second(port: int, bodies: Sequence[Mapping[str, Any]], connections: int, tokens: int) -> float:
+    """Return the rate of requests for `tokens` tokens each."""
+    seconds, _ = asyncio.run(run_load(port, bodies, connections, tokens))
+    return len(bodies) * tokens / seconds
+
+
+def in_turns(pairs: int, one: Callable[[], float], other: Callable[[], float]) -> list[tuple[float, float]]:
+    """Return what both give in each pair of turns. The one that comes first changes; a pair before warms up."""
+    found = []
+    for number in range(-1, pairs):
+        if number % 2:
+            second = other()
+            found.append((one(), second))
+        else:
+            found.append((one(), other()))
+    return found[1:]

@@ -46,7 +46,7 @@ from rich.table import Table
 
 from benchmarks.generation import CONCURRENCIES, CORES, MODEL, NEW_TOKENS, prompts
 from benchmarks.load import completion, run_load
-from lmi_server.bench.records import Record
+from lmi_server.bench.records import Record, quantile
 
 NAME = "model"
 OURS, THEIRS = "lmi-server", "vLLM's server"
@@ -258,15 +258,10 @@ class Figures:
         gaps = [1000 * gap for record in self.records for gap in record.gaps]
         return {
             "TTFT, median": statistics.median(firsts),
-            "TTFT, p99": percentile(firsts, 0.99),
+            "TTFT, p99": quantile(sorted(firsts), 0.99),
             "ITL, median": statistics.median(gaps),
-            "ITL, p99": percentile(gaps, 0.99),
+            "ITL, p99": quantile(sorted(gaps), 0.99),
         }
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 async def measure(server: Server, load: Load, run: int, figures: Figures) -> None:
