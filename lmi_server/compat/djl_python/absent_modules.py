@@ -50,12 +50,13 @@ def _session_requests() -> dict[str, Any]:
     return {kind: _import("djl_python.session_utils", name) for kind, name in names.items()}
 
 
-def _processed_request(field: str) -> type:
+def _processed_request(engine: str) -> type:
     """Return the class of a request with its functions."""
     functions = ("inference_invoker", "non_stream_output_formatter", "stream_output_formatter")
-    fields: list[Any] = [(field, Any), *((name, Callable[..., Any]) for name in functions)]
+    fields: list[Any] = [(f"{engine}_request", Any), *((name, Callable[..., Any]) for name in functions)]
     fields += [("accumulate_chunks", bool), ("include_prompt", bool)]
-    made: type = _import("dataclasses", "make_dataclass")("ProcessedRequest", fields)
+    module = {"__module__": f"djl_python.lmi_{engine}.request_response_utils"}
+    made: type = _import("dataclasses", "make_dataclass")("ProcessedRequest", fields, namespace=module)
     return made
 
 
@@ -89,7 +90,7 @@ ABSENT: Mapping[str, Absent] = {
     "lmi_trtllm.request_response_utils": Absent(
         TENSORRT_LLM,
         functions=f"{_FORMATTERS} trtllm_non_stream_output_formatter trtllm_stream_output_formatter",
-        late={"ProcessedRequest": lambda: _processed_request("trtllm_request")},
+        late={"ProcessedRequest": lambda: _processed_request("trtllm")},
     ),
     "rolling_batch.trtllm_rolling_batch": Absent(
         TENSORRT_LLM, unmade="TRTLLMRollingBatch model_id_or_path properties configs", base=_ROLLING_BATCH
@@ -122,7 +123,7 @@ ABSENT: Mapping[str, Absent] = {
         VLLM_FORMATS,
         functions=f"{_FORMATTERS} convert_completion_logprobs_to_tgi_tokens convert_completion_prefill_to_tgi_prefill"
         " vllm_non_stream_output_formatter vllm_stream_output_formatter embedding_output_formatter",
-        late={"ProcessedRequest": lambda: _processed_request("vllm_request")},
+        late={"ProcessedRequest": lambda: _processed_request("vllm")},
     ),
     "lmi_vllm.vllm_async_service": Absent(
         VLLM,
