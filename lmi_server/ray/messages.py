@@ -27,8 +27,6 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     host: str
     settings: Mapping[str, str] = {}
-    variables: Mapping[str, str] = {}
-    log_level: str = "INFO"
     drain_timeout_s: float
 
 

@@ -34,6 +34,7 @@ from lmi_server.supervisor.remote import TOKEN_BYTES, RemotePlace
 logger = logging.getLogger(__name__)
 
 _REPORT_S = 1.0
+_LOG_LEVEL = "INFO"
 _BATCHES_AHEAD = 2  # how many batches a front end may send in advance, so that full ones can be formed here
 ONE_WORKER: Mapping[str, str] = {"minWorkers": "1", "maxWorkers": "1"}
 
@@ -45,7 +46,7 @@ def main() -> int:
     # A buffer would keep a Drain that follows at once, which `_next_line` reads.
     with open(0, "rb", buffering=0, closefd=False) as unbuffered:
         start = msgspec.json.decode(unbuffered.readline(), type=Start)
-    logging.basicConfig(stream=sys.stderr, level=start.log_level, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(stream=sys.stderr, level=_LOG_LEVEL, format="%(levelname)s %(name)s: %(message)s")
     return uvloop.run(_ReplicaProcess(start, output).serve())
 
 
@@ -65,7 +66,7 @@ class _ReplicaProcess:
             artifact_settings(None, environment),
             inspect_model,
             self._start.drain_timeout_s,
-            self._start.log_level,
+            _LOG_LEVEL,
         )
         orphans = Orphans()
         orphans.start()
@@ -80,9 +81,7 @@ class _ReplicaProcess:
 
     async def _serve(self, models: ModelRegistry) -> int:
         start = self._start
-        source = ModelSource(
-            start.url, start.name, settings={**start.settings, **ONE_WORKER}, variables=dict(start.variables)
-        )
+        source = ModelSource(start.url, start.name, settings={**start.settings, **ONE_WORKER})
         ending = asyncio.create_task(_next_line())
         loading = asyncio.create_task(models.register_and_load(source))
         await asyncio.wait([ending, loading], return_when=asyncio.FIRST_COMPLETED)
