@@ -85,7 +85,6 @@ class Measured:
 def server_figures(seen: Sequence[Observation]) -> dict[str, Any]:
     """Return the figures of a run: what its server reported, and what its processes used; without what is not known."""
     before, after = seen[0], seen[-1]
-    seconds = after.at - before.at
     figures: dict[str, float | None] = {
         "cache_hit": server_metrics.cache_hit(before.reading, after.reading),
         "queue_ms": _times(1000, server_metrics.queue_time(before.reading, after.reading)),
@@ -98,10 +97,16 @@ def server_figures(seen: Sequence[Observation]) -> dict[str, Any]:
         "memory_bytes_max": _max(each.processes.memory_bytes for each in seen if each.processes is not None),
         "gpu_load_mean": _mean([each.gpu.load for each in seen if each.gpu is not None]),
         "gpu_memory_bytes_max": _max(each.gpu.memory_bytes for each in seen if each.gpu is not None),
+        "cpu_cores": cores(before, after),
     }
-    if before.processes is not None and after.processes is not None and seconds > 0:
-        figures["cpu_cores"] = (after.processes.cpu_s - before.processes.cpu_s) / seconds
     return {name: value for name, value in figures.items() if value is not None}
+
+
+def cores(before: Observation, after: Observation) -> float | None:
+    """Return how many cores the server used between two observations; None if that is not known."""
+    if before.processes is None or after.processes is None or after.at <= before.at:
+        return None
+    return (after.processes.cpu_s - before.processes.cpu_s) / (after.at - before.at)
 
 
 def _times(factor: float, value: float | None) -> float | None:

@@ -51,7 +51,9 @@ def sections(result: SearchResult) -> list[Section]:
     front = pareto(result.trials, "e2el_ms")
     parts = [
         Section("Result", _result(result)),
-        Section("What to change", code=result.difference or "Nothing: no setting is better than the one that is there."),
+        Section(
+            "What to change", code=result.difference or "Nothing: no setting is better than the one that is there."
+        ),
         Section(
             "Throughput and latency",
             _FRONT_TEXT,
