@@ -128,10 +128,8 @@ def full_workers(evidence: Evidence, options: OptionNames) -> Advice | None:
     share = _share(evidence.busy, waits_outside)
     if share < OFTEN:
         return None
-    most = max(sample.running or 0 for sample in evidence.busy)
-    finding = (
-        f"requests waited for a worker at {share:.0%} of the looks; {most:.0f} ran at most, and the KV cache had room"
-    )
+    max_running = max(sample.running or 0 for sample in evidence.busy)
+    finding = f"requests waited for a worker at {share:.0%} of the looks; {max_running:.0f} ran at most, and the KV cache had room"
     return Advice(finding, f"raise {options.running}", OWN)
 
 
@@ -172,10 +170,10 @@ def memory_fraction(evidence: Evidence, options: OptionNames) -> Advice | None:
 
 
 def copies_before_ranks(evidence: Evidence, options: OptionNames) -> Advice | None:
-    most = max((sample.usage for sample in evidence.busy if sample.usage is not None), default=None)
-    if evidence.ranks < 2 or most is None or most >= _ROOM:
+    max_usage = max((sample.usage for sample in evidence.busy if sample.usage is not None), default=None)
+    if evidence.ranks < 2 or max_usage is None or max_usage >= _ROOM:
         return None
-    finding = f"the model is split over {evidence.ranks} GPUs, and its KV cache was {most:.0%} full at most"
+    finding = f"the model is split over {evidence.ranks} GPUs, and its KV cache was {max_usage:.0%} full at most"
     return Advice(finding, f"split it over fewer and raise {options.replicas}: copies give more throughput", SGLANG)
 
 

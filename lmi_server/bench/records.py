@@ -58,7 +58,7 @@ class Record:
     def meets(self, limits: Mapping[str, float]) -> bool:
         """Return whether the request succeeded within limits in seconds, by names of LATENCIES."""
         values = {"ttft": self.ttft, "tpot": self.tpot, "itl": max(self.gaps, default=None), "e2el": self.e2el}
-        return self.is_good and all((value := values[name]) is None or value <= most for name, most in limits.items())
+        return self.is_good and all((value := values[name]) is None or value <= limit for name, limit in limits.items())
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -79,9 +79,10 @@ def _with_options(actor: type, options: Mapping[str, Any]) -> serve.Deployment:
 
 def _announcement(model: Deployment) -> dict[str, Any]:
     scaled = model.autoscaling
-    least, most = (model.num_replicas,) * 2 if scaled is None else (scaled.min_replicas, scaled.max_replicas)
+    fixed = model.num_replicas
+    low, high = (fixed, fixed) if scaled is None else (scaled.min_replicas, scaled.max_replicas)
     names = {"deployment": model.name, "name": model.path_name, "aliases": list(model.aliases)}
-    return {**names, "min_replicas": least, "max_replicas": most}
+    return {**names, "min_replicas": low, "max_replicas": high}
 
 
 def _contents(url: str) -> list[tuple[str, int, int]]:

@@ -34,7 +34,7 @@ _STEP_S: Mapping[Goal, float] = {"latency": 0.1, "throughput": 0.4}
 _STEP_READS_S = 0.025  # for latency, a decode step reads weights and KV cache in this time, or in twice that of weights
 _MAX_SEQS: Mapping[Goal, int] = {"latency": 128, "throughput": 512}
 _MIN_SEQS = 4
-_BATCHED_TOKENS = (512, 16384)
+_MIN_BATCHED_TOKENS, _MAX_BATCHED_TOKENS = 512, 16384
 _NOT_IN_HALF = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """The values of model_type for which vLLM refuses float16, because they are not stable in it."""
 
@@ -119,10 +119,10 @@ def recommend(
     accelerator: Accelerator,
     goal: Goal,
     context: int = CONTEXT,
-    most: int = DEGREES[-1],
+    max_devices: int = DEGREES[-1],
     spread: bool = True,
 ) -> Recommendation:
-    """Return the recommendation for `goal`, on at most `most` devices.
+    """Return the recommendation for `goal`, on at most `max_devices` devices.
 
     A replica takes the fewest devices on which the model fits; for latency, with `spread`, twice as many if its heads
     can be divided among them, because each then reads half of the weights per token. Raises ConfigurationError if the
@@ -138,7 +138,7 @@ def recommend(
             f"{model.id}: the size of the model is not known; its config.json must have num_hidden_layers, hidden_size,"
             " num_attention_heads and vocab_size, and a quantised checkpoint must be there with its weights"
         )
-    degrees = [degree for degree in DEGREES if degree <= most]
+    degrees = [degree for degree in DEGREES if degree <= max_devices]
     fitting = [found for degree in degrees if (found := for_degree(model, accelerator, degree, goal, context))]
     if not fitting:
         devices = f"{degrees[-1]} x {accelerator.name} with {accelerator.memory_gib:g} GiB"
@@ -179,12 +179,11 @@ def for_degree(
     seqs = _power_of_two(seqs)
     flops = accelerator.flops * _EFFICIENCY * degree
     batched = _power_of_two(int(_STEP_S[goal] * flops / (2 * _active_parameters(text, memory.parameters))))
-    least, most = _BATCHED_TOKENS
     return Recommendation(
         workers=degree,
         max_model_len=length,
         max_num_seqs=seqs,
-        max_num_batched_tokens=max(least, seqs, min(most, batched)),
+        max_num_batched_tokens=max(_MIN_BATCHED_TOKENS, seqs, min(_MAX_BATCHED_TOKENS, batched)),
         target_ongoing_requests=max(1, round(seqs * ONGOING_SHARE)),
         memory=memory,
     )

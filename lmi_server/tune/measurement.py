@@ -42,9 +42,9 @@ class Limits:
 
     def _slow_p99s(self, figures: Mapping[str, Any]) -> list[str]:
         return [
-            f"p99 of {name} is {p99 / 1000:.2f} s, more than {most:g}"
-            for name, most in self.p99_s.items()
-            if (p99 := figures[f"{name}_ms"].get("p99")) is None or p99 > most * 1000
+            f"p99 of {name} is {p99 / 1000:.2f} s, more than {limit:g}"
+            for name, limit in self.p99_s.items()
+            if (p99 := figures[f"{name}_ms"].get("p99")) is None or p99 > limit * 1000
         ]
 
 

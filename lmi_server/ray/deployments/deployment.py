@@ -211,10 +211,11 @@ def _worker_bundle(found: Inspection) -> dict[str, float]:
 
 
 def _autoscaling(found: Inspection, ongoing: int) -> Autoscaling | None:
-    least, most = found.serving.min_workers, max(found.serving.min_workers, found.serving.max_workers)
-    if least == most:
+    min_workers = found.serving.min_workers
+    max_workers = max(min_workers, found.serving.max_workers)
+    if min_workers == max_workers:
         return None
-    return Autoscaling(least, most, target_ongoing_requests=max(1.0, round(ongoing * ONGOING_SHARE)))
+    return Autoscaling(min_workers, max_workers, target_ongoing_requests=max(1.0, round(ongoing * ONGOING_SHARE)))
 
 
 def _placement_options(placement: Placement | None) -> dict[str, Any]:
