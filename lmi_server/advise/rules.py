@@ -128,8 +128,11 @@ def full_workers(evidence: Evidence, options: OptionNames) -> Advice | None:
     share = _share(evidence.busy, waits_outside)
     if share < OFTEN:
         return None
-    max_running = max(sample.running or 0 for sample in evidence.busy)
-    finding = f"requests waited for a worker at {share:.0%} of the looks; {max_running:.0f} ran at most, and the KV cache had room"
+    running = max(sample.running or 0 for sample in evidence.busy)
+    finding = (
+        f"requests waited for a worker at {share:.0%} of the looks; {running:.0f} ran at most,"
+        " and the KV cache had room"
+    )
     return Advice(finding, f"raise {options.running}", OWN)
 
 
