@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -99,7 +99,8 @@ def _options(adapter: Adapter) -> Mapping[str, str]:
 
 async def await_result(result: Any) -> Any:
     """Return the result of a function of the user; await it first if it has to be."""
-    return await result if isinstance(result, Awaitable) and not isinstance(result, AsyncIterator) else result
+    # An asynchronous iterator is a stream. Attributes are looked up faster than abstract classes.
+    return await result if hasattr(result, "__await__") and not hasattr(result, "__anext__") else result
 
 
 def _message(output: Any) -> str:
