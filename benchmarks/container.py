@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
-import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.completions_load import request_bytes, run_load
 from benchmarks.generation import MODEL, NEW_TOKENS, prompts
+from benchmarks.load import completion, tokens_per_second
 from lmi_server.machine.ports import free_port
 
 INSIDE, OUTSIDE = "container", "outside"
@@ -152,9 +151,8 @@ def _rate(port: int, connections: int) -> float:
     """Return tokens/s of streamed completions over connections that always have a request open."""
     model = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"][0]["id"]
     asked = prompts(connections * ROUNDS[connections])
-    requests = [request_bytes(model, prompt, NEW_TOKENS, stream=True) for prompt in asked]
-    seconds, seen = uvloop.run(run_load(port, requests, connections, NEW_TOKENS))
-    return sum(answer.tokens for answer in seen) / seconds
+    requests = [completion(model, prompt, NEW_TOKENS, stream=True) for prompt in asked]
+    return tokens_per_second(port, requests, connections, NEW_TOKENS)
 
 
 def _add(table: Table, what: str, found: dict[str, list[float]], reached: Callable[[float], bool], aim: str) -> bool:

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.generation import serving
+from benchmarks.load import run_load
 
 MODEL = Path("models/all-minilm-l6-v2")
 TEXTS = 256
@@ -98,72 +98,14 @@ def pipeline_alone() -> float:
 # --- this server ---
 
 
-class Connection:
-    """Sends requests one after the other."""
-
-    async def open(self, port: int) -> None:
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
-
-    async def embed(self, text: str) -> bytes:
-        body = json.dumps({"input": text, "model": "m", "encoding_format": "base64"}).encode()
-        head = f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        self._writer.write(head.encode() + body)
-        answer = await self._reader.readuntil(b"\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 200"), answer
-        length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-        return await self._reader.readexactly(length)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 async def _load(port: int, clients: int, batch: list[str]) -> None:
-    waiting = iter(batch)
-
-    async def client() -> None:
-        connection = Connection()
-        await connection.open(port)
-        for text in waiting:
-            await connection.embed(text)
-        connection.close()
-
-    await asyncio.gather(*(client() for _ in range(clients)))
+    bodies = [{"input": text, "model": "all_minilm_l6_v2", "encoding_format": "base64"} for text in batch]
+    await run_load(port, bodies, clients, path="/v1/embeddings")
 
 
 def server(clients: int) -> float:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "lmi_server",
-        "serve",
-        str(MODEL),
-        "--port",
-        str(port),
-        "--log-level",
-        "warning",
-    ]
-    process = subprocess.Popen(command)
-    try:
-        _wait_until_ready(port)
+    with serving(MODEL) as (_, port):
         return rate_of(lambda batch: asyncio.run(_load(port, clients, batch)))
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _wait_until_ready(port: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/ping").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise TimeoutError("the server is not ready")
 
 
 CONTENDERS: dict[str, Callable[[], float]] = {

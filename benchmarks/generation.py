@@ -29,6 +29,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.load import LMI, run_load
+
 MODEL = Path("models/smollm2-135m-instruct")
 CONCURRENCIES = (1, 8, 32, 64)
 NEW_TOKENS = 64
@@ -63,14 +65,15 @@ def measure(run: Callable[[int], None]) -> dict[int, list[float]]:
 
 
 @contextlib.contextmanager
-def serving(model: Path, places: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Serve `model` with `max_rolling_batch_size=places`; yield the server process and its port."""
+def serving(model: Path, places: int | None = None) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Serve `model`, with `max_rolling_batch_size=places` if given; yield the server process and its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [str(Path(sys.executable).with_name("lmi-server")), "serve", str(model), "--port", str(port)]
     command += ["--log-level", "warning"]
-    server = subprocess.Popen(command, env=os.environ | {"OPTION_MAX_ROLLING_BATCH_SIZE": str(places)})
+    option = {} if places is None else {"OPTION_MAX_ROLLING_BATCH_SIZE": str(places)}
+    server = subprocess.Popen(command, env=os.environ | option)
     try:
         wait_until_ready(port)
         yield server, port
@@ -90,27 +93,17 @@ def wait_until_ready(port: int) -> None:
         try:
             if httpx.get(f"http://127.0.0.1:{port}/ping").status_code == 200:
                 return
-        except httpx.ConnectError:
+        except httpx.TransportError:
             pass
         time.sleep(0.1)
     raise TimeoutError("the server was not ready in time")
 
 
 async def stream_all(port: int, count: int) -> None:
-    await asyncio.gather(*(stream(port, prompt) for prompt in prompts(count)))
-
-
-async def stream(port: int, prompt: str) -> None:
-    """Read one streamed answer to its end, parsing as little as possible; fail if tokens are missing."""
-    parameters = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, "details": True}
-    body = json.dumps({"inputs": prompt, "parameters": parameters, "stream": True}).encode()
-    head = "POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-    answer = await reader.read()
-    writer.close()
-    if f'"generated_tokens":{NEW_TOKENS}'.encode() not in answer.replace(b" ", b""):
-        raise AssertionError(f"the stream is not complete: {answer[-300:]!r}")
+    """Read so many streamed answers at once to their ends; fail if tokens are missing."""
+    parameters = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    bodies = [{"inputs": prompt, "parameters": parameters, "stream": True} for prompt in prompts(count)]
+    await run_load(port, bodies, count, NEW_TOKENS, LMI)
 
 
 # --- the others ---

@@ -11,38 +11,29 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
-import httpx
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.generation import serving
+from benchmarks.load import LMI, run_load
 
 REQUESTS = 2000
 BLOCK = 400
 CONCURRENCY = 32
 
 
-async def ask(client: httpx.AsyncClient, chance: random.Random) -> None:
-    body = {
-        "inputs": "word " * chance.randint(1, 60),
-        "parameters": {"max_new_tokens": chance.randint(1, 16), "ignore_eos": True},
-    }
-    reply = await client.post("/invocations", json=body)
-    reply.raise_for_status()
-
-
-async def run_block(url: str, seed: int) -> None:
+def bodies(seed: int) -> list[dict[str, Any]]:
     chance = random.Random(seed)
-    room = asyncio.Semaphore(CONCURRENCY)
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-
-        async def one() -> None:
-            async with room:
-                await ask(client, chance)
-
-        await asyncio.gather(*(one() for _ in range(BLOCK)))
+    return [
+        {
+            "inputs": "word " * chance.randint(1, 60),
+            "parameters": {"max_new_tokens": chance.randint(1, 16), "ignore_eos": True},
+        }
+        for _ in range(BLOCK)
+    ]
 
 
 def resident_mib(process: psutil.Process) -> float:
@@ -59,7 +50,7 @@ def main() -> None:
         worker = front_end.children()[0]
         table.add_row("loading", f"{resident_mib(worker):.0f}", f"{resident_mib(front_end):.0f}")
         for done in range(BLOCK, REQUESTS + 1, BLOCK):
-            asyncio.run(run_block(f"http://127.0.0.1:{port}", done))
+            asyncio.run(run_load(port, bodies(done), CONCURRENCY, api=LMI))
             table.add_row(f"{done:,} requests", f"{resident_mib(worker):.0f}", f"{resident_mib(front_end):.0f}")
     Console().print(table)
 

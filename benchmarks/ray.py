@@ -24,7 +24,6 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.load import CHAT, run_load
 from benchmarks.relay import Server, rates
 
 PEER = Path(__file__).parent / "peers" / "ray_serve_echo.py"
@@ -114,9 +114,13 @@ def row(table: Table, what: str, peer: str, ours: float, theirs: float, aim: str
 # --- generation ---
 
 
+def chat_body(prompt: str, tokens: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": prompt}]
+    return {"model": "model", "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
 def chat(server: Server, prompt: str, tokens: int) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "temperature": 0}
-    return post(server, body | {"model": "model", "ignore_eos": True})
+    return post(server, chat_body(prompt, tokens))
 
 
 def post(server: Server, body: dict[str, Any]) -> dict[str, Any]:
@@ -156,33 +160,32 @@ async def until_answered(server: Server) -> None:
     sys.exit("the peer did not answer within 600 s")
 
 
-def tokens_per_second(server: Server, count: int, tokens: int) -> float:
+async def tokens_per_second(server: Server, count: int, tokens: int) -> float:
     """Return the rate for `count` chats of `tokens` tokens, eight at a time."""
-    with ThreadPoolExecutor(8) as clients:
-        list(clients.map(lambda number: chat(server, f"warm {number}", 4), range(8)))
-        began = time.perf_counter()
-        list(clients.map(lambda number: chat(server, f"Tell me about the number {number}.", tokens), range(count)))
-        return count * tokens / (time.perf_counter() - began)
+    await run_load(server.port, [chat_body(f"warm {number}", 4) for number in range(8)], 8, 4, CHAT)
+    bodies = [chat_body(f"Tell me about the number {number}.", tokens) for number in range(count)]
+    seconds, _ = await run_load(server.port, bodies, 8, tokens, CHAT)
+    return count * tokens / seconds
 
 
 async def generation(table: Table, model: Path, count: int, threads: int) -> None:
     lines = generating(model, 2, threads)
     with cluster(lines) as ours:
         await until_ready(ours, 2)
-        measured = tokens_per_second(ours, count, 64)
+        measured = await tokens_per_second(ours, count, 64)
     with one_machine(lines) as theirs:
         await until_ready(theirs, 2)
-        peer = tokens_per_second(theirs, count, 64)
+        peer = await tokens_per_second(theirs, count, 64)
     row(table, "generation, tokens/s", "two workers of serve", measured, peer, ">= 0.95")
 
 
 async def generation_by_vllm(table: Table, model: Path, count: int) -> None:
     with cluster(generating_by_vllm(model)) as ours:
         await until_ready(ours, 1)
-        measured = tokens_per_second(ours, count, 64)
+        measured = await tokens_per_second(ours, count, 64)
     with serving(str(LLM_PEER), "{port}", "{tmp}", str(model)) as theirs:
         await until_answered(theirs)
-        peer = tokens_per_second(theirs, count, 64)
+        peer = await tokens_per_second(theirs, count, 64)
     row(table, "generation by vLLM, tokens/s", "Ray Serve LLM", measured, peer, ">= 1")
 
 

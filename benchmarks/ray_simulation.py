@@ -38,8 +38,8 @@ from lmi_server.contract.errors import QueueFullError
 from lmi_server.contract.link import WorkerLink, frame, from_worker_decoder
 from lmi_server.contract.protocol import Input, Load, Message, Reply, Stats, Submit
 from lmi_server.ray.autoscaling import ONGOING, desired_replicas
-from lmi_server.ray.deployment import ONGOING_SHARE
-from lmi_server.ray.messages import Models, Replicas, line
+from lmi_server.ray.deployments.deployment import ONGOING_SHARE
+from lmi_server.ray.messages import ClusterModels, ModelReplicas, line
 from lmi_server.serving.dispatcher import Dispatcher
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.serving.roster import WorkerRoster
@@ -86,7 +86,7 @@ class Turn(msgspec.Struct):
 class Worker:
     """A replica as one front end sees it: the dispatcher's own books, and a link that starts the simulated work."""
 
-    def __init__(self, front_end: FrontEnd, replica: Replica) -> None:
+    def __init__(self, front_end: FrontEndConnection, replica: Replica) -> None:
         self.replica = replica
         self.name = str(replica.number)
         self._front_end = front_end
@@ -99,7 +99,7 @@ class Worker:
             self._front_end.started(self, message.id)
 
 
-class FrontEnd:
+class FrontEndConnection:
     """One front end with its own dispatcher."""
 
     def __init__(self, number: int, cluster: Cluster, most: int) -> None:
@@ -140,7 +140,7 @@ class Cluster:
         self.ends_at = minutes * 60
         self.now = 0.0
         self.chance = random.Random(7)
-        self.front_ends = [FrontEnd(number, self, MAX_ONGOING) for number in range(front_ends)]
+        self.front_ends = [FrontEndConnection(number, self, MAX_ONGOING) for number in range(front_ends)]
         self.replicas: list[Replica] = []
         self.target = max(1, round(0.45 * replicas))
         self.state: dict[str, Any] = {}
@@ -211,7 +211,7 @@ class Cluster:
             self.refused += 1
         self.routing_s += time.process_time() - began
 
-    def started(self, front_end: FrontEnd, worker: Worker, number: int, turn: Turn) -> None:
+    def started(self, front_end: FrontEndConnection, worker: Worker, number: int, turn: Turn) -> None:
         replica = worker.replica
         replica.held[front_end.number] += 1
         self.waits.append(self.now - turn.arrived)
@@ -224,7 +224,7 @@ class Cluster:
         service_s = (turn.prompt - cached) / PREFILL_PER_S + turn.output * TOKEN_S * busy / 1.4
         self.at(self.now + service_s, lambda: self._end(front_end, worker, number, turn))
 
-    def _end(self, front_end: FrontEnd, worker: Worker, number: int, turn: Turn) -> None:
+    def _end(self, front_end: FrontEndConnection, worker: Worker, number: int, turn: Turn) -> None:
         worker.replica.held[front_end.number] -= 1
         self.served += 1
         began = time.process_time()
@@ -326,10 +326,10 @@ def lag_s(sizes: list[tuple[int, int]]) -> float:
 def table_sizes(replicas: int) -> tuple[int, float]:
     """Return the bytes of the list of replicas that a front end gets, and the milliseconds that reading it takes."""
     places = {f"{number:08x}": RemotePlace(host="10.0.0.1", port=40000, token="f" * 64) for number in range(replicas)}
-    told = line(Models([Replicas(name="model", min_replicas=1, max_replicas=replicas, places=places)]))
+    told = line(ClusterModels([ModelReplicas(name="model", min_replicas=1, max_replicas=replicas, places=places)]))
     began = time.process_time()
     for _ in range(20):
-        msgspec.json.decode(told, type=Models)
+        msgspec.json.decode(told, type=ClusterModels)
     return len(told), (time.process_time() - began) / 20 * 1000
 
 

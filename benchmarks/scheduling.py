@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.generation import MODEL, load_transformers, prompts, serving
+from lmi_server.bench.records import quantile
 
 SHARED = 1024
 PREFIXES = 5
@@ -80,10 +81,6 @@ class Timing:
 
 def words(count: int, chance: random.Random) -> list[int]:
     return [chance.randrange(*VOCABULARY) for _ in range(count)]
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 async def stream(port: int, load: Load) -> Timing:
@@ -166,9 +163,9 @@ def mixed_lengths() -> dict[str, float]:
     return {
         "rate": sum(load.new_tokens for load in loads) / seconds,
         "TTFT median": statistics.median(firsts),
-        "TTFT p99": percentile(firsts, 0.99),
+        "TTFT p99": quantile(sorted(firsts), 0.99),
         "ITL median": statistics.median(gaps),
-        "ITL p99": percentile(gaps, 0.99),
+        "ITL p99": quantile(sorted(gaps), 0.99),
     }
 
 
@@ -278,7 +275,7 @@ def beside_long_prompts() -> dict[str, float]:
         time.sleep(2)  # until it sends
         gaps = asyncio.run(stream(port, Load(words(16, random.Random(5)), 500))).gaps
         others.terminate()
-    return {"ITL median": statistics.median(gaps), "ITL p99": percentile(gaps, 0.99)}
+    return {"ITL median": statistics.median(gaps), "ITL p99": quantile(sorted(gaps), 0.99)}
 
 
 def spin() -> None:
@@ -298,7 +295,7 @@ def beside_a_busy_process() -> dict[str, float]:
         beside = asyncio.run(stream(port, load)).gaps
         other.terminate()
     figures = {"alone": statistics.median(alone), "beside": statistics.median(beside)}
-    return figures | {"alone p99": percentile(alone, 0.99), "beside p99": percentile(beside, 0.99)}
+    return figures | {"alone p99": quantile(sorted(alone), 0.99), "beside p99": quantile(sorted(beside), 0.99)}
 
 
 PARTS = {

@@ -16,17 +16,18 @@ what an option that cannot pay costs.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.completions_load import request_bytes, run_load
 from benchmarks.generation import MODEL, prompts, serving
+from benchmarks.load import completion, in_turns, tokens_per_second
 
 NAME = MODEL.name.replace("-", "_")
 KEY = "OPTION_SPECULATIVE_DRAFT_MODEL"
@@ -49,9 +50,9 @@ def tasks(name: str) -> list[str]:
     return [_TURN.format(f"Repeat this text word by word: {text}") + text[:40] for text in texts]
 
 
-def requests(name: str, count: int) -> list[bytes]:
+def requests(name: str, count: int) -> list[dict[str, Any]]:
     asked = tasks(name)[:count]
-    return [request_bytes(NAME, task, TOKENS, stream=True, temperature=0, ignore_eos=True) for task in asked]
+    return [completion(NAME, task, TOKENS, stream=True, temperature=0, ignore_eos=True) for task in asked]
 
 
 @contextmanager
@@ -67,19 +68,9 @@ def drafting(draft: str | None) -> Iterator[int]:
         os.environ.pop(KEY, None)
 
 
-def tokens_per_second(port: int, turn: list[bytes]) -> float:
-    seconds, _ = asyncio.run(run_load(port, turn, len(turn), TOKENS))
-    return len(turn) * TOKENS / seconds
-
-
-def measured(plain: int, other: int, turn: list[bytes], pairs: int) -> list[tuple[float, float]]:
+def measured(plain: int, other: int, turn: list[dict[str, Any]], pairs: int) -> list[tuple[float, float]]:
     """Return tokens per second of each pair of turns, of the server `plain` and of the one that drafts."""
-    rates = []
-    for number in range(-1, pairs):  # the first pair fills the prefix caches
-        first, second = (other, plain) if number % 2 else (plain, other)
-        found = {first: tokens_per_second(first, turn), second: tokens_per_second(second, turn)}
-        rates.append((found[plain], found[other]))
-    return rates[1:]
+    return in_turns(pairs, *(partial(tokens_per_second, port, turn, len(turn), TOKENS) for port in (plain, other)))
 
 
 def main() -> None:

@@ -10,15 +10,15 @@ whatever else the machine does meets both. Prints the ratio of each pair, their 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import statistics
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.completions_load import request_bytes, run_load
 from benchmarks.generation import MODEL, NEW_TOKENS, prompts, serving
+from benchmarks.load import completion, in_turns, tokens_per_second
 
 NAME = MODEL.name.replace("-", "_")
 PLACES = 32
@@ -36,28 +36,17 @@ SCHEMA: dict[str, Any] = {"type": "array", "items": _CITY, "minItems": 50}
 CONSTRAINED: dict[str, Any] = {"structured_outputs": {"json": SCHEMA}}
 
 
-def requests(**fields: Any) -> list[bytes]:
-    return [request_bytes(NAME, prompt, NEW_TOKENS, stream=True, **fields) for prompt in prompts(PLACES)]
-
-
-def tokens_per_second(port: int, turn: list[bytes]) -> float:
-    seconds, _ = asyncio.run(run_load(port, turn, PLACES, NEW_TOKENS))
-    return PLACES * NEW_TOKENS / seconds
+def requests(**fields: Any) -> list[dict[str, Any]]:
+    return [completion(NAME, prompt, NEW_TOKENS, stream=True, **fields) for prompt in prompts(PLACES)]
 
 
 def measured(pairs: int) -> list[tuple[float, float]]:
     """Return tokens per second of each pair of turns, plain and constrained."""
-    plain, constrained = requests(), requests(**CONSTRAINED)
-    rates = []
     with serving(MODEL, PLACES) as (_, port):
-        for number in range(-1, pairs):  # the first pair compiles the grammar and fills the prefix cache
-            if number % 2:
-                second = tokens_per_second(port, constrained)
-                rates.append((tokens_per_second(port, plain), second))
-            else:
-                first = tokens_per_second(port, plain)
-                rates.append((first, tokens_per_second(port, constrained)))
-    return rates[1:]
+        turns = (
+            partial(tokens_per_second, port, turn, PLACES, NEW_TOKENS) for turn in (requests(), requests(**CONSTRAINED))
+        )
+        return in_turns(pairs, *turns)  # the first pair compiles the grammar and fills the prefix cache
 
 
 def report(rates: list[tuple[float, float]]) -> None:

@@ -44,8 +44,9 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.completions_load import Seen, request_bytes, run_load
 from benchmarks.generation import CONCURRENCIES, CORES, MODEL, NEW_TOKENS, prompts
+from benchmarks.load import completion, run_load
+from lmi_server.bench.records import Record, quantile
 
 NAME = "model"
 OURS, THEIRS = "lmi-server", "vLLM's server"
@@ -223,16 +224,16 @@ class Load:
     stream: bool = False
     shares_prefix: bool = False
 
-    def requests(self, run: int) -> list[bytes]:
+    def requests(self, run: int) -> list[dict[str, Any]]:
         """Return the requests of one run; those with a shared prefix share it with no other run."""
         if not self.shares_prefix:
             asked = prompts(self.connections * ROUNDS.get(self.connections, 2))
-            return [request_bytes(NAME, prompt, NEW_TOKENS, self.stream) for prompt in asked]
+            return [completion(NAME, prompt, NEW_TOKENS, self.stream) for prompt in asked]
         chance = random.Random(run)
         shared = [chance.randrange(100, 20_000) for _ in range(SHARED_TOKENS)]
         rest = PROMPT_TOKENS - SHARED_TOKENS
         asked_ids = ([*shared, *(chance.randrange(100, 20_000) for _ in range(rest))] for _ in range(PREFIX_REQUESTS))
-        return [request_bytes(NAME, ids, 1, stream=False) for ids in asked_ids]
+        return [completion(NAME, ids, 1, stream=False) for ids in asked_ids]
 
 
 @dataclass(slots=True)
@@ -241,7 +242,7 @@ class Figures:
 
     rates: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -253,29 +254,24 @@ class Figures:
 
     def latencies(self) -> Mapping[str, float]:
         """Return medians and 99th percentiles in milliseconds."""
-        firsts = [1000 * seen.first for seen in self.seen]
-        gaps = [1000 * gap for seen in self.seen for gap in seen.gaps]
+        firsts = [1000 * record.ttft for record in self.records if record.ttft is not None]
+        gaps = [1000 * gap for record in self.records for gap in record.gaps]
         return {
             "TTFT, median": statistics.median(firsts),
-            "TTFT, p99": percentile(firsts, 0.99),
+            "TTFT, p99": quantile(sorted(firsts), 0.99),
             "ITL, median": statistics.median(gaps),
-            "ITL, p99": percentile(gaps, 0.99),
+            "ITL, p99": quantile(sorted(gaps), 0.99),
         }
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 async def measure(server: Server, load: Load, run: int, figures: Figures) -> None:
     """Run the load once and add the measurements to `figures`."""
     tokens = 1 if load.shares_prefix else NEW_TOKENS
     before = server.cpu_s()
-    seconds, seen = await run_load(server.port, load.requests(run), load.connections, tokens)
+    seconds, records = await run_load(server.port, load.requests(run), load.connections, tokens)
     figures.cpu_s.append(server.cpu_s() - before)
-    figures.rates.append(sum(answer.tokens for answer in seen) / seconds)
-    figures.seen += seen
+    figures.rates.append(sum(record.output_tokens for record in records) / seconds)
+    figures.records += records
 
 
 async def compare(servers: Mapping[str, Server], load: Load, runs: int) -> dict[str, Figures]:
@@ -291,7 +287,7 @@ async def compare(servers: Mapping[str, Server], load: Load, runs: int) -> dict[
 async def warm(server: Server) -> None:
     """Run every code path once, with as many requests at once as will come later."""
     for stream in (True, False):
-        await run_load(server.port, [request_bytes(NAME, text, 4, stream) for text in prompts(64)], 64, 4)
+        await run_load(server.port, [completion(NAME, text, 4, stream) for text in prompts(64)], 64, 4)
 
 
 @contextlib.contextmanager

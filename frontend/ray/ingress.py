@@ -14,7 +14,7 @@ from frontend.server import run
 from lmi_server.configuration.server_settings import find_config_file, resolve_server
 from lmi_server.machine.environment import process_environment
 from lmi_server.processes.hidden_variables import hide_secrets
-from lmi_server.ray.registry import ClusterRegistry
+from lmi_server.ray.processes.registry import ClusterRegistry
 
 _log = logging.getLogger(__name__)
 

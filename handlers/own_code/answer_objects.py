@@ -66,7 +66,7 @@ class LmiAnswer(AttributeDict):
         return "" if place is None else str(place[0][place[1]])
 
     def follow_choice(self) -> None:
-        """Have the text in LMI's form be that of the first choice, which the function may have changed."""
+        """Copy the text of the first choice, which the function may have changed, to the text in LMI's form."""
         place = self._text_place()
         if "choices" in self and place is not None:
             place[0][place[1]] = self["choices"][0]["text"]
@@ -123,7 +123,7 @@ class StreamEvent(str):
         return f"{self[: place.start]}{fields.model_dump_json()}{self[place.stop :]}"
 
     def _place(self) -> slice:
-        """Return where the object is: from the first brace that opens to the last one that closes."""
+        """Return where the object is: from the first opening brace to the last closing one."""
         start = self.find("{")
         return slice(start, max(start, self.rfind("}") + 1)) if start >= 0 else slice(0, 0)
 

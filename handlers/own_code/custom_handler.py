@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from djl_python.inputs import make_input
 
+from handlers.own_code.djl_adapters import await_result
 from handlers.own_code.djl_async import response_of
 from handlers.own_code.djl_inputs import InputBuilder
 from handlers.own_code.djl_outputs import FAILED, OUT_OF_MEMORY, piece_error
@@ -60,7 +60,7 @@ class CustomHandler:
         As with LMI, the load does not fail with it: the log has its exception, and so do the answers to requests.
         """
         try:
-            return await _resolved(self._function(make_input(self._initial, [], _HANDLE))) is not None
+            return await await_result(self._function(make_input(self._initial, [], _HANDLE))) is not None
         except EXITS:
             raise
         except BaseException as error:  # the border to the user's code
@@ -74,7 +74,7 @@ class CustomHandler:
         """
         given = self._inputs.one(request)
         try:
-            result = await _resolved(self._function(given))
+            result = await await_result(self._function(given))
             return None if result is None else await response_of(result)
         except (asyncio.CancelledError, LmiServerError, *EXITS):
             raise
@@ -93,7 +93,3 @@ def _properties(options: ModelOptions) -> dict[str, str]:
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-async def _resolved(result: Any) -> Any:
-    return await result if hasattr(result, "__await__") and not isinstance(result, AsyncIterator) else result

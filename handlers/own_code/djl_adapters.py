@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -55,25 +55,27 @@ class AdapterFunctions:
         Raises RequestError if the code has no such function, an LmiServerError if the function refuses the adapter, and
         whatever the function raises.
         """
-        message = _message(self._put(adapter))
-        self.registered[adapter.name] = adapter
-        return message
+        return self._accept(adapter, self._put(adapter))
 
     async def add_awaited(self, adapter: Adapter) -> str:
-        """Do what `add` does, with a function that may be asynchronous."""
-        message = _message(await _resolved(self._put(adapter)))
-        self.registered[adapter.name] = adapter
-        return message
+        """As `add`, also for an asynchronous function."""
+        return self._accept(adapter, await await_result(self._put(adapter)))
 
     def remove(self, name: str) -> str:
         """Unregister an adapter; return and raise what `add` does."""
-        message = _message(self._call(_UNREGISTER, self.registered[name]))
-        del self.registered[name]
-        return message
+        return self._drop(name, self._call(_UNREGISTER, self.registered[name]))
 
     async def remove_awaited(self, name: str) -> str:
-        """Do what `remove` does, with a function that may be asynchronous."""
-        message = _message(await _resolved(self._call(_UNREGISTER, self.registered[name])))
+        """As `remove`, also for an asynchronous function."""
+        return self._drop(name, await await_result(self._call(_UNREGISTER, self.registered[name])))
+
+    def _accept(self, adapter: Adapter, output: Any) -> str:
+        message = _message(output)
+        self.registered[adapter.name] = adapter
+        return message
+
+    def _drop(self, name: str, output: Any) -> str:
+        message = _message(output)
         del self.registered[name]
         return message
 
@@ -95,8 +97,10 @@ def _options(adapter: Adapter) -> Mapping[str, str]:
     return {**adapter.options, **preload, **pin}
 
 
-async def _resolved(result: Any) -> Any:
-    return await result if isinstance(result, Awaitable) else result
+async def await_result(result: Any) -> Any:
+    """Return the result of a function of the user; await it first if it has to be."""
+    # An asynchronous iterator is a stream. Attributes are looked up faster than abstract classes.
+    return await result if hasattr(result, "__await__") and not hasattr(result, "__anext__") else result
 
 
 def _message(output: Any) -> str:

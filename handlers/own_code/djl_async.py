@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, NamedTuple
 
 from djl_python.outputs import Output
 
-from handlers.own_code.djl_adapters import AdapterFunctions
-from handlers.own_code.djl_outputs import body_of, chunk_fields, failed, headers_of, piece_error, reason_of, respond
+from handlers.own_code.djl_adapters import AdapterFunctions, await_result
+from handlers.own_code.djl_outputs import (
+    body_of,
+    chunk_fields,
+    error_response,
+    headers_of,
+    piece_error,
+    reason_of,
+    respond,
+)
 from handlers.own_code.user_function import UserFunction
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError
 from lmi_server.contract.handler import AsyncRequestHandler, Response
@@ -29,7 +37,7 @@ class AsyncFunction(AsyncRequestHandler):
         self._adapters = adapters
 
     async def start(self) -> None:
-        output = await _resolved(self._function.load())
+        output = await await_result(self._function.load())
         if not isinstance(output, AsyncIterator):
             self._function.check_loaded(output)
             return
@@ -45,7 +53,7 @@ class AsyncFunction(AsyncRequestHandler):
     async def handle(self, request: Request) -> Response:
         try:
             tracked = {_TRACKING_ID: str(uuid.uuid4())}  # clients choose the ids of requests: two may be the same
-            result = await _resolved(self._function.call(self._function.inputs.one(request, **tracked)))
+            result = await await_result(self._function.call(self._function.inputs.one(request, **tracked)))
             response = await response_of(result)
             if isinstance(result, Output | AsyncIterator):
                 response.headers = [*response.headers, *tracked.items()]
@@ -62,10 +70,6 @@ class AsyncFunction(AsyncRequestHandler):
 async def response_of(result: Any) -> Response:
     """Return the answer that the result of a function means: an Output, or an asynchronous iterator of them."""
     return await _streamed(result) if isinstance(result, AsyncIterator) else _whole(result)
-
-
-async def _resolved(result: Any) -> Any:
-    return await result if isinstance(result, Awaitable) else result
 
 
 class _Piece(NamedTuple):
@@ -123,14 +127,14 @@ async def _streamed(items: AsyncIterator[Any]) -> Response:
     async for item in items:
         piece = _piece(item)
         if piece.error is not None or piece.last:
-            await _close(items)  # whatever the function would yield after the end is dropped
+            await _close(items)  # what the function would yield after the end is dropped
             return _alone(piece)
         if piece.data or piece.output.properties:
             headers = headers_of(piece.output.properties)
             reason = reason_of(piece.output)
             return Response(status=piece.output.code, headers=headers, stream=_rest(piece, items), reason=reason)
         piece.output.execute_finalize()
-    return failed("the handler yielded nothing; yield at least one Output")
+    return error_response("the handler yielded nothing; yield at least one Output")
 
 
 async def _rest(first: _Piece, items: AsyncIterator[Any]) -> AsyncGenerator[bytes, None]:

@@ -85,7 +85,7 @@ class DjlFunction(RequestHandler):
     def handle(self, requests: Sequence[Request]) -> Sequence[Response | LmiServerError]:
         """Answer a batch with one call.
 
-        If the call raises, the requests are repeated one by one, so that only the one that made it raise fails.
+        If the call raises, the requests are repeated one by one, so that only the guilty one fails.
         """
         if len(requests) > 1 and not self._is_script:
             try:

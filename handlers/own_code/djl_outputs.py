@@ -41,9 +41,9 @@ def respond(output: Any) -> Response:
     if output is None:
         return Response(status=204)
     if not isinstance(output, Output):
-        return failed(f"Invalid output type: {type(output)}")
+        return error_response(f"Invalid output type: {type(output)}")
     if not isinstance(output.code, int) or output.code not in _CODES:
-        return failed(f"Output.code is {output.code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
+        return error_response(f"Output.code is {output.code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
     reason = reason_of(output)
     response = Response(status=output.code, headers=headers_of(output.properties), after=_after(output), reason=reason)
     if output.stream_content is not None:
@@ -96,7 +96,7 @@ def _part(
         return _unanswered(f"the handler added no content batch_{index}.<key> for request {index} of the batch")
     code = str(properties.pop("code", whole.status))
     if not code.isdecimal() or int(code) not in _CODES:
-        return failed(f"batch_{index}_code is {code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
+        return error_response(f"batch_{index}_code is {code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
     reason = whole.reason if int(code) == whole.status else ""
     return Response(status=int(code), headers=headers_of(properties), data=_body(keys, values), reason=reason)
 
@@ -145,7 +145,7 @@ def _after(output: Output) -> Callable[[], None] | None:
 
 
 def headers_of(properties: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the headers that an Output's properties mean, without those that HTTP does not allow.
+    """Return the headers that an Output's properties mean, without names that HTTP does not allow.
 
     Their names are in lower case. Of properties that differ only in case, the last one counts.
     """
@@ -173,7 +173,7 @@ def _header_value(value: Any) -> str:
     return text if ord(max(text, default="\0")) < _LATIN_1_END else sendable(text).encode().decode("latin-1")
 
 
-def failed(error: str, code: int = FAILED, message: str = ERROR_MESSAGE) -> Response:
+def error_response(error: str, code: int = FAILED, message: str = ERROR_MESSAGE) -> Response:
     """Return LMI's answer to a request that made its handler fail."""
     error = sendable_message(error)
     data = error_body(code, message, error)
@@ -183,7 +183,7 @@ def failed(error: str, code: int = FAILED, message: str = ERROR_MESSAGE) -> Resp
 def piece_error(error: str, code: int, headers: list[tuple[str, str]]) -> Response:
     """Return LMI's answer to a request that its code ended with an error before the first byte.
 
-    It happens in a rolling batch and asynchronously. `headers` are those that the code set with the error.
+    It happens in a rolling batch and asynchronously. `headers` are set by the code with the error.
     """
     error = sendable_message(error)
     body = json.dumps({"error": error, "code": code}).encode()
@@ -191,7 +191,7 @@ def piece_error(error: str, code: int, headers: list[tuple[str, str]]) -> Respon
 
 
 def step_error(error: str, code: int) -> Response:
-    """Return LMI's answer to a request that was in a step of a rolling batch that failed; it has no headers."""
+    """Return LMI's answer to a request in a failed step of a rolling batch; it has no headers."""
     error = sendable_message(error)
     return Response(status=code, data=error_body(code, STEP_FAILED, error), error=error)
 

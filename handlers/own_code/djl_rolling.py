@@ -1,4 +1,4 @@
-"""Serves with a function that batches by itself.
+"""Serves with a function that forms its own batches.
 
 It is called once per step with all running requests, and gets each of them in full only in the first step.
 """
@@ -164,7 +164,7 @@ class RollingFunction(AsyncRequestHandler):
     def _end_all(self, error: str, code: int = FAILED, failure: LmiServerError | None = None) -> None:
         """End every running request, and have the next step tell the function to forget them.
 
-        After a failed step nobody knows which requests the function still holds, so the batch starts anew.
+        After a failed step it is unknown which requests the function still holds, so the batch starts anew.
         """
         for one in self._running:
             one.steps.put_nowait(_Step("", True, {}, error, code, failure, of_all=True))

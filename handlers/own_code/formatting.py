@@ -123,14 +123,14 @@ class OwnFormatting(Formatting):
         is_lmi = request.route in LMI_ROUTES
         text_input: RequestInput | None = None
         if self.reads is not None and self._takes_body:
-            request = self._body_formatted(request)
+            request = self._format_body(request)
         elif self.reads is not None and is_lmi:
             read = self._call(self.reads, self._requests.one(request))
             if isinstance(read, RequestInput):
                 text_input = read
                 request = _with_body(request, _body_of(read))
             else:
-                request = _with_body(request, _checked(read, "TextInput or a dict"))
+                request = _with_body(request, _check_body(read, "TextInput or a dict"))
         # What a formatter read becomes a body of the dialect again, so that one parser validates all requests.
         exchange = dialects.parse(request, served)
         if self._written is None or not is_lmi:
@@ -139,9 +139,9 @@ class OwnFormatting(Formatting):
         self._complete(text_input, request)
         return self._written(exchange, text_input, _streams(text_input), served)
 
-    def _body_formatted(self, request: Request) -> Request:
+    def _format_body(self, request: Request) -> Request:
         assert self.reads is not None
-        return _with_body(request, _checked(self._call(self.reads, fields.json_object(request)), "a dict"))
+        return _with_body(request, _check_body(self._call(self.reads, fields.json_object(request)), "a dict"))
 
     def _call(self, function: Callable[..., Any], value: Any) -> Any:
         more = {
@@ -152,7 +152,7 @@ class OwnFormatting(Formatting):
             "is_mistral_tokenizer": False,
         }
         try:
-            return function(value, **_accepted(function, more))
+            return function(value, **_accepted_arguments(function, more))
         except LmiServerError:
             raise
         except BaseException as error:  # exits, too: a formatter does not end the process of the model
@@ -207,14 +207,14 @@ def _without_exits(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _accepted(function: Callable[..., Any], more: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted_arguments(function: Callable[..., Any], more: Mapping[str, Any]) -> dict[str, Any]:
     parameters = _signature(function).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(more)
     return {name: value for name, value in more.items() if name in list(parameters)[1:]}
 
 
-def _checked(value: Any, wanted: str) -> dict[str, Any]:
+def _check_body(value: Any, wanted: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise HandlerError(f"input_formatter returned a {type(value).__name__}; it has to return {wanted}")
     return value
@@ -239,7 +239,7 @@ def _body_of(read: RequestInput) -> dict[str, Any]:
 
 
 def _input_of(request: Request) -> TextInput:
-    """Return a request that no input formatter has read in the form that output formatters get."""
+    """Return a request without an input formatter in the form for output formatters."""
     if fields.media_type(request) == "text/plain":
         return TextInput(parameters={"stream": False}, input_text=fields.plain_text(request))
     body = fields.json_object(request)

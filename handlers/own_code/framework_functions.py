@@ -1,6 +1,6 @@
 """Serves with the functions of a script for SageMaker's framework containers (PyTorch, Hugging Face, scikit-learn).
 
-The functions and their parameters are those of the SageMaker Inference Toolkit: `model_fn(model_dir)`,
+The functions and their parameters are as in the SageMaker Inference Toolkit: `model_fn(model_dir)`,
 `input_fn(data, content_type)`, `predict_fn(data, model)` and `output_fn(prediction, accept)`, or in place of the last
 three `transform_fn(model, data, content_type, accept)`. `pre_model_fn(model_dir)` is called before the model is loaded,
 `model_warmup_fn(model_dir, model)` afterwards. Each may take a context as one more parameter.
@@ -93,12 +93,12 @@ class Script:
             result = _call(functions["transform_fn"], (self._model, data, kind, accept), context)
             return _with_type(result, accept)
         read = functions.get("input_fn")
-        value = decoded(data, kind) if read is None else _call(read, (data, kind), context)
+        value = decode(data, kind) if read is None else _call(read, (data, kind), context)
         predict = functions.get("predict_fn")
         prediction = self._model(value) if predict is None else _call(predict, (value, self._model), context)
         write = functions.get("output_fn")
         if write is None:
-            return encoded(prediction, accept)
+            return encode(prediction, accept)
         return _with_type(_call(write, (prediction, accept), context), accept)
 
 
@@ -110,7 +110,7 @@ class _UnsupportedError(Exception):
         self.status = status
 
 
-def decoded(data: Any, kind: str) -> Any:
+def decode(data: Any, kind: str) -> Any:
     """Return what the toolkit makes of a body if there is no input_fn."""
     match _plain(kind):
         case "application/json":
@@ -126,7 +126,7 @@ def decoded(data: Any, kind: str) -> Any:
     raise _UnsupportedError(_UNSUPPORTED, f"content-type {kind}: send {JSON}, {CSV} or {NPY}, or define input_fn")
 
 
-def encoded(prediction: Any, accept: str) -> tuple[Any, str]:
+def encode(prediction: Any, accept: str) -> tuple[Any, str]:
     """Return body and content type that the toolkit makes of a prediction if there is no output_fn."""
     kinds = [_plain(kind) for kind in accept.split(",")]
     if JSON in kinds or "*/*" in kinds:
@@ -151,7 +151,7 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], context: Con
         inspect.signature(function).bind(*arguments, context)
     except TypeError:
         return function(*arguments)
-    except ValueError:  # a function of C, whose parameters nobody knows
+    except ValueError:  # a function of C, whose parameters are unknown
         return function(*arguments)
     return function(*arguments, context)
 

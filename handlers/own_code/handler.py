@@ -109,10 +109,10 @@ def _run_to_the_end(outcomes: Sequence[Response | LmiServerError]) -> None:
     answers = [outcome for outcome in outcomes if isinstance(outcome, Response)]
     streams = [iter(answer.stream) for answer in answers if isinstance(answer.stream, Iterator)]
     while streams:
-        streams = [stream for stream in streams if _advanced(stream)]
+        streams = [stream for stream in streams if _advance(stream)]
 
 
-def _advanced(stream: Iterator[bytes]) -> bool:
+def _advance(stream: Iterator[bytes]) -> bool:
     try:
         return next(stream, None) is not None
     except Exception:  # the border to the user's code; rank 0 reports it
@@ -123,11 +123,11 @@ def _advanced(stream: Iterator[bytes]) -> bool:
 def _running_to_the_end(outcome: Response | LmiServerError) -> Response | LmiServerError:
     """Return an answer whose stream runs to its end, also if its client leaves: the other ranks go on with it."""
     if isinstance(outcome, Response) and isinstance(outcome.stream, Iterator):
-        outcome.stream = _drained(outcome.stream)
+        outcome.stream = _drain(outcome.stream)
     return outcome
 
 
-def _drained(pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _drain(pieces: Iterator[bytes]) -> Iterator[bytes]:
     try:
         for piece in pieces:  # noqa: UP028 - `yield from` would close `pieces` with this generator
             yield piece

@@ -1,4 +1,4 @@
-"""Keys of serving.properties for a model with its own code, which alone decides what most of them mean."""
+"""Keys of serving.properties for a model with its own code. The code decides what most of them mean."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ class OwnCodeOptions(ModelOptions):
 
     @property
     def given(self) -> Mapping[str, str]:
-        """Return the values of all keys that a layer sets, by key without "option."; also those of the model server."""
+        """Return the values of all keys that a layer sets, by key without "option.", the model server's included."""
         return self.passed_through

@@ -56,10 +56,10 @@ def exchange_writer(function: Callable[..., Any]) -> Write:
         return lambda inner, given, streams, _: _Stepwise(
             inner, given, streams, _Tokenwise(function, given.request_id if with_id else None)
         )
-    return lambda inner, given, streams, served: _rewritten(inner, function, served)
+    return lambda inner, given, streams, served: _rewriting(inner, function, served)
 
 
-def _rewritten(inner: Exchange, function: Callable[..., Any], served: ServedModel) -> Exchange:
+def _rewriting(inner: Exchange, function: Callable[..., Any], served: ServedModel) -> Exchange:
     if not (served.async_service and inner.content_type == JSON_LINES.content_type):
         return _Rewritten(inner, function, served.served_names[0] if served.served_names else served.name)
     lines = inner
@@ -69,7 +69,7 @@ def _rewritten(inner: Exchange, function: Callable[..., Any], served: ServedMode
 
 
 class _Reading:
-    """Calls `fn(output)` once a step, and if the client streams again and again as long as it reads tokens."""
+    """Calls `fn(output)` once a step; for a stream, until the function reads no further token."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -252,15 +252,15 @@ class _EventLines(Exchange):
         self._inner = inner
 
     def first(self) -> bytes:
-        return self._written(self._lines.first())
+        return self._write_lines(self._lines.first())
 
     def add(self, index: int, delta: Delta) -> bytes:
-        return self._written(self._lines.add(index, delta))
+        return self._write_lines(self._lines.add(index, delta))
 
     def last(self) -> bytes:
-        return self._written(self._lines.last()) + self._line(SSE.done.decode()) + b"\n"
+        return self._write_lines(self._lines.last()) + self._line(SSE.done.decode()) + b"\n"
 
-    def _written(self, lines: bytes) -> bytes:
+    def _write_lines(self, lines: bytes) -> bytes:
         return b"".join(self._line(f"data: {line}\n\n") for line in lines.decode().split("\n") if line)
 
     def _line(self, event: str) -> bytes:

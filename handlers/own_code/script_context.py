@@ -77,13 +77,13 @@ class Metrics:
         self, name: str, value: float, idx: int | None = None, unit: str = "ms", dimensions: Any = None
     ) -> None:
         """Report a time. Raises ValueError if the unit is neither ms nor s."""
-        self._report(name, value, _checked(unit, _OF_TIME), dimensions)
+        self._report(name, value, _check_unit(unit, _OF_TIME), dimensions)
 
     def add_size(
         self, name: str, value: float, idx: int | None = None, unit: str = "MB", dimensions: Any = None
     ) -> None:
         """Report a size. Raises ValueError if the unit is not B, kB, MB or GB."""
-        self._report(name, value, _checked(unit, _OF_SIZE), dimensions)
+        self._report(name, value, _check_unit(unit, _OF_SIZE), dimensions)
 
     def add_percent(self, name: str, value: float, idx: int | None = None, dimensions: Any = None) -> None:
         """Report a share of a hundred."""
@@ -106,16 +106,16 @@ class Metrics:
         sys.stdout.flush()
 
 
-def _checked(unit: str, allowed: tuple[str, ...]) -> str:
+def _check_unit(unit: str, allowed: tuple[str, ...]) -> str:
     if unit not in allowed:
         raise ValueError(f"unit {unit!r} is not allowed; allowed: {', '.join(allowed)}")
     return unit
 
 
 class Context:
-    """What a function may take as its last parameter, by the names of Multi Model Server. It is that of one call.
+    """What a function may take as its last parameter, by the names of Multi Model Server. Each call has a new one.
 
-    A call has one request, whose index is 0.
+    A call has one request, with index 0.
     """
 
     def __init__(self, system_properties: Mapping[str, Any], headers: Mapping[str, str], request_id: str) -> None:

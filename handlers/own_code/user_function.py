@@ -10,7 +10,7 @@ from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
 from handlers.own_code.djl_inputs import InputBuilder
-from handlers.own_code.djl_outputs import OUT_OF_MEMORY, failed
+from handlers.own_code.djl_outputs import OUT_OF_MEMORY, error_response
 from handlers.user_code import format_user_error
 from lmi_server.contract.errors import (
     HandlerError,
@@ -67,4 +67,4 @@ class UserFunction:
             return ModelMemoryError(describe(error)) if memory else HandlerError(describe(error))
         # LMI reports the message of an exception without its class.
         message = message_of(error) if isinstance(error, Exception) else describe(error)
-        return failed(message, OUT_OF_MEMORY) if memory else failed(message)
+        return error_response(message, OUT_OF_MEMORY) if memory else error_response(message)

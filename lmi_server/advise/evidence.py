@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lmi_server.bench import server_metrics
-from lmi_server.bench.observation import Observed
+from lmi_server.bench.observation import Observation
 
 _BATCH = re.compile(r"(Prefill|Decode) batch\b(.*)")
 _PAIR = re.compile(r"#?([a-z][\w -]*)(?: \([^)]*\))?: (\d+(?:\.\d+)?)")
@@ -21,7 +21,7 @@ _FREE_GPU = re.compile(r"\b(?:available_gpu_mem|avail mem)=(\d+(?:\.\d+)?) ?GB")
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class LoadSample:
     """One look at a server; None is what it did not say. `in_engine` of the `queued` requests wait in the engine."""
 
     running: float | None = None
@@ -35,7 +35,7 @@ class Evidence:
     """All that is known. `engine` is a key of `rules.OPTIONS`; the counts are of the time that was looked at."""
 
     engine: str = "sglang"
-    moments: list[Moment] = field(default_factory=list)
+    samples: list[LoadSample] = field(default_factory=list)
     retracted: float = 0.0
     cached_tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -45,22 +45,22 @@ class Evidence:
     free_gpu_gb: float | None = None
 
     @property
-    def busy(self) -> list[Moment]:
+    def busy(self) -> list[LoadSample]:
         """Return the moments in which requests ran or waited: only these say anything."""
-        return [moment for moment in self.moments if moment.running or moment.queued]
+        return [sample for sample in self.samples if sample.running or sample.queued]
 
     @property
     def cache_hit(self) -> float | None:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
 
-def add_metrics(evidence: Evidence, seen: Sequence[Observed]) -> None:
+def add_metrics(evidence: Evidence, seen: Sequence[Observation]) -> None:
     """Add what was seen of /metrics."""
     for each in seen:
         reading = each.reading
         if reading:
-            evidence.moments.append(
-                Moment(
+            evidence.samples.append(
+                LoadSample(
                     reading.get("running"),
                     server_metrics.waiting(reading),
                     reading.get("queued_in_engine"),
@@ -97,12 +97,12 @@ def _add_batch(evidence: Evidence, is_prefill: bool, values: dict[str, float]) -
         evidence.prompt_tokens += cached + values.get("new-token", 0.0)
         return
     queued = values.get("queue-req")
-    evidence.moments.append(Moment(values.get("running-req"), queued, queued, values.get("token usage")))
+    evidence.samples.append(LoadSample(values.get("running-req"), queued, queued, values.get("token usage")))
 
 
 def _add_vllm(evidence: Evidence, line: str, running: float, waiting: float, percent: float) -> None:
     evidence.engine = "vllm"
-    evidence.moments.append(Moment(running, waiting, waiting, percent / 100))
+    evidence.samples.append(LoadSample(running, waiting, waiting, percent / 100))
     if (hit := _VLLM_HIT.search(line)) is not None:
         evidence.cached_tokens, evidence.prompt_tokens = float(hit[1]), 100.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lmi_server.advise.evidence import Evidence, Moment
+from lmi_server.advise.evidence import Evidence, LoadSample
 
 SGLANG = 'SGLang, "Hyperparameter Tuning"'
 VLLM = 'vLLM, "Optimization and Tuning": preemption'
@@ -23,7 +23,7 @@ _FREE_GPU_GB = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class OptionNames:
     """What an engine calls its settings. Without a scheduler that reserves, `conservativeness` is None."""
 
     running: str
@@ -34,8 +34,8 @@ class Options:
     conservativeness: str | None = None
 
 
-OPTIONS: Mapping[str, Options] = {
-    "sglang": Options(
+OPTIONS: Mapping[str, OptionNames] = {
+    "sglang": OptionNames(
         "--max-running-requests",
         "--chunked-prefill-size",
         "--mem-fraction-static",
@@ -43,8 +43,10 @@ OPTIONS: Mapping[str, Options] = {
         "--schedule-policy",
         "--schedule-conservativeness",
     ),
-    "vllm": Options("--max-num-seqs", "--max-num-batched-tokens", "--gpu-memory-utilization", "--data-parallel-size"),
-    "lmi": Options(
+    "vllm": OptionNames(
+        "--max-num-seqs", "--max-num-batched-tokens", "--gpu-memory-utilization", "--data-parallel-size"
+    ),
+    "lmi": OptionNames(
         "option.max_rolling_batch_size",
         "option.chunked_prefill_size",
         "option.mem_fraction_static",
@@ -52,7 +54,7 @@ OPTIONS: Mapping[str, Options] = {
         "option.schedule_policy",
         "option.schedule_conservativeness",
     ),
-    "lmi-vllm": Options(
+    "lmi-vllm": OptionNames(
         "option.max_rolling_batch_size",
         "option.max_rolling_batch_prefill_tokens",
         "option.gpu_memory_utilization",
@@ -71,7 +73,7 @@ class Advice:
     source: str
 
 
-Rule = Callable[[Evidence, Options], Advice | None]
+Rule = Callable[[Evidence, OptionNames], Advice | None]
 
 
 def advise(evidence: Evidence) -> list[Advice]:
@@ -80,15 +82,15 @@ def advise(evidence: Evidence) -> list[Advice]:
     return [advice for rule in RULES if (advice := rule(evidence, options)) is not None]
 
 
-def no_load(evidence: Evidence, options: Options) -> Advice | None:
+def no_load(evidence: Evidence, options: OptionNames) -> Advice | None:
     if evidence.busy:
         return None
-    finding = f"no request ran or waited at {len(evidence.moments)} looks"
+    finding = f"no request ran or waited at {len(evidence.samples)} looks"
     return Advice(finding, "look while the load is on; the other rules need a busy server", SGLANG)
 
 
-def empty_queue(evidence: Evidence, options: Options) -> Advice | None:
-    share = _share(evidence.busy, lambda moment: moment.queued == 0)
+def empty_queue(evidence: Evidence, options: OptionNames) -> Advice | None:
+    share = _share(evidence.busy, lambda sample: sample.queued == 0)
     if share < OFTEN:
         return None
     finding = f"the queue was empty at {share:.0%} of {len(evidence.busy)} looks"
@@ -97,8 +99,8 @@ def empty_queue(evidence: Evidence, options: Options) -> Advice | None:
     )
 
 
-def long_queue(evidence: Evidence, options: Options) -> Advice | None:
-    share = _share(evidence.busy, lambda moment: (moment.in_engine or 0) > _HEALTHY_QUEUE)
+def long_queue(evidence: Evidence, options: OptionNames) -> Advice | None:
+    share = _share(evidence.busy, lambda sample: (sample.in_engine or 0) > _HEALTHY_QUEUE)
     if share < OFTEN:
         return None
     finding = f"more than {_HEALTHY_QUEUE} requests waited in the engine at {share:.0%} of {len(evidence.busy)} looks"
@@ -106,9 +108,9 @@ def long_queue(evidence: Evidence, options: Options) -> Advice | None:
     return Advice(finding, f"send fewer at a time{policy}: to sort a long queue costs time", SGLANG)
 
 
-def unused_cache(evidence: Evidence, options: Options) -> Advice | None:
+def unused_cache(evidence: Evidence, options: OptionNames) -> Advice | None:
     """The engine holds requests back although its KV cache has room."""
-    share = _share(evidence.busy, lambda moment: bool(moment.in_engine) and _usage(moment) < _USED_WELL)
+    share = _share(evidence.busy, lambda sample: bool(sample.in_engine) and _usage(sample) < _USED_WELL)
     if share < OFTEN:
         return None
     finding = f"requests waited in the engine while the KV cache was less than 90 % full at {share:.0%} of the looks"
@@ -117,23 +119,24 @@ def unused_cache(evidence: Evidence, options: Options) -> Advice | None:
     return Advice(finding, f"lower {options.conservativeness}, to 0.3 for example, or raise {options.running}", SGLANG)
 
 
-def full_workers(evidence: Evidence, options: Options) -> Advice | None:
+def full_workers(evidence: Evidence, options: OptionNames) -> Advice | None:
     """Requests wait before the engine, which could take more."""
 
-    def waits_outside(moment: Moment) -> bool:
-        return (moment.queued or 0) > 0 and moment.in_engine == 0 and _usage(moment) < _USED_WELL
+    def waits_outside(sample: LoadSample) -> bool:
+        return (sample.queued or 0) > 0 and sample.in_engine == 0 and _usage(sample) < _USED_WELL
 
     share = _share(evidence.busy, waits_outside)
     if share < OFTEN:
         return None
-    most = max(moment.running or 0 for moment in evidence.busy)
+    running = max(sample.running or 0 for sample in evidence.busy)
     finding = (
-        f"requests waited for a worker at {share:.0%} of the looks; {most:.0f} ran at most, and the KV cache had room"
+        f"requests waited for a worker at {share:.0%} of the looks; {running:.0f} ran at most,"
+        " and the KV cache had room"
     )
     return Advice(finding, f"raise {options.running}", OWN)
 
 
-def retractions(evidence: Evidence, options: Options) -> Advice | None:
+def retractions(evidence: Evidence, options: OptionNames) -> Advice | None:
     """A few are fine: they show that the memory is used."""
     looks = len(evidence.busy)
     if not looks or evidence.retracted < _RETRACTIONS_OFTEN * looks:
@@ -144,20 +147,20 @@ def retractions(evidence: Evidence, options: Options) -> Advice | None:
     return Advice(finding, f"raise {options.conservativeness}, to 1.3 for example", SGLANG)
 
 
-def prefill_memory(evidence: Evidence, options: Options) -> Advice | None:
+def prefill_memory(evidence: Evidence, options: OptionNames) -> Advice | None:
     count = evidence.prefill_memory_errors
     finding = f"memory ran out {count} times during prefill"
     return Advice(finding, f"lower {options.chunk} to 4096 or 2048", SGLANG) if count else None
 
 
-def decode_memory(evidence: Evidence, options: Options) -> Advice | None:
+def decode_memory(evidence: Evidence, options: OptionNames) -> Advice | None:
     count = evidence.decode_memory_errors
     finding = f"memory ran out {count} times during decoding"
     return Advice(finding, f"lower {options.running}", SGLANG) if count else None
 
 
-def memory_fraction(evidence: Evidence, options: Options) -> Advice | None:
-    """Memory errors want a smaller KV cache; memory that nobody uses allows a larger one."""
+def memory_fraction(evidence: Evidence, options: OptionNames) -> Advice | None:
+    """Memory errors want a smaller KV cache; unused memory allows a larger one."""
     errors = evidence.prefill_memory_errors + evidence.decode_memory_errors
     if errors:
         return Advice(
@@ -169,17 +172,17 @@ def memory_fraction(evidence: Evidence, options: Options) -> Advice | None:
     return Advice(f"{free:g} GB of each GPU are free", f"raise {options.memory} until 5 to 8 GB are left", SGLANG)
 
 
-def copies_before_ranks(evidence: Evidence, options: Options) -> Advice | None:
-    most = max((moment.usage for moment in evidence.busy if moment.usage is not None), default=None)
-    if evidence.ranks < 2 or most is None or most >= _ROOM:
+def copies_before_ranks(evidence: Evidence, options: OptionNames) -> Advice | None:
+    max_usage = max((sample.usage for sample in evidence.busy if sample.usage is not None), default=None)
+    if evidence.ranks < 2 or max_usage is None or max_usage >= _ROOM:
         return None
-    finding = f"the model is split over {evidence.ranks} GPUs, and its KV cache was {most:.0%} full at most"
+    finding = f"the model is split over {evidence.ranks} GPUs, and its KV cache was {max_usage:.0%} full at most"
     return Advice(finding, f"split it over fewer and raise {options.replicas}: copies give more throughput", SGLANG)
 
 
-def no_shared_prefixes(evidence: Evidence, options: Options) -> Advice | None:
+def no_shared_prefixes(evidence: Evidence, options: OptionNames) -> Advice | None:
     hit = evidence.cache_hit
-    if hit is None or hit >= _HIT or options.policy is None or not any(moment.in_engine for moment in evidence.busy):
+    if hit is None or hit >= _HIT or options.policy is None or not any(sample.in_engine for sample in evidence.busy):
         return None
     finding = f"{hit:.1%} of the prompt tokens were in the prefix cache, and requests waited"
     return Advice(finding, f"set {options.policy} to fcfs: without shared prefixes it schedules at less cost", SGLANG)
@@ -200,10 +203,10 @@ RULES: Sequence[Rule] = (
 )
 
 
-def _share(moments: Sequence[Moment], holds: Callable[[Moment], bool]) -> float:
-    return sum(map(holds, moments)) / len(moments) if moments else 0.0
+def _share(samples: Sequence[LoadSample], holds: Callable[[LoadSample], bool]) -> float:
+    return sum(map(holds, samples)) / len(samples) if samples else 0.0
 
 
-def _usage(moment: Moment) -> float:
+def _usage(sample: LoadSample) -> float:
     """Return how full the KV cache was; full if that is not known, so that nothing follows from it."""
-    return 1.0 if moment.usage is None else moment.usage
+    return 1.0 if sample.usage is None else sample.usage

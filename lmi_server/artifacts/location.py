@@ -24,6 +24,7 @@ RAY_MODEL_NAME = "ray-model.name"
 WORKFLOW_SUFFIXES = (".json", ".yml", ".yaml")
 NO_WORKFLOWS = "workflows are not served; register each of its models by itself, and call one after the other"
 
+_RECOMMENDED_FILE = re.compile(r"[\w.-]+_[\w.-]+_tp\d+\.yaml", re.ASCII)
 _HUB_ID = re.compile(r"(?=[^:]{1,96}(:|$))[A-Za-z0-9][\w.-]*(/[\w.-]+(:[\w.-]+)?)?")
 _QUERY = re.compile(r"[?#]")
 _GGUF = ".gguf"
@@ -112,6 +113,13 @@ def names_model_file(text: str) -> bool:
         return isinstance(parse_location(text, Path.cwd()), ModelFile)
     except ValueError:
         return False
+
+
+def how_to_write(path: Path) -> str:
+    """Return what a message about a missing file adds if `lmi-server ray model-files` may write it; otherwise ""."""
+    if _RECOMMENDED_FILE.fullmatch(path.name) is None:
+        return ""
+    return f"; lmi-server ray model-files {path.parent} {path.name} writes a recommended model file"
 
 
 def has_scheme(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""When requests are sent: as others end (closed loop), or at times of their own (open loop)."""
+"""When requests are sent: when earlier ones end (closed loop), or by the clock (open loop)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The HTTP/1.1 client of the load generator: one request at a time on each connection, and a time for each read.
 
-General clients for HTTP take most of a core for 1,000 requests per second. This one only does what a load needs, on
-asyncio's protocols and the parser of httptools, and takes a tenth of that.
+General clients for HTTP take most of a core for 1,000 requests per second. This one does no more than
+a load needs, on asyncio's protocols and the parser of httptools, and takes a tenth of the time.
 """
 
 from __future__ import annotations

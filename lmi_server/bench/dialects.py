@@ -39,34 +39,47 @@ class Dialect(Protocol):
         """Return the text of a complete answer that `usage` could read."""
 
 
-class _Chat:
-    path = "/v1/chat/completions"
-
-    def body(self, prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
-        return {"messages": prompt.chat, **_openai(prompt, model, stream)}
+class _OpenAi:
+    def __init__(self, path: str, pattern: re.Pattern[bytes]) -> None:
+        self.path = path
+        self._pattern = pattern
 
     def count(self, lines: bytes) -> int:
-        return len(_CONTENT.findall(lines))
+        return len(self._pattern.findall(lines))
 
     def usage(self, answer: bytes, stream: bool) -> Usage:
-        return _openai_usage(answer, stream)
+        usage: Mapping[str, Any] = {}
+        for value in _last_events(answer) if stream else [json.loads(answer)]:
+            _refuse_error(value)
+            usage = value.get("usage") or usage
+        details = usage.get("prompt_tokens_details") or {}
+        counts = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
+        counts["cached_tokens"] = details.get("cached_tokens")
+        return {name: int(count) for name, count in counts.items() if count is not None}
+
+    def _body(self, prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": prompt.adapter or model, "stream": stream}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        if prompt.output_tokens is not None:
+            body["max_tokens"] = prompt.output_tokens
+        if prompt.exact:
+            body["ignore_eos"] = True
+        return body
+
+
+class _Chat(_OpenAi):
+    def body(self, prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
+        return {"messages": prompt.chat, **self._body(prompt, model, stream)}
 
     def text(self, answer: bytes, stream: bool) -> str:
         key = "delta" if stream else "message"
         return "".join(choice[key].get("content") or "" for choice in _choices(answer, stream))
 
 
-class _Completions:
-    path = "/v1/completions"
-
+class _Completions(_OpenAi):
     def body(self, prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
-        return {"prompt": _text(prompt), **_openai(prompt, model, stream)}
-
-    def count(self, lines: bytes) -> int:
-        return len(_TEXT.findall(lines))
-
-    def usage(self, answer: bytes, stream: bool) -> Usage:
-        return _openai_usage(answer, stream)
+        return {"prompt": _text(prompt), **self._body(prompt, model, stream)}
 
     def text(self, answer: bytes, stream: bool) -> str:
         return "".join(choice["text"] for choice in _choices(answer, stream))
@@ -79,11 +92,7 @@ class _Lmi:
 
     def body(self, prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
         adapter = {} if prompt.adapter is None else {"adapters": prompt.adapter}
-        parameters: dict[str, Any] = {} if stream else {"details": True}
-        if prompt.output_tokens is not None:
-            parameters["max_new_tokens"] = prompt.output_tokens
-        if prompt.exact:
-            parameters["ignore_eos_token"] = True
+        parameters = _lmi_parameters(prompt, details=not stream)
         return {"inputs": _text(prompt), "parameters": parameters, "stream": stream, **adapter}
 
     def count(self, lines: bytes) -> int:
@@ -91,9 +100,9 @@ class _Lmi:
 
     def usage(self, answer: bytes, stream: bool) -> Usage:
         if stream:
-            lines = [json.loads(line) for line in answer.splitlines() if line]
-            if lines and "error" in lines[-1]:
-                raise ValueError(str(lines[-1]["error"]))
+            lines = self._events(answer)
+            if lines:
+                _refuse_error(lines[-1])
             return {"completion_tokens": sum("token" in line for line in lines)}
         details = json.loads(answer).get("details") or {}
         return {} if "generated_tokens" not in details else {"completion_tokens": int(details["generated_tokens"])}
@@ -101,43 +110,36 @@ class _Lmi:
     def text(self, answer: bytes, stream: bool) -> str:
         if not stream:
             return str(json.loads(answer)["generated_text"])
-        return _token_texts([json.loads(line) for line in answer.splitlines() if line])
+        return "".join(event["token"]["text"] for event in self._events(answer) if "token" in event)
+
+    def _events(self, answer: bytes) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in answer.splitlines() if line]
 
 
-class _Tgi:
-    path = "/generate"
+class _Tgi(_Lmi):
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     def body(self, prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
-        parameters: dict[str, Any] = {"details": True}
-        if prompt.output_tokens is not None:
-            parameters["max_new_tokens"] = prompt.output_tokens
-        if prompt.exact:
-            parameters["ignore_eos_token"] = True
-        if prompt.adapter is not None:
-            parameters["adapter_id"] = prompt.adapter
-        return {"inputs": _text(prompt), "parameters": parameters}
-
-    def count(self, lines: bytes) -> int:
-        return len(_TOKEN.findall(lines))
+        adapter = {} if prompt.adapter is None else {"adapter_id": prompt.adapter}
+        return {"inputs": _text(prompt), "parameters": {**_lmi_parameters(prompt, details=True), **adapter}}
 
     def usage(self, answer: bytes, stream: bool) -> Usage:
         last = _last_events(answer)[-1] if stream else json.loads(answer)
-        if "error" in last:
-            raise ValueError(str(last["error"]))
+        _refuse_error(last)
         return {"completion_tokens": int(last["details"]["generated_tokens"])}
 
-    def text(self, answer: bytes, stream: bool) -> str:
-        if not stream:
-            return str(json.loads(answer)["generated_text"])
-        return _token_texts([json.loads(event) for event in _events(answer)])
+    def _events(self, answer: bytes) -> list[dict[str, Any]]:
+        return [json.loads(event) for event in _events(answer)]
 
 
-class _TgiStream(_Tgi):
-    path = "/generate_stream"
-
-
-_STREAMED: Mapping[str, Dialect] = {"chat": _Chat(), "completions": _Completions(), "lmi": _Lmi(), "tgi": _TgiStream()}
-_WHOLE: Mapping[str, Dialect] = {**_STREAMED, "tgi": _Tgi()}
+_STREAMED: Mapping[str, Dialect] = {
+    "chat": _Chat("/v1/chat/completions", _CONTENT),
+    "completions": _Completions("/v1/completions", _TEXT),
+    "lmi": _Lmi(),
+    "tgi": _Tgi("/generate_stream"),
+}
+_WHOLE: Mapping[str, Dialect] = {**_STREAMED, "tgi": _Tgi("/generate")}
 NAMES = tuple(_STREAMED)
 
 
@@ -150,38 +152,24 @@ def _text(prompt: Prompt) -> str:
     return prompt.text or "\n".join(str(message.get("content", "")) for message in prompt.messages)
 
 
-def _openai(prompt: Prompt, model: str, stream: bool) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": prompt.adapter or model, "stream": stream}
-    if stream:
-        body["stream_options"] = {"include_usage": True}
+def _lmi_parameters(prompt: Prompt, details: bool) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"details": True} if details else {}
     if prompt.output_tokens is not None:
-        body["max_tokens"] = prompt.output_tokens
+        parameters["max_new_tokens"] = prompt.output_tokens
     if prompt.exact:
-        body["ignore_eos"] = True
-    return body
+        parameters["ignore_eos_token"] = True
+    return parameters
 
 
-def _openai_usage(answer: bytes, stream: bool) -> Usage:
-    values = _last_events(answer) if stream else [json.loads(answer)]
-    usage: Mapping[str, Any] = {}
-    for value in values:
-        if "error" in value:
-            raise ValueError(str(value["error"]))
-        usage = value.get("usage") or usage
-    details = usage.get("prompt_tokens_details") or {}
-    counts = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
-    counts["cached_tokens"] = details.get("cached_tokens")
-    return {name: int(count) for name, count in counts.items() if count is not None}
+def _refuse_error(event: Mapping[str, Any]) -> None:
+    if "error" in event:
+        raise ValueError(str(event["error"]))
 
 
 def _choices(answer: bytes, stream: bool) -> list[dict[str, Any]]:
     """Return the choices of all events, or of the one answer."""
     values = [json.loads(event) for event in _events(answer)] if stream else [json.loads(answer)]
     return [choice for value in values for choice in value.get("choices") or ()]
-
-
-def _token_texts(values: list[dict[str, Any]]) -> str:
-    return "".join(value["token"]["text"] for value in values if "token" in value)
 
 
 def _last_events(answer: bytes) -> list[dict[str, Any]]:

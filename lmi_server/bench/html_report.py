@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lmi_server.bench.observation import Measured, Observed
+from lmi_server.bench.observation import Measured, cores
 from lmi_server.bench.page import Plot, Points, Section, Table, Values, page, scattered
 from lmi_server.bench.records import Record, quantile
 from lmi_server.bench.report import TITLES, rows
@@ -96,12 +96,12 @@ def _of_server(run: Measured) -> list[Plot]:
         ("running", [reading.get("running") for reading in readings]),
         ("waiting", [waiting(reading) for reading in readings]),
     ]
-    cores = [None, *(_cores(*pair) for pair in itertools.pairwise(seen))]
+    used = [None, *(cores(*pair) for pair in itertools.pairwise(seen))]
     memory = [each.processes and each.processes.memory_bytes / _MIB for each in seen]
     plots: list[tuple[str, str, list[tuple[str, Values]]]] = [
         ("Server: requests", "requests", requests),
         ("Server: in use", "%", shares),
-        ("Server: processor", "cores", [("cores", cores)]),
+        ("Server: processor", "cores", [("cores", used)]),
         ("Server: memory", "MiB", [("resident", memory)]),
     ]
     return [
@@ -113,12 +113,6 @@ def _of_server(run: Measured) -> list[Plot]:
 
 def _percent(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None else 100 * value for value in values]
-
-
-def _cores(before: Observed, after: Observed) -> float | None:
-    if before.processes is None or after.processes is None or after.at <= before.at:
-        return None
-    return (after.processes.cpu_s - before.processes.cpu_s) / (after.at - before.at)
 
 
 def _points(records: Sequence[Record]) -> Points:

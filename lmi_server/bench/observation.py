@@ -19,7 +19,7 @@ _INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class Observation:
     """What was seen at one moment of the load generator's clock; None is what cannot be seen."""
 
     at: float
@@ -37,13 +37,13 @@ class Observer:
     pid: int | None = None
     variables: Mapping[str, str] | None = None
 
-    def look(self) -> Observed:
+    def observe(self) -> Observation:
         """Return what is seen now. A server that does not answer shows nothing."""
         reading: Reading = {}
         if self.metrics_url is not None:
             with contextlib.suppress(OSError, ValueError):
                 reading = server_metrics.fetch(self.metrics_url, self.headers)
-        return Observed(
+        return Observation(
             time.perf_counter(),
             reading,
             None if self.pid is None else measure_usage(self.pid),
@@ -51,14 +51,14 @@ class Observer:
         )
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[list[Observed]]:
+    def watching(self) -> Iterator[list[Observation]]:
         """Look once a second, and before and after; yield the list that grows."""
-        seen = [self.look()]
+        seen = [self.observe()]
         ended = threading.Event()
 
         def watch() -> None:
             while not ended.wait(_INTERVAL_S):
-                seen.append(self.look())
+                seen.append(self.observe())
 
         thread = threading.Thread(target=watch, name="observation", daemon=True)
         thread.start()
@@ -67,7 +67,7 @@ class Observer:
         finally:
             ended.set()
             thread.join()
-            seen.append(self.look())
+            seen.append(self.observe())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +75,16 @@ class Measured:
     """A run: its requests, and what was seen of the server meanwhile."""
 
     records: Sequence[Record]
-    seen: Sequence[Observed]
+    seen: Sequence[Observation]
 
     def figures(self, limits: Mapping[str, float]) -> dict[str, Any]:
         """Return the figures of `records.summary`, and those of the server under "server"."""
         return {**summary(self.records, limits), "server": server_figures(self.seen)}
 
 
-def server_figures(seen: Sequence[Observed]) -> dict[str, Any]:
+def server_figures(seen: Sequence[Observation]) -> dict[str, Any]:
     """Return the figures of a run: what its server reported, and what its processes used; without what is not known."""
     before, after = seen[0], seen[-1]
-    seconds = after.at - before.at
     figures: dict[str, float | None] = {
         "cache_hit": server_metrics.cache_hit(before.reading, after.reading),
         "queue_ms": _times(1000, server_metrics.queue_time(before.reading, after.reading)),
@@ -98,10 +97,16 @@ def server_figures(seen: Sequence[Observed]) -> dict[str, Any]:
         "memory_bytes_max": _max(each.processes.memory_bytes for each in seen if each.processes is not None),
         "gpu_load_mean": _mean([each.gpu.load for each in seen if each.gpu is not None]),
         "gpu_memory_bytes_max": _max(each.gpu.memory_bytes for each in seen if each.gpu is not None),
+        "cpu_cores": cores(before, after),
     }
-    if before.processes is not None and after.processes is not None and seconds > 0:
-        figures["cpu_cores"] = (after.processes.cpu_s - before.processes.cpu_s) / seconds
     return {name: value for name, value in figures.items() if value is not None}
+
+
+def cores(before: Observation, after: Observation) -> float | None:
+    """Return how many cores the server used between two observations; None if that is not known."""
+    if before.processes is None or after.processes is None or after.at <= before.at:
+        return None
+    return (after.processes.cpu_s - before.processes.cpu_s) / (after.at - before.at)
 
 
 def _times(factor: float, value: float | None) -> float | None:

@@ -55,7 +55,7 @@ class Points(NamedTuple):
 
 
 def scattered(points: Mapping[str, Sequence[tuple[float, float]]]) -> Points:
-    """Return x and series of points that each series has at places of its own."""
+    """Return x and series of points; each series has its own x."""
     places = sorted((x, y, name) for name, pairs in points.items() for x, y in pairs)
     series: list[tuple[str, Values]] = [
         (name, [y if name == owner else None for _, y, owner in places]) for name in points

@@ -17,8 +17,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 class Record:
     """One request, with times in seconds of one monotonic clock. Latencies count from `due`, when it was to be sent.
 
-    So a request that the load generator sends late counts as slow, and not as one that came later (coordinated
-    omission).
+    So a request that is sent late counts as slow, and not as one that came later (coordinated omission).
     """
 
     due: float
@@ -38,7 +37,7 @@ class Record:
 
     @property
     def output_tokens(self) -> int:
-        """Return the tokens that the server reports, otherwise the events that had some."""
+        """Return the tokens that the server reports, otherwise the events with tokens."""
         return self.usage.get("completion_tokens", self.events)
 
     @property
@@ -59,7 +58,7 @@ class Record:
     def meets(self, limits: Mapping[str, float]) -> bool:
         """Return whether the request succeeded within limits in seconds, by names of LATENCIES."""
         values = {"ttft": self.ttft, "tpot": self.tpot, "itl": max(self.gaps, default=None), "e2el": self.e2el}
-        return self.is_good and all((value := values[name]) is None or value <= most for name, most in limits.items())
+        return self.is_good and all((value := values[name]) is None or value <= limit for name, limit in limits.items())
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

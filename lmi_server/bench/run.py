@@ -16,8 +16,8 @@ _TICK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """How long a run is: so many requests, or chats, or seconds, whichever ends first. A request has `timeout_s`."""
+class RunLength:
+    """How long a run is: a number of requests (or chats) or seconds, what ends first; a request has `timeout_s`."""
 
     requests: int | None
     duration_s: float | None
@@ -25,7 +25,7 @@ class Extent:
 
 
 @dataclass(slots=True)
-class _Request:
+class _PendingRequest:
     """The bytes of a request. The text of its answer is kept if the chat has another turn."""
 
     data: bytes
@@ -39,14 +39,14 @@ class Run:
     The counts beside them are for a look at a run that goes on: figures of all records take time that it needs.
     """
 
-    def __init__(self, target: Target, arrivals: Arrivals, prompts: Iterator[Prompt], extent: Extent) -> None:
+    def __init__(self, target: Target, arrivals: Arrivals, prompts: Iterator[Prompt], length: RunLength) -> None:
         self.records: list[Record] = []
         self.running = self.completed = self.output_tokens = self.ended_chats = 0
         self.started = time.perf_counter()
         self._target = target
         self._arrivals = arrivals
         self._prompts = prompts
-        self._extent = extent
+        self._length = length
         self._idle: list[Connection] = []
         self._busy: dict[Connection, Record] = {}
         self._opening: set[asyncio.Task[None]] = set()
@@ -61,7 +61,7 @@ class Run:
             if isinstance(self._arrivals, ClosedLoop):
                 await self._closed(self._arrivals.concurrency)
             else:
-                await self._open(within(self._arrivals.offsets(seed), self._extent.requests, self._extent.duration_s))
+                await self._open(within(self._arrivals.offsets(seed), self._length.requests, self._length.duration_s))
             self._all_sent = True
             if self.running:
                 await self._ended.wait()
@@ -78,7 +78,7 @@ class Run:
     async def _closed(self, concurrency: int) -> None:
         """Keep `concurrency` requests running."""
         done = asyncio.Event()
-        left = self._extent.requests
+        left = self._length.requests
         clients = concurrency if left is None else min(concurrency, left)
         sent = 0
 
@@ -108,7 +108,7 @@ class Run:
             self._request(due, next(self._prompts), _nothing)
 
     def _is_over(self) -> bool:
-        limit = self._extent.duration_s
+        limit = self._length.duration_s
         return limit is not None and time.perf_counter() - self.started >= limit
 
     # --- one request ---
@@ -116,7 +116,7 @@ class Run:
     def _request(self, due: float, prompt: Prompt, then: Callable[[], None]) -> None:
         """Send a request. Its next turn follows when it is answered; `then` is called when all turns have ended."""
         record = Record(due, adapter=prompt.adapter)
-        request = _Request(self._target.request(prompt), has_next=bool(prompt.later))
+        request = _PendingRequest(self._target.request(prompt), has_next=bool(prompt.later))
         self.running += 1
 
         def on_end(record: Record) -> None:
@@ -126,7 +126,7 @@ class Run:
                 self.completed += 1
                 self.output_tokens += record.output_tokens
             if record.is_good and prompt.later and not self._is_over():
-                self._request(time.perf_counter(), prompt.answered(request.answer), then)
+                self._request(time.perf_counter(), prompt.with_answer(request.answer), then)
             else:
                 self.ended_chats += 1
                 then()
@@ -140,16 +140,18 @@ class Run:
                 return
         self._connect(request, record, on_end)
 
-    def _connect(self, request: _Request, record: Record, on_end: Callable[[Record], None]) -> None:
+    def _connect(self, request: _PendingRequest, record: Record, on_end: Callable[[Record], None]) -> None:
         task = asyncio.create_task(self._connect_and_send(request, record, on_end))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    async def _connect_and_send(self, request: _Request, record: Record, on_end: Callable[[Record], None]) -> None:
+    async def _connect_and_send(
+        self, request: _PendingRequest, record: Record, on_end: Callable[[Record], None]
+    ) -> None:
         target = self._target
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._extent.timeout_s):
+            async with asyncio.timeout(self._length.timeout_s):
                 _, connection = await loop.create_connection(
                     lambda: Connection(target, self._idle.append, self._lost), target.host, target.port, ssl=target.tls
                 )
@@ -162,9 +164,9 @@ class Run:
         self._send(connection, request, record, on_end)
 
     def _send(
-        self, connection: Connection, request: _Request, record: Record, on_end: Callable[[Record], None]
+        self, connection: Connection, request: _PendingRequest, record: Record, on_end: Callable[[Record], None]
     ) -> None:
-        def ended(record: Record) -> None:
+        def on_answer(record: Record) -> None:
             del self._busy[connection]
             if request.has_next and record.is_good:
                 request.answer = connection.text()  # now: the connection is free for another request after this
@@ -175,7 +177,7 @@ class Run:
             asyncio.get_running_loop().call_soon(on_end, record)
 
         self._busy[connection] = record
-        connection.send(request.data, record, ended)
+        connection.send(request.data, record, on_answer)
 
     def _lost(self, connection: Connection) -> None:
         if connection in self._idle:
@@ -184,12 +186,12 @@ class Run:
     async def _tick(self, on_tick: Callable[[Run], None]) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            late = time.perf_counter() - self._extent.timeout_s
+            late = time.perf_counter() - self._length.timeout_s
             for connection, record in list(self._busy.items()):
                 if record.sent < late:
-                    connection.abandon(f"no end within {self._extent.timeout_s:g} s")
+                    connection.abandon(f"no end within {self._length.timeout_s:g} s")
             on_tick(self)
 
 
 def _nothing() -> None:
-    """Follow no request with another one: an open loop sends by the clock."""
+    """Send nothing after an answer: an open loop sends by the clock."""

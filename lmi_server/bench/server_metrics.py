@@ -14,6 +14,7 @@ from http.client import HTTPException
 from urllib.request import Request, urlopen
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+.\deE]*\d|NaN|[-+]Inf)(?: \d+)?")
+_BUCKET = "_bucket{"
 _VLLM = "vllm:"
 _WORKER = 'worker="'
 _LIMIT_S = 5.0
@@ -87,7 +88,7 @@ def read(text: str) -> Reading:
     """
     samples: dict[str, list[float]] = defaultdict(list)
     is_own = is_lmi_server(text)
-    for name, labels, value in _samples(text.splitlines()):
+    for name, labels, value in samples_in(line for line in text.splitlines() if _BUCKET not in line):
         if not (is_own and name.startswith(_VLLM) and _WORKER not in labels):
             samples[name].append(value)
     found = {}
@@ -110,7 +111,8 @@ def reports_vllm(text: str) -> bool:
     """
     is_own = is_lmi_server(text)
     return any(
-        name.startswith(_VLLM) and (not is_own or _WORKER in labels) for name, labels, _ in _samples(text.splitlines())
+        name.startswith(_VLLM) and (not is_own or _WORKER in labels)
+        for name, labels, _ in samples_in(text.splitlines())
     )
 
 
@@ -160,9 +162,9 @@ def increase(before: Reading, after: Reading, key: str) -> float | None:
     return after[key] if grown < 0 else grown
 
 
-def _samples(lines: Iterable[str]) -> Iterable[tuple[str, str, float]]:
+def samples_in(lines: Iterable[str]) -> Iterable[tuple[str, str, float]]:
     """Yield the name, the labels as they are written, and the value of each sample."""
     for line in lines:
-        found = None if line.startswith("#") or "_bucket{" in line else _SAMPLE.fullmatch(line)
+        found = None if line.startswith("#") else _SAMPLE.fullmatch(line)
         if found is not None:
             yield found[1], found[2] or "", float(found[3])

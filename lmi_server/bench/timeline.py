@@ -16,7 +16,7 @@ _STEPS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0
 class Timeline:
     """Values per step of `step_s` seconds; `times` are the starts of the steps, from the start of the run.
 
-    `in_flight` is the mean of a step, so that a request that follows another one does not count as a second one.
+    `in_flight` is the mean of a step: a request that follows another does not count as a second one.
     """
 
     step_s: float

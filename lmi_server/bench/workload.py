@@ -55,8 +55,8 @@ class Prompt:
     at: float | None = None
     later: tuple[Turn, ...] = ()
 
-    def answered(self, answer: str) -> Prompt:
-        """Return the request of the next turn, which sends all that was said before."""
+    def with_answer(self, answer: str) -> Prompt:
+        """Return the request of the next turn, with all earlier turns."""
         turn, *rest = self.later
         said = ({"role": "assistant", "content": answer}, {"role": "user", "content": turn.text})
         messages = (*self.chat, *said)
@@ -70,10 +70,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompts:
-    """Prompts of `input_tokens` random words, of which a share is the same in all.
+    """Prompts of `input_tokens` random words; the share `shared_prefix` is the same in all.
 
-    With a tokenizer a prompt has just so many tokens, without one so many words. No two prompts are the same, so that a
-    prefix cache finds the shared part alone. A chat of several `turns` has so many words in each of them.
+    The length is in tokens with a tokenizer, otherwise in words, and holds for each of the `turns` of a chat. No two
+    prompts are the same, so that a prefix cache finds the shared part alone.
     """
 
     input_tokens: int

@@ -15,8 +15,7 @@ from lmi_server.advise.evidence import Evidence, add_log, add_metrics
 from lmi_server.advise.rules import Advice, advise
 from lmi_server.bench.observation import Observer
 from lmi_server.bench.server_metrics import fetch_text, is_lmi_server, read, reports_vllm
-from lmi_server.commands.bench import parse_headers
-from lmi_server.commands.server_calls import remedy
+from lmi_server.commands.server_calls import Headers, parse_headers, remedy
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
@@ -30,7 +29,7 @@ def advise_server(
         Path | None, typer.Option(help="Log of the server: lines of this server, of SGLang or of vLLM.")
     ] = None,
     seconds: Annotated[float, typer.Option(help="For how long the metrics are read, once a second.")] = 30,
-    header: Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")] = None,
+    header: Headers = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the advice.")] = None,
 ) -> None:
     """Look at a server under load, and say with figures what would make it faster."""
@@ -42,7 +41,7 @@ def advise_server(
             add_log(evidence, _lines(log))
         if url is not None:
             _watch(evidence, url, dict(parse_headers(header or ())), seconds)
-        if not evidence.moments:
+        if not evidence.samples:
             raise ConfigurationError(f"{log} has no line about a batch, neither this server's, SGLang's nor vLLM's")
     found = advise(evidence)
     _print(Console(), evidence, found)
@@ -82,7 +81,7 @@ def _lines(log: Path) -> list[str]:
 
 
 def _print(console: Console, evidence: Evidence, found: list[Advice]) -> None:
-    looks = f"{len(evidence.busy)} of {len(evidence.moments)} looks show load"
+    looks = f"{len(evidence.busy)} of {len(evidence.samples)} looks show load"
     console.print(f"{looks}; settings are named as in {evidence.engine}.", highlight=False)
     for advice in found:
         console.print(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +17,11 @@ from lmi_server.bench.client import Target, address
 from lmi_server.bench.html_report import html_report
 from lmi_server.bench.observation import Measured, Observer
 from lmi_server.bench.records import LATENCIES
-from lmi_server.bench.run import Extent, Run
+from lmi_server.bench.run import Run, RunLength
 from lmi_server.bench.server_metrics import fetch
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer, Workload, read_prompts, with_adapters
-from lmi_server.commands.bench_progress import shown_progress
+from lmi_server.commands.bench_progress import show_progress
+from lmi_server.commands.server_calls import Headers, parse_headers
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
@@ -72,7 +72,7 @@ def bench(
         str | None, typer.Option(help="Adapters by weight, such as base=1,french=3; base is the model without one.")
     ] = None,
     stream: Annotated[bool, typer.Option(help="Have answers streamed, without which only their end is timed.")] = True,
-    header: Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")] = None,
+    header: Headers = None,
     slo: Annotated[
         str | None, typer.Option(help="Limits in milliseconds for the goodput: ttft=500,tpot=50,itl=200,e2el=5000.")
     ] = None,
@@ -92,21 +92,18 @@ def bench(
     with plain_configuration_errors():
         workload = _workload(data, input_tokens, output_tokens, shared_prefix, tokenizer, turns)
         runs = _arrivals(concurrency, rate, burstiness, ramp_to, duration, replay, workload)
-        extent = Extent(_requests(requests, duration, replay), duration, timeout)
+        length = RunLength(_requests(requests, duration, replay), duration, timeout)
         target = bench_target(url, api, model, stream, header or ())
-        plan = _Plan(
-            target,
-            observer_of(target, metrics),
-            runs,
-            workload,
-            extent,
-            parse_weights(adapters),
-            _limits(slo),
-            seed,
-        )
+        observer = observer_of(target, metrics)
+        weights, limits = parse_weights(adapters), _limits(slo)
+
+        def prompts(run: int) -> Iterator[Prompt]:
+            # Others in each run: a prefix cache may still have those of an earlier one.
+            return with_adapters(workload.prompts(seed + run), weights, seed + run)
+
         console = Console()
-        measured = uvloop.run(_run(plan, warmup, console))
-    summaries = {title: run.figures(plan.limits) for title, run in measured.items()}
+        measured = uvloop.run(_run(target, observer, runs, prompts, length, seed, warmup, console))
+    summaries = {title: run.figures(limits) for title, run in measured.items()}
     report.print_runs(console, summaries)
     settings = {"url": url, "api": api, "seed": seed, "stream": stream, "slo": slo, "data": data and str(data)}
     with plain_configuration_errors():
@@ -122,38 +119,28 @@ def bench(
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """All runs of one call of the command."""
-
-    target: Target
-    observer: Observer
-    runs: Mapping[str, Arrivals]
-    workload: Workload
-    extent: Extent
-    weights: Mapping[str, float]
-    limits: Mapping[str, float]
-    seed: int
-
-    def prompts(self, run: int) -> Iterator[Prompt]:
-        """Return the prompts of a run: others than those of the run before, which a prefix cache may still have."""
-        seed = self.seed + run
-        return with_adapters(self.workload.prompts(seed), self.weights, seed)
-
-
-async def _run(plan: _Plan, warmup: int, console: Console) -> dict[str, Measured]:
+async def _run(
+    target: Target,
+    observer: Observer,
+    runs: Mapping[str, Arrivals],
+    prompts: Callable[[int], Iterator[Prompt]],
+    length: RunLength,
+    seed: int,
+    warmup: int,
+    console: Console,
+) -> dict[str, Measured]:
     """Return what each run gave. Raises ConfigurationError if the server cannot answer the requests before it."""
     if warmup:
-        extent = Extent(warmup, None, plan.extent.timeout_s)
-        first = await Run(plan.target, ClosedLoop(1), plan.prompts(-1), extent).run(plan.seed)
+        before = RunLength(warmup, None, length.timeout_s)
+        first = await Run(target, ClosedLoop(1), prompts(-1), before).run(seed)
         if all(record.error for record in first):
             raise ConfigurationError(f"the server does not answer as it should: {first[0].error}")
     found = {}
-    with shown_progress(console) as show:
-        for number, (title, arrivals) in enumerate(plan.runs.items()):
-            run = Run(plan.target, arrivals, plan.prompts(number), plan.extent)
-            with plan.observer.watching() as seen:
-                records = await run.run(plan.seed, show(title, plan.extent))
+    with show_progress(console) as show:
+        for number, (title, arrivals) in enumerate(runs.items()):
+            run = Run(target, arrivals, prompts(number), length)
+            with observer.watching() as seen:
+                records = await run.run(seed, show(title, length))
             found[title] = Measured(records, seen)
     return found
 
@@ -168,15 +155,6 @@ def bench_target(url: str, api: str, model: str, stream: bool, headers: Sequence
     given = parse_headers(headers)
     host, port, prefix, tls = address(url)
     return Target(host, port, prefix, tls, given, model, dialects.dialect_of(api, stream), stream)
-
-
-def parse_headers(headers: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return names and values of `name: value`. Raises ConfigurationError if one has no name or no colon."""
-    pairs = [header.partition(":") for header in headers]
-    for name, separator, _ in pairs:
-        if not (name and separator):
-            raise ConfigurationError(f'--header "{name}" is not allowed; allowed: "name: value"')
-    return tuple((name.strip(), value.strip()) for name, _, value in pairs)
 
 
 def observer_of(target: Target, metrics: str | None) -> Observer:

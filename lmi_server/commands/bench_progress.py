@@ -11,53 +11,53 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from lmi_server.bench.run import Extent, Run
+from lmi_server.bench.run import Run, RunLength
 
 _LINE_EVERY_S = 5.0
 
-Show = Callable[[str, Extent], Callable[[Run], None]]
+Show = Callable[[str, RunLength], Callable[[Run], None]]
 
 
 @contextmanager
-def shown_progress(console: Console) -> Iterator[Show]:
+def show_progress(console: Console) -> Iterator[Show]:
     """Yield what shows how far a run is: in a table on a terminal, elsewhere in a line every five seconds."""
     if not console.is_terminal:
-        yield _Lines
+        yield _ProgressLines
         return
     with Live(console=console, transient=True) as live:
-        yield lambda title, extent: lambda run: live.update(_table(title, run, extent))
+        yield lambda title, length: lambda run: live.update(_table(title, run, length))
 
 
-class _Lines:
+class _ProgressLines:
     """Prints lines on the standard error, so that the output has the figures alone."""
 
-    def __init__(self, title: str, extent: Extent) -> None:
+    def __init__(self, title: str, length: RunLength) -> None:
         self._title = title
-        self._extent = extent
+        self._length = length
         self._next_s = _LINE_EVERY_S
 
     def __call__(self, run: Run) -> None:
         seconds = time.perf_counter() - run.started
         if seconds >= self._next_s:
             self._next_s = seconds + _LINE_EVERY_S
-            figures = ", ".join(f"{name} {text}" for name, text in _figures(run, self._extent).items())
+            figures = ", ".join(f"{name} {text}" for name, text in _figures(run, self._length).items())
             typer.echo(f"{self._title}: {figures}", err=True)
 
 
-def _table(title: str, run: Run, extent: Extent) -> Table:
+def _table(title: str, run: Run, length: RunLength) -> Table:
     table = Table(title=title)
-    figures = _figures(run, extent)
+    figures = _figures(run, length)
     for name in figures:
         table.add_column(name, justify="right")
     table.add_row(*figures.values())
     return table
 
 
-def _figures(run: Run, extent: Extent) -> Mapping[str, str]:
+def _figures(run: Run, length: RunLength) -> Mapping[str, str]:
     seconds = time.perf_counter() - run.started
     ended = len(run.records)
     return {
-        "done": f"{100 * _share(run.ended_chats, seconds, extent):.0f} %",
+        "done": f"{100 * _share(run.ended_chats, seconds, length):.0f} %",
         "running": str(run.running),
         "ended": str(ended),
         "failed": str(ended - run.completed),
@@ -66,8 +66,8 @@ def _figures(run: Run, extent: Extent) -> Mapping[str, str]:
     }
 
 
-def _share(chats: int, seconds: float, extent: Extent) -> float:
-    """Return how much of a run is done, by the limit that is nearer; a request by itself is a chat of one turn."""
-    by_requests = chats / extent.requests if extent.requests else 0.0
-    by_time = seconds / extent.duration_s if extent.duration_s else 0.0
+def _share(chats: int, seconds: float, length: RunLength) -> float:
+    """Return how much of a run is done, by the nearer limit. A single request is a chat of one turn."""
+    by_requests = chats / length.requests if length.requests else 0.0
+    by_time = seconds / length.duration_s if length.duration_s else 0.0
     return min(1.0, max(by_requests, by_time))

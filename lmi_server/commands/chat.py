@@ -16,9 +16,8 @@ import typer
 from rich.console import Console
 
 from lmi_server.artifacts.fetch import artifact_settings
-from lmi_server.commands.bench import parse_headers
 from lmi_server.commands.conversation import Conversation
-from lmi_server.commands.server_calls import DEFAULT_URL, ServerCalls
+from lmi_server.commands.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.secrets import SECRETS
@@ -57,7 +56,7 @@ def chat(
     parameters: Annotated[
         list[str] | None, typer.Option("--set", help="A parameter of the requests: temperature=0.2.")
     ] = None,
-    header: Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")] = None,
+    header: Headers = None,
 ) -> None:
     """Chat with a model: each line is a message, and /help lists the commands. Lines may come from a pipe."""
     with plain_configuration_errors(), contextlib.suppress(KeyboardInterrupt), _server(target, header or []) as server:
@@ -68,7 +67,7 @@ def chat(
             if not (name and separator):
                 raise ConfigurationError(f'--set "{each}" is not allowed; allowed: name=value')
             conversation.set(name, text)
-        is_whole = _Chat(conversation).run()
+        is_whole = _ChatSession(conversation).run()
         raise typer.Exit(0 if is_whole else 1)
 
 
@@ -93,7 +92,7 @@ def _server(target: str, headers: list[str]) -> Iterator[ServerCalls]:
             yield ServerCalls(server.url, given)
 
 
-class _Chat:
+class _ChatSession:
     """Reads lines, and shows what the model answers. At a terminal there are prompts, a history and notes."""
 
     def __init__(self, conversation: Conversation) -> None:
@@ -110,7 +109,7 @@ class _Chat:
         }
 
     def run(self) -> bool:
-        """Chat until the end of the input; return whether everything was answered. At a terminal nobody asks that."""
+        """Chat until the end of the input; return whether everything was answered, always True at a terminal."""
         if self._at_terminal:
             self._notes.print(f"{self._conversation.model}: /help lists the commands, Ctrl-D ends", style="dim")
         is_whole = True
@@ -131,7 +130,7 @@ class _Chat:
             try:
                 text = self._line(_PROMPT)
                 if text.startswith(_QUOTES):
-                    text = self._quoted(text.removeprefix(_QUOTES))
+                    text = self._read_quoted(text.removeprefix(_QUOTES))
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -144,7 +143,7 @@ class _Chat:
     def _line(self, prompt: str) -> str:
         return input(prompt if self._at_terminal else "")
 
-    def _quoted(self, first: str) -> str:
+    def _read_quoted(self, first: str) -> str:
         lines = [first]
         while not lines[-1].rstrip().endswith(_QUOTES):
             lines.append(self._line(_MORE))
@@ -201,7 +200,7 @@ class _Chat:
 
     def _choose_model(self, text: str) -> None:
         if text:
-            self._conversation.model = self._conversation.named(text)
+            self._conversation.model = self._conversation.find_model(text)
             self._note(f"now {text}")
             return
         for name in self._conversation.models():
@@ -216,7 +215,7 @@ class _Chat:
 
 @contextlib.contextmanager
 def _history() -> Iterator[None]:
-    """Have `input` edit lines, and remember those of earlier chats; without a home directory, only of this one."""
+    """Have `input` edit lines and keep a history, across chats if there is a home directory."""
     try:
         import readline
     except ImportError:  # a Python that was built without it

@@ -280,7 +280,7 @@ def recommend(
 
     It takes the fewest devices on which the model fits; a model file for low latency takes twice as many.
     """
-    from lmi_server.ray.tuned_files import model_file
+    from lmi_server.ray.recommended_files import model_file
 
     with plain_configuration_errors():
         products = nvidia_products(process_environment()) if accelerator is None else ()

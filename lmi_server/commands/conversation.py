@@ -34,7 +34,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self.usage: dict[str, Any] = {}
         self._server = server
-        self.model = self.named(model)
+        self.model = self.find_model(model)
 
     def models(self) -> list[str]:
         """Return the names of the models of the server. Raises ConfigurationError if it has none."""
@@ -44,7 +44,7 @@ class Conversation:
             raise ConfigurationError(f"{self._server.url} has no model to chat with")
         return found
 
-    def named(self, name: str | None) -> str:
+    def find_model(self, name: str | None) -> str:
         """Return `name`, or the first model. Raises ConfigurationError if there is no such model."""
         found = self.models()
         if name is not None and name not in found:

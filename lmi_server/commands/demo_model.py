@@ -52,7 +52,7 @@ option.dtype=bf16
 # option.max_model_len=2048
 """
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def build_demo_model(directory: Path) -> bool:
@@ -113,7 +113,7 @@ def _package_root(package: str) -> Path:
 
 
 def _convert(source: Path, target: Path) -> None:
-    _log.info("converting %s", source.name)
+    logger.info("converting %s", source.name)
     _save_model(source, target)
     _save_tokenizer(source, target)
     (target / "serving.properties").write_text(_SERVING_PROPERTIES, encoding="utf-8")

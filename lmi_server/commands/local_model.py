@@ -1,4 +1,4 @@
-"""Brings the model that an argument names to this machine, for commands that read its files and serve nothing."""
+"""Brings the model of an argument to this machine, for commands that only read its files."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def local_model(argument: str, environment: Mapping[str, str]) -> ModelSource:
     if not is_spec(argument) and not Path(source.url).is_file() and not names_model_file(source.url):
         return source  # a directory; if it is missing, the reader of its configuration says so
     try:
-        return asyncio.run(_fetched(source, environment, artifact_settings(None, environment)))
+        return asyncio.run(_fetch(source, environment, artifact_settings(None, environment)))
     except ValueError as error:
         raise ConfigurationError(f'model "{source.url}" {error}') from error
     except ArtifactError as error:
         raise ConfigurationError(error.message) from error
 
 
-async def _fetched(source: ModelSource, environment: Mapping[str, str], artifacts: ArtifactSettings) -> ModelSource:
+async def _fetch(source: ModelSource, environment: Mapping[str, str], artifacts: ArtifactSettings) -> ModelSource:
     location = parse_location(source.url, Path.cwd())
     with show_progress(source.label, sys.stderr) as on_progress:
         directory, more = await fetch_directory(location, source.url, artifacts, on_progress)

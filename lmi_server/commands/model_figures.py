@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
-from lmi_server.bench.server_metrics import increase
+from lmi_server.bench.server_metrics import increase, samples_in
 from lmi_server.commands.server_calls import ServerCalls
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.histogram import quantile
@@ -24,13 +24,12 @@ _PLAIN = ("lmi_queue_depth", "lmi_requests_in_flight", "lmi_worker_resident_memo
 _PROMPT, _CACHED = "lmi_prompt_tokens_total", "lmi_cached_prompt_tokens_total"
 _NAMES = (_FIRST_TOKEN, _TOKEN_GAP, _WORKERS, *_KV_USAGE, *_GENERATED, *_PLAIN, _PROMPT, _CACHED)
 
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)\{(.*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Snapshot:
     """One look at a server, at a time.monotonic(); everything is by the label of a model.
 
     `values` are sums over workers, by name; of `_KV_USAGE` they are the highest of any worker. `buckets` are those of
@@ -65,8 +64,8 @@ SHARES = (0.5, 0.95)
 """The percentiles of `first_token_s` and `token_gap_s`."""
 
 
-def look(server: ServerCalls) -> Look:
-    """Look at a server. Raises ConfigurationError if it does not answer, or is not lmi-server."""
+def take_snapshot(server: ServerCalls) -> Snapshot:
+    """Return what a server says now. Raises ConfigurationError if it does not answer, or is not lmi-server."""
     states = dict(_states(server))
     text = server.text(f"/metrics?{urlencode([('name[]', name) for name in _NAMES])}", _LIMIT_S)
     return parse(text, states, time.monotonic())
@@ -83,12 +82,13 @@ def _states(server: ServerCalls) -> Iterator[tuple[str, str]]:
         token = page.get("nextPageToken")
 
 
-def parse(text: str, states: Mapping[str, str], at: float) -> Look:
+def parse(text: str, states: Mapping[str, str], at: float) -> Snapshot:
     """Return the look of a text of /metrics."""
     workers: dict[str, dict[str, int]] = defaultdict(dict)
     values: dict[str, dict[str, float]] = defaultdict(dict)
     buckets: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
-    for name, labels, value in _samples(text):
+    for name, written, value in samples_in(text.splitlines()):
+        labels = {name: _unescaped(value) for name, value in _LABEL.findall(written)}
         model = labels.get("model", "")
         if name == _WORKERS:
             workers[model][labels["state"]] = int(value)
@@ -98,22 +98,14 @@ def parse(text: str, states: Mapping[str, str], at: float) -> Look:
             values[name][model] = max(value, values[name].get(model, 0.0))
         else:
             values[name][model] = value + values[name].get(model, 0.0)
-    return Look(at, states, workers, values, buckets)
-
-
-def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    for line in text.splitlines():
-        found = None if line.startswith("#") else _SAMPLE.fullmatch(line)
-        if found is not None:
-            labels = {name: _unescaped(value) for name, value in _LABEL.findall(found[2])}
-            yield found[1], labels, float(found[3])
+    return Snapshot(at, states, workers, values, buckets)
 
 
 def _unescaped(value: str) -> str:
     return re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], value) if "\\" in value else value
 
 
-def figures(now: Look, a_moment_ago: Look | None, long_ago: Look | None) -> list[ModelFigures]:
+def figures(now: Snapshot, a_moment_ago: Snapshot | None, long_ago: Snapshot | None) -> list[ModelFigures]:
     """Return the figures of every model, the busiest first.
 
     Rates are those since `a_moment_ago`; percentiles and hits those since `long_ago`, or since the server began.
@@ -122,7 +114,7 @@ def figures(now: Look, a_moment_ago: Look | None, long_ago: Look | None) -> list
     return sorted(found, key=lambda each: (-(each.running + each.queued), -(each.tokens_per_s or 0.0), each.label))
 
 
-def _figures_of(label: str, now: Look, a_moment_ago: Look | None, long_ago: Look | None) -> ModelFigures:
+def _figures_of(label: str, now: Snapshot, a_moment_ago: Snapshot | None, long_ago: Snapshot | None) -> ModelFigures:
     def value(name: str) -> float | None:
         return now.values.get(name, {}).get(label)
 
@@ -141,7 +133,7 @@ def _figures_of(label: str, now: Look, a_moment_ago: Look | None, long_ago: Look
     )
 
 
-def _rate(label: str, now: Look, before: Look | None) -> float | None:
+def _rate(label: str, now: Snapshot, before: Snapshot | None) -> float | None:
     """Return the tokens per second; None if nothing counts tokens, or there is no earlier look."""
     if before is None or now.at <= before.at:
         return None
@@ -152,18 +144,18 @@ def _rate(label: str, now: Look, before: Look | None) -> float | None:
     return None
 
 
-def _hits(label: str, now: Look, before: Look | None) -> float | None:
+def _hits(label: str, now: Snapshot, before: Snapshot | None) -> float | None:
     """Return the share of the tokens of prompts that a cache had; None if there were no prompts."""
     prompts, cached = _increase(_PROMPT, label, now, before), _increase(_CACHED, label, now, before)
     return cached / prompts if prompts and cached is not None else None
 
 
-def _increase(name: str, label: str, now: Look, before: Look | None) -> float | None:
+def _increase(name: str, label: str, now: Snapshot, before: Snapshot | None) -> float | None:
     """Return by how much a value has grown; from 0 if there is no earlier look."""
     return increase({} if before is None else before.values.get(name, {}), now.values.get(name, {}), label)
 
 
-def _percentiles(name: str, label: str, now: Look, before: Look | None) -> tuple[float | None, ...]:
+def _percentiles(name: str, label: str, now: Snapshot, before: Snapshot | None) -> tuple[float | None, ...]:
     """Return the percentiles of what a histogram has counted since an earlier look."""
     reached = now.buckets.get(name, {}).get(label, {})
     earlier = {} if before is None else before.buckets.get(name, {}).get(label, {})

@@ -1,7 +1,7 @@
 """Splits or quantises the weights of a model ahead of time: `lmi-server partition`.
 
 The workers of the model load it once and write the weights as they hold them (option.save_mp_checkpoint_path). The
-result is a model directory of its own. A server that starts with it only loads the weights.
+result is another model directory. A server that starts with it only loads the weights.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -14,7 +15,7 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
 from lmi_server.machine.environment import process_environment
 from lmi_server.ray.authentication import send_token
-from lmi_server.ray.model_files import deployments, described
+from lmi_server.ray.deployments.model_files import deployments, inspect_deployments
 from lmi_server.ray.serve_config import serve_config
 
 app = typer.Typer(name="ray", no_args_is_help=True, help="Serve models on a cluster of Ray.")
@@ -39,13 +40,8 @@ def deploy(
     with plain_configuration_errors():
         environment = process_environment()
         found = deployments(models, environment)
-        _prepare(environment)
-        try:
-            from lmi_server.ray import cluster
-            from lmi_server.ray.application import IngressSettings
-        except ImportError as error:
-            raise ConfigurationError(NOT_INSTALLED) from error
-        settings = IngressSettings(host, port, front_ends, drain_timeout)
+        cluster = _cluster(environment)
+        settings = cluster.IngressSettings(host, port, front_ends, drain_timeout)
         for line in cluster.deploy(found, settings, environment):
             typer.echo(line)
 
@@ -55,18 +51,18 @@ def status() -> None:
     """Print the state of the application on the cluster that RAY_ADDRESS names, as JSON."""
     with plain_configuration_errors():
         environment = process_environment()
-        _prepare(environment)
-        try:
-            from lmi_server.ray import cluster
-        except ImportError as error:
-            raise ConfigurationError(NOT_INSTALLED) from error
-        typer.echo(json.dumps(cluster.status(environment), indent=2))
+        typer.echo(json.dumps(_cluster(environment).status(environment), indent=2))
 
 
-def _prepare(environment: Mapping[str, str]) -> None:
-    """Set what Ray reads when it is imported."""
+def _cluster(environment: Mapping[str, str]) -> ModuleType:
+    """Import Ray, once its variables are set, and return `cluster`. Raises ConfigurationError without Ray."""
     if environment.get("RAY_ADDRESS"):
         send_token(environment)
+    try:
+        from lmi_server.ray import cluster
+    except ImportError as error:
+        raise ConfigurationError(NOT_INSTALLED) from error
+    return cluster
 
 
 @app.command()
@@ -75,10 +71,10 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the resolved deployments, their placement groups and engine arguments, without a cluster."""
-    from lmi_server.ray.explanation import as_lines, as_values
+    from lmi_server.ray.deployments.explanation import as_lines, as_values
 
     with plain_configuration_errors():
-        found = described(models, process_environment())
+        found = inspect_deployments(models, process_environment())
     if as_json:
         typer.echo(json.dumps([as_values(model) for model in found], indent=2, default=str))
         return
@@ -108,3 +104,19 @@ def build(
         with plain_configuration_errors():
             write_text(output, text)
         typer.echo(f"{output}: run serve deploy {output}")
+
+
+@app.command("model-files")
+def write_model_files(
+    folder: Annotated[Path, typer.Argument(help="Folder to write to.")],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Files such as llama-3.1-8b_a10g_tp1.yaml; all if none is named."),
+    ] = None,
+) -> None:
+    """Write the model files of Ray that are recommended for known models, by accelerator and number of devices."""
+    from lmi_server.ray.recommended_files import write_files
+
+    with plain_configuration_errors():
+        written = write_files(folder, names or ())
+    typer.echo(f"{folder}: {len(written)} model files; none was measured, so load-test the one that you serve")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
-from typing import Any, cast
+from typing import Annotated, Any, cast
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
+
+import typer
 
 from lmi_server.bench.client import address
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.tune.server import error_message
 
 DEFAULT_URL = "http://127.0.0.1:8080"
+Headers = Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")]
+"""The option --header of commands."""
 
 
 class ServerCalls:
@@ -69,6 +73,15 @@ class ServerCalls:
 
 
 def remedy(error: Exception) -> str:
-    """Return what a message of a command adds to an answer that asks for a key, nothing for any other."""
+    """Return how to send a key if the server asks for one, otherwise nothing."""
     wants_key = isinstance(error, HTTPError) and error.code == HTTPStatus.UNAUTHORIZED
     return "; --header 'x-api-key: KEY' sends a key" if wants_key else ""
+
+
+def parse_headers(headers: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return names and values of `name: value`. Raises ConfigurationError if one has no name or no colon."""
+    pairs = [header.partition(":") for header in headers]
+    for name, separator, _ in pairs:
+        if not (name and separator):
+            raise ConfigurationError(f'--header "{name}" is not allowed; allowed: "name: value"')
+    return tuple((name.strip(), value.strip()) for name, _, value in pairs)

@@ -86,14 +86,14 @@ async def _print_answer(job: Job) -> int:
         await reply.wait()
         _write(reply.take())
     _write(reply.take())
-    status, data = _ending(reply.terminal)
+    status, data = _status_and_data(reply.terminal)
     _write(data)
     if status >= 400:
         print(f"status {status}", file=sys.stderr)
     return 0 if status < 400 else 1
 
 
-def _ending(terminal: Reply | End | Error) -> tuple[int, bytes]:
+def _status_and_data(terminal: Reply | End | Error) -> tuple[int, bytes]:
     match terminal:
         case Reply(_, status, _, data):
             return status, data

@@ -20,9 +20,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lmi_server.commands.bench import parse_headers
-from lmi_server.commands.model_figures import Look, ModelFigures, figures, look
-from lmi_server.commands.server_calls import DEFAULT_URL, ServerCalls
+from lmi_server.commands.model_figures import ModelFigures, Snapshot, figures, take_snapshot
+from lmi_server.commands.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 
@@ -43,44 +42,44 @@ _PLAIN_WIDTH = 200  # of the table without a terminal; what reads it may cut lin
 def top(
     url: Annotated[str, typer.Argument(help="The server.")] = DEFAULT_URL,
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
-    header: Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")] = None,
+    header: Headers = None,
 ) -> None:
     """Show what the models of a running server do, until q or Ctrl-C; without a terminal, print one table."""
     with plain_configuration_errors():
         server = ServerCalls(url, dict(parse_headers(header or ())))
-        first = look(server)
+        first = take_snapshot(server)
         if sys.stdout.isatty():
             with contextlib.suppress(KeyboardInterrupt):
                 _watch(server, first, interval)
         else:
             time.sleep(interval)
-            Console(width=_PLAIN_WIDTH).print(_table(figures(look(server), first, None), _PLAIN_WIDTH))
+            Console(width=_PLAIN_WIDTH).print(_table(figures(take_snapshot(server), first, None), _PLAIN_WIDTH))
 
 
-def _watch(server: ServerCalls, first: Look, interval: float) -> None:
-    """Draw the table until somebody types q. A server that is gone for a while is waited for."""
+def _watch(server: ServerCalls, first: Snapshot, interval: float) -> None:
+    """Draw the table until q is typed, also while the server does not answer."""
     console = Console()
-    looks = deque([first])
+    snapshots = deque([first])
     trouble = ""
-    with keys_one_by_one() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+    with _keys_one_by_one(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(_screen(server.url, looks, trouble, console.size), refresh=True)
-            if keys.typed(b"q", interval):
+            live.update(_screen(server.url, snapshots, trouble, console.size), refresh=True)
+            if _is_typed(b"q", interval):
                 return
             try:
-                looks.append(look(server))
+                snapshots.append(take_snapshot(server))
                 trouble = ""
             except ConfigurationError as error:
                 trouble = error.message
-            while len(looks) > 2 and looks[1].at <= looks[-1].at - _WINDOW_S:
-                looks.popleft()
+            while len(snapshots) > 2 and snapshots[1].at <= snapshots[-1].at - _WINDOW_S:
+                snapshots.popleft()
 
 
-def _screen(url: str, looks: Sequence[Look], trouble: str, size: ConsoleDimensions) -> RenderableType:
-    now, before = looks[-1], looks[-2] if len(looks) > 1 else None
-    found = figures(now, before, looks[0] if len(looks) > 1 else None)
+def _screen(url: str, snapshots: Sequence[Snapshot], trouble: str, size: ConsoleDimensions) -> RenderableType:
+    now, before = snapshots[-1], snapshots[-2] if len(snapshots) > 1 else None
+    found = figures(now, before, snapshots[0] if len(snapshots) > 1 else None)
     shown = found[: max(1, size.height - _OTHER_LINES)]
-    since = f"percentiles of the last {now.at - looks[0].at:.0f} s" if before else "percentiles since the start"
+    since = f"percentiles of the last {now.at - snapshots[0].at:.0f} s" if before else "percentiles since the start"
     rest = f"; {len(found) - len(shown)} more models" if len(found) > len(shown) else ""
     title = Text(f"{url}  {time.strftime('%H:%M:%S')}  {len(found)} models, {since}", style="bold")
     last = Text(trouble, style="red") if trouble else Text(f"q ends{rest}", style="dim")
@@ -120,29 +119,26 @@ def _milliseconds(seconds: float | None) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-class _Keys:
-    """The keys that are typed, one by one."""
-
-    def typed(self, key: bytes, limit_s: float) -> bool:
-        """Return whether `key` is typed within `limit_s` seconds; other keys are skipped."""
-        deadline = time.monotonic() + limit_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            if not sys.stdin.isatty():
-                time.sleep(left_s)
-            elif select.select([sys.stdin], [], [], left_s)[0] and os.read(sys.stdin.fileno(), 1) == key:
-                return True
-        return False
+def _is_typed(key: bytes, limit_s: float) -> bool:
+    """Return whether `key` is typed within `limit_s` seconds; other keys are skipped."""
+    deadline = time.monotonic() + limit_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        if not sys.stdin.isatty():
+            time.sleep(left_s)
+        elif select.select([sys.stdin], [], [], left_s)[0] and os.read(sys.stdin.fileno(), 1) == key:
+            return True
+    return False
 
 
 @contextlib.contextmanager
-def keys_one_by_one() -> Iterator[_Keys]:
+def _keys_one_by_one() -> Iterator[None]:
     """Have the terminal give out each key as it is typed, and not show it."""
     if not sys.stdin.isatty():
-        yield _Keys()
+        yield
         return
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
-        yield _Keys()
+        yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

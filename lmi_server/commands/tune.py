@@ -24,10 +24,10 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
 from lmi_server.machine.environment import process_environment
 from lmi_server.tune.adapter_costs import BASE, Cost, adapter_costs
-from lmi_server.tune.confirmation import Confirmation, candidate_of, chosen, confirm
-from lmi_server.tune.measurement import Limits, Load, Measurement
+from lmi_server.tune.confirmation import Confirmation, candidate_of, choose, confirm
+from lmi_server.tune.measurement import Limits, Measurement, Traffic
 from lmi_server.tune.outcome import Trial, pareto
-from lmi_server.tune.report import Found, confirmed, cost_table, sections
+from lmi_server.tune.report import SearchResult, confirmation_text, cost_table, sections
 from lmi_server.tune.result import as_json, difference, tuned_properties
 from lmi_server.tune.server import MODEL, trial_server
 from lmi_server.tune.space import Space, check_space, grid, parse_space, space_of_script
@@ -111,169 +111,142 @@ def tune(
         p99_s = _limits(max_p99_e2el, max_p99_ttft, max_p99_tpot, max_p99_itl, variables)
         if objective is Objective.GOODPUT and not p99_s:
             raise ConfigurationError("--objective goodput needs a limit that requests keep, such as --max-p99-e2el 13s")
-        _search(
-            _Asked(
-                directory=directory.resolve(),
-                properties=properties,
-                space=space,
-                is_grid=use_grid,
-                trials=trials,
-                objective=objective,
-                p99_s=p99_s,
-                min_cache_hit=_share("--min-cache-hit", min_cache_hit or "0"),
-                concurrency=concurrency,
-                requests=requests,
-                api=api,
-                workload=_workload(data, input_tokens, output_tokens, shared_prefix, variables),
-                weights=parse_weights(adapters),
-                pairs=pairs,
-                load_timeout_s=load_timeout,
-                study=study,
-                seed=seed,
-                json_file=json_file,
-                report=report,
-                applies=apply,
-            )
-        )
+        limits = Limits(p99_s, _share("--min-cache-hit", min_cache_hit or "0"), objective is Objective.GOODPUT)
+        workload = _workload(data, input_tokens, output_tokens, shared_prefix, variables)
+        target = bench_target("http://127.0.0.1:1", api, MODEL, True, ())
+        traffic = Traffic(target, workload, parse_weights(adapters), requests, concurrency, seed)
+        model = _TunedModel(directory.resolve(), properties, load_timeout)
+        # Another model, another file, other traffic or other limits are another search.
+        what = {
+            "directory": str(model.directory),
+            "properties": properties.read_text(encoding="utf-8"),
+            "limits": [dict(p99_s), limits.min_cache_hit, objective],
+            "load": [concurrency, requests, api, dict(traffic.weights), repr(workload), seed],
+        }
+        console = Console()
+        search = _open_search(study, what, space, seed, use_grid)
+        result = _search(console, search, space, model, traffic, limits, trials, pairs, study.with_suffix(".log"))
+        _print(console, result)  # first: the files may not be writable
+        if json_file is not None:
+            write_text(json_file, json.dumps(as_json(result), indent=2) + "\n")
+        if report is not None:
+            write = markdown if report.suffix == ".md" else page
+            write_text(report, write(f"Search of {model.directory.name}", sections(result)))
+        if result.best is None:
+            raise typer.Exit(1)
+        if result.best.settings and apply:
+            write_text(properties, result.after)
+            console.print(f"{properties} is changed.", highlight=False, soft_wrap=True)
+        elif result.best.settings:
+            console.print("Nothing is changed; --apply writes this.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """The arguments, read."""
+@dataclass(frozen=True, slots=True)
+class _TunedModel:
+    """The model whose options are searched, its serving.properties, and the seconds in which it must load."""
 
     directory: Path
     properties: Path
-    space: Space
-    is_grid: bool
-    trials: int
-    objective: Objective
-    p99_s: Mapping[str, float]
-    min_cache_hit: float
-    concurrency: int
-    requests: int
-    api: str
-    workload: Workload
-    weights: Mapping[str, float]
-    pairs: int
     load_timeout_s: float
-    study: Path
-    seed: int
-    json_file: Path | None
-    report: Path | None
-    applies: bool
-
-    @property
-    def what(self) -> dict[str, Any]:
-        """Return what makes another search of it: the model and its file, the traffic, the limits."""
-        return {
-            "directory": str(self.directory),
-            "properties": self.properties.read_text(encoding="utf-8"),
-            "limits": [dict(self.p99_s), self.min_cache_hit, self.objective],
-            "load": [self.concurrency, self.requests, self.api, dict(self.weights), repr(self.workload), self.seed],
-        }
 
 
-def _search(asked: _Asked) -> None:
+def _open_search(study: Path, what: Mapping[str, Any], space: Space, seed: int, is_grid: bool) -> Search:
     try:
         from lmi_server.tune.search import Search
     except ImportError as error:
         raise ConfigurationError(f"{_NOT_INSTALLED} ({error})") from error
-    console = Console()
-    search = Search(asked.study, asked.what, asked.space, asked.seed, asked.is_grid)
-    target = bench_target("http://127.0.0.1:1", asked.api, MODEL, True, ())
-    load = Load(target, asked.workload, asked.weights, asked.requests, asked.concurrency, asked.seed)
-    log = asked.study.with_suffix(".log")
+    return Search(study, what, space, seed, is_grid)
+
+
+def _search(
+    console: Console,
+    search: Search,
+    space: Space,
+    model: _TunedModel,
+    traffic: Traffic,
+    limits: Limits,
+    trials: int,
+    pairs: int,
+    log: Path,
+) -> SearchResult:
     with contextlib.ExitStack() as servers:
         measurement = Measurement(
-            str(asked.directory),
-            load,
-            Limits(asked.p99_s, asked.min_cache_hit, asked.objective is Objective.GOODPUT),
-            asked.load_timeout_s,
+            str(model.directory),
+            traffic,
+            limits,
+            model.load_timeout_s,
             lambda: servers.enter_context(trial_server(log)),
         )
-        for trial in search.run(asked.trials, measurement):
+        for trial in search.run(trials, measurement):
             console.print(_line(trial), markup=False, highlight=False, soft_wrap=True)
-        confirmation = _confirmation(search, measurement, asked.pairs)
-        costs = _costs(search, measurement, asked, load, chosen(search.trials, confirmation))
-    _report(console, asked, _found(asked, search, confirmation, costs))
+        candidate = candidate_of(search.trials)
+        confirmation = (
+            confirm(candidate, pairs, measurement, search.recall) if candidate is not None and pairs else None
+        )
+        best = choose(search.trials, confirmation)
+        costs = _costs(search, measurement, model, traffic, best)
+    return _result(search, space, model, traffic, confirmation, costs)
 
 
-def _confirmation(search: Search, measurement: Measurement, pairs: int) -> Confirmation | None:
-    candidate = candidate_of(search.trials)
-    return confirm(candidate, pairs, measurement, search.remembered) if candidate is not None and pairs else None
-
-
-def _costs(search: Search, measurement: Measurement, asked: _Asked, load: Load, best: Trial | None) -> list[Cost]:
+def _costs(
+    search: Search, measurement: Measurement, model: _TunedModel, traffic: Traffic, best: Trial | None
+) -> list[Cost]:
     """Return what the adapters in the traffic cost with the best setting; nothing if there are none."""
-    if best is None or not set(asked.weights) - {BASE}:
+    if best is None or not set(traffic.weights) - {BASE}:
         return []
 
     def measure() -> list[dict[str, Any]]:
-        timeout_s = asked.load_timeout_s
+        server, settings = measurement.server, best.settings
         return [
-            asdict(cost) for cost in adapter_costs(measurement.server, asked.directory, best.settings, load, timeout_s)
+            asdict(cost) for cost in adapter_costs(server, model.directory, settings, traffic, model.load_timeout_s)
         ]
 
-    return [Cost(**cost) for cost in search.remembered(f"adapter costs of trial {best.number}", measure)]
+    return [Cost(**cost) for cost in search.recall(f"adapter costs of trial {best.number}", measure)]
 
 
-def _found(asked: _Asked, search: Search, confirmation: Confirmation | None, costs: Sequence[Cost]) -> Found:
+def _result(
+    search: Search,
+    space: Space,
+    model: _TunedModel,
+    traffic: Traffic,
+    confirmation: Confirmation | None,
+    costs: Sequence[Cost],
+) -> SearchResult:
     trials = search.trials
-    best = chosen(trials, confirmation)
-    before = asked.properties.read_text(encoding="utf-8")
-    baseline = next((trial for trial in trials if trial.number < 0), None)
-    after = before
+    best = choose(trials, confirmation)
+    before = after = model.properties.read_text(encoding="utf-8")
     if best is not None and best.settings:
+        baseline = next((trial for trial in trials if trial.number < 0), None)
         after = tuned_properties(before, best, baseline, confirmation)
-    return Found(
+    return SearchResult(
         trials=trials,
-        space=asked.space,
+        space=space,
         importances=search.importances,
         confirmation=confirmation,
         costs=costs,
-        concurrency=asked.concurrency,
-        has_data=isinstance(asked.workload, Recorded),
-        unused_adapters=sorted({path.name for path in asked.directory.glob("adapters/*/")} - set(asked.weights)),
+        concurrency=traffic.concurrency,
+        has_data=isinstance(traffic.workload, Recorded),
+        unused_adapters=sorted({path.name for path in model.directory.glob("adapters/*/")} - set(traffic.weights)),
         after=after,
-        difference=difference(before, after, str(asked.properties)),
+        difference=difference(before, after, str(model.properties)),
     )
 
 
-def _report(console: Console, asked: _Asked, found: Found) -> None:
-    _print(console, found)  # first: the files may not be writable
-    if asked.json_file is not None:
-        write_text(asked.json_file, json.dumps(as_json(found), indent=2) + "\n")
-    if asked.report is not None:
-        _write_report(asked.report, asked, found)
-    if found.best is None:
-        raise typer.Exit(1)
-    if found.best.settings and asked.applies:
-        write_text(asked.properties, found.after)
-        console.print(f"{asked.properties} is changed.", highlight=False, soft_wrap=True)
-    elif found.best.settings:
-        console.print("Nothing is changed; --apply writes this.")
-
-
-def _print(console: Console, found: Found) -> None:
-    if found.best is None:
+def _print(console: Console, result: SearchResult) -> None:
+    if result.best is None:
         console.print("No setting keeps the limits; the lines above say why.", style="red")
         return
-    console.print(_front(pareto(found.trials, "e2el_ms"), found.unit))
-    for key, importance in found.importances.items():
+    console.print(_front(pareto(result.trials, "e2el_ms"), result.unit))
+    for key, importance in result.importances.items():
         console.print(f"{key}: {importance:.0%} of the differences", highlight=False)
-    if found.costs:
-        console.print(_rich(cost_table(found.costs), "what adapters cost"))
-    if found.confirmation is not None:
-        console.print(confirmed(found), markup=False, highlight=False, soft_wrap=True)
-    if found.best.settings:
-        console.print(found.difference, markup=False, highlight=False, soft_wrap=True)
-    elif found.confirmation is None:
-        console.print("The configuration as it is is the best that was found.")
-
-
-def _write_report(path: Path, asked: _Asked, found: Found) -> None:
-    write = markdown if path.suffix == ".md" else page
-    write_text(path, write(f"Search of {asked.directory.name}", sections(found)))
+    if result.costs:
+        console.print(_rich(cost_table(result.costs), "what adapters cost"))
+    if result.confirmation is not None:
+        console.print(confirmation_text(result), markup=False, highlight=False, soft_wrap=True)
+    if result.best.settings:
+        console.print(result.difference, markup=False, highlight=False, soft_wrap=True)
+    elif result.confirmation is None:
+        console.print("The configuration as it is is the best that was result.")
 
 
 def _rich(table: PageTable, title: str) -> Table:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lmi_server.artifacts.location import MODEL_FORMS
+from lmi_server.artifacts.location import MODEL_FORMS, how_to_write
 from lmi_server.configuration.checks.model_checks import ModelChecks, declared_options
 from lmi_server.configuration.checks.secure_mode import secure_mode, secure_mode_warnings
 from lmi_server.configuration.choice.deciding_keys import MODEL_ID, DecidingKeys
@@ -220,7 +220,9 @@ def model_name(model_dir: Path) -> str:
 def _checked_directory(directory: Path) -> Path:
     model_dir = Path(os.path.abspath(directory))
     if not model_dir.exists():
-        raise ConfigurationError(f"{model_dir}: there is no such directory; a model is {MODEL_FORMS}")
+        raise ConfigurationError(
+            f"{model_dir}: there is no such directory; a model is {MODEL_FORMS}{how_to_write(model_dir)}"
+        )
     if not model_dir.is_dir():
         raise ConfigurationError(f"{model_dir}: is a file; name the directory that holds {SERVING_PROPERTIES}")
     return model_dir

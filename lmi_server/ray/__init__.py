@@ -1,4 +1,5 @@
 """Ray Serve: what one deployment of a model is, and how a cluster runs it; Ray itself is imported by few modules.
 
-`deployment` and what describes it need no Ray.
+`deployments`, `recommendation` and what they import
+need no Ray. `autoscaling` and `serve_config` are named in files that users keep.
 """

@@ -1,4 +1,4 @@
-"""The accelerators that recommendations are made for, and the models of the tuned files, by their config.json."""
+"""The accelerators that recommendations are made for, and the models of the recommended files, by their config.json."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         _decoder(42, 3584, 16, 8, 14336, 256000, 8192, head_dim=256, tie_word_embeddings=True, model_type="gemma2"),
     ),
 }
-"""By the name of a family: the model's Hugging Face id, and its shape. Each has tuned files."""
+"""By the name of a family: the model's Hugging Face id, and its shape. Each has recommended files."""
 
 _QWEN3 = {"head_dim": 128, "model_type": "qwen3"}
 FURTHER_FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -101,7 +101,7 @@ FURTHER_FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         _decoder(40, 5120, 32, 8, 32768, 131072, 32768, head_dim=128),
     ),
 }
-"""Families that are recommended for, and have no tuned files."""
+"""Families that are recommended for, and have no files."""
 
 _PRODUCTS = {"A100-40G": ("A100", "40GB"), "A100-80G": ("A100", "80GB")}
 

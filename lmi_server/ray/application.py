@@ -12,15 +12,16 @@ from typing import Any, cast
 from ray import serve
 from ray.serve import Application
 
-from lmi_server.ray.actors import Ingress, Replica
-from lmi_server.ray.deployment import Deployment
+from lmi_server.ray.actors.ingress import Ingress
+from lmi_server.ray.actors.replica import Replica
+from lmi_server.ray.deployments.deployment import Deployment
 
 INGRESS = "front-end"
 
 _ON_HEAD = {"node:__internal_head__": 0.001}
 _END_S = 10.0  # beyond the limit of the drain, for Ray's own steps
 _OF_DECORATOR = ("rolling_update_percentage",)  # `Deployment.options` does not take it
-_ROUTER = {"request_router_class": "lmi_server.ray.request_router.ReplicaDirectory"}
+_ROUTER = {"request_router_class": "lmi_server.ray.actors.request_router.AnnouncingRouter"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def application(models: Sequence[Deployment], settings: IngressSettings) -> Appl
         "max_ongoing_requests": 1000,
         "ray_actor_options": {"num_cpus": 0, **({"resources": _ON_HEAD} if settings.count == 1 else {})},
         "graceful_shutdown_timeout_s": settings.drain_timeout_s + _END_S,
-        "user_config": {"models": [_announced(model) for model in models]},
+        "user_config": {"models": [_announcement(model) for model in models]},
         "version": _digest(settings, version("lmi-server")),
     }
     front_ends = _with_options(Ingress, options)
@@ -76,11 +77,12 @@ def _with_options(actor: type, options: Mapping[str, Any]) -> serve.Deployment:
     return serve.deployment(actor, **first).options(**others, _internal=True)
 
 
-def _announced(model: Deployment) -> dict[str, Any]:
+def _announcement(model: Deployment) -> dict[str, Any]:
     scaled = model.autoscaling
-    least, most = (model.num_replicas,) * 2 if scaled is None else (scaled.min_replicas, scaled.max_replicas)
+    fixed = model.num_replicas
+    low, high = (fixed, fixed) if scaled is None else (scaled.min_replicas, scaled.max_replicas)
     names = {"deployment": model.name, "name": model.path_name, "aliases": list(model.aliases)}
-    return {**names, "min_replicas": least, "max_replicas": most}
+    return {**names, "min_replicas": low, "max_replicas": high}
 
 
 def _contents(url: str) -> list[tuple[str, int, int]]:

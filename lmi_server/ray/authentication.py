@@ -13,13 +13,12 @@ _TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
 
 
 def send_token(environment: Mapping[str, str]) -> None:
-    """Have Ray send this user's token to the cluster that it joins, if there is one and RAY_AUTH_MODE is not set.
+    """Have Ray send this user's token to the cluster that it joins, if the user has one and RAY_AUTH_MODE is not set.
 
-    `ray start` lets a cluster ask for the token as soon as there is one, and Ray makes one in the home directory for
-    the first cluster that it starts by itself. But whoever joins sends it only with RAY_AUTH_MODE=token, so that the
-    first cluster of a user could be joined, and the next one not. A cluster that asks for none takes it all the same.
-    Ray reads the variable when it is imported, so call this before. The variables are those of Ray's documentation,
-    "Ray token authentication".
+    Ray makes a token in the home directory with the first cluster that it starts, and later clusters ask for it. But
+    Ray sends it only with RAY_AUTH_MODE=token, so that a user could join the first cluster and not the next one. A
+    cluster that asks for no token accepts one. Call this before Ray is imported, which reads the variable. See "Ray
+    token authentication" in Ray's documentation.
     """
     if MODE not in environment and _has_token(environment):
         set_variables({MODE: "token"})

@@ -12,10 +12,10 @@ ONGOING = "ongoing_requests"
 
 
 def desired_replicas(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """Return the number of replicas of which each holds `target_ongoing_requests`, and no state.
+    """Return how many replicas hold `target_ongoing_requests` each, and no state.
 
-    Ray applies factors, delays and bounds, as it does for its own policy. Of a model without replicas, the request
-    that wakes it is one by a handle, which Ray counts itself.
+    Ray applies factors, delays and bounds, as for its own policy. A model without replicas is woken by a call of a
+    handle, which Ray counts itself.
     """
     held = sum(((context.aggregated_metrics or {}).get(ONGOING) or {}).values())
     config = context.config

@@ -20,7 +20,7 @@ from ray.serve.exceptions import RayServeException
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import set_variables
 from lmi_server.ray.application import INGRESS, IngressSettings, application
-from lmi_server.ray.deployment import APPLICATION, Deployment
+from lmi_server.ray.deployments.deployment import APPLICATION, Deployment
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ _LOCAL: Mapping[str, Any] = {
     # By themselves, the processes that Ray starts give way to all others (a niceness of 15).
     "_system_config": {"worker_niceness": 0},
 }
-# What Ray's processes do all the time, whether anybody asks or not, they take from the models. Nobody reads what they
-# collect, since there is no dashboard.
+# Ray's processes work all the time, and take that time from the models. Without a dashboard nothing reads what they
+# collect.
 _LOCAL_VARIABLES: Mapping[str, str] = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
-    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",  # with each call by a handle, of which there are few
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",  # with each call by a handle; these are rare
     "RAY_task_events_report_interval_ms": "0",  # never
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
@@ -79,7 +79,7 @@ def _until_signal(
     deployed = _begin(lambda: _deploy(models, settings, is_joined))
     deployed.add_done_callback(lambda _: woken.put(None))
     if woken.get() is None:
-        yield _serving(models, settings, deployed)
+        yield _serving_line(models, settings, deployed)
         if not is_joined:
             yield "this process keeps the cluster; SIGTERM or SIGINT ends it"
             woken.get()
@@ -105,7 +105,7 @@ def _listen_to_signals(received: SimpleQueue[int | None]) -> None:
 def _begin(work: Callable[[], _Result]) -> Future[_Result]:
     """Begin to do `work` in a thread, for which the interpreter does not wait when it ends.
 
-    The thread stays: processes that Ray starts end with the thread that has started them (PR_SET_PDEATHSIG).
+    The thread stays: processes of Ray end with the thread that has started them (PR_SET_PDEATHSIG).
     """
     result = Future[_Result]()
 
@@ -131,7 +131,7 @@ def _deploy(models: Sequence[Deployment], settings: IngressSettings, is_joined: 
     return front_end
 
 
-def _serving(models: Sequence[Deployment], settings: IngressSettings, deployed: Future[Mapping[str, Any]]) -> str:
+def _serving_line(models: Sequence[Deployment], settings: IngressSettings, deployed: Future[Mapping[str, Any]]) -> str:
     """Return the line that says what is served, and where. Raises ConfigurationError if nothing is."""
     try:
         front_end = deployed.result()
@@ -166,7 +166,7 @@ def _log_messages(done: threading.Event) -> None:
 
 
 def _messages() -> list[str]:
-    """Return what Ray says of each deployment; nothing if it does not answer, of which whoever waits for it hears."""
+    """Return what Ray says of each deployment; empty if Ray does not answer (the caller times out)."""
     with contextlib.suppress(*_NO_ANSWER):
         found = serve.status().applications.get(APPLICATION)
         said = {} if found is None else {name: each.message for name, each in found.deployments.items()}
@@ -214,7 +214,7 @@ def status(environment: Mapping[str, str]) -> dict[str, Any]:
 def _join(environment: Mapping[str, str]) -> str | None:
     """Join the cluster at RAY_ADDRESS, and return this address; start a cluster and return None if it is not set.
 
-    Raises ConfigurationError if there is none.
+    Raises ConfigurationError if the cluster cannot be joined or started.
     """
     address = environment.get(ADDRESS) or None
     if address is None:

@@ -1,7 +1,8 @@
 """What a Ray actor and the process beside it tell each other: one message of JSON per line.
 
-The actor of a replica writes one Start to its process, which answers with one Serving or NotServing, then with Ongoing.
-The actor of an ingress writes Models whenever a replica comes or goes; its process writes one Listening, then Wanted.
+The actor of a replica writes one Start to its process, which answers with one ReplicaReady or ReplicaFailed, then with
+Ongoing. The actor of an ingress writes ClusterModels whenever a replica comes or goes; its process writes one
+Listening, then ReplicaNeeded.
 The end of the actor's pipe means that it is dead. Requests and answers never come this way.
 """
 
@@ -26,12 +27,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     host: str
     settings: Mapping[str, str] = {}
-    variables: Mapping[str, str] = {}
-    log_level: str = "INFO"
     drain_timeout_s: float
 
 
-class Described(msgspec.Struct, frozen=True, kw_only=True):
+class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What a front end must know of a model that it does not load: its configuration, as `dump` of options writes it.
 
     `handler` finds the HandlerSpec. `adapters` are directories by name.
@@ -46,15 +45,15 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
     adapters: dict[str, str] = {}
 
 
-class Serving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ReplicaReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The model `name` is loaded, and front ends may connect to `place`."""
 
     name: str
     place: RemotePlace
-    model: Described
+    model: ModelDescription
 
 
-class NotServing(msgspec.Struct, frozen=True, tag=True):
+class ReplicaFailed(msgspec.Struct, frozen=True, tag=True):
     """The model cannot be loaded, or not any more; the process ends."""
 
     reason: str
@@ -66,41 +65,41 @@ class Ongoing(msgspec.Struct, frozen=True, tag=True):
     requests: int
 
 
-FromReplica = Serving | NotServing | Ongoing
+FromReplica = ReplicaReady | ReplicaFailed | Ongoing
 
 
 class Drain(msgspec.Struct, frozen=True):
     """Take no more requests, finish what is there, and end."""
 
 
-class Replicas(msgspec.Struct, frozen=True, kw_only=True):
+class ModelReplicas(msgspec.Struct, frozen=True, kw_only=True):
     """Every replica of one model, by its id; `model` is None until the first of them is loaded."""
 
     name: str
     aliases: tuple[str, ...] = ()
     min_replicas: int
     max_replicas: int
-    model: Described | None = None
+    model: ModelDescription | None = None
     places: Mapping[str, RemotePlace] = {}
 
 
-class Models(msgspec.Struct, frozen=True):
+class ClusterModels(msgspec.Struct, frozen=True):
     """Every model of the application."""
 
-    models: list[Replicas]
+    models: list[ModelReplicas]
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
     """The front end has its port."""
 
 
-class Wanted(msgspec.Struct, frozen=True, tag=True):
+class ReplicaNeeded(msgspec.Struct, frozen=True, tag=True):
     """A request for the model `name` waits, and there is no replica."""
 
     name: str
 
 
-FromFrontEnd = Listening | Wanted
+FromFrontEnd = Listening | ReplicaNeeded
 
 
 def line(message: msgspec.Struct) -> bytes:

@@ -18,7 +18,7 @@ from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.inventory import Machine
 from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, FURTHER_FAMILIES, Accelerator, accelerator_of
-from lmi_server.ray.deployment import ONGOING_SHARE
+from lmi_server.ray.deployments.deployment import ONGOING_SHARE
 
 Goal = Literal["latency", "throughput"]
 UTILIZATION = 0.9
@@ -26,7 +26,7 @@ UTILIZATION = 0.9
 ACTIVATIONS = 2**30
 """Bytes of a device that activations and CUDA graphs take of that."""
 CONTEXT = 8192
-"""Most tokens of prompt and output together, unless the model has fewer, or somebody asks for others."""
+"""Default limit of prompt and output tokens together; a model may have a lower one."""
 DEGREES = (1, 2, 4, 8)
 _TOKENS_OF_A_REQUEST = 2048  # that a running request holds on average; fewer if the context is shorter
 _EFFICIENCY = 0.5  # share of the peak that prefill reaches
@@ -34,13 +34,13 @@ _STEP_S: Mapping[Goal, float] = {"latency": 0.1, "throughput": 0.4}
 _STEP_READS_S = 0.025  # for latency, a decode step reads weights and KV cache in this time, or in twice that of weights
 _MAX_SEQS: Mapping[Goal, int] = {"latency": 128, "throughput": 512}
 _MIN_SEQS = 4
-_BATCHED_TOKENS = (512, 16384)
+_MIN_BATCHED_TOKENS, _MAX_BATCHED_TOKENS = 512, 16384
 _NOT_IN_HALF = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """The values of model_type for which vLLM refuses float16, because they are not stable in it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelShape:
     """A model by its config.json; `location` is its directory, or its Hugging Face id if it is not here."""
 
     id: str
@@ -59,7 +59,7 @@ class Recommendation:
     target_ongoing_requests: int
     memory: Estimate
 
-    def properties(self, model: Model, accelerator: Accelerator) -> str:
+    def properties(self, model: ModelShape, accelerator: Accelerator) -> str:
         """Return a serving.properties for the model, which ends with a line end."""
         values = {
             "model_id": model.location,
@@ -80,7 +80,7 @@ class Recommendation:
         return "".join(f"{line}\n" for line in lines)
 
 
-def find_model(name: str) -> Model:
+def find_model(name: str) -> ModelShape:
     """Return the model of a directory with a config.json, or of the name or Hugging Face id of a known family.
 
     Raises ConfigurationError if it is neither.
@@ -88,17 +88,17 @@ def find_model(name: str) -> Model:
     directory = Path(name).absolute()
     config = read_config(str(directory))
     if config:
-        return Model(str(directory), str(directory), config)
+        return ModelShape(str(directory), str(directory), config)
     families = {**FAMILIES, **FURTHER_FAMILIES}
     for family, (model_id, shape) in families.items():
         if name in (family, model_id):
-            return Model(model_id, model_id, shape)
+            return ModelShape(model_id, model_id, shape)
     known = ", ".join(families)
     raise ConfigurationError(f'MODEL = "{name}" is not allowed; allowed: a directory with a config.json, or {known}')
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Return the accelerator of that name, in any case. Raises ConfigurationError if there is none."""
+    """Return the accelerator with a name, in any case. Raises ConfigurationError if the name is unknown."""
     found = next((accelerator for key, accelerator in ACCELERATORS.items() if key.lower() == name.lower()), None)
     if found is None:
         raise ConfigurationError(f'--accelerator = "{name}" is not allowed; allowed: {", ".join(ACCELERATORS)}')
@@ -115,14 +115,14 @@ def own_accelerator(products: Sequence[str]) -> Accelerator:
 
 
 def recommend(
-    model: Model,
+    model: ModelShape,
     accelerator: Accelerator,
     goal: Goal,
     context: int = CONTEXT,
-    most: int = DEGREES[-1],
+    max_devices: int = DEGREES[-1],
     spread: bool = True,
 ) -> Recommendation:
-    """Return the recommendation for `goal`, on at most `most` devices.
+    """Return the recommendation for `goal`, on at most `max_devices` devices.
 
     A replica takes the fewest devices on which the model fits; for latency, with `spread`, twice as many if its heads
     can be divided among them, because each then reads half of the weights per token. Raises ConfigurationError if the
@@ -138,7 +138,7 @@ def recommend(
             f"{model.id}: the size of the model is not known; its config.json must have num_hidden_layers, hidden_size,"
             " num_attention_heads and vocab_size, and a quantised checkpoint must be there with its weights"
         )
-    degrees = [degree for degree in DEGREES if degree <= most]
+    degrees = [degree for degree in DEGREES if degree <= max_devices]
     fitting = [found for degree in degrees if (found := for_degree(model, accelerator, degree, goal, context))]
     if not fitting:
         devices = f"{degrees[-1]} x {accelerator.name} with {accelerator.memory_gib:g} GiB"
@@ -149,9 +149,9 @@ def recommend(
 
 
 def for_degree(
-    model: Model, accelerator: Accelerator, degree: int, goal: Goal, context: int = CONTEXT
+    model: ModelShape, accelerator: Accelerator, degree: int, goal: Goal, context: int = CONTEXT
 ) -> Recommendation | None:
-    """Return the recommendation for so many devices.
+    """Return the recommendation for `degree` devices.
 
     None if the model does not fit, cannot be divided so, or does not run in the accelerator's 16 bits.
     """
@@ -179,19 +179,18 @@ def for_degree(
     seqs = _power_of_two(seqs)
     flops = accelerator.flops * _EFFICIENCY * degree
     batched = _power_of_two(int(_STEP_S[goal] * flops / (2 * _active_parameters(text, memory.parameters))))
-    least, most = _BATCHED_TOKENS
     return Recommendation(
         workers=degree,
         max_model_len=length,
         max_num_seqs=seqs,
-        max_num_batched_tokens=max(least, seqs, min(most, batched)),
+        max_num_batched_tokens=max(_MIN_BATCHED_TOKENS, seqs, min(_MAX_BATCHED_TOKENS, batched)),
         target_ongoing_requests=max(1, round(seqs * ONGOING_SHARE)),
         memory=memory,
     )
 
 
-def memory_on(model: Model, accelerator: Accelerator, degree: int, context: int, seqs: int = 1024) -> Estimate:
-    """Return the estimate for `degree` devices, of which vLLM's share without activations is free."""
+def memory_on(model: ModelShape, accelerator: Accelerator, degree: int, context: int, seqs: int = 1024) -> Estimate:
+    """Return the estimate for `degree` devices. Free is what vLLM may use, less the activations."""
     spec = HANDLERS.by_rolling_batch("vllm")
     assert spec is not None, "the table of handlers has vLLM"
     # vLLM takes a checkpoint in 32 bits in 16.
@@ -204,7 +203,7 @@ def memory_on(model: Model, accelerator: Accelerator, degree: int, context: int,
     return estimate(options, model.location, model.config, degree, machine)
 
 
-def _is_unstable(model: Model, accelerator: Accelerator) -> bool:
+def _is_unstable(model: ModelShape, accelerator: Accelerator) -> bool:
     return accelerator.dtype == "half" and model.config.get("model_type") in _NOT_IN_HALF
 
 

@@ -22,8 +22,8 @@ from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.link import Arrival, FrontendLink
 from lmi_server.machine.environment import process_environment
-from lmi_server.ray.front_end import FrontEnd
-from lmi_server.ray.messages import Described, FromReplica, NotServing, Ongoing, Serving, Start, line
+from lmi_server.ray.messages import FromReplica, ModelDescription, Ongoing, ReplicaFailed, ReplicaReady, Start, line
+from lmi_server.ray.processes.front_end import FrontEndConnection
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool
@@ -34,6 +34,7 @@ from lmi_server.supervisor.remote import TOKEN_BYTES, RemotePlace
 logger = logging.getLogger(__name__)
 
 _REPORT_S = 1.0
+_LOG_LEVEL = "INFO"
 _BATCHES_AHEAD = 2  # how many batches a front end may send in advance, so that full ones can be formed here
 ONE_WORKER: Mapping[str, str] = {"minWorkers": "1", "maxWorkers": "1"}
 
@@ -45,18 +46,18 @@ def main() -> int:
     # A buffer would keep a Drain that follows at once, which `_next_line` reads.
     with open(0, "rb", buffering=0, closefd=False) as unbuffered:
         start = msgspec.json.decode(unbuffered.readline(), type=Start)
-    logging.basicConfig(stream=sys.stderr, level=start.log_level, format="%(levelname)s %(name)s: %(message)s")
-    return uvloop.run(_Replica(start, output).serve())
+    logging.basicConfig(stream=sys.stderr, level=_LOG_LEVEL, format="%(levelname)s %(name)s: %(message)s")
+    return uvloop.run(_ReplicaProcess(start, output).serve())
 
 
-class _Replica:
+class _ReplicaProcess:
     """The replica, from the load of its model to its end."""
 
     def __init__(self, start: Start, output: int) -> None:
         self._start = start
         self._output = output
         self._token = secrets.token_hex(TOKEN_BYTES // 2)
-        self._front_ends: set[FrontEnd] = set()
+        self._front_ends: set[FrontEndConnection] = set()
 
     async def serve(self) -> int:
         environment = process_environment()
@@ -65,14 +66,14 @@ class _Replica:
             artifact_settings(None, environment),
             inspect_model,
             self._start.drain_timeout_s,
-            self._start.log_level,
+            _LOG_LEVEL,
         )
         orphans = Orphans()
         orphans.start()
         try:
             return await self._serve(models)
         except LmiServerError as error:
-            self._tell(NotServing(error.message))
+            self._tell(ReplicaFailed(error.message))
             return 1
         finally:
             await models.stop()
@@ -80,9 +81,7 @@ class _Replica:
 
     async def _serve(self, models: ModelRegistry) -> int:
         start = self._start
-        source = ModelSource(
-            start.url, start.name, settings={**start.settings, **ONE_WORKER}, variables=dict(start.variables)
-        )
+        source = ModelSource(start.url, start.name, settings={**start.settings, **ONE_WORKER})
         ending = asyncio.create_task(_next_line())
         loading = asyncio.create_task(models.register_and_load(source))
         await asyncio.wait([ending, loading], return_when=asyncio.FIRST_COMPLETED)
@@ -91,10 +90,10 @@ class _Replica:
             return 0
         model = loading.result()
         server = await asyncio.get_running_loop().create_server(
-            lambda: Arrival(TOKEN_BYTES, lambda token, _: self._arrived(token, model.loaded())), start.host, 0
+            lambda: Arrival(TOKEN_BYTES, lambda token, _: self._accept(token, model.loaded())), start.host, 0
         )
         port = server.sockets[0].getsockname()[1]
-        self._tell(Serving(name=start.name, place=self._place(model, port), model=_described(model)))
+        self._tell(ReplicaReady(name=start.name, place=self._place(model, port), model=_describe(model)))
         failed = await self._watch(model, ending)
         server.close()
         if failed is None and ending.result():
@@ -108,12 +107,12 @@ class _Replica:
         ahead = 0 if batch_size is None else _BATCHES_AHEAD * batch_size
         return RemotePlace(host=self._start.host, port=port, token=self._token, ahead=ahead)
 
-    def _arrived(self, token: bytes, pool: WorkerPool) -> FrontendLink | None:
+    def _accept(self, token: bytes, pool: WorkerPool) -> FrontendLink | None:
         """Return the link of a front end that has connected; None if what it sent is not the token."""
         if not hmac.compare_digest(token, self._token.encode()):
             logger.warning("refused a connection that does not know the token of this replica")
             return None
-        front_end = FrontEnd(pool, self._front_ends.discard)
+        front_end = FrontEndConnection(pool, self._front_ends.discard)
         self._front_ends.add(front_end)
         front_end.greet()
         return front_end.link
@@ -123,7 +122,7 @@ class _Replica:
         pool = model.loaded()
         while not ending.done():
             if model.failure is not None:
-                self._tell(NotServing(model.failure.message))
+                self._tell(ReplicaFailed(model.failure.message))
                 return model.failure.message
             for front_end in self._front_ends:
                 front_end.report()
@@ -146,11 +145,11 @@ class _Replica:
         os.write(self._output, line(message))
 
 
-def _described(model: Model) -> Described:
+def _describe(model: Model) -> ModelDescription:
     resolved = model.resolved
     assert resolved is not None, "a loaded model has a configuration"
     adapters = model.loaded().adapters
-    return Described(
+    return ModelDescription(
         url=model.source.url,
         model_dir=resolved.model_dir,
         handler=resolved.spec.title,

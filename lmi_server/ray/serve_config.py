@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lmi_server.ray.deployment import APPLICATION, Deployment
+from lmi_server.ray.deployments.deployment import APPLICATION, Deployment, plain
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -39,14 +39,3 @@ def build(args: Mapping[str, Any]) -> Application:
 
     models = msgspec.convert(args["models"], tuple[Deployment, ...])
     return application(models, msgspec.convert(args["front_end"], IngressSettings))
-
-
-def plain(model: Deployment) -> dict[str, Any]:
-    """Return the deployment as values of JSON, without what is not set."""
-    values = msgspec.to_builtins(model)
-    assert isinstance(values, dict), "a dataclass becomes a mapping"
-    return {name: _without_none(value) for name, value in values.items() if value not in (None, {})}
-
-
-def _without_none(value: Any) -> Any:
-    return {key: part for key, part in value.items() if part not in (None, {})} if isinstance(value, dict) else value

@@ -61,7 +61,7 @@ async def hold_in_time(on_demand: OnDemand, request: Input, deadline: Deadline |
         ) from None
 
 
-class LoadedElsewhere:
+class RemoteAdapters:
     """The adapters of a front end before a cluster, whose replicas load them."""
 
     async def hold(self, request: Input) -> None: ...

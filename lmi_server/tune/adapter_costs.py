@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lmi_server.tune.measurement import Load
+from lmi_server.tune.measurement import Traffic
 from lmi_server.tune.server import LoadFailedError, TrialServer
 
 BASE = "base"
@@ -24,8 +24,8 @@ _MERGE_S = 1800.0
 class Cost:
     """The figures of one traffic; milliseconds are medians. `reason` says why there are none.
 
-    `prefill_ms` and `decode_ms` are of requests that come alone, so that neither has waiting in it: the time to the
-    first token, and the time of each further one. `load_s` is how long it takes to add an adapter.
+    `prefill_ms` is the time to the first token and `decode_ms` that of each further one, for requests one at a time: no
+    waiting is in them. `load_s` is how long it takes to add an adapter.
     """
 
     traffic: str
@@ -39,35 +39,35 @@ class Cost:
 
 
 def adapter_costs(
-    server: TrialServer, model: Path, settings: Mapping[str, str], load: Load, timeout_s: float
+    server: TrialServer, model: Path, settings: Mapping[str, str], traffic: Traffic, timeout_s: float
 ) -> list[Cost]:
     """Return the costs of the adapters in the traffic. Raises LoadFailedError if the model does not load."""
-    load = replace(load, target=load.target.at(server.url))
-    heaviest = max((name for name in load.weights if name != BASE), key=lambda name: load.weights[name])
+    traffic = replace(traffic, target=traffic.target.at(server.url))
+    heaviest = max((name for name in traffic.weights if name != BASE), key=lambda name: traffic.weights[name])
     server.load(str(model), settings, timeout_s)
     try:
-        costs = list(_of_traffic(server, model, load, heaviest))
+        costs = list(_of_traffic(server, model, traffic, heaviest))
     finally:
         server.unload()
-    return [*costs, _merged(server, model, settings, load, heaviest, timeout_s)]
+    return [*costs, _merged(server, model, settings, traffic, heaviest, timeout_s)]
 
 
-def _of_traffic(server: TrialServer, model: Path, load: Load, heaviest: str) -> Iterator[Cost]:
-    yield _cost(BASE, replace(load, weights={}))
-    one = _cost(f"one adapter, {heaviest}", replace(load, weights={heaviest: 1.0}))
+def _of_traffic(server: TrialServer, model: Path, traffic: Traffic, heaviest: str) -> Iterator[Cost]:
+    yield _cost(BASE, replace(traffic, weights={}))
+    one = _cost(f"one adapter, {heaviest}", replace(traffic, weights={heaviest: 1.0}))
     yield replace(one, load_s=_load_time(server, model / "adapters" / heaviest))
-    yield _cost("all, by their weights", load)
+    yield _cost("all, by their weights", traffic)
 
 
-def _cost(traffic: str, load: Load) -> Cost:
-    load.run(1, 2, 0)  # the first requests of a kind compile and allocate
-    alone = load.run(1, min(load.requests, _ALONE), 1)
-    loaded = load.run(load.concurrency, load.requests, 2)
+def _cost(title: str, traffic: Traffic) -> Cost:
+    traffic.run(1, 2, 0)  # the first requests of a kind compile and allocate
+    alone = traffic.run(1, min(traffic.requests, _ALONE), 1)
+    loaded = traffic.run(traffic.concurrency, traffic.requests, 2)
     errors = [*alone["errors"], *loaded["errors"]]
     if errors:
-        return Cost(traffic, reason=errors[0])
+        return Cost(title, reason=errors[0])
     return Cost(
-        traffic,
+        title,
         _median(alone, "ttft"),
         _median(alone, "tpot"),
         _median(loaded, "tpot"),
@@ -92,21 +92,21 @@ def _load_time(server: TrialServer, adapter: Path) -> float | None:
 
 
 def _merged(
-    server: TrialServer, model: Path, settings: Mapping[str, str], load: Load, adapter: str, timeout_s: float
+    server: TrialServer, model: Path, settings: Mapping[str, str], traffic: Traffic, adapter: str, timeout_s: float
 ) -> Cost:
-    traffic = f"{adapter}, merged into the model"
+    title = f"{adapter}, merged into the model"
     source = model / "adapters" / adapter
     if not (model / "config.json").is_file() or not (source / "adapter_config.json").is_file():
-        return Cost(traffic, reason="only a checkpoint and an adapter of peft in the model directory can be merged")
+        return Cost(title, reason="only a checkpoint and an adapter of peft in the model directory can be merged")
     with tempfile.TemporaryDirectory(prefix="lmi-tune-") as out:
         command = [sys.executable, "-m", "lmi_server.tune.merging", str(model), str(source), out]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_MERGE_S, check=False)
         if done.returncode:
-            return Cost(traffic, reason=f"it cannot be merged: {done.stderr.strip().splitlines()[-1]}")
+            return Cost(title, reason=f"it cannot be merged: {done.stderr.strip().splitlines()[-1]}")
         try:
             server.load(out, settings, timeout_s)
-            return _cost(traffic, replace(load, weights={}))
+            return _cost(title, replace(traffic, weights={}))
         except LoadFailedError as error:
-            return Cost(traffic, reason=f"it does not load: {error}")
+            return Cost(title, reason=f"it does not load: {error}")
         finally:
             server.unload()

@@ -1,8 +1,8 @@
 """Whether the best setting of a search is better than the configuration as it is, or was lucky in its one run.
 
 The best of many runs is the best partly by chance: of forty settings that are all alike, one comes out several percent
-ahead. So the two are measured again, in turns, and each turn of the one is compared with that of the other beside it:
-what changes slowly, such as the clock of the processor or the load of other programs, is the same for both.
+ahead. So the two are measured again in turns, and each run is compared with the run of the other beside it. What
+changes slowly, such as the processor's clock or other programs, is the same for both.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Confirmation:
     def confidence(self) -> float:
         """Return the probability that the interval holds the true median.
 
-        Each ratio is above the true median with probability one half, whatever the runs are distributed like. So the
-        interval from the k-th lowest ratio to the k-th highest one misses it with a probability of the binomial
-        distribution. It is 97 % from the lowest to the highest of 6, and less than 95 % with fewer.
+        Each ratio is above the true median with probability one half, for any distribution of the runs. So the interval
+        from the k-th lowest to the k-th highest ratio misses it with a binomial probability. From the lowest to the
+        highest of 6 ratios the confidence is 97 %; with fewer it is below 95 %.
         """
         return _held(len(self.ratios), self._left_out)
 
@@ -92,7 +92,7 @@ def candidate_of(trials: Sequence[Trial]) -> Trial | None:
     )
 
 
-def chosen(trials: Sequence[Trial], confirmation: Confirmation | None) -> Trial | None:
+def choose(trials: Sequence[Trial], confirmation: Confirmation | None) -> Trial | None:
     """Return the trial to keep: the configuration as it is, unless the best setting was confirmed, if it was measured.
 
     None if no trial has a value.
@@ -103,28 +103,28 @@ def chosen(trials: Sequence[Trial], confirmation: Confirmation | None) -> Trial 
     return next(trial for trial in trials if trial.number == number)
 
 
-Remembered = Callable[[str, Callable[[], Sequence[Any]]], Sequence[Any]]
-"""Returns what the function returned for a name, now or in an earlier call of the search (`Search.remembered`)."""
+Recall = Callable[[str, Callable[[], Sequence[Any]]], Sequence[Any]]
+"""Returns what the function returned for a name, now or in an earlier call of the search (`Search.recall`)."""
 
 
-def confirm(candidate: Trial, pairs: int, measure: Measure, remembered: Remembered) -> Confirmation:
+def confirm(candidate: Trial, pairs: int, measure: Measure, recall: Recall) -> Confirmation:
     """Measure the setting and the configuration as it is `pairs` times each, in turns.
 
-    The one that comes first changes from pair to pair. `remembered` keeps each run, so that a search that was stopped
-    goes on behind the last of them.
+    The one that comes first changes from pair to pair. `recall` keeps each run, so that a
+    stopped search goes on behind the last one.
     """
     found: list[tuple[float | None, float | None]] = []
     reasons: dict[str, None] = {}
 
     def run(settings: Mapping[str, str], pair: int) -> float | None:
-        def judged() -> Sequence[Any]:
+        def judge() -> Sequence[Any]:
             outcome = measure(settings, 0.0)
             return [outcome.value, outcome.reason]
 
         whose = f"trial {candidate.number}" if settings else f"as it is, beside trial {candidate.number}"
         value: float | None
         reason: str
-        value, reason = remembered(f"pair {pair}: {whose}", judged)
+        value, reason = recall(f"pair {pair}: {whose}", judge)
         if value is None:
             reasons[reason] = None
         return value

@@ -12,7 +12,7 @@ import uvloop
 from lmi_server.bench.arrivals import ClosedLoop
 from lmi_server.bench.client import Target
 from lmi_server.bench.records import summary
-from lmi_server.bench.run import Extent, Run
+from lmi_server.bench.run import Run, RunLength
 from lmi_server.bench.workload import Workload, with_adapters
 from lmi_server.tune.outcome import GOODPUT, THROUGHPUT, Outcome
 from lmi_server.tune.server import LoadFailedError, TrialServer
@@ -26,7 +26,7 @@ _REQUEST_S = 600.0
 class Limits:
     """What a setting must keep: p99 in seconds by name of the latency, and the share of prompt tokens in the cache.
 
-    With `of_each_request` the latencies are those that a request must keep to count, as in goodput.
+    With `of_each_request` a request counts only if it keeps the latencies, as in goodput.
     """
 
     p99_s: Mapping[str, float]
@@ -42,9 +42,9 @@ class Limits:
 
     def _slow_p99s(self, figures: Mapping[str, Any]) -> list[str]:
         return [
-            f"p99 of {name} is {p99 / 1000:.2f} s, more than {most:g}"
-            for name, most in self.p99_s.items()
-            if (p99 := figures[f"{name}_ms"].get("p99")) is None or p99 > most * 1000
+            f"p99 of {name} is {p99 / 1000:.2f} s, more than {limit:g}"
+            for name, limit in self.p99_s.items()
+            if (p99 := figures[f"{name}_ms"].get("p99")) is None or p99 > limit * 1000
         ]
 
 
@@ -54,7 +54,7 @@ def cache_hit(figures: Mapping[str, Any]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Traffic:
     """The traffic of each trial: `requests` of `workload`, `concurrency` at a time."""
 
     target: Target
@@ -70,7 +70,7 @@ class Load:
         """Return the figures of a run, with the goodput within `limits`; no two numbers have the same prompts."""
         seed = self.seed + number
         prompts = with_adapters(self.workload.prompts(seed), self.weights, seed)
-        run = Run(self.target, ClosedLoop(concurrency), prompts, Extent(requests, None, _REQUEST_S))
+        run = Run(self.target, ClosedLoop(concurrency), prompts, RunLength(requests, None, _REQUEST_S))
         return summary(uvloop.run(run.run(seed)), limits or {})
 
 
@@ -78,10 +78,10 @@ class Measurement:
     """Judges settings of one model on one server. `start` returns a server in place of one that has died."""
 
     def __init__(
-        self, model: str, load: Load, limits: Limits, load_timeout_s: float, start: Callable[[], TrialServer]
+        self, model: str, traffic: Traffic, limits: Limits, load_timeout_s: float, start: Callable[[], TrialServer]
     ) -> None:
         self._model = model
-        self._load = load
+        self._traffic = traffic
         self._limits = limits
         self._load_timeout_s = load_timeout_s
         self._start = start
@@ -109,49 +109,49 @@ class Measurement:
             return Outcome(None, reason=f"it does not load: {error}", load_s=time.monotonic() - began)
         load_s = time.monotonic() - began
         try:
-            return replace(self._judged(best), load_s=load_s)
+            return replace(self._judge(best), load_s=load_s)
         finally:
             server.unload()
 
-    def _judged(self, best: float) -> Outcome:
-        load = self._target_load()
-        short = max(load.requests // _SHORT, load.concurrency)
-        figures = load.run(load.concurrency, short, 0)
+    def _judge(self, best: float) -> Outcome:
+        traffic = self._own_traffic()
+        short = max(traffic.requests // _SHORT, traffic.concurrency)
+        figures = traffic.run(traffic.concurrency, short, 0)
         if not figures["completed"]:
-            return Outcome(None, load.concurrency, figures, _errors(figures))
+            return Outcome(None, traffic.concurrency, figures, _errors(figures))
         # Far slower than the best, with or without the limits: the limits could only make it slower.
         value = figures["requests_per_s" if self._limits.of_each_request else "output_tokens_per_s"]
         if value < _HOPELESS * best:
             return Outcome(
-                value, load.concurrency, figures, "given up after a short run", is_pruned=True, unit=self._unit
+                value, traffic.concurrency, figures, "given up after a short run", is_pruned=True, unit=self._unit
             )
-        return self._within_limits(load)
+        return self._within_limits(traffic)
 
-    def _within_limits(self, load: Load) -> Outcome:
+    def _within_limits(self, traffic: Traffic) -> Outcome:
         """Return the outcome at the highest concurrency that keeps the limits, halving it until it does.
 
         The number of requests stays: the p99 of fewer would be another figure.
         """
-        concurrency, number, problem = load.concurrency, 1, ""
+        concurrency, number, problem = traffic.concurrency, 1, ""
         figures: dict[str, Any] = {}
         while concurrency >= 1:
-            figures = load.run(concurrency, load.requests, number, self._limits.p99_s)
+            figures = traffic.run(concurrency, traffic.requests, number, self._limits.p99_s)
             if figures["errors"]:
                 return Outcome(None, concurrency, figures, _errors(figures))
             problem = self._limits.broken_by(figures)
             if not problem:
-                return self._valued(concurrency, figures)
+                return self._outcome(concurrency, figures)
             concurrency, number = concurrency // 2, number + 1
         return Outcome(None, 1, figures, problem)
 
-    def _valued(self, concurrency: int, figures: dict[str, Any]) -> Outcome:
+    def _outcome(self, concurrency: int, figures: dict[str, Any]) -> Outcome:
         value = figures["goodput_per_s" if self._limits.of_each_request else "output_tokens_per_s"]
         if not value:
             return Outcome(None, concurrency, figures, "no request keeps the limits")
         return Outcome(value, concurrency, figures, unit=self._unit)
 
-    def _target_load(self) -> Load:
-        return replace(self._load, target=self._load.target.at(self._server.url))
+    def _own_traffic(self) -> Traffic:
+        return replace(self._traffic, target=self._traffic.target.at(self._server.url))
 
 
 def _errors(figures: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
 
 
 def pareto(trials: Sequence[Trial], latency: str) -> list[Trial]:
-    """Return the trials of which none is both faster and better in the p99 of `latency`, the slowest first."""
+    """Return the Pareto front of throughput and p99 of `latency`, the slowest trial first."""
     points = [
         (trial.outcome.value, trial.outcome.figures[latency]["p99"], trial)
         for trial in trials

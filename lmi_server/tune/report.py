@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lmi_server.bench.page import Plot, Section, Table, scattered
 from lmi_server.tune.adapter_costs import Cost
-from lmi_server.tune.confirmation import Confirmation, chosen
+from lmi_server.tune.confirmation import Confirmation, choose
 from lmi_server.tune.outcome import THROUGHPUT, Trial, pareto
 from lmi_server.tune.space import Choices, Range, Space
 
@@ -17,7 +17,7 @@ _NOISE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """All that a report is made of; `after` is the new serving.properties, and `difference` what differs in it."""
 
     trials: Sequence[Trial]
@@ -34,7 +34,7 @@ class Found:
     @property
     def best(self) -> Trial | None:
         """Return the trial to keep; None if no setting keeps the limits."""
-        return chosen(self.trials, self.confirmation)
+        return choose(self.trials, self.confirmation)
 
     @property
     def unit(self) -> str:
@@ -46,24 +46,26 @@ class Found:
         return next((trial for trial in self.trials if trial.number < 0), None)
 
 
-def sections(found: Found) -> list[Section]:
+def sections(result: SearchResult) -> list[Section]:
     """Return the parts of the report."""
-    front = pareto(found.trials, "e2el_ms")
+    front = pareto(result.trials, "e2el_ms")
     parts = [
-        Section("Result", _result(found)),
-        Section("What to change", code=found.difference or "Nothing: no setting is better than the one that is there."),
+        Section("Result", _result(result)),
+        Section(
+            "What to change", code=result.difference or "Nothing: no setting is better than the one that is there."
+        ),
         Section(
             "Throughput and latency",
             _FRONT_TEXT,
-            [_table("Pareto front", front, found.unit)],
-            [_front_plot(found, front)],
+            [_table("Pareto front", front, result.unit)],
+            [_front_plot(result, front)],
         ),
-        Section("Importance", tables=[_importance(found.importances)]),
-        Section("What to measure next", next_steps(found) or ["Nothing stands out."]),
-        Section("All trials", tables=[_table("", found.trials, found.unit)]),
+        Section("Importance", tables=[_importance(result.importances)]),
+        Section("What to measure next", next_steps(result) or ["Nothing stands out."]),
+        Section("All trials", tables=[_table("", result.trials, result.unit)]),
     ]
-    if found.costs:
-        parts.insert(3, Section("What adapters cost", _COST_TEXT, [cost_table(found.costs)]))
+    if result.costs:
+        parts.insert(3, Section("What adapters cost", _COST_TEXT, [cost_table(result.costs)]))
     return parts
 
 
@@ -74,24 +76,24 @@ _COST_TEXT = [
 ]
 
 
-def _result(found: Found) -> list[str]:
-    best, baseline = found.best, found.baseline
+def _result(result: SearchResult) -> list[str]:
+    best, baseline = result.best, result.baseline
     if best is None or best.outcome.value is None:
         return ["No setting keeps the limits; the table of all trials says why."]
-    text = f"The best of {len(found.trials)} settings gives {best.outcome.value:.1f} {found.unit}: {_name(best)}."
+    text = f"The best of {len(result.trials)} settings gives {best.outcome.value:.1f} {result.unit}: {_name(best)}."
     before = None if baseline is None else baseline.outcome.value
     if not before:
         return [text, "The configuration as it is gives none within the limits."]
-    if found.confirmation is not None:
-        return [text, confirmed(found)] if best.settings else [confirmed(found)]
+    if result.confirmation is not None:
+        return [text, confirmation_text(result)] if best.settings else [confirmation_text(result)]
     return [text, f"That is {best.outcome.value / before:.2f} times the {before:.1f} of the configuration as it is."]
 
 
-def confirmed(found: Found) -> str:
+def confirmation_text(result: SearchResult) -> str:
     """Return what the runs in turns say of the best setting and the configuration as it is."""
-    confirmation = found.confirmation
+    confirmation = result.confirmation
     assert confirmation is not None
-    name = _name(next(trial for trial in found.trials if trial.number == confirmation.trial))
+    name = _name(next(trial for trial in result.trials if trial.number == confirmation.trial))
     pairs = f"{len(confirmation.pairs)} pairs of runs in turns"
     if confirmation.ratio is None or confirmation.interval is None:
         reasons = "; ".join(confirmation.reasons)
@@ -127,16 +129,16 @@ def _p99(trial: Trial, latency: str) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
-def _front_plot(found: Found, front: Sequence[Trial]) -> Plot:
+def _front_plot(result: SearchResult, front: Sequence[Trial]) -> Plot:
     on_front = {trial.number for trial in front}
     groups: dict[str, list[tuple[float, float]]] = {"other settings": [], "front": [], "as it is": []}
-    for trial in found.trials:
+    for trial in result.trials:
         p99 = trial.outcome.figures.get("e2el_ms", {}).get("p99")
         if trial.outcome.value is not None and p99 is not None:
             group = "as it is" if trial.number < 0 else "front" if trial.number in on_front else "other settings"
             groups[group].append((trial.outcome.value, p99))
     points = scattered(groups)
-    return Plot("p99 end to end, by throughput", found.unit, "ms", points.x, points.series, "points")
+    return Plot("p99 end to end, by throughput", result.unit, "ms", points.x, points.series, "points")
 
 
 def _importance(importances: Mapping[str, float]) -> Table:
@@ -178,26 +180,26 @@ def _compared(value: float | None, base: float | None) -> str:
 # --- what to measure next ---
 
 
-def next_steps(found: Found) -> list[str]:
+def next_steps(result: SearchResult) -> list[str]:
     """Return what a next search would tell more about."""
-    return [*_of_best(found), *_of_options(found), *_of_traffic(found)]
+    return [*_of_best(result), *_of_options(result), *_of_traffic(result)]
 
 
-def _of_best(found: Found) -> Iterator[str]:
-    best, baseline = found.best, found.baseline
+def _of_best(result: SearchResult) -> Iterator[str]:
+    best, baseline = result.best, result.baseline
     if best is None:
         yield "No setting keeps the limits: raise them, or send fewer requests at a time by --concurrency."
         return
     for key, value in best.settings.items():
-        if (edge := _edge(found.space[key], value)) is not None:
+        if (edge := _edge(result.space[key], value)) is not None:
             yield f"The best {key}, {value}, is the {edge[0]} that was tried: try {edge[1]} ones."
-    if best.outcome.concurrency < found.concurrency:
+    if best.outcome.concurrency < result.concurrency:
         yield (
-            f"The limits hold at {best.outcome.concurrency} requests at a time, not at {found.concurrency}: "
+            f"The limits hold at {best.outcome.concurrency} requests at a time, not at {result.concurrency}: "
             f"search with --concurrency {best.outcome.concurrency} too."
         )
     before = baseline.outcome.value if baseline else None
-    confirmation = found.confirmation
+    confirmation = result.confirmation
     if confirmation is not None:
         if _is_open(confirmation):
             yield "The runs in turns do not tell which is better: use more --requests, or more pairs (--confirm)."
@@ -221,19 +223,19 @@ def _edge(values: Choices | Range, value: str) -> tuple[str, str] | None:
     return edges.get(float(value)) if len(edges) > 1 else None
 
 
-def _of_options(found: Found) -> Iterator[str]:
-    for key, importance in found.importances.items():
+def _of_options(result: SearchResult) -> Iterator[str]:
+    for key, importance in result.importances.items():
         if importance < _UNIMPORTANT:
             yield f"{key} explains {importance:.0%} of the differences: leave it out in favour of the others."
-    wanted = _TRIALS_PER_OPTION * len(found.space)
-    if len(found.trials) < wanted:
-        tried = f"{len(found.trials)} settings are few for {len(found.space)} options"
+    wanted = _TRIALS_PER_OPTION * len(result.space)
+    if len(result.trials) < wanted:
+        tried = f"{len(result.trials)} settings are few for {len(result.space)} options"
         yield f"{tried}: --trials {wanted} goes on with this search."
 
 
-def _of_traffic(found: Found) -> Iterator[str]:
-    if found.unused_adapters:
-        names = ", ".join(found.unused_adapters)
+def _of_traffic(result: SearchResult) -> Iterator[str]:
+    if result.unused_adapters:
+        names = ", ".join(result.unused_adapters)
         yield f"The model has adapters that were not in the traffic ({names}): search with --adapters."
-    if not found.has_data:
+    if not result.has_data:
         yield "The prompts were random: recorded ones (--data) show what the prefix cache and real lengths do."

@@ -1,4 +1,4 @@
-"""What a search leaves behind: the serving.properties with the values that it found, and what differs in it."""
+"""What a search leaves behind: the serving.properties with the best values, and the difference to the one before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from lmi_server.tune.confirmation import Confirmation
 from lmi_server.tune.outcome import GOODPUT, THROUGHPUT, Trial
-from lmi_server.tune.report import Found
+from lmi_server.tune.report import SearchResult
 
 _MARK = "# lmi-server tune: "
 _NAMES = {THROUGHPUT: "output_tokens_per_s", GOODPUT: "goodput_per_s"}
@@ -39,13 +39,13 @@ def difference(before: str, after: str, name: str) -> str:
     )
 
 
-def as_json(found: Found) -> dict[str, Any]:
-    """Return all that was found, for a file."""
+def as_json(result: SearchResult) -> dict[str, Any]:
+    """Return the whole result, for a file."""
     return {
-        "best": None if found.best is None else found.best.number,
-        "confirmation": None if found.confirmation is None else _confirmation(found.confirmation, found.unit),
-        "importances": dict(found.importances),
-        "adapter_costs": [asdict(cost) for cost in found.costs],
+        "best": None if result.best is None else result.best.number,
+        "confirmation": None if result.confirmation is None else _confirmation(result.confirmation, result.unit),
+        "importances": dict(result.importances),
+        "adapter_costs": [asdict(cost) for cost in result.costs],
         "trials": [
             {
                 "number": trial.number,
@@ -57,7 +57,7 @@ def as_json(found: Found) -> dict[str, Any]:
                 "load_s": trial.outcome.load_s,
                 "figures": dict(trial.outcome.figures),
             }
-            for trial in found.trials
+            for trial in result.trials
         ],
     }
 

@@ -36,7 +36,7 @@ class Search:
     def __init__(self, path: Path, what: Mapping[str, Any], space: Space, seed: int, is_grid: bool) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._path = path
-        digest = hashlib.sha256(json.dumps([what, _described(space), is_grid], sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([what, _describe(space), is_grid], sort_keys=True).encode()).hexdigest()
         self._distributions = {key: _distribution(values) for key, values in space.items()}
         self._study = optuna.create_study(
             storage=f"sqlite:///{path}",
@@ -47,7 +47,7 @@ class Search:
         )
         self._size = size_of(space)
         self._is_grid = is_grid
-        with _told_of(path):
+        with _full_disk_explained(path):
             self._try_again()
             if is_grid:
                 for combination in grid(space):
@@ -93,11 +93,11 @@ class Search:
                 return {}
 
     def run(self, trials: int, measure: Measure) -> Iterator[Trial]:
-        """Try settings until there are `trials`, those of earlier calls included, or no others; yield each new one.
+        """Try settings until there are `trials` (with earlier calls) or no further ones; yield each new trial.
 
         A grid is tried to its end. Raises ConfigurationError if a trial cannot be kept, as on a full disk.
         """
-        with _told_of(self._path):
+        with _full_disk_explained(self._path):
             yield from self._run(trials, measure)
 
     def _run(self, trials: int, measure: Measure) -> Iterator[Trial]:
@@ -122,14 +122,14 @@ class Search:
                 found.append(Trial(proposed.number, settings, outcome))
                 yield found[-1]
 
-    def remembered(self, name: str, make: Callable[[], Any]) -> Any:
+    def recall(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what `make` returned for this name, now or in an earlier call of the search; values of JSON.
 
         Raises ConfigurationError if it cannot be kept, as on a full disk.
         """
         if name not in self._study.user_attrs:
             made = make()
-            with _told_of(self._path):
+            with _full_disk_explained(self._path):
                 self._study.set_user_attr(name, made)
         return self._study.user_attrs[name]
 
@@ -150,7 +150,7 @@ class Search:
 
 
 @contextlib.contextmanager
-def _told_of(path: Path) -> Iterator[None]:
+def _full_disk_explained(path: Path) -> Iterator[None]:
     """Raise ConfigurationError in place of the error of a file that cannot be written, as on a full disk."""
     try:
         yield
@@ -174,5 +174,5 @@ def _distribution(values: Choices | Range) -> BaseDistribution:
     return FloatDistribution(values.low, values.high, step=values.step)
 
 
-def _described(space: Space) -> dict[str, Any]:
+def _describe(space: Space) -> dict[str, Any]:
     return {key: asdict(values) for key, values in space.items()}

@@ -47,9 +47,8 @@ class TrialServer:
     def load(self, model: str, settings: Mapping[str, str], timeout_s: float | None, name: str = MODEL) -> None:
         """Load the model as `name`, with `settings` in place of those of its serving.properties.
 
-        The server answers when the model is ready, or says what keeps it from starting: nothing has to be guessed from
-        a port. Raises LoadFailedError if it does not load within `timeout_s`, or within the time that
-        it has itself.
+        The server answers when the model is ready or has failed. Raises LoadFailedError if it does not load within
+        `timeout_s` or its own limit.
         """
         given = {PARAMETERS.get(key, key): value for key, value in settings.items()}
         query = {"url": model, "model_name": name, **given}
@@ -86,7 +85,7 @@ def trial_server(log: Path, choose_port: Callable[[], int] = lambda: free_port(N
     """
     for _ in range(_PORTS):
         port = choose_port()
-        process = _started(port, log)
+        process = _start(port, log)
         try:
             if _answers(process, port):
                 yield TrialServer(process, f"http://127.0.0.1:{port}", log)
@@ -96,7 +95,7 @@ def trial_server(log: Path, choose_port: Callable[[], int] = lambda: free_port(N
     raise ConfigurationError(f"the server does not start; the end of its log, {log}:\n{_end_of(log)}")
 
 
-def _started(port: int, log: Path) -> subprocess.Popen[bytes]:
+def _start(port: int, log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "lmi_server", "serve", "--host", "127.0.0.1", "--port", str(port)]
     try:
         with log.open("ab") as output:

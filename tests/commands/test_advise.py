@@ -11,9 +11,9 @@ import pytest
 from forked_servers import run_command
 from server_helpers import connect, raw_request, serving
 
-from lmi_server.advise.evidence import Evidence, Moment, add_log, add_metrics
+from lmi_server.advise.evidence import Evidence, LoadSample, add_log, add_metrics
 from lmi_server.advise.rules import OPTIONS, OWN, SGLANG, VLLM, Advice, advise
-from lmi_server.bench.observation import Observed
+from lmi_server.bench.observation import Observation
 from lmi_server.bench.server_metrics import read
 from lmi_server.commands.advise import engine_of
 
@@ -120,11 +120,11 @@ def test_metrics_say_where_requests_wait() -> None:
     )
     assert engine_of(text) == "lmi"
     outside, inside = (Evidence("lmi"), Evidence("lmi"))
-    add_metrics(outside, [Observed(0.0, read(text.format(0)))] * 2)
+    add_metrics(outside, [Observation(0.0, read(text.format(0)))] * 2)
     assert [(advice.remedy, advice.source) for advice in advise(outside)] == [
         ("raise option.max_rolling_batch_size", OWN)
     ]
-    add_metrics(inside, [Observed(0.0, read(text.format(3)))] * 2)
+    add_metrics(inside, [Observation(0.0, read(text.format(3)))] * 2)
     assert advise(inside)[0].remedy.startswith("lower option.schedule_conservativeness")
 
 
@@ -132,7 +132,7 @@ def test_preemptions_of_vllm() -> None:
     before = read("vllm:num_requests_running 4\nvllm:num_requests_waiting 9\nvllm:num_preemptions_total 3")
     after = {**before, "retracted": 8.0}
     evidence = Evidence("lmi-vllm")
-    add_metrics(evidence, [Observed(0.0, before), Observed(1.0, after)])
+    add_metrics(evidence, [Observation(0.0, before), Observation(1.0, after)])
     (found,) = advise(evidence)
     assert found.finding.startswith("5 requests lost their place")
     assert found.remedy == "raise option.gpu_memory_utilization, or lower option.max_rolling_batch_size"
@@ -153,7 +153,7 @@ def test_an_engine_is_known_by_what_it_reports_itself(metrics: str, engine: str)
 
 
 def test_unknown_figures_give_no_advice() -> None:
-    evidence = Evidence("lmi", [Moment(running=3.0)] * 5)
+    evidence = Evidence("lmi", [LoadSample(running=3.0)] * 5)
     assert advise(evidence) == []
     assert set(OPTIONS) == {"sglang", "vllm", "lmi", "lmi-vllm"}
 

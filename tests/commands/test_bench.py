@@ -22,7 +22,7 @@ from server_helpers import Server, serving
 
 from lmi_server.bench.arrivals import OpenLoop, Replay, within
 from lmi_server.bench.dialects import NAMES, dialect_of
-from lmi_server.bench.observation import Observed, Observer, server_figures
+from lmi_server.bench.observation import Observation, Observer, server_figures
 from lmi_server.bench.records import Record, distribution, summary
 from lmi_server.bench.report import TITLES
 from lmi_server.bench.server_metrics import cache_hit, increase, queue_time, read, waiting
@@ -432,9 +432,9 @@ def test_what_this_server_repeats_under_vllms_names_counts_once() -> None:
 
 def test_figures_are_of_what_could_be_seen() -> None:
     seen = [
-        Observed(0.0, {"kv_usage": 0.1, "retracted": 1.0}, ProcessUsage(10.0, 100), GpuLoad(0.5, 7)),
-        Observed(1.0, {}, ProcessUsage(11.0, 300), None),
-        Observed(2.0, {"kv_usage": 0.3, "retracted": 3.0}, ProcessUsage(13.0, 200), GpuLoad(0.7, 5)),
+        Observation(0.0, {"kv_usage": 0.1, "retracted": 1.0}, ProcessUsage(10.0, 100), GpuLoad(0.5, 7)),
+        Observation(1.0, {}, ProcessUsage(11.0, 300), None),
+        Observation(2.0, {"kv_usage": 0.3, "retracted": 3.0}, ProcessUsage(13.0, 200), GpuLoad(0.7, 5)),
     ]
     assert server_figures(seen) == pytest.approx(
         {
@@ -448,7 +448,7 @@ def test_figures_are_of_what_could_be_seen() -> None:
             "gpu_memory_bytes_max": 7,
         }
     )
-    nothing = Observer().look()
+    nothing = Observer().observe()
     assert server_figures([nothing, nothing]) == {}
 
 

@@ -30,11 +30,11 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.ports import free_port
 from lmi_server.processes.usage import find_listener
 from lmi_server.tune.adapter_costs import Cost
-from lmi_server.tune.confirmation import Confirmation, candidate_of, chosen, confirm
+from lmi_server.tune.confirmation import Confirmation, candidate_of, choose, confirm
 from lmi_server.tune.measurement import Limits
 from lmi_server.tune.merging import merge
 from lmi_server.tune.outcome import Outcome, Trial, best_of, pareto
-from lmi_server.tune.report import Found, next_steps, sections
+from lmi_server.tune.report import SearchResult, next_steps, sections
 from lmi_server.tune.result import difference, tuned_properties
 from lmi_server.tune.space import Choices, Range, Space, check_space, grid, parse_space, size_of, space_of_script
 
@@ -139,12 +139,12 @@ def test_a_port_that_is_taken_and_a_server_that_is_killed_cost_one_trial(model: 
     """Who has the port answers as a server would."""
     from lmi_server.bench.workload import RandomPrompts
     from lmi_server.commands.bench import bench_target
-    from lmi_server.tune.measurement import Load, Measurement
+    from lmi_server.tune.measurement import Measurement, Traffic
     from lmi_server.tune.server import MODEL, trial_server
 
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
     target = bench_target("http://127.0.0.1:1", "completions", MODEL, True, ())
-    load = Load(target, RandomPrompts(3, 5), {}, 4, 2, 0)
+    traffic = Traffic(target, RandomPrompts(3, 5), {}, 4, 2, 0)
     pids = []
     with always_answering(answer) as taken, contextlib.ExitStack() as servers:
         ports = iter([taken, free_port(None), free_port(None)])
@@ -154,7 +154,7 @@ def test_a_port_that_is_taken_and_a_server_that_is_killed_cost_one_trial(model: 
             pids.append(find_listener("127.0.0.1", urlsplit(server.url).port or 0) or 0)
             return server
 
-        measure = Measurement(str(model), load, Limits({}), 60, start)
+        measure = Measurement(str(model), traffic, Limits({}), 60, start)
         os.kill(pids[0], signal.SIGKILL)
         outcome = measure({}, 0.0)  # with the server that died, or the one in its place
         assert outcome.value or "does not answer" in outcome.reason
@@ -319,8 +319,8 @@ def test_a_small_space_ends_when_all_is_tried(tmp_path: Path) -> None:
     search = searching(tmp_path / "study", space)
     assert len(list(search.run(100, parabola))) == 4
     assert searching(tmp_path / "study", space, other=1).trials == []
-    assert search.remembered("costs", lambda: [{"a": 1}]) == [{"a": 1}]
-    assert searching(tmp_path / "study", space).remembered("costs", list) == [{"a": 1}]
+    assert search.recall("costs", lambda: [{"a": 1}]) == [{"a": 1}]
+    assert searching(tmp_path / "study", space).recall("costs", list) == [{"a": 1}]
 
 
 def test_a_full_disk_is_said_and_loses_no_trial(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_full_disk_is_said_and_loses_no_trial(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"study cannot be written: .*the trials before are kept"):
             list(searching(path, space).run(9, bulky))
         with pytest.raises(ConfigurationError, match="study cannot be written"):
-            searching(path, space).remembered("pair 0", lambda: "x" * 100_000)
+            searching(path, space).recall("pair 0", lambda: "x" * 100_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     search = searching(path, space)
@@ -374,16 +374,16 @@ def test_runs_take_turns_and_are_remembered() -> None:
         runs.append(bool(settings))
         return Outcome(110.0 if settings else 100.0)
 
-    def remembered(name: str, make: Any) -> Any:
+    def recall(name: str, make: Any) -> Any:
         if name not in kept:
             kept[name] = json.loads(json.dumps(make()))
         return kept[name]
 
     with pytest.raises(KeyboardInterrupt):
-        confirm(valued(1, 120.0), 4, measure, remembered)
+        confirm(valued(1, 120.0), 4, measure, recall)
     assert runs == [False, True, True, False, False]
     del runs[:]
-    found = confirm(valued(1, 120.0), 4, measure, remembered)
+    found = confirm(valued(1, 120.0), 4, measure, recall)
     assert runs == [True, True, False]  # the others were known
     assert found.pairs == [(110.0, 100.0)] * 4
     assert found.ratio == pytest.approx(1.1)
@@ -406,8 +406,8 @@ def test_one_lucky_run_does_not_win(
     assert found.confidence == pytest.approx(confidence)
     assert found.is_better is is_better
     trials = [valued(-1, 100.0), valued(1, 130.0)]
-    assert chosen(trials, found) is trials[is_better]
-    assert chosen(trials, None) is trials[1]
+    assert choose(trials, found) is trials[is_better]
+    assert choose(trials, None) is trials[1]
 
 
 def test_a_setting_that_breaks_the_limits_once_is_not_confirmed() -> None:
@@ -439,9 +439,9 @@ def test_the_front_leaves_out_what_is_worse_in_both() -> None:
     assert [trial.number for trial in pareto(trials, "e2el_ms")] == [0, 1]
 
 
-def found(*trials: Trial, **more: Any) -> Found:
+def found(*trials: Trial, **more: Any) -> SearchResult:
     space: Space = {"option.a": Choices(("1", "2", "4")), "option.b": Choices(("x", "y")), "option.c": Range(0, 9)}
-    return Found(trials=trials, space=space, importances={}, concurrency=4, has_data=True, **more)
+    return SearchResult(trials=trials, space=space, importances={}, concurrency=4, has_data=True, **more)
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def found(*trials: Trial, **more: Any) -> Found:
         ),
     ],
 )
-def test_what_to_measure_next(asked: Found, steps: list[str]) -> None:
+def test_what_to_measure_next(asked: SearchResult, steps: list[str]) -> None:
     given = next_steps(asked)
     assert len(given) == len(steps), given
     assert all(text.startswith(start) for text, start in zip(given, steps, strict=True))

@@ -21,7 +21,7 @@ from server_helpers import Server, serving
 
 from lmi_server.configuration.server_settings import ServerSettings, resolve_server
 from lmi_server.machine.inventory import Machine
-from lmi_server.ray.model_files import deployments
+from lmi_server.ray.deployments.model_files import deployments
 from lmi_server.ray.serve_config import serve_config
 
 KUBERNETES, KSERVE, COMPOSE, RAY = (ROOT / "deploy" / name for name in ("kubernetes", "kserve", "compose", "ray"))

@@ -21,7 +21,8 @@ from ray_helpers import LIMIT_S, RayCluster, echo_model, loaded, tiny_models_of_
 from waiting import wait_until
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.ray.deployment import ActorOptions, Autoscaling, Deployment, Placement, deployment_of
+from lmi_server.ray.deployments.deployment import ActorOptions, Autoscaling, Deployment, Placement
+from lmi_server.ray.deployments.model_files import deployments
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install lmi-server[ray]")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
@@ -59,7 +60,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
         upscale_delay_s=0,
         downscale_delay_s=1,
     )
-    return replace(deployment_of(directory, {}), autoscaling=scaling)
+    return replace(deployments([str(directory)], {})[0], autoscaling=scaling)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def asleep(scaled: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Depl
     directory = echo_model(tmp_path_factory.mktemp("models") / "asleep", 5)
     assert scaled.autoscaling is not None
     scaling = replace(scaled.autoscaling, min_replicas=0, max_replicas=1)
-    return replace(deployment_of(directory, {}), autoscaling=scaling)
+    return replace(deployments([str(directory)], {})[0], autoscaling=scaling)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,9 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
     directory = echo_model(tmp_path_factory.mktemp("models") / "ranked", 5, load_on_devices="cpu")
     bundle = {"CPU": 1.0, "GPU": 1.0, "neuron_cores": 1.0}
     actor = ActorOptions(num_cpus=1, num_gpus=1, resources={"neuron_cores": 1})
-    return replace(deployment_of(directory, {}), num_workers=2, actor=actor, placement=Placement((bundle, bundle)))
+    return replace(
+        deployments([str(directory)], {})[0], num_workers=2, actor=actor, placement=Placement((bundle, bundle))
+    )
 
 
 def test_a_cluster_that_nobody_listens_for_is_refused_at_once() -> None:
@@ -195,7 +198,7 @@ def processes_with(variable: str) -> list[str]:
 def test_models_are_served_as_on_one_machine(
     cluster: RayCluster, fixed: Path, scaled: Deployment, ranked: Deployment, asleep: Deployment
 ) -> None:
-    cluster.deploy(deployment_of(fixed, {}), scaled, ranked, asleep)
+    cluster.deploy(deployments([str(fixed)], {})[0], scaled, ranked, asleep)
     cluster.until_ready("fixed", FIXED)
     cluster.until_ready("scaled", 1)
     body = {"model": "fixed", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 2}
@@ -262,7 +265,7 @@ def test_a_new_version_replaces_replicas_and_loses_nothing(
     properties.write_text(properties.read_text().replace("delay_ms=5", "delay_ms=4"))
     others = set(cluster.replicas("scaled"))
     with loaded(cluster, "fixed") as load:
-        cluster.deploy(deployment_of(fixed, {}), scaled, ranked, asleep)
+        cluster.deploy(deployments([str(fixed)], {})[0], scaled, ranked, asleep)
         until(lambda: not before & set(cluster.replicas("fixed")), "every replica is a new one")
         cluster.until_ready("fixed", FIXED)
     assert set(load.endings) == {"200"}

@@ -8,20 +8,22 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.ray.child import Child
-from lmi_server.ray.directory import Directory
-from lmi_server.ray.messages import Described, Replicas, Serving, Wanted
+from lmi_server.ray.actors.child import Child
+from lmi_server.ray.actors.directory import Directory
+from lmi_server.ray.messages import ModelDescription, ModelReplicas, ReplicaNeeded, ReplicaReady
 from lmi_server.supervisor.remote import RemotePlace
 
 
-def model(url: str) -> Described:
-    return Described(url=url, model_dir="", handler="echo", options={}, passed_through={}, serving={})
+def model(url: str) -> ModelDescription:
+    return ModelDescription(url=url, model_dir="", handler="echo", options={}, passed_through={}, serving={})
 
 
 def announced(name: str, version: str, *ports: int) -> dict[str, str]:
     """Return what replicas of a version of a model announce, by the id of each."""
     replicas = {
-        str(port): Serving(name=name, place=RemotePlace(host="h", port=port, token="t", ahead=0), model=model(version))
+        str(port): ReplicaReady(
+            name=name, place=RemotePlace(host="h", port=port, token="t", ahead=0), model=model(version)
+        )
         for port in ports
     }
     return {replica: msgspec.json.encode(serving).decode() for replica, serving in replicas.items()}
@@ -31,11 +33,11 @@ def entry(deployment: str, name: str, **more: Any) -> Mapping[str, Any]:
     return {"deployment": deployment, "name": name, "aliases": [], "min_replicas": 1, "max_replicas": 3, **more}
 
 
-def told(directory: Directory) -> dict[str, Replicas]:
+def told(directory: Directory) -> dict[str, ModelReplicas]:
     return {replicas.name: replicas for replicas in directory.models().models}
 
 
-def ports(replicas: Replicas) -> set[str]:
+def ports(replicas: ModelReplicas) -> set[str]:
     return set(replicas.places)
 
 
@@ -98,7 +100,7 @@ def test_a_model_without_replicas_is_described_by_one_that_has_ended() -> None:
 
 def test_the_end_of_a_process_is_heard_although_it_has_printed_what_is_no_message() -> None:
     ended = threading.Event()
-    child = Child(["this"], {}, lambda text: msgspec.json.decode(text, type=Wanted), lambda code: ended.set())
+    child = Child(["this"], {}, lambda text: msgspec.json.decode(text, type=ReplicaNeeded), lambda code: ended.set())
     assert ended.wait(60)
     child.end(60)
 
@@ -107,4 +109,4 @@ def test_a_message_to_a_process_that_is_being_ended_is_dropped() -> None:
     """Ray calls `reconfigure` in a thread, also while it deletes the actor."""
     child = Child(["this"], {}, lambda text: None, lambda code: None)
     child.end(60)
-    child.tell(Wanted("a"))
+    child.tell(ReplicaNeeded("a"))

@@ -17,9 +17,9 @@ from rayllm_files import AUTOSCALING
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.inventory import Machine
-from lmi_server.ray.deployment import Deployment
-from lmi_server.ray.model_files import deployments, described
-from lmi_server.ray.serve_config import plain, serve_config
+from lmi_server.ray.deployments.deployment import Deployment, plain
+from lmi_server.ray.deployments.model_files import deployments, inspect_deployments
+from lmi_server.ray.serve_config import serve_config
 from lmi_server.serving.model_store import Startup, startup_sources
 
 pytest.importorskip("yaml")
@@ -202,7 +202,7 @@ def test_every_option_of_ray_serve_reaches_it_or_is_named_without_effect(
     pytest.importorskip("ray.serve")
     module = import_module("lmi_server.ray.application")
     (tmp_path / "m.yaml").write_text(EVERY_OPTION)
-    [found] = described([str(tmp_path / "m.yaml")], environment, CPU)
+    [found] = inspect_deployments([str(tmp_path / "m.yaml")], environment, CPU)
     without = [warning.split()[1] for warning in found.warnings if "no effect" in warning]
     names = ("user_config", "request_router_config", "backpressure_config")
     assert sorted(without) == sorted(f"deployment_config.{name}" for name in names)

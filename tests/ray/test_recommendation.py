@@ -1,9 +1,10 @@
-"""`lmi-server recommend` and the tuned files: the rule keeps to the estimate of memory, and the files are current."""
+"""`lmi-server recommend` and the model files: the rule keeps to the estimate of memory, and the samples are current."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,14 +19,14 @@ from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, accelerator_of
 from lmi_server.ray.recommendation import (
     DEGREES,
     Goal,
-    Model,
+    ModelShape,
     find_accelerator,
     find_model,
     for_degree,
     memory_on,
     recommend,
 )
-from lmi_server.ray.tuned_files import tuned_files
+from lmi_server.ray.recommended_files import write_files
 
 GOALS: tuple[Goal, ...] = ("latency", "throughput")
 BILLIONS = {
@@ -92,7 +93,7 @@ def test_devices_beyond_the_heads_of_keys_and_values_hold_copies() -> None:
     assert per_token == [whole, whole // 2, whole // 2, whole // 2]
 
 
-def shaped(**shape: object) -> Model:
+def shaped(**shape: object) -> ModelShape:
     """Return Llama 3.1 8B with another shape."""
     model = find_model("llama-3.1-8b")
     return replace(model, config={**model.config, **shape})
@@ -123,7 +124,7 @@ def test_experts_have_a_width_of_their_own() -> None:
 
 def test_a_model_of_unknown_size_is_named_as_such() -> None:
     with pytest.raises(ConfigurationError, match="the size of the model is not known"):
-        recommend(Model("m", "m", {"model_type": "llama"}), find_accelerator("H100"), "latency")
+        recommend(ModelShape("m", "m", {"model_type": "llama"}), find_accelerator("H100"), "latency")
 
 
 def test_a_model_that_needs_bfloat16_is_not_recommended_without_it() -> None:
@@ -150,16 +151,43 @@ def test_more_memory_and_the_other_goal_change_what_they_should() -> None:
         assert found.target_ongoing_requests == round(0.4 * found.max_num_seqs)
 
 
-def test_the_tuned_files_are_current() -> None:
-    folder = SAMPLES / "ray"
-    written = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
-    advice = "run: python -m lmi_server.ray.tuned_files serving.properties.d/ray"
-    assert written == tuned_files(), advice
+def test_the_samples_are_what_the_command_writes(tmp_path: Path) -> None:
+    samples = {path.name: path.read_text(encoding="utf-8") for path in (SAMPLES / "ray").iterdir()}
+    ran = run_command("ray", "model-files", str(tmp_path), *samples, env=dict(os.environ), cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    written = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert written == samples, "run: lmi-server ray model-files serving.properties.d/ray"
+    assert {name.split("_")[0] for name in samples} == set(FAMILIES)
+    assert len({name.split("_")[1] for name in samples}) == len(samples)
+
+
+def test_there_is_a_file_for_each_model_accelerator_and_number_of_devices_that_fit(tmp_path: Path) -> None:
+    written = {path.name for path in write_files(tmp_path / "all", ())}
+    assert written == {path.name for path in (tmp_path / "all").iterdir()}
+    assert len(written) == 170
     assert {name.split("_")[0] for name in written} == set(FAMILIES)
     assert {name.split("_")[1] for name in written} == {name.lower() for name in ACCELERATORS}
+    assert "gemma-2-9b_t4_tp2.yaml" not in written
+    with pytest.raises(ConfigurationError, match=r'"gemma-2-9b_t4_tp2\.yaml" is no recommended model file'):
+        write_files(tmp_path, ["gemma-2-9b_t4_tp2.yaml"])
 
 
-def test_the_tuned_files_are_model_files() -> None:
+@pytest.mark.parametrize("command", [["check"], ["ray", "explain"]])
+def test_a_file_that_is_not_there_has_a_command_that_writes_it(tmp_path: Path, command: list[str]) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        ran = run_command(*arguments, env=dict(os.environ), cwd=tmp_path)
+        return ran.returncode, ran.stdout + ran.stderr
+
+    code, printed = run(*command, "share/ray/mistral-7b_l4_tp1.yaml")
+    advice = re.search(r"; lmi-server (ray model-files \S*share/ray mistral-7b_l4_tp1.yaml) writes", printed)
+    assert code == 1
+    assert advice is not None, printed
+    assert run(*advice[1].split())[0] == 0
+    assert "there is no such" not in run(*command, "share/ray/mistral-7b_l4_tp1.yaml")[1]
+    assert "ray model-files" not in run(*command, "share/ray/other.yaml")[1]
+
+
+def test_the_samples_are_model_files() -> None:
     pytest.importorskip("yaml")
     from lmi_server.configuration.model_file.read import read_model_file
 

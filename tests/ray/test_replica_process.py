@@ -18,7 +18,7 @@ import pytest
 from replica_helpers import FrontEndProcess, ReplicaProcess, ending
 from waiting import wait_until
 
-from lmi_server.ray.messages import NotServing, Serving, Wanted
+from lmi_server.ray.messages import ReplicaFailed, ReplicaNeeded, ReplicaReady
 
 STORED = ("one", "two", "three")  # adapters, one more than a replica keeps
 SHORT, LONG = 5, 400  # tokens; a long answer takes four seconds
@@ -44,14 +44,14 @@ class Cluster:
         self._model = model
         self.front_end = FrontEndProcess()
         self.processes: dict[str, ReplicaProcess] = {}
-        self.serving: dict[str, Serving] = {}
+        self.serving: dict[str, ReplicaReady] = {}
 
     def start(self, *names: str) -> None:
         """Start replicas, which the front end does not know yet."""
         self.processes |= {name: ReplicaProcess(self._model) for name in names}
         for name in names:
             heard = self.processes[name].heard()
-            assert isinstance(heard, Serving)
+            assert isinstance(heard, ReplicaReady)
             self.serving[name] = heard
 
     def announce(self, *names: str) -> None:
@@ -294,7 +294,7 @@ def test_a_request_that_waits_when_the_last_replica_goes_has_ray_start_another(c
         answer = client.submit(cluster.ask, "a b")
         wait_until(lambda: cluster.details()["requestInQueue"] == 1, "the request waits")
         cluster.front_end.knows(replica.model, {})
-        assert cluster.front_end.heard() == Wanted("model")
+        assert cluster.front_end.heard() == ReplicaNeeded("model")
         cluster.announce("c")
         assert answer.result().status_code == 200
 
@@ -320,6 +320,6 @@ def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     replica = ReplicaProcess(tmp_path)
     with ending(replica):
         heard = replica.heard()
-        assert isinstance(heard, NotServing)
+        assert isinstance(heard, ReplicaFailed)
         assert "option.echo_delay_ms" in heard.reason
         assert replica.process.wait(60) == 1

@@ -57,7 +57,7 @@ class RayCluster:
 
     def deploy(self, *models: Any) -> None:
         from lmi_server.ray.application import IngressSettings, application
-        from lmi_server.ray.deployment import APPLICATION
+        from lmi_server.ray.deployments.deployment import APPLICATION
 
         settings = IngressSettings(host="127.0.0.1", port=0, count=2, drain_timeout_s=60)
         self._serve.run(application(models, settings), name=APPLICATION, route_prefix=None)

@@ -1,4 +1,4 @@
-"""Replicas and the front end before them, as the actors of a cluster start them, without a cluster."""
+"""ModelReplicas and the front end before them, as the actors of a cluster start them, without a cluster."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from process_log import ProcessLog
 from waiting import wait_until
 
 from lmi_server.ray.messages import (
-    Described,
+    ClusterModels,
     Drain,
     FromFrontEnd,
     Listening,
-    Models,
-    NotServing,
+    ModelDescription,
+    ModelReplicas,
     Ongoing,
-    Replicas,
-    Serving,
+    ReplicaFailed,
+    ReplicaReady,
     Start,
     line,
 )
 
-Line = Serving | NotServing | Ongoing
+Line = ReplicaReady | ReplicaFailed | Ongoing
 
 
 class Process:
@@ -91,13 +91,18 @@ class FrontEndProcess(Process):
         assert self.heard() == Listening()
 
     def knows(
-        self, model: Described, replicas: Mapping[str, Serving], aliases: tuple[str, ...] = (), *, second: bool = False
+        self,
+        model: ModelDescription,
+        replicas: Mapping[str, ReplicaReady],
+        aliases: tuple[str, ...] = (),
+        *,
+        second: bool = False,
     ) -> None:
         """Tell it that the model has these replicas, and no others; with `second`, that another model has them too."""
         places = {name: serving.place for name, serving in replicas.items()}
-        told = Replicas(name="model", aliases=aliases, min_replicas=1, max_replicas=3, model=model, places=places)
+        told = ModelReplicas(name="model", aliases=aliases, min_replicas=1, max_replicas=3, model=model, places=places)
         more = [msgspec.structs.replace(told, name="second")] if second else []
-        self.tell(Models([told, *more]))
+        self.tell(ClusterModels([told, *more]))
 
     def heard(self) -> FromFrontEnd:
         """Return the next message to the actor."""

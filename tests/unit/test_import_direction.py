@@ -72,6 +72,11 @@ INSIDE_MAY_IMPORT = {
         "processors": {"answers", "handler_loading"},
         "services": {"answers", "handler_loading", "memory_limit", "processors"},
     },
+    "lmi_server.ray": {
+        "deployments": set[str](),
+        "actors": {"autoscaling", "messages"},
+        "processes": {"messages"},
+    },
     "handlers.rolling_batch": {
         "schedule": set[str](),
         "attention": set[str](),

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,20 @@ def test_names_of_an_engine_take_it(named: Any, name: str, engine: str) -> None:
     pytest.importorskip(engine)
     module = next(module for module, names in NAMES.items() if name in names)
     assert len(getattr(named(module), name)) > 4
+
+
+def test_a_module_without_a_file_is_like_any_other(named: Any) -> None:
+    name = "djl_python.lmi_vllm.vllm_async_service"
+    module = named(name)
+    assert find_spec(name) is not None
+    assert module.service is module.service
+    assert type(module.service).__module__ == name
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing'"):
+        module.nothing  # noqa: B018
+    with pytest.raises(ModuleNotFoundError):
+        named("djl_python.lmi_vllm.nothing")
+    request = named("djl_python.lmi_vllm.request_response_utils").ProcessedRequest(*range(6))
+    assert (request.vllm_request, request.include_prompt) == (0, 5)
 
 
 def test_what_every_model_imports_is_light() -> None:

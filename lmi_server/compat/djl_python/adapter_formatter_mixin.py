@@ -1,4 +1,4 @@
-"""A base class for handlers that keep LoRA adapters, each of which may bring formatters in a model.py of its own."""
+"""A base class for handlers that keep LoRA adapters, each with its own formatters in a model.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from djl_python.outputs import Output
 
 
 class AdapterFormatterMixin(CustomFormatterHandler, AdapterManagerMixin):
-    """The formatters of an adapter, by its name in `adapter_code_registry`, come before those of the model."""
+    """The formatters of an adapter, by its name in `adapter_code_registry`, come before the model's."""
 
     def __init__(self) -> None:
         CustomFormatterHandler.__init__(self)

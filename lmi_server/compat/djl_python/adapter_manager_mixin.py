@@ -32,7 +32,7 @@ class AdapterManagerMixin(ABC):
 
     async def register_adapter(self, inputs: Input) -> Output:
         """Register an adapter: properties `name`, `alias`, `src`; contents `preload` (true) and `pin` (false)."""
-        name, alias, path = _described(inputs)
+        name, alias, path = _description(inputs)
         inputs.properties["has_custom_code"] = has_code(path)
         loaded = False
         try:
@@ -45,16 +45,16 @@ class AdapterManagerMixin(ABC):
         except Exception as error:  # noqa: BLE001 - the border to the engine that a subclass drives
             if loaded:
                 await self.remove_lora(name, alias)
-            return _refused(error)
+            return _refusal(error)
         self.adapter_registry[name] = inputs
-        return _told(f"Adapter {alias} registered")
+        return _success(f"Adapter {alias} registered")
 
     async def update_adapter(self, inputs: Input) -> Output:
         """Load, unload or pin a registered adapter, as `preload` and `pin` say. Its `src` cannot change.
 
         Raises ValueError if it is not registered.
         """
-        name, alias, path = _described(inputs)
+        name, alias, path = _description(inputs)
         if name not in self.adapter_registry:
             raise ValueError(f"Adapter {alias} not registered.")
         before = self.adapter_registry[name]
@@ -71,24 +71,24 @@ class AdapterManagerMixin(ABC):
             if _flag(inputs, "pin", False) and not _flag(before, "pin", False):
                 await self.pin_lora(name, alias)
         except Exception as error:  # noqa: BLE001 - the border to the engine that a subclass drives
-            return _refused(error)
+            return _refusal(error)
         self.adapter_registry[name] = inputs
-        return _told(f"Adapter {alias} updated")
+        return _success(f"Adapter {alias} updated")
 
     async def unregister_adapter(self, inputs: Input) -> Output:
         """Unregister an adapter. Raises ValueError if it is not registered."""
-        name, alias, _ = _described(inputs)
+        name, alias, _ = _description(inputs)
         if name not in self.adapter_registry:
             raise ValueError(f"Adapter {alias} not registered.")
         try:
             await self.remove_lora(name, alias)
         except Exception as error:  # noqa: BLE001 - the border to the engine that a subclass drives
-            return _refused(error)
+            return _refusal(error)
         del self.adapter_registry[name]
-        return _told(f"Adapter {alias} unregistered")
+        return _success(f"Adapter {alias} unregistered")
 
 
-def _described(inputs: Input) -> tuple[str, str, str]:
+def _description(inputs: Input) -> tuple[str, str, str]:
     name = inputs.get_property("name")
     return name, inputs.get_property("alias") or name, inputs.get_property("src") or ""
 
@@ -98,7 +98,7 @@ def _flag(inputs: Input, key: str, default: bool) -> bool:
 
 
 def has_code(path: str) -> str:
-    """Return "true" if an adapter has a model.py of its own, otherwise "false". Not part of LMI's interface."""
+    """Return "true" if an adapter has its own model.py, otherwise "false". Not part of LMI's interface."""
     return "true" if os.path.isfile(os.path.join(path, "model.py")) else "false"
 
 
@@ -112,7 +112,7 @@ def _check(inputs: Input) -> None:
         raise ValueError("Can not set preload to false and pin to true")
 
 
-def _refused(error: Exception) -> Output:
+def _refusal(error: Exception) -> Output:
     """Return the answer to a call that failed. Raises MemoryError if there is no room for the adapter."""
     if any(text in str(error) for text in _NO_ROOM):
         raise MemoryError(str(error)) from error
@@ -120,5 +120,5 @@ def _refused(error: Exception) -> Output:
     return Output().add(Output.binary_encode(answer), key="data")
 
 
-def _told(text: str) -> Output:
+def _success(text: str) -> Output:
     return Output().add(Output.binary_encode({"data": text}), key="data")

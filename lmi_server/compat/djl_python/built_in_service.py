@@ -84,7 +84,7 @@ class BuiltInService:
 
         self._check_batching(properties)
         self._check_ranks(properties)
-        model = self._resolved(properties)
+        model = self._resolve(properties)
         set_variables(model.worker_environment)
         made = cast("type[RequestHandler]", load(model.handler))()
         assert isinstance(made, RequestHandler), "without a rolling batch no handler decodes token by token"
@@ -92,7 +92,7 @@ class BuiltInService:
         made.start(model.model_dir, model.options)
         return made
 
-    def _resolved(self, properties: Mapping[str, Any]) -> ResolvedModel:
+    def _resolve(self, properties: Mapping[str, Any]) -> ResolvedModel:
         from lmi_server.configuration.model_directory.model_code import MODEL_CODE
         from lmi_server.configuration.resolve import resolve_model
         from lmi_server.machine.environment import process_environment
@@ -123,7 +123,7 @@ class BuiltInService:
             )
 
 
-def handled(service: BuiltInService, inputs: Input) -> Output | None:
+def handle_with(service: BuiltInService, inputs: Input) -> Output | None:
     """Do what the function `handle` of LMI's module does: load the model first, and answer nothing to an empty call."""
     if not service.initialized:
         service.initialize(inputs.get_properties())
@@ -167,7 +167,7 @@ def _answer(outcome: Response | LmiServerError) -> Output:
 
 
 def _answers(outcomes: Sequence[Response | LmiServerError]) -> Output:
-    """Return one Output for a batch; a request that is refused has an error of its own."""
+    """Return one Output for a batch; a refused request has its own error."""
     from lmi_server.contract.errors import LmiServerError
     from lmi_server.dialects.errors import error_reply
     from lmi_server.dialects.routes import INVOCATIONS

@@ -1,4 +1,4 @@
-"""Finds and calls the functions of a model.py that replace parts of a handler, for code that is such a handler."""
+"""Finds and calls the functions of a model.py that replace parts of a handler, for handlers in user code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CustomFormatterError(Exception):
 
 
 class CustomFormatterHandler:
-    """The decorated functions of a model.py; if there are none, those that have SageMaker's names."""
+    """The decorated functions of a model.py, or else the functions with SageMaker's names."""
 
     def __init__(self) -> None:
         self.input_formatter: Function = None
@@ -56,15 +56,15 @@ class CustomFormatterHandler:
             return decoded_payload
         if self.is_sagemaker_script:
             body, kind = decoded_payload.get_as_bytes(), kwargs.get("content_type")
-            return _called("input formatter", self.input_formatter, body, kind)
-        return _called("input formatter", self.input_formatter, decoded_payload, **kwargs)
+            return _call("input formatter", self.input_formatter, body, kind)
+        return _call("input formatter", self.input_formatter, decoded_payload, **kwargs)
 
     def apply_output_formatter(self, output: Any, **kwargs: Any) -> Any:
         """Return what the output formatter makes of an output; the output itself without one."""
         if self.output_formatter is None:
             return output
         more = (kwargs.get("accept"),) if self.is_sagemaker_script else ()
-        return _called("output formatter", self.output_formatter, output, *more)
+        return _call("output formatter", self.output_formatter, output, *more)
 
     async def apply_output_formatter_streaming_raw(
         self, stream_generator: AsyncIterator[Any]
@@ -75,14 +75,14 @@ class CustomFormatterHandler:
 
     def apply_init_handler(self, model_dir: str, **kwargs: Any) -> Any:
         """Return the model that the init handler loads; None without one."""
-        return self.init_handler and _called("init handler", self.init_handler, model_dir, **kwargs)
+        return self.init_handler and _call("init handler", self.init_handler, model_dir, **kwargs)
 
     def apply_prediction_handler(self, X: Any, model: Any, **kwargs: Any) -> Any:  # noqa: N803 - LMI's name
         """Return what the prediction handler predicts; None without one."""
-        return self.prediction_handler and _called("prediction handler", self.prediction_handler, X, model, **kwargs)
+        return self.prediction_handler and _call("prediction handler", self.prediction_handler, X, model, **kwargs)
 
 
-def _called(what: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _call(what: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     try:
         return function(*arguments, **keywords)
     except Exception as error:  # the border to the user's code

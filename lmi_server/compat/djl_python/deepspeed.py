@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from djl_python.built_in_service import handled
+from djl_python.built_in_service import handle_with
 from djl_python.inputs import Input
 from djl_python.not_here import not_here
 from djl_python.outputs import Output
@@ -29,7 +29,7 @@ _service = DeepSpeedService()
 
 
 def handle(inputs: Input) -> Output | None:
-    return handled(_service, inputs)
+    return handle_with(_service, inputs)
 
 
 def partition(inputs: Input) -> NoReturn:

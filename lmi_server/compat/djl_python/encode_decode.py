@@ -47,7 +47,7 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
         return inputs.get_as_json(key)
     if "text/csv" in content_type:
         return _decode_csv(inputs.get_as_string(key), require_csv_headers)
-    return {"inputs": _decoded(inputs, content_type, key)}
+    return {"inputs": _decode(inputs, content_type, key)}
 
 
 def encode(outputs: Output, prediction: Any, content_type: str | None, key: str | None = None) -> Output:
@@ -66,7 +66,7 @@ def encode(outputs: Output, prediction: Any, content_type: str | None, key: str 
     return outputs.add_as_numpy(prediction, key).add_property("Content-Type", "tensor/ndlist")
 
 
-def _decoded(inputs: Input, content_type: str, key: str | None) -> Any:
+def _decode(inputs: Input, content_type: str, key: str | None) -> Any:
     if "text/plain" in content_type:
         return [inputs.get_as_string(key)]
     if content_type.startswith("image/"):

@@ -9,7 +9,7 @@ import importlib
 import re
 from typing import Any, NoReturn
 
-from djl_python.built_in_service import handled
+from djl_python.built_in_service import handle_with
 from djl_python.inputs import Input
 from djl_python.not_here import not_here
 from djl_python.outputs import Output
@@ -90,7 +90,7 @@ _service = HuggingFaceService()
 
 
 def handle(inputs: Input) -> Output | None:
-    return handled(_service, inputs)
+    return handle_with(_service, inputs)
 
 
 def register_adapter(inputs: Input) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Which optional packages are installed. They are imported when somebody asks for the module itself."""
+"""Which optional packages are installed. A module is imported at its first use."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Input:
         self.content = PairList()
 
     def __getattr__(self, name: str) -> Any:
-        """Make the properties of a request when somebody looks at them first: many handlers read the body only."""
+        """Make the properties of a request at their first use: many handlers read the body only."""
         made = self.__dict__.pop("_properties", None) if name == "properties" else None
         if made is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -102,25 +102,25 @@ def get_bytes(encoded: bytes | bytearray, idx: int, length: int) -> tuple[bytes 
 
 
 def get_char(encoded: bytes | bytearray, idx: int) -> tuple[str, int]:
-    code, after = _unpacked(">h", encoded, idx)
+    code, after = _unpack(">h", encoded, idx)
     return chr(code), after
 
 
 def get_str(encoded: bytes | bytearray, idx: int) -> tuple[str, int]:
-    length, begin = _unpacked(">h", encoded, idx)
+    length, begin = _unpack(">h", encoded, idx)
     data, after = get_bytes(encoded, begin, length)
     return data.decode(), after
 
 
 def get_int(encoded: bytes | bytearray, idx: int) -> tuple[int, int]:
-    return _unpacked(">i", encoded, idx)
+    return _unpack(">i", encoded, idx)
 
 
 def get_long(encoded: bytes | bytearray, idx: int) -> tuple[int, int]:
-    return _unpacked(">q", encoded, idx)
+    return _unpack(">q", encoded, idx)
 
 
-def _unpacked(form: str, encoded: bytes | bytearray, idx: int) -> tuple[int, int]:
+def _unpack(form: str, encoded: bytes | bytearray, idx: int) -> tuple[int, int]:
     return struct.unpack_from(form, encoded, idx)[0], idx + struct.calcsize(form)
 
 

@@ -73,7 +73,7 @@ def get_details_dict(request_output: TextGenerationOutput, include_tokens: bool 
 
 
 def sse_response_formatter(request_output: TextGenerationOutput) -> str:
-    """Return the tokens that nobody has read yet as server-sent events."""
+    """Return the unread tokens as server-sent events."""
     return "".join(f"data: {line}\n\n" for line in _lines(request_output))
 
 

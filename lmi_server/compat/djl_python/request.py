@@ -22,7 +22,7 @@ class Request:
         self.adapter = getattr(request_input, "adapters", None)
         self.last_token = False
         request_input.server_parameters = request_input.server_parameters or dict(request_input.parameters)
-        self.parameters = request_input.server_parameters  # those of the engine, without those of the answer's form
+        self.parameters = request_input.server_parameters  # for the engine, without the ones for the form of the answer
         stream = bool(self.parameters.pop("stream", False))
         self.parameters.pop("details", None)
         form = self.parameters.pop("output_formatter", None) or request_input.output_formatter
@@ -42,7 +42,7 @@ class Request:
         self.request_output.finished = last_token
 
     def get_next_token(self) -> str:
-        """Return what is to be sent for the tokens that came since the last call."""
+        """Return the output for the tokens since the last call."""
         if self.next_token_str:
             return self.next_token_str
         if self.legacy_formatter:

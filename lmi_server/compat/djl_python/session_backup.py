@@ -39,7 +39,7 @@ class SessionBackup:
             return
         with self._client() as s3:
             for session_id in session_ids:
-                there = dict(self._listed(s3, session_id))
+                there = dict(self._list(s3, session_id))
                 for file in sorted((self._directory / session_id).iterdir()):
                     data = file.read_bytes()
                     key = self._key(session_id, file.name)
@@ -50,7 +50,7 @@ class SessionBackup:
     def fetch(self, session_id: str) -> bool:
         """Fetch a session into `directory`; return whether S3 has it."""
         with self._client() as s3:
-            keys = [key for key, _ in self._listed(s3, session_id)]
+            keys = [key for key, _ in self._list(s3, session_id)]
             if not keys:
                 return False
             with tempfile.TemporaryDirectory(prefix=".", dir=self._directory) as unfinished:
@@ -69,13 +69,13 @@ class SessionBackup:
     def forget(self, session_id: str) -> None:
         """Delete a session from S3."""
         with self._client() as s3:
-            for key, _ in self._listed(s3, session_id):
+            for key, _ in self._list(s3, session_id):
                 s3.delete_object(Bucket=self._bucket, Key=key)
 
     def _key(self, session_id: str, name: str) -> str:
         return f"{self._prefix}{session_id}/{name}"
 
-    def _listed(self, s3: Any, session_id: str) -> Iterator[tuple[str, str]]:
+    def _list(self, s3: Any, session_id: str) -> Iterator[tuple[str, str]]:
         """Yield the key and the ETag of each file of a session."""
         pages = s3.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._key(session_id, ""))
         for page in pages:

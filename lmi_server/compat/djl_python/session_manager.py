@@ -1,7 +1,7 @@
 """Stateful sessions: values that user code keeps from one request to the next.
 
-They are files that all workers of the machine share and that outlive a worker. Values are pickled, as in LMI. A pickle
-can run code when it is read, so the directory of sessions belongs to the user of the server alone.
+They are files that all workers of the machine share, and outlive a worker. Values are pickled, as in LMI. A pickle can
+run code when it is read, so the directory of sessions belongs to the user of the server alone.
 """
 
 from __future__ import annotations
@@ -175,9 +175,8 @@ class SessionManager:
             self._backup.forget(session.session_id)
 
     def _find(self, session_id: str) -> Session | None:
-        if (
-            _SESSION_ID.fullmatch(session_id) is None
-        ):  # it comes from a client's header and becomes a path: nothing like ../ may pass
+        # The id comes from a client's header and becomes a path: nothing like ../ may pass.
+        if _SESSION_ID.fullmatch(session_id) is None:
             return None
         try:
             session = Session(session_id, self.sessions_path)

@@ -1,4 +1,4 @@
-"""The filter of log records that SageMaker counts, for code that adds it to a log handler of its own."""
+"""The filter of log records that SageMaker counts, for user code that adds it to its own log handler."""
 
 from __future__ import annotations
 

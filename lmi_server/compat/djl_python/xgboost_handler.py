@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from djl_python.built_in_service import handled
+from djl_python.built_in_service import handle_with
 from djl_python.inputs import Input
 from djl_python.outputs import Output
 from djl_python.tabular_service import TabularService
@@ -16,4 +16,4 @@ service = XGBoostHandler()
 
 
 def handle(inputs: Input) -> Output | None:
-    return handled(service, inputs)
+    return handle_with(service, inputs)

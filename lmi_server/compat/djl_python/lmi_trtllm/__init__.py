@@ -1,1 +1,1 @@
-"""LMI's service of TensorRT-LLM, in whose place this server has a handler of its own."""
+"""LMI's service of TensorRT-LLM. This server has its own handler instead."""

@@ -24,7 +24,7 @@ def load_image_from_base64(image: str | bytes) -> Any:
 
 def fetch_image_from_url(image_url: str) -> Any:
     """Return the PIL image at a URL."""
-    return _image(_fetched(image_url))
+    return _image(_fetch(image_url))
 
 
 def fetch_image(image_url: str) -> Any:
@@ -42,10 +42,10 @@ def fetch_image(image_url: str) -> Any:
 
 def encode_image_base64_from_url(image_url: str) -> str:
     """Return the image at a URL as base64."""
-    return base64.b64encode(_fetched(image_url)).decode()
+    return base64.b64encode(_fetch(image_url)).decode()
 
 
-def _fetched(image_url: str) -> bytes:
+def _fetch(image_url: str) -> bytes:
     if not image_url.startswith(("http://", "https://")):
         raise ValueError(f"the URL of the image is '{excerpt(image_url, 40)}'; allowed: http://, https://")
     return fetch_bytes(image_url, private=allows_private())
