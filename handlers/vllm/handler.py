@@ -20,8 +20,8 @@ import msgspec
 from handlers.chats.required import call_constraint, is_forced
 from handlers.structured_output.compiler import GrammarCache
 from handlers.structured_output.limits import check_listed, check_style
-from handlers.vllm.beam_search import Beam, search
 from handlers.vllm.options import VllmEngineOptions
+from handlers.vllm.requests.beam_search import Beam, search
 from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
 from lmi_server.contract.generation import (
     BeamSearch,
@@ -37,8 +37,8 @@ from lmi_server.contract.protocol import Adapter
 from lmi_server.machine import model_imports
 
 if TYPE_CHECKING:
-    from handlers.vllm.chats import RenderedRequest
-    from handlers.vllm.engine import LoadedEngine
+    from handlers.vllm.engine.loading import LoadedEngine
+    from handlers.vllm.requests.chats import RenderedRequest
 
 
 # What is checked for vLLM's other libraries. The forms of grammars and tags differ between them.

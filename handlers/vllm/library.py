@@ -1,6 +1,7 @@
 """What the handlers take from vLLM (0.32 and 0.33), as names and as functions that hide its internal interfaces.
 
-Only this module, `compiled_code.py`, `media.py` and `ranks.py` import vLLM, so a new version of vLLM changes only them.
+Of the other modules only `compilation/stored_code.py`, `requests/media.py` and `engine/ranks.py` import vLLM: a new
+version of vLLM changes these four.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def compiling(directory: Path, model: Path, code: str | None = None, **settings:
 
 
 def compilers_of(worker: psutil.Process) -> list[psutil.Process]:
-    return [child for child in worker.children() if "handlers.vllm.compilation" in child.cmdline()]
+    return [child for child in worker.children() if "handlers.vllm.compilation.background" in child.cmdline()]
 
 
 @pytest.fixture(scope="module")

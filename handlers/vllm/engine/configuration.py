@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from handlers.vllm import library
 from handlers.vllm.engine_fields import SWITCH_VALUES
 from handlers.vllm.options import VllmEngineOptions
-from handlers.vllm.requests import error_message
+from handlers.vllm.requests.rendering import error_message
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.machine.memory import free_and_total
 

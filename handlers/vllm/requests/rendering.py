@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from handlers.chats.required import is_forced
 from handlers.checkpoints.text_length import LONG_TEXT_CHARS, TextLength
 from handlers.vllm import library
-from handlers.vllm.chats import ChatRenderer, ForcedCallParser, RenderedRequest
+from handlers.vllm.requests.chats import ChatRenderer, ForcedCallParser, RenderedRequest
 from lmi_server.contract.errors import ContextLengthError, PayloadTooLargeError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.media.budget import media_of_request

@@ -26,9 +26,9 @@ from typing import Any, Protocol
 
 from handlers.step_loop import AddRequest, Output, StepLoop
 from handlers.vllm import library
-from handlers.vllm.compilation import BackgroundCompilation
-from handlers.vllm.outputs import DeltaBuilder
-from handlers.vllm.requests import CLIENT_ERRORS, as_request_error
+from handlers.vllm.compilation.background import BackgroundCompilation
+from handlers.vllm.requests.outputs import DeltaBuilder
+from handlers.vllm.requests.rendering import CLIENT_ERRORS, as_request_error
 from lmi_server.contract.errors import HandlerError, LmiServerError, failure_of
 from lmi_server.contract.generation import Delta
 

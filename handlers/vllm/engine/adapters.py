@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from handlers.vllm import library
-from handlers.vllm.drivers import Driver
-from handlers.vllm.requests import error_message
+from handlers.vllm.engine.drivers import Driver
+from handlers.vllm.requests.rendering import error_message
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Adapter
 from lmi_server.contract.quoting import excerpt

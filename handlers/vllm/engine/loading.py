@@ -18,21 +18,19 @@ from handlers.checkpoints.adapter_layers import AdapterCheck
 from handlers.checkpoints.chat_template import read_chat_template, with_prompt_beginning
 from handlers.ranks.communicator import Communicator
 from handlers.step_loop import StepLoop
-from handlers.vllm import (
-    compiled_code,
-    library,
-    media,  # noqa: F401 - registers who fetches media
-    ranks,
-)
-from handlers.vllm.adapters import Adapters
-from handlers.vllm.chats import ChatRenderer, RenderedRequest, ToolParser, tool_parser
-from handlers.vllm.compilation import BackgroundCompilation
-from handlers.vllm.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver, end_process
-from handlers.vllm.engine_config import create_engine_config, engine_arguments, load_errors
+from handlers.vllm import library
+from handlers.vllm.compilation import stored_code
+from handlers.vllm.compilation.background import BackgroundCompilation
+from handlers.vllm.engine import ranks
+from handlers.vllm.engine.adapters import Adapters
+from handlers.vllm.engine.configuration import create_engine_config, engine_arguments, load_errors
+from handlers.vllm.engine.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver, end_process
+from handlers.vllm.engine.statistics import Statistics
 from handlers.vllm.options import VllmEngineOptions
-from handlers.vllm.outputs import DeltaBuilder, Vocabulary
-from handlers.vllm.requests import PromptRenderer, sampling_params
-from handlers.vllm.statistics import Statistics
+from handlers.vllm.requests import media  # noqa: F401 - registers who fetches media
+from handlers.vllm.requests.chats import ChatRenderer, RenderedRequest, ToolParser, tool_parser
+from handlers.vllm.requests.outputs import DeltaBuilder, Vocabulary
+from handlers.vllm.requests.rendering import PromptRenderer, sampling_params
 from lmi_server.contract.errors import ModelLoadError, describe
 from lmi_server.contract.generation import Feature, GenerationRequest
 from lmi_server.contract.handler import ModelInfo
@@ -209,9 +207,9 @@ async def _load_in_worker(
 
 def _build_in_worker(model_dir: str, options: VllmEngineOptions, statistics: Statistics) -> InProcessEngine:
     set_threads(options)
-    environment = process_environment()  # before vLLM writes into it; see compiled_code.compile_models
-    if library.is_on_cpu() and options.compiles_in_background and not compiled_code.can_store_code():
-        compiled_code.disable_compilation()
+    environment = process_environment()  # before vLLM writes into it; see stored_code.compile_models
+    if library.is_on_cpu() and options.compiles_in_background and not stored_code.can_store_code():
+        stored_code.disable_compilation()
         options = options.model_copy(update={"enforce_eager": True})
     config = create_engine_config(model_dir, options)
     is_group = bool(own_rank().directory)
@@ -238,9 +236,9 @@ def _prepare_compiled_code(
     if not library.is_on_cpu() or options.runs_uncompiled:
         return None
     if not options.compiles_in_background:
-        compiled_code.use_stored_code(config)
+        stored_code.use_stored_code(config)
         return None
-    models = compiled_code.serve_before_compiled(config)
+    models = stored_code.serve_before_compiled(config)
     arguments = engine_arguments(model_dir, options)
     return BackgroundCompilation(arguments, library.min_kv_bytes(config), models, environment)
 

@@ -10,7 +10,7 @@ forward pass it asks `_try_load_aot_compiled_fn` of vllm.compilation.decorators 
 
 This module replaces that one function. Instead of None, the replacement returns the model's uncompiled `forward`. vLLM
 does not see the difference: it keeps that function as if it were compiled code, and calls it in each forward pass.
-Meanwhile another process compiles and stores the file (`compilation.py`). Then one assignment to `aot_compiled_fn`
+Meanwhile another process compiles and stores the file (`background.py`). Then one assignment to `aot_compiled_fn`
 hands over: a forward pass that has begun ends with the code that it began with, and the next one runs the compiled
 code. Weights and KV cache stay where they are, because both kinds of code take them from the same module.
 """

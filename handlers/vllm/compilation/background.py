@@ -2,8 +2,8 @@
 
 On the CPU compiled code decodes 1.2 to 1.8 times as fast as uncompiled code, but takes a minute or more to make. So the
 model serves uncompiled at once. A child of the worker loads the same model with the same configuration, compiles it and
-stores the code, with the lowest priority, and mostly while no requests run (`turns.py`). The worker then changes over
-to the stored code (`compiled_code.py`), and later starts find it stored.
+stores the code, with the lowest priority, and mostly while no requests run (`duty_cycle.py`). The worker then changes
+over to the stored code (`stored_code.py`), and later starts find it stored.
 
 A process, not a thread: torch's compiler holds the GIL for seconds at a time, and a crash or a lack of memory must not
 end the requests.
@@ -25,13 +25,13 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from handlers.vllm.turns import wait_in_turns
+from handlers.vllm.compilation.duty_cycle import wait_in_turns
 from lmi_server.machine import model_imports
 from lmi_server.machine.memory import free_and_total
 from lmi_server.machine.process_tree import end_with_parent
 
 if TYPE_CHECKING:
-    from handlers.vllm.compiled_code import UncompiledModel
+    from handlers.vllm.compilation.stored_code import UncompiledModel
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class BackgroundCompilation:
 
     def _compile(self, is_busy: Callable[[], bool]) -> tuple[int, str]:
         """Run the compiling process to its end; return its exit code and its standard error."""
-        command = [sys.executable, "-P", "-m", "handlers.vllm.compilation"]
+        command = [sys.executable, "-P", "-m", "handlers.vllm.compilation.background"]
         command += [str(self._models[0].path.parent), str(os.getpid())]
         with tempfile.TemporaryFile() as arguments, tempfile.TemporaryFile() as errors:
             pickle.dump(self._arguments, arguments)
@@ -128,13 +128,15 @@ def compile_models(arguments: Mapping[str, Any], directory: Path) -> None:
     compile at a time: workers that start together would all compile the same model, and the first one's code serves
     all of them.
     """
-    from handlers.vllm import compiled_code  # imported late: vLLM takes seconds, and a worker may end meanwhile
+    from handlers.vllm.compilation import (
+        stored_code,  # imported late: vLLM takes seconds, and a worker may end meanwhile
+    )
 
     model_imports.imported()
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        compiled_code.compile_models(arguments)
+        stored_code.compile_models(arguments)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY, MediaConne
 from vllm.multimodal.media.image import ImageMediaIO
 
 from handlers.vllm.options import ANY_MEDIA, PUBLIC_MEDIA
-from handlers.vllm.requests import MEDIA_SIZE
+from handlers.vllm.requests.rendering import MEDIA_SIZE
 from lmi_server.contract.errors import PayloadTooLargeError
 from lmi_server.machine.public_addresses import PrivateAddressError, connect_to_public, is_public
 from lmi_server.media.budget import MediaBudget, current_budget

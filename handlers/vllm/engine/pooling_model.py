@@ -18,11 +18,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from handlers.vllm import library
-from handlers.vllm.drivers import end_process
-from handlers.vllm.engine import CANNOT_LOAD, engine_details, set_threads
-from handlers.vllm.engine_config import create_engine_config, load_errors
+from handlers.vllm.engine.configuration import create_engine_config, load_errors
+from handlers.vllm.engine.drivers import end_process
+from handlers.vllm.engine.loading import CANNOT_LOAD, engine_details, set_threads
 from handlers.vllm.options import VllmPoolingOptions
-from handlers.vllm.requests import CLIENT_ERRORS, as_request_error
+from handlers.vllm.requests.rendering import CLIENT_ERRORS, as_request_error
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.dialects.openai.embeddings import EmbeddingRequest
 

@@ -12,12 +12,12 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from handlers.vllm.turns import Turns, wait_in_turns
+from handlers.vllm.compilation.duty_cycle import Turns, wait_in_turns
 
 # Stands for a worker (its first process) that waits for a compiler, which has started a compiler of its own.
 _WORKER = """
 import subprocess, sys, threading
-from handlers.vllm.turns import wait_in_turns
+from handlers.vllm.compilation.duty_cycle import wait_in_turns
 code = "import subprocess; from lmi_server.machine.process_tree import end_with_parent; end_with_parent()\\n"
 code += "subprocess.run(['sleep', '600'])"
 compiler = subprocess.Popen([sys.executable, "-c", code], process_group=0)
