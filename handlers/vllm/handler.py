@@ -58,7 +58,7 @@ class VllmHandler(LLMHandler):
 
     async def start(self, model_dir: str, options: VllmEngineOptions) -> ModelInfo:
         """Load the model in other threads: importing vLLM alone would hold up the worker's heartbeats for seconds."""
-        engine = await asyncio.to_thread(import_engine, "engine")
+        engine = await asyncio.to_thread(import_engine, "engine.loading")
         loaded: LoadedEngine = await engine.load(model_dir, options)
         self._loaded, self._own_grammars, self._json_style = loaded, loaded.own_grammars, loaded.json_style
         # vLLM's other libraries know other keywords of JSON schemas than llguidance, which only tries what they cost.
