@@ -13,7 +13,7 @@ from handlers.deepspeed.int8 import model_bytes, quantize
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.deepspeed.shards import Shards, find_shards, save_shards
 from handlers.rolling_batch.engine_loading import LoadedModel, set_kernel_threads
-from handlers.rolling_batch.runner.model_runner import LoadCheck
+from handlers.rolling_batch.runner.load_check import LoadCheck
 from lmi_server.machine.environment import own_rank
 
 

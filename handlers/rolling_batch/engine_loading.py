@@ -31,7 +31,8 @@ from handlers.rolling_batch.runner.device_memory import (
     refuse_more_than_free,
     step_size,
 )
-from handlers.rolling_batch.runner.model_runner import LoadCheck, ModelRunner
+from handlers.rolling_batch.runner.load_check import LoadCheck
+from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
 from handlers.rolling_batch.speculation.draft_model import DraftModel, StepCosts
 from handlers.rolling_batch.speculation.drafting import Speculation

@@ -23,7 +23,7 @@ from handlers.ranks.sharding import local_bytes
 from handlers.rolling_batch.attention import paged as attention
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel, load_engine
-from handlers.rolling_batch.runner.model_runner import LoadCheck
+from handlers.rolling_batch.runner.load_check import LoadCheck
 from lmi_server.contract.errors import HandlerError, ModelMemoryError
 from lmi_server.contract.generation import SamplingParameters
 
