@@ -6,9 +6,9 @@ The path of a step:
     runner/           runs the plan as one flat forward pass of the transformers model
     attention/        attention of that pass over the slots of the KV cache
     cpu/              layers as `cpu_kernels/` computes them
-    sampler.py        chooses the next token of every sequence
+    sampling/         chooses the next token of every sequence
     detokenizer.py    turns tokens into text, without incomplete characters and possible stop sequences
-    engine.py         the step that ties them together
+    engine.py         the step that ties them together; `request.py` is what it knows of one request
 
 Beside the path: `lora/` has the adapters, `speculation/` the drafted tokens.
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from handlers.rolling_batch.grammars import Grammar
 from handlers.rolling_batch.prompts import PromptEncoder
-from handlers.rolling_batch.sampler import BannedTokens
+from handlers.rolling_batch.sampling.state import BannedTokens
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import SamplingParameters
 

@@ -15,7 +15,8 @@ from handlers.rolling_batch.grammars import Grammar, GrammarMasks
 from handlers.rolling_batch.lora.layers import LoraPair, LoraWeights
 from handlers.rolling_batch.request import Request
 from handlers.rolling_batch.runner.step_runner import StepLogits, StepRunner
-from handlers.rolling_batch.sampler import NO_TOKEN, Sampled, SamplingState, sample
+from handlers.rolling_batch.sampling.sampler import NO_TOKEN, Sampled, sample
+from handlers.rolling_batch.sampling.state import SamplingState
 from handlers.rolling_batch.schedule.scheduler import Scheduler, Sequence, StepPlan
 from handlers.rolling_batch.speculation.drafting import Drafter
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder

@@ -36,7 +36,7 @@ from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
 from handlers.rolling_batch.speculation.draft_model import DraftModel, StepCosts
 from handlers.rolling_batch.speculation.drafting import Speculation
-from handlers.rolling_batch.step_times import LearntStepTimes
+from handlers.rolling_batch.speculation.step_times import LearntStepTimes
 from lmi_server.contract.errors import (
     LmiServerError,
     ModelLoadError,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from handlers.rolling_batch.sampler import TokenMask
+from handlers.rolling_batch.sampling.state import TokenMask
 
 
 class Grammar(TokenMask, Protocol):

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher, TokenTexts
 from handlers.rolling_batch.grammars import Grammar
-from handlers.rolling_batch.sampler import Sampled, SamplingState, score
+from handlers.rolling_batch.sampling.sampler import Sampled, score
+from handlers.rolling_batch.sampling.state import SamplingState
 from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence
 from handlers.step_loop import Output
 from lmi_server.contract.errors import HandlerError

@@ -64,7 +64,8 @@ INSIDE_MAY_IMPORT = {
         "cpu": {"attention", "options"},
         "lora": {"cpu", "engine"},
         "runner": {"attention", "cpu", "lora", "options", "schedule"},
-        "speculation": {"runner", "sampler", "schedule", "step_times"},
+        "sampling": set[str](),
+        "speculation": {"runner", "sampling", "schedule"},
     },
 }
 TABLE = "lmi_server/configuration/handlers.py"

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from handlers.rolling_batch.schedule import scheduler
-from handlers.rolling_batch.step_times import StepTimes
+from handlers.rolling_batch.speculation.step_times import StepTimes
 
 if TYPE_CHECKING:
-    from handlers.rolling_batch.sampler import SamplingState
+    from handlers.rolling_batch.sampling.state import SamplingState
 
 _NGRAMS = (3, 2)  # tokens that have to be the same; the longer one first
 _FIRST_CHANCE = 0.5  # that the next drafted token is accepted, before anything is known

@@ -14,7 +14,7 @@ from rolling_batch_helpers import Engine, GivenStepTimes, Received, prompts
 from tiny_models import CONTEXT, tiny_model
 
 from handlers.rolling_batch.runner.model_runner import ModelRunner
-from handlers.rolling_batch.sampler import SamplingState
+from handlers.rolling_batch.sampling.state import SamplingState
 from handlers.rolling_batch.schedule.scheduler import Sequence
 from handlers.rolling_batch.speculation.draft_model import DraftModel, StepCosts
 from handlers.rolling_batch.speculation.drafting import PromptLookup, Speculation, worthwhile

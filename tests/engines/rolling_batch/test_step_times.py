@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from handlers.rolling_batch.speculation.drafting import worthwhile
-from handlers.rolling_batch.step_times import LearntStepTimes
+from handlers.rolling_batch.speculation.step_times import LearntStepTimes
 
 
 def test_before_any_step_the_time_grows_by_the_share_of_a_row() -> None:
