@@ -28,7 +28,7 @@ from handlers.neuronx.options import (
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.engine_loading import LoadedEngine, warm_up
 from handlers.rolling_batch.prompts import PromptEncoder
-from handlers.rolling_batch.runner.bucket_runner import BatchRunner, LineRunner
+from handlers.rolling_batch.runner.bucket_runner import AlignedRunner, LineRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from lmi_server.contract.errors import ModelLoadError, describe
 from lmi_server.machine import environment
@@ -175,7 +175,9 @@ def _import(loader: str) -> None:
         ) from error
 
 
-def _load(loader: str, model_dir: str, files: _Files, config: Any, options: NeuronxOptions) -> LineRunner | BatchRunner:
+def _load(
+    loader: str, model_dir: str, files: _Files, config: Any, options: NeuronxOptions
+) -> LineRunner | AlignedRunner:
     save_to = None if options.save_mp_checkpoint_path is None else Path(options.save_mp_checkpoint_path)
     if loader == "optimum":
         return optimum_model.load(files.weights, config, options, save_to)
@@ -187,7 +189,7 @@ def _load(loader: str, model_dir: str, files: _Files, config: Any, options: Neur
 
 def _partition(
     model_dir: str, files: _Files, config: Any, options: NeuronxOptions, target: Path
-) -> LineRunner | BatchRunner:
+) -> LineRunner | AlignedRunner:
     """Write the model to `target` in the layout of option.partition_schema, and load it from there."""
     if options.partition_schema == "compile_only":
         if files.root == Path(model_dir):
@@ -207,7 +209,7 @@ def _partition(
     return runner
 
 
-def _compile(weights: str, config: Any, options: NeuronxOptions, graphs: Path) -> LineRunner | BatchRunner:
+def _compile(weights: str, config: Any, options: NeuronxOptions, graphs: Path) -> LineRunner | AlignedRunner:
     runner = tnx_model.load(weights, config, options, None, graphs)
     version = _compiler_version()
     if version is not None:

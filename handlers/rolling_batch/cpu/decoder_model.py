@@ -19,7 +19,7 @@ from handlers.ranks.shm_allreduce import ONE_RANK, ShmAllReduce
 from handlers.rolling_batch.attention.paged import SlotAttention, StepRows
 from handlers.rolling_batch.cpu.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.cpu.fusion import FusedRMSNorm, close
-from handlers.rolling_batch.cpu.kernel_choice import ALL, Borders, Work
+from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.cpu.lookup_tables import RotaryTable, embedding_rows
 
@@ -54,7 +54,9 @@ class DecoderModel:
         self.max_rows = ALL  # more are left to the layers
 
     @classmethod
-    def of(cls, model: Any, attention: SlotAttention, borders: Borders, decode_rows: int = ALL) -> DecoderModel | None:
+    def of(
+        cls, model: Any, attention: SlotAttention, crossovers: Crossovers, decode_rows: int = ALL
+    ) -> DecoderModel | None:
         """Return it for a model whose modules are fused, and which never decodes more than `decode_rows` rows at once.
 
         None if the kernel would not compute what the model does, or if the layers are faster one by one.
@@ -75,11 +77,11 @@ class DecoderModel:
         found = cls(model, attention)
         if not found._computes_the_same_as(model):
             return None
-        found.max_rows = found._border(model, borders, decode_rows)
+        found.max_rows = found._crossover(model, crossovers, decode_rows)
         found._space = _space(found._layers[2], 1)  # passes have fewer rows than were measured
         return found if found.max_rows else None
 
-    def _border(self, model: Any, borders: Borders, decode_rows: int) -> int:
+    def _crossover(self, model: Any, crossovers: Crossovers, decode_rows: int) -> int:
         """Return the number of rows up to which the call is faster than the layers one by one.
 
         It is while these use the same kernels for all their linear layers, and may be with more rows.
@@ -109,7 +111,7 @@ class DecoderModel:
 
         with torch.inference_mode():
             name = f"{len(model.model.layers)} decoder layers at once ({shapes})"
-            return borders.border(name, passes(self.logits), passes(layer_by_layer), least, decode_rows)
+            return crossovers.crossover(name, passes(self.logits), passes(layer_by_layer), least, decode_rows)
 
     def _computes_the_same_as(self, model: Any) -> bool:
         """Compare logits: a model may scale embeddings or logits, or do anything else outside its layers."""

@@ -17,16 +17,16 @@ from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.ranks.sharding import RowParallelLinear
-from handlers.rolling_batch.cpu.kernel_choice import Borders
+from handlers.rolling_batch.cpu.kernel_choice import Crossovers
 from handlers.rolling_batch.cpu.linears import is_plain, lay_out_linears
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-def fuse(model: nn.Module, borders: Borders) -> dict[str, int]:
+def fuse(model: nn.Module, crossovers: Crossovers) -> dict[str, int]:
     """Replace modules of `model`, on the CPU in float32 or bfloat16; return how many of each kind.
 
-    `borders` say which kernel computes how many rows of a linear layer.
+    `crossovers` say which kernel computes how many rows of a linear layer.
     """
     counts = {"norms": 0, "attentions": 0, "mlps": 0, "linears": 0}
     for module in list(model.modules()):
@@ -35,7 +35,7 @@ def fuse(model: nn.Module, borders: Borders) -> dict[str, int]:
             counts["norms"] += _replace(module, name, child, _is_rms_norm, FusedRMSNorm)
             counts["mlps"] += _replace(module, name, child, _is_gated_mlp, FusedGatedMLP)
     if next(model.parameters()).dtype == torch.bfloat16:
-        counts["linears"] = lay_out_linears(model, borders)
+        counts["linears"] = lay_out_linears(model, crossovers)
     return counts
 
 

@@ -11,7 +11,7 @@ import torch
 from handlers.checkpoints.placement import main_device
 from handlers.rolling_batch.attention.paged import UnsupportedAttentionError
 from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence, StepPlan
-from handlers.rolling_batch.schedule.slots import Copy
+from handlers.rolling_batch.schedule.slots import SlotCopy
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.runner.model_runner import ModelRunner
@@ -64,7 +64,7 @@ class LoadCheck:
         half = prompt // 2
         runner.run(StepPlan([], [Chunk(sequence, 0, half)]), set())
         sequence.slot = other
-        second = StepPlan([], [Chunk(sequence, half, prompt)], copies=[Copy(0, other, half)] if other else [])
+        second = StepPlan([], [Chunk(sequence, half, prompt)], copies=[SlotCopy(0, other, half)] if other else [])
         logits = [runner.run(second, set()).logits]
         for position in range(prompt, length):
             sequence.tokens.append(ids[position])

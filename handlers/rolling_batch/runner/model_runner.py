@@ -40,7 +40,7 @@ from handlers.rolling_batch.runner.step_layout import adapters_of, arrange, lay_
 from handlers.rolling_batch.runner.step_messages import Measure, Pass, Prepare, Stop, decode, encode
 from handlers.rolling_batch.runner.step_runner import StepLogits
 from handlers.rolling_batch.schedule.scheduler import StepPlan
-from handlers.rolling_batch.schedule.slots import Copy
+from handlers.rolling_batch.schedule.slots import SlotCopy
 from lmi_server.contract.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,8 @@ class ModelRunner:
         on_cpu = self._device.type == "cpu" and self._dtype in (torch.bfloat16, torch.float32)
         # The check and the probe come first: both need the modules as they were loaded.
         fuses = on_cpu and is_local and not is_spread(model)
-        self._borders = kernel_choice.measured_borders() if fuses else kernel_choice.Borders()
-        self.fused: dict[str, int] = fuse(model, self._borders) if fuses else {}
+        self._crossovers = kernel_choice.measured_crossovers() if fuses else kernel_choice.Crossovers()
+        self.fused: dict[str, int] = fuse(model, self._crossovers) if fuses else {}
         self._keeps_rows = keeps_rows(model)
         self.cache: KVCache
         self._attention: SlotAttention
@@ -86,7 +86,7 @@ class ModelRunner:
         self._lora: LoraLayers | None = None  # None until the first adapter
         self._step: Step  # computes rows that decode, if `_passes` are used
         self._passes: DecodePasses | None = None
-        self._copies_due: list[Copy] = []  # to be made before anything else of the next step
+        self._copies_due: list[SlotCopy] = []  # to be made before anything else of the next step
 
     @property
     def layers(self) -> list[LayerShape]:
@@ -127,10 +127,10 @@ class ModelRunner:
         if self.fused:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
             if self._keeps_rows:
-                self._decoder = DecoderModel.of(self._model, self._attention, self._borders, decode_rows)
+                self._decoder = DecoderModel.of(self._model, self._attention, self._crossovers, decode_rows)
             self.fused["models"] = int(self._decoder is not None)
             self._unpadded_rows = 0 if self._decoder is None else _rows_without_onednn(self._model)
-            self._borders.keep()
+            self._crossovers.keep()
 
     def compile(self, rows: int, compiler: Compile = torch_compile) -> bool:
         """Compile decoding of up to `rows` rows; return whether steps run the compiled code."""
@@ -284,7 +284,7 @@ class ModelRunner:
             return False
         return not self._has_adapters()
 
-    def _copy(self, copies: list[Copy]) -> None:
+    def _copy(self, copies: list[SlotCopy]) -> None:
         for copy in copies:
             self.cache.copy(copy.source, copy.target, copy.tokens)
 

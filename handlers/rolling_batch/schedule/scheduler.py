@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from handlers.rolling_batch.schedule.slots import Copy, Match, SlotTable, Trim
+from handlers.rolling_batch.schedule.slots import Match, SlotCopy, SlotTable, SlotTrim
 
 Policy = Literal["lpm", "fcfs"]
 
@@ -101,8 +101,8 @@ class StepPlan:
 
     decode: list[Sequence]
     prefill: list[Chunk]
-    trims: list[Trim] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
+    trims: list[SlotTrim] = field(default_factory=list)
+    copies: list[SlotCopy] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)
     retraction: Retraction | None = None
     drafts: Mapping[Sequence, list[int]] = field(default_factory=dict)

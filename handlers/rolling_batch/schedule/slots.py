@@ -22,7 +22,7 @@ _MIN_KEPT = 32  # tokens; fewer occupy a page per layer and head as well
 
 
 @dataclass(slots=True, frozen=True)
-class Trim:
+class SlotTrim:
     """Give the memory behind all but the first `keep` tokens of `slot` back to the system."""
 
     slot: int
@@ -30,7 +30,7 @@ class Trim:
 
 
 @dataclass(slots=True, frozen=True)
-class Copy:
+class SlotCopy:
     """Copy keys and values of the first `tokens` tokens from one slot to another."""
 
     source: int
@@ -59,8 +59,8 @@ class SlotTable:
 
     def __init__(self, slots: int, kv_tokens: int) -> None:
         self.kv_tokens = kv_tokens
-        self.trims: list[Trim] = []
-        self.copies: list[Copy] = []
+        self.trims: list[SlotTrim] = []
+        self.copies: list[SlotCopy] = []
         self._tree = PrefixTree()
         self._empty = dict.fromkeys(range(slots))  # an ordered set
         self._cached: dict[int, int] = {}  # tokens held by slot; the least recently used slot first
@@ -105,7 +105,7 @@ class SlotTable:
         if slot != match.slot:
             held = match.tokens if match.tokens >= _MIN_COPIED else 0
             if held:
-                self.copies.append(Copy(match.slot, slot, held))
+                self.copies.append(SlotCopy(match.slot, slot, held))
                 self._touch(match.slot)
         self._tree.remove(slot)
         self._tree.insert(slot, adapter, tokens)
@@ -147,7 +147,7 @@ class SlotTable:
         for slot in self._tree.slots_of(adapter) & self._cached.keys():
             self._forget(slot)
 
-    def step_planned(self) -> tuple[list[Trim], list[Copy]]:
+    def step_planned(self) -> tuple[list[SlotTrim], list[SlotCopy]]:
         """Return what the planned step has to do before it computes, trims first; forget it here."""
         done = self.trims, self.copies
         self.trims, self.copies = [], []
@@ -252,5 +252,5 @@ class SlotTable:
         self._empty[slot] = None
 
     def _trim(self, slot: int, keep: int) -> None:
-        self.trims.append(Trim(slot, keep))
+        self.trims.append(SlotTrim(slot, keep))
         self._set_resident(slot, keep)

@@ -25,7 +25,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from handlers.vllm.compilation.duty_cycle import wait_in_turns
+from handlers.vllm.compilation.duty_cycle import wait_while_pausing
 from lmi_server.machine import model_imports
 from lmi_server.machine.memory import free_and_total
 from lmi_server.machine.process_tree import end_with_parent
@@ -116,7 +116,7 @@ class BackgroundCompilation:
                 stderr=errors,
                 process_group=0,  # with the compilers that it starts, so that all can be stopped at once
             )
-            code = wait_in_turns(process, is_busy, self._stopped)
+            code = wait_while_pausing(process, is_busy, self._stopped)
             errors.seek(0)
             return code, errors.read().decode(errors="replace")
 
