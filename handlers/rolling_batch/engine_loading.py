@@ -19,7 +19,7 @@ from handlers.checkpoints.transformers_loading import eos_token_ids, sampling_de
 from handlers.ranks.communicator import Communicator
 from handlers.rolling_batch.attention.decode_passes import CudaCapture
 from handlers.rolling_batch.attention.kv_cache import bytes_per_token
-from handlers.rolling_batch.attention.paged import UnsupportedAttentionError
+from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.prompts import PromptEncoder

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from handlers.rolling_batch.attention.paged import SingleRows, SlotAttention
+from handlers.rolling_batch.attention.paged import SlotAttention
+from handlers.rolling_batch.attention.torch_attention import SingleRows
 from lmi_server.contract.errors import first_line
 
 _log = logging.getLogger(__name__)

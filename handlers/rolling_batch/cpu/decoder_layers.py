@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.rolling_batch.attention.paged import AttentionLayer, SlotAttention, StepRows
+from handlers.rolling_batch.attention.paged import SlotAttention
+from handlers.rolling_batch.attention.probe import AttentionLayer
+from handlers.rolling_batch.attention.rows import StepRows
 from handlers.rolling_batch.cpu.fusion import PROJECTIONS, FusedGatedMLP, FusedRMSNorm, ProjectionPart, close
 
 # What a decoder layer passes to the attention of a Llama. An attention that takes more also computes more: Ministral 3

@@ -16,7 +16,8 @@ from torch import nn
 from handlers.cpu_kernels.arguments import Activations, DecodeRows, LayerArrays, LayerSettings
 from handlers.ranks.sharding import RowParallelLinear
 from handlers.ranks.shm_allreduce import ONE_RANK, ShmAllReduce
-from handlers.rolling_batch.attention.paged import SlotAttention, StepRows
+from handlers.rolling_batch.attention.paged import SlotAttention
+from handlers.rolling_batch.attention.rows import StepRows
 from handlers.rolling_batch.cpu.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.cpu.fusion import FusedRMSNorm, close
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from handlers.rolling_batch.attention.kv_cache import bytes_per_token, fitting_tokens
-from handlers.rolling_batch.attention.paged import MAX_SCORES
+from handlers.rolling_batch.attention.torch_attention import MAX_SCORES
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from lmi_server.contract.errors import ModelMemoryError, first_line, is_out_of_memory

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from handlers.checkpoints.placement import main_device
-from handlers.rolling_batch.attention.paged import UnsupportedAttentionError
+from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence, StepPlan
 from handlers.rolling_batch.schedule.slots import SlotCopy
 

@@ -25,7 +25,9 @@ from handlers.rolling_batch.attention.decode_passes import (
     run_once,
 )
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
-from handlers.rolling_batch.attention.paged import ChunkRows, SlotAttention, StepRows, probe_layers
+from handlers.rolling_batch.attention.paged import SlotAttention
+from handlers.rolling_batch.attention.probe import probe_layers
+from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
 from handlers.rolling_batch.cpu import kernel_choice
 from handlers.rolling_batch.cpu.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.cpu.decoder_model import DecoderModel

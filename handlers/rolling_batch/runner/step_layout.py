@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from handlers.rolling_batch.attention.paged import ChunkRows
+from handlers.rolling_batch.attention.rows import ChunkRows
 from handlers.rolling_batch.runner.step_messages import Pass
 from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence, StepPlan
 

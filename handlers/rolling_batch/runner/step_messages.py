@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from handlers.rolling_batch.attention.paged import ChunkRows
+from handlers.rolling_batch.attention.rows import ChunkRows
 from handlers.rolling_batch.schedule.slots import SlotCopy, SlotTrim
 
 

@@ -188,27 +188,6 @@ def _excluded(logits: torch.Tensor, masks: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(bits == 0).to(logits.device)
 
 
-def _excluded(logits: torch.Tensor, masks: np.ndarray) -> torch.Tensor:
-    """Return which logits (rows, vocabulary) the masks do not allow, on the logits' device."""
-    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little", count=logits.shape[-1])
-    return torch.from_numpy(bits == 0).to(logits.device)
-
-
-def _masked_argmax(logits: torch.Tensor, rows: list[int], states: list[SamplingState]) -> list[int]:
-    masks = _masks(rows, states)
-    for mask, row in zip(masks, rows, strict=True):
-        banned = states[row].banned
-        for token in () if banned is None else banned.now():
-            mask[token // 32] &= ~np.uint32(1 << token % 32)
-    if not _has_kernels(logits):
-        return _argmax(logits[rows].masked_fill(_excluded(logits, masks), -torch.inf))
-    from handlers.cpu_kernels.rows import masked_argmax_rows
-
-    best = np.empty(len(rows), np.int64)
-    masked_argmax_rows(as_numpy(logits), np.array(rows), masks, best)
-    return best.tolist()
-
-
 def _exclude(logits: torch.Tensor, rows: list[int], states: list[SamplingState]) -> None:
     """Set what the grammars of these rows do not allow to minus infinity, in place: float32 (all rows, vocabulary)."""
     masks = _masks([states[row] for row in rows])

@@ -10,7 +10,7 @@ import torch
 from rolling_batch_helpers import Engine, check_log_probabilities, prompts, tiles_for_any_rows
 from tiny_models import CONTEXT, tiny_model
 
-from handlers.rolling_batch.attention.paged import ChunkRows, StepRows
+from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
 from handlers.rolling_batch.cpu import kernel_choice
 from handlers.rolling_batch.lora.layers import LoraPair
 from handlers.rolling_batch.runner.model_runner import ModelRunner
