@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from handlers.checkpoints.saving import saving
 from handlers.checkpoints.transformers_loading import from_pretrained
+from handlers.generation.prompts import PromptEncoder
 from handlers.neuron_failures import failures_of_load
 from handlers.neuronx import optimum_model, tnx_model
 from handlers.neuronx.options import (
@@ -26,10 +27,10 @@ from handlers.neuronx.options import (
     holds_graphs,
 )
 from handlers.rolling_batch.engine import RollingBatchEngine
-from handlers.rolling_batch.engine_loading import LoadedEngine, warm_up
-from handlers.rolling_batch.prompts import PromptEncoder
+from handlers.rolling_batch.engine_loading import LoadedEngine
 from handlers.rolling_batch.runner.bucket_runner import AlignedRunner, LineRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
+from handlers.rolling_batch.warm_up import warm_up
 from lmi_server.contract.errors import ModelLoadError, describe
 from lmi_server.machine import environment
 

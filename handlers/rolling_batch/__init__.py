@@ -7,11 +7,10 @@ The path of a step:
     attention/        attention of that pass over the slots of the KV cache
     cpu/              layers as `cpu_kernels/` computes them
     sampling/         chooses the next token of every sequence
-    detokenizer.py    turns tokens into text, without incomplete characters and possible stop sequences
     engine.py         the step that ties them together; `request.py` is what it knows of one request
 
 Beside the path: `lora/` has the adapters, `speculation/` the drafted tokens.
 
-Imports `checkpoints/`, `cpu_kernels/`, `ranks/`, `step_loop.py`, and of lmi_server the contract, the machine and the
-declarations of options.
+Imports `checkpoints/`, `cpu_kernels/`, `generation/`, `ranks/` and `step_loop.py`. Of lmi_server it imports the contract,
+the machine and the declarations of options.
 """

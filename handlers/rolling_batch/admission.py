@@ -6,10 +6,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from handlers.generation.parameters import max_new_tokens
+from handlers.generation.prompts import PromptEncoder
 from handlers.rolling_batch.grammars import Grammar
-from handlers.rolling_batch.prompts import PromptEncoder
 from handlers.rolling_batch.sampling.state import BannedTokens
-from lmi_server.contract.errors import ContextLengthError, RequestError
+from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import SamplingParameters
 
 _MAX_STOPS = 64
@@ -36,12 +37,7 @@ class Admission:
         """Return how many tokens the request may generate. Raises ContextLengthError or RequestError."""
         if not prompt:
             raise RequestError("the prompt has no tokens; send at least one character")
-        room = self._max_len - len(prompt)
-        wanted = parameters.max_new_tokens if parameters.max_new_tokens is not None else max(room, 1)
-        if parameters.fit_context and room > 0:
-            wanted = min(wanted, room)
-        if wanted > room:
-            raise ContextLengthError.of(len(prompt), wanted, len(prompt) + room)
+        granted = max_new_tokens(parameters, len(prompt), self._max_len)
         if len(parameters.stop) > _MAX_STOPS or any(len(stop) > _LONGEST_STOP for stop in parameters.stop):
             raise RequestError(
                 f"stop takes up to {_MAX_STOPS} sequences of up to {_LONGEST_STOP} characters each;"
@@ -62,7 +58,7 @@ class Admission:
         unknown = [token for token in named if not 0 <= token < self._vocabulary]
         if unknown:
             raise RequestError(f"token id {unknown[0]} is not in the vocabulary of {self._vocabulary} tokens")
-        return wanted
+        return granted
 
     def banned(self, parameters: SamplingParameters, grammar: Grammar | None) -> BannedTokens | None:
         """Return what a request must not generate; None, as for nearly every request, if it may generate anything.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
+from handlers.generation.detokenizer import TokenTexts
 from handlers.rolling_batch.admission import Admission
-from handlers.rolling_batch.detokenizer import TokenTexts
 from handlers.rolling_batch.grammars import Grammar, GrammarMasks
 from handlers.rolling_batch.lora.layers import LoraPair, LoraWeights
 from handlers.rolling_batch.request import Request

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher, TokenTexts
+from handlers.generation.detokenizer import IncrementalDetokenizer, StopMatcher, TokenTexts
+from handlers.generation.parameters import room_of
 from handlers.rolling_batch.grammars import Grammar
 from handlers.rolling_batch.sampling.sampler import Sampled, score
 from handlers.rolling_batch.sampling.state import SamplingState
@@ -129,8 +130,8 @@ class Request:
         return "length" if self.sequence.generated >= self.sequence.max_new_tokens else None
 
     def _usage(self) -> Usage:
-        sequence, asked = self.sequence, self.parameters.max_new_tokens
-        room = sequence.max_new_tokens if asked is not None and sequence.max_new_tokens < asked else None
+        sequence = self.sequence
+        room = room_of(self.parameters, sequence.max_new_tokens)
         return Usage(sequence.prompt_len, sequence.generated, sequence.cached, room=room)
 
     def _prompt_tokens(self) -> tuple[Token, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from handlers.checkpoints.saving import saving
-from handlers.rolling_batch.prompts import PromptEncoder
+from handlers.generation.prompts import PromptEncoder
 from handlers.tensorrt_llm import library
 from handlers.tensorrt_llm.adapters import Adapters
 from handlers.tensorrt_llm.checkpoint import Checkpoint, find

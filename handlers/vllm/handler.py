@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from handlers.chats.required import call_constraint, is_forced
+from handlers.generation.parameters import max_new_tokens, room_of
 from handlers.structured_output.compiler import GrammarCache
 from handlers.structured_output.limits import check_listed, check_style
 from handlers.vllm.options import VllmEngineOptions
 from handlers.vllm.requests.beam_search import Beam, search
-from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
+from lmi_server.contract.errors import ModelLoadError, RequestError
 from lmi_server.contract.generation import (
     BeamSearch,
     Delta,
@@ -121,10 +122,7 @@ class VllmHandler(LLMHandler):
         """Yield a delta without text for each step of the search, then the whole sequence."""
         loaded, sampling = self._loaded, request.sampling
         prompt = await self.tokenize(request)
-        room = loaded.info.max_model_len - len(prompt)
-        asked = sampling.max_new_tokens or room
-        if room < 1 or (asked > room and not sampling.fit_context):
-            raise ContextLengthError.of(len(prompt), asked, loaded.info.max_model_len)
+        granted = max_new_tokens(sampling, len(prompt), loaded.info.max_model_len)
         vocabulary = loaded.vocabulary
         before = vocabulary.decode(prompt)
         yield Delta("", prompt_text=before, prompt_token_ids=prompt)
@@ -142,7 +140,7 @@ class VllmHandler(LLMHandler):
             async with aclosing(self.generate(one_more)) as deltas:
                 return [top async for delta in deltas for token in delta.tokens for top in token.top]
 
-        async with aclosing(search(beams, min(asked, room), ends, likeliest)) as steps:
+        async with aclosing(search(beams, granted, ends, likeliest)) as steps:
             async for step in steps:
                 best = step
                 yield Delta("")  # it shows that the request makes progress
@@ -150,7 +148,7 @@ class VllmHandler(LLMHandler):
             msgspec.structs.replace(vocabulary.token(token.id), logprob=token.logprob) for token in best.tokens
         )
         text = vocabulary.decode([*prompt, *(token.id for token in tokens if not token.special)])
-        usage = Usage(len(prompt), len(tokens), room=room if asked > room else None)
+        usage = Usage(len(prompt), len(tokens), room=room_of(sampling, granted))
         yield Delta(text.removeprefix(before), tokens, "eos_token" if best.ended else "length", usage)
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:

@@ -65,7 +65,7 @@ INSIDE_MAY_IMPORT = {
         "lora": {"cpu", "engine"},
         "runner": {"attention", "cpu", "lora", "options", "schedule"},
         "sampling": set[str](),
-        "speculation": {"runner", "sampling", "schedule"},
+        "speculation": {"options", "runner", "sampling", "schedule"},
     },
 }
 TABLE = "lmi_server/configuration/handlers.py"
@@ -90,6 +90,7 @@ SHARED = {
     "checkpoints",
     "content",
     "cpu_kernels",
+    "generation",
     "neuron_failures",
     "ranks",
     "rolling_batch",

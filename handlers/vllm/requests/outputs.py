@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, TokenTexts
+from handlers.generation.detokenizer import IncrementalDetokenizer, TokenTexts
+from handlers.generation.parameters import room_of
 from handlers.structured_output.limits import LABELS
 from lmi_server.contract.errors import HandlerError, LmiServerError, RequestError
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
@@ -78,8 +79,9 @@ class DeltaBuilder:
             if isinstance(ended, LmiServerError):
                 return ended
             reason = ended
+            room = room_of(self._sampling, self.parameters.max_tokens)
             usage = Usage(
-                len(output.prompt_token_ids), self._completion_tokens, output.num_cached_tokens or 0, room=self._room()
+                len(output.prompt_token_ids), self._completion_tokens, output.num_cached_tokens or 0, room=room
             )
         tokens = self._tokens(output.prompt_token_ids, ids, completion)
         stop = completion.stop_reason
@@ -96,13 +98,6 @@ class DeltaBuilder:
             prompt_token_ids=tuple(output.prompt_token_ids),
             stop_reason=stop,
         )
-
-    def _room(self) -> int | None:
-        """Return how many tokens the context had room for, if the request asks for more."""
-        asked = self._sampling.max_new_tokens
-        if asked is None or not self._sampling.fit_context or self.parameters.max_tokens == asked:
-            return None
-        return int(self.parameters.max_tokens)
 
     def _tokens(self, prompt: Sequence[int], ids: Sequence[int], completion: Any) -> tuple[Token, ...]:
         """Return the tokens of a completion; the texts of scored ones join to the output."""

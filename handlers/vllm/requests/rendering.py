@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
-import logging
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +14,12 @@ from pydantic import ValidationError
 
 from handlers.chats.required import is_forced
 from handlers.checkpoints.text_length import LONG_TEXT_CHARS, TextLength
+from handlers.generation.parameters import max_new_tokens, warn_of_typical_p
 from handlers.vllm import library
 from handlers.vllm.requests.chats import ChatRenderer, ForcedCallParser, RenderedRequest
 from lmi_server.contract.errors import ContextLengthError, PayloadTooLargeError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.media.budget import media_of_request
-
-logger = logging.getLogger(__name__)
 
 MEDIA_SIZE = "max_media_size"
 """The parameter of the error for media that take too much."""
@@ -142,12 +139,6 @@ class PromptRenderer:
         )
 
 
-@functools.cache
-def _warn_of_typical_p() -> None:
-    """Warn once, not refuse: LangChain's HuggingFaceEndpoint sends it with every request."""
-    logger.warning("typical_p is ignored, because vLLM has no such parameter; top_p is the nearest")
-
-
 def sampling_params(
     sampling: SamplingParameters, stream: bool, prompt_len: int, max_model_len: int
 ) -> library.SamplingParams:
@@ -157,13 +148,8 @@ def sampling_params(
     fit into the context, RequestError if vLLM refuses a value.
     """
     if sampling.typical_p != 1.0:
-        _warn_of_typical_p()
-    room = max_model_len - prompt_len
-    max_tokens = sampling.max_new_tokens if sampling.max_new_tokens is not None else max(room, 1)
-    if sampling.fit_context and room > 0:
-        max_tokens = min(max_tokens, room)
-    if max_tokens > room:
-        raise ContextLengthError.of(prompt_len, max_tokens, max_model_len)
+        warn_of_typical_p("vLLM")
+    max_tokens = max_new_tokens(sampling, prompt_len, max_model_len)
     try:
         return library.SamplingParams(
             temperature=0.0 if sampling.greedy else sampling.temperature,

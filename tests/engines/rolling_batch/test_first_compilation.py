@@ -16,6 +16,7 @@ from tiny_models import tiny_model
 from waiting import wait_until
 
 from handlers.cpu_kernels import helpers
+from handlers.generation.prompts import PromptEncoder
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.cpu import first_compilation, kernel_choice
 from handlers.rolling_batch.cpu.first_compilation import (
@@ -24,8 +25,7 @@ from handlers.rolling_batch.cpu.first_compilation import (
     first_kernels,
     other_kernels,
 )
-from handlers.rolling_batch.engine_loading import warm_up
-from handlers.rolling_batch.prompts import PromptEncoder
+from handlers.rolling_batch.warm_up import warm_up
 
 
 @pytest.fixture

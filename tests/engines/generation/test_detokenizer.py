@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import byte_tokenizer, sentencepiece_tokenizer
 
-from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
+from handlers.generation.detokenizer import IncrementalDetokenizer, StopMatcher
 
 TOKENIZER = byte_tokenizer()
 EOS = 258

@@ -13,7 +13,7 @@ from tiny_models import byte_tokenizer
 from tokenizers import AddedToken
 
 from handlers.checkpoints.text_length import LONG_TEXT_CHARS
-from handlers.rolling_batch.prompts import PromptEncoder
+from handlers.generation.prompts import PromptEncoder
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 
