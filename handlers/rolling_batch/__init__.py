@@ -11,6 +11,6 @@ The path of a step:
 
 Beside the path: `lora/` has the adapters, `speculation/` the drafted tokens.
 
-Imports `checkpoints/`, `cpu_kernels/`, `generation/`, `ranks/` and `step_loop.py`. Of lmi_server it imports the contract,
-the machine and the declarations of options.
+Imports `checkpoints/`, `cpu_kernels/`, `generation/`, `ranks/` and `step_loop.py`, and of lmi_server the contract, the
+machine and the declarations of options.
 """

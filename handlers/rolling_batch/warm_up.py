@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from handlers.generation.prompts import PromptEncoder
 from handlers.rolling_batch.engine import RollingBatchEngine
-from handlers.rolling_batch.prompts import PromptEncoder
 from lmi_server.contract.generation import SamplingParameters
 
 

@@ -65,7 +65,7 @@ INSIDE_MAY_IMPORT = {
         "lora": {"cpu", "engine"},
         "runner": {"attention", "cpu", "lora", "options", "schedule"},
         "sampling": set[str](),
-        "speculation": {"options", "runner", "sampling", "schedule"},
+        "speculation": {"engine", "options", "runner", "sampling", "schedule"},
     },
 }
 TABLE = "lmi_server/configuration/handlers.py"
