@@ -28,7 +28,7 @@ from lmi_server.configuration.options import LONG_DTYPES
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MANIFEST_TYPE = "lmi-server ranks"  # DeepSpeed's own manifest has another value of this key
 _TENSORS_PER_FILE = 64
@@ -57,7 +57,7 @@ class Shards:
         tensors: dict[str, torch.Tensor] = {}
         for number, file in enumerate(self.files, start=1):
             tensors |= load_file(file)
-            _log.info("weights of this rank: %d of %d files read", number, len(self.files))
+            logger.info("weights of this rank: %d of %d files read", number, len(self.files))
         if self.quantization is not None:
             smoothed = {name.removesuffix(".smoothing") for name in tensors if name.endswith(".smoothing")}
             insert_empty_layers(model, smoothed)
@@ -139,7 +139,7 @@ def _save_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], rank: in
         # Copies, because safetensors refuses tensors that share memory, as tied weights do.
         save_file({name: tensors[name].clone() for name in names}, directory / _file_name(rank, number))
         done += sum(_size(tensors[name]) for name in names)
-        _log.info("weights of rank %d: %.1f of %.1f MiB written", rank, done / 2**20, total / 2**20)
+        logger.info("weights of rank %d: %.1f of %.1f MiB written", rank, done / 2**20, total / 2**20)
 
 
 def _groups(names: Iterable[str]) -> Iterator[Sequence[str]]:

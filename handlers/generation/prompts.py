@@ -26,7 +26,7 @@ class PromptEncoder:
     """Encodes prompts of any form: token ids, text or messages."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._length = TextLength(tokenizer)
         # One thread for each, so that any number of long prompts takes one core at most. The thread that gives way to
         # others must hardly ever have the GIL: whoever waits for that would wait as long as others have the cores.
@@ -41,10 +41,6 @@ class PromptEncoder:
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
 
     async def encode(self, request: GenerationRequest, limit: int = 0) -> tuple[list[int], str]:
         """Return the token ids and the text of the request's prompt.
@@ -119,12 +115,12 @@ class PromptEncoder:
         if self._backend is not None:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, special ones included. Raises RequestError if one is not in the vocabulary."""
-        vocabulary = len(self._tokenizer)
+        vocabulary = len(self.tokenizer)
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < vocabulary:
                 raise RequestError(f"token id {token} is not in the vocabulary of {vocabulary} tokens")
@@ -132,21 +128,21 @@ class PromptEncoder:
 
     async def _decode(self, ids: list[int]) -> str:
         if len(ids) <= LONG_TEXT_CHARS:
-            return str(self._tokenizer.decode(ids))
+            return str(self.tokenizer.decode(ids))
         return str(
-            await asyncio.get_running_loop().run_in_executor(self._python_side_thread, self._tokenizer.decode, ids)
+            await asyncio.get_running_loop().run_in_executor(self._python_side_thread, self.tokenizer.decode, ids)
         )
 
     def _render(self, request: GenerationRequest) -> str:
-        if not self._tokenizer.chat_template:
+        if not self.tokenizer.chat_template:
             raise RequestError(
                 "the model's tokenizer has no chat template, so `messages` cannot be served; send `prompt` or `inputs`,"
                 " or put a chat_template.jinja into the model directory"
             )
         chat = request.chat
-        messages = with_known_roles(request.messages or (), self._tokenizer.chat_template)
+        messages = with_known_roles(request.messages or (), self.tokenizer.chat_template)
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 template_messages(messages, self._arguments_as_text),
                 tools=list(request.tools) if request.tools else None,
                 documents=list(chat.documents) if chat.documents else None,
@@ -163,7 +159,7 @@ class PromptEncoder:
     def _arguments_as_text(self) -> bool:
         """Return whether the template needs the arguments of calls as text; found out when the first call comes."""
         return needs_text(
-            lambda messages, tools: self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+            lambda messages, tools: self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
         )
 
 

@@ -34,7 +34,7 @@ from handlers.rolling_batch.warm_up import warm_up
 from lmi_server.contract.errors import ModelLoadError, describe
 from lmi_server.machine import environment
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _VERSION = "VERSION"  # the file beside compiled graphs that names the compiler's version, as with LMI
 
@@ -140,7 +140,7 @@ def _warn_of_another_compiler(files: _Files) -> None:
     version = None if files.graphs is None else files.graphs / _VERSION
     here = _compiler_version()
     if version is not None and version.is_file() and here is not None and version.read_text().strip() != here:
-        _log.warning(
+        logger.warning(
             "%s was compiled by neuronx-cc %s, not by %s, which is installed; if it does not load, run lmi-server"
             " partition again",
             files.graphs,
@@ -215,7 +215,7 @@ def _compile(weights: str, config: Any, options: NeuronxOptions, graphs: Path) -
     version = _compiler_version()
     if version is not None:
         (graphs / _VERSION).write_text(version, encoding="utf-8")
-    _log.info("compiled graphs written to %s", graphs)
+    logger.info("compiled graphs written to %s", graphs)
     return runner
 
 

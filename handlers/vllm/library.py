@@ -75,7 +75,7 @@ __all__ = [
     "make_tool_call_id",
 ]
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Fields of a pooling request that belong to its prompt.
 _PROMPT_EXTRAS = ("mm_processor_kwargs", "cache_salt", "chat_template_kwargs")
@@ -87,7 +87,7 @@ def warn_of_unknown_version() -> None:
     """Log a warning if this handler was not tested with the installed version of vLLM."""
     if vllm.__version__.rpartition(".")[0] not in KNOWN_VERSIONS:
         known = " and ".join(KNOWN_VERSIONS)
-        _log.warning("vLLM %s is installed; the handler is tested with %s", vllm.__version__, known)
+        logger.warning("vLLM %s is installed; the handler is tested with %s", vllm.__version__, known)
 
 
 def version() -> str:

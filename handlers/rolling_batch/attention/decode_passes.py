@@ -22,7 +22,7 @@ from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.torch_attention import SingleRows
 from lmi_server.contract.errors import first_line
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 GRAPH_KEY = "option.enable_cuda_graph"
 COMPILE_KEY = "option.enable_torch_compile"
@@ -163,4 +163,4 @@ def checked(
 
 def log_no_effect(key: str, reason: str) -> None:
     """Log that decoding runs without what `key` asks for."""
-    _log.warning("%s has no effect, decoding runs eagerly: %s", key, reason)
+    logger.warning("%s has no effect, decoding runs eagerly: %s", key, reason)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.ranks.sharding import RowParallelLinear
+from handlers.ranks.sharding import RowParallelLinear, plain_linear
 from handlers.rolling_batch.cpu.kernel_choice import Crossovers
 from handlers.rolling_batch.cpu.linears import is_plain, lay_out_linears
 
@@ -89,10 +89,8 @@ class FusedRMSNorm(nn.Module):
 
         self.weight: nn.Parameter = norm.weight
         self._kernel = rms_norm
-        self.arguments = (
-            as_numpy(self.weight.detach()),
-            float(_epsilon(norm) or 0.0),
-        )  # of the kernel, behind the rows
+        # Of the kernel, behind the rows.
+        self.arguments = (as_numpy(self.weight.detach()), float(_epsilon(norm) or 0.0))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """(..., width) -> the same shape."""
@@ -194,13 +192,10 @@ class ProjectionPart(nn.Module):
 
 
 def _concatenated(linears: list[nn.Linear]) -> nn.Linear:
-    biased = any(linear.bias is not None for linear in linears)
+    biases = [
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+        for linear in linears
+    ]
+    is_biased = any(linear.bias is not None for linear in linears)
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    fused = nn.Linear(weight.shape[1], weight.shape[0], bias=biased, device="meta", dtype=weight.dtype)
-    fused.weight = nn.Parameter(weight, requires_grad=False)
-    if biased:
-        biases = [
-            weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears
-        ]
-        fused.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return fused
+    return plain_linear(weight, torch.cat(biases) if is_biased else None)

@@ -22,7 +22,7 @@ from lmi_server.contract.errors import ModelMemoryError, first_line, is_out_of_m
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.memory import free_and_total
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 # Prompt tokens per step (while others decode, while none does). In processor time of one core, a step of a model with
@@ -62,7 +62,7 @@ def step_size(runner: ModelRunner, max_len: int, options: RollingBatchOptions) -
     while asked is None and rows > _MIN_CHUNK and not _leaves_room(activations):
         rows //= 2
         activations = _activations(runner, rows)
-        _log.warning("a step computes at most %d prompt tokens: the GPU has no memory for more", rows)
+        logger.warning("a step computes at most %d prompt tokens: the GPU has no memory for more", rows)
     if activations is None:
         raise ModelMemoryError(
             f"option.chunked_prefill_size={rows}: a GPU has no memory for a step of so many prompt tokens beside the"

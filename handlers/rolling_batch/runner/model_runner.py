@@ -67,14 +67,14 @@ class ModelRunner:
         is_local: bool = True,
     ) -> None:
         self._model = model.eval()
-        self._device = main_device(model)
-        self._dtype: torch.dtype = model.dtype
+        self.device = main_device(model)
+        self.dtype: torch.dtype = model.dtype
         self._attention_name = f"lmi_rolling_batch_{next(_runner_ids)}"
         self.vocabulary = vocabulary_of(model)
         self._check = check or LoadCheck(model, max_len)
         self._attention_layers = probe_layers(model, f"{self._attention_name}_probe")
         self._communicator = communicator
-        on_cpu = self._device.type == "cpu" and self._dtype in (torch.bfloat16, torch.float32)
+        on_cpu = self.device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float32)
         # The check and the probe come first: both need the modules as they were loaded.
         fuses = on_cpu and is_local and not is_spread(model)
         self._crossovers = kernel_choice.measured_crossovers() if fuses else kernel_choice.Crossovers()
@@ -95,14 +95,6 @@ class ModelRunner:
         """What each attention layer keeps per token."""
         return [layer.shape for layer in self._attention_layers]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     def measure(self, rows: int) -> None:
         """Compute `rows` rows before there is a KV cache, so that the caller sees what memory a step takes."""
         self._broadcast(Measure(rows))
@@ -122,7 +114,7 @@ class ModelRunner:
         self._check.compare(self)
 
     def _allocate(self, slots: int, max_len: int, decode_rows: int = ALL) -> None:
-        self.cache = KVCache(self.layers, slots, max_len, self._dtype)
+        self.cache = KVCache(self.layers, slots, max_len, self.dtype)
         self._attention = SlotAttention(self.cache, self._attention_name)
         self._model.set_attn_implementation(self._attention_name)
         self._step = DecodeStep(self._model, self._attention)
@@ -175,7 +167,7 @@ class ModelRunner:
         return self._lora is not None and self._lora.is_active
 
     def _passes_of(self, step: Step, rows: int, capture: Capture) -> DecodePasses:
-        return DecodePasses(step, rows, self.cache.max_len, self._device, capture)
+        return DecodePasses(step, rows, self.cache.max_len, self.device, capture)
 
     def _uncompilable(self) -> str | None:
         if self._attention.has_kernels:
@@ -184,7 +176,7 @@ class ModelRunner:
 
     def uncapturable(self) -> str | None:
         """Return why decoding cannot be recorded as CUDA graphs, as far as that is known before."""
-        return "the model is on the CPU" if self._device.type == "cpu" else self._divided()
+        return "the model is on the CPU" if self.device.type == "cpu" else self._divided()
 
     def _divided(self) -> str | None:
         if self._communicator is not None:
@@ -202,7 +194,7 @@ class ModelRunner:
                 "a model that is split over ranks takes no LoRA adapters; set option.tensor_parallel_degree=1"
             )
         if self._lora is None:
-            pad = padded if self._device.type == "cpu" else list
+            pad = padded if self.device.type == "cpu" else list
             self._lora = LoraLayers(self._model, self._keeps_rows, pad)
         return self._lora
 
@@ -229,7 +221,7 @@ class ModelRunner:
 
     def _pad(self, step: Pass) -> Pass:
         """Add rows that nothing reads to a pass that oneDNN computes."""
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             return step
         rows = len(step.token_ids)
         if rows > self._unpadded_rows and not self._is_at_once(rows, step.chunks):
@@ -291,7 +283,7 @@ class ModelRunner:
             self.cache.copy(copy.source, copy.target, copy.tokens)
 
     def _forward(self, token_ids: list[int], positions: list[int], keep: list[int]) -> torch.Tensor:
-        ids, places = (torch.tensor([numbers], device=self._device) for numbers in (token_ids, positions))
+        ids, places = (torch.tensor([numbers], device=self.device) for numbers in (token_ids, positions))
         # Not a tensor: accelerate would move that to the first device of a model, and the rows are on its last one.
         kept = np.array(keep, np.int64)
         if self._decoder is not None and (normed := self._decoder.normed(ids, places, kept)) is not None:

@@ -33,7 +33,7 @@ from lmi_server.machine.process_tree import end_with_parent
 if TYPE_CHECKING:
     from handlers.vllm.compilation.stored_code import UncompiledModel
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _COMPILER_BYTES = 2 * _GIB  # what the compiling process needs beside the weights and the KV cache
@@ -71,13 +71,13 @@ class BackgroundCompilation:
         needed = sum(model.weight_bytes for model in self._models) + self._kv_bytes + _COMPILER_BYTES
         free, _ = free_and_total()
         if free < needed:
-            _log.warning(
+            logger.warning(
                 "the model goes on uncompiled: to compile it %.1f GiB of memory would be needed and %.1f are free",
                 needed / _GIB,
                 free / _GIB,
             )
             return
-        _log.info("serving uncompiled code while vLLM compiles the model in the background")
+        logger.info("serving uncompiled code while vLLM compiles the model in the background")
         Thread(target=self._run, args=(is_busy,), name="compilation", daemon=True).start()
 
     def stop(self) -> None:
@@ -95,11 +95,11 @@ class BackgroundCompilation:
         reason = errors.strip().rpartition("\n")[2] or (f"it was ended by signal {-code}" if code < 0 else "")
         not_usable = [] if code else [str(model.path) for model in self._models if not model.use_compiled()]
         if code:
-            _log.warning("the model goes on uncompiled, vLLM could not compile it (exit code %d): %s", code, reason)
+            logger.warning("the model goes on uncompiled, vLLM could not compile it (exit code %d): %s", code, reason)
         elif not_usable:
-            _log.warning("the model goes on uncompiled, the compiled code cannot be used: %s", ", ".join(not_usable))
+            logger.warning("the model goes on uncompiled, the compiled code cannot be used: %s", ", ".join(not_usable))
         else:
-            _log.info("compiled in %.0f s; the compiled code runs from now on", time.monotonic() - began)
+            logger.info("compiled in %.0f s; the compiled code runs from now on", time.monotonic() - began)
 
     def _compile(self, is_busy: Callable[[], bool]) -> tuple[int, str]:
         """Run the compiling process to its end; return its exit code and its standard error."""

@@ -34,7 +34,7 @@ from vllm.config import set_current_vllm_config
 from handlers.checkpoints.contents import contents_digest
 from handlers.vllm import library
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class UncompiledModel:
@@ -106,7 +106,7 @@ def can_store_code() -> bool:
         with tempfile.TemporaryFile(dir=directory):
             return True
     except OSError as error:
-        _log.warning("the model runs uncompiled, VLLM_CACHE_ROOT cannot be written: %s", error)
+        logger.warning("the model runs uncompiled, VLLM_CACHE_ROOT cannot be written: %s", error)
         return False
 
 
@@ -131,7 +131,7 @@ def _replace_loader(load: Callable[[Any, str], Callable[..., Any] | None]) -> bo
     """
     name = "_try_load_aot_compiled_fn"
     if not hasattr(decorators, name) or not envs.VLLM_USE_AOT_COMPILE or envs.VLLM_DISABLE_COMPILE_CACHE:
-        _log.warning(
+        logger.warning(
             "vLLM %s stores no compiled code here, or in a way that is not known; it compiles now", library.version()
         )
         return False
@@ -148,7 +148,7 @@ def _stored_code(module: Any, path: Path) -> Callable[..., Any] | None:
             compiled = torch.compiler.load_compiled_function(file, f_globals=module.forward.__globals__)
         decorators._verify_source_unchanged(compiled.source_info(), module.vllm_config)
     except Exception as error:  # noqa: BLE001
-        _log.warning("the compiled code in %s cannot be used: %s", path, error)
+        logger.warning("the compiled code in %s cannot be used: %s", path, error)
         return None
     if not module.compilation_config.dynamic_shapes_config.evaluate_guards:
         compiled.disable_guard_check()

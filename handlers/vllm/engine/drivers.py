@@ -32,7 +32,7 @@ from handlers.vllm.requests.rendering import CLIENT_ERRORS, as_request_error
 from lmi_server.contract.errors import HandlerError, LmiServerError, failure_of
 from lmi_server.contract.generation import Delta
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _LIVENESS_INTERVAL_S = 0.2
 
@@ -163,8 +163,8 @@ class InProcessEngine:
         try:
             delta = deltas.build(output)
         # The border to tokenizers, which may raise anything: the text of one request must not end the others.
-        except BaseException as error:  # noqa: BLE001
-            _log.exception("a request fails: its output has no text")
+        except BaseException as error:
+            logger.exception("a request fails: its output has no text")
             self.abort(int(output.request_id))
             delta = failure_of(error)
         emit(delta)
@@ -237,6 +237,6 @@ def end_process() -> None:
 
     `sys.exit` would not do: any thread may call this, and vLLM's exit handlers may wait for the engine that died.
     """
-    _log.critical("vLLM's engine died; this worker ends, and another one takes over")
+    logger.critical("vLLM's engine died; this worker ends, and another one takes over")
     logging.shutdown()
     os._exit(1)

@@ -37,7 +37,7 @@ from lmi_server.contract.handler import ModelInfo
 from lmi_server.machine import model_imports
 from lmi_server.machine.environment import own_rank, process_environment
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _WARM_UP = "warm-up"
 CANNOT_LOAD = "vLLM cannot load the model"
@@ -191,7 +191,7 @@ def _chat_renderer(
     except ModelLoadError as error:
         if options.tool_call_parser != AUTO or tools.name is None:
             raise
-        _log.warning("requests with tools are refused: %s", error.message)
+        logger.warning("requests with tools are refused: %s", error.message)
         return made(ToolParser(None, error.message))
 
 

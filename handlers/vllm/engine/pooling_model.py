@@ -26,7 +26,7 @@ from handlers.vllm.requests.rendering import CLIENT_ERRORS, as_request_error
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.dialects.openai.embeddings import EmbeddingRequest
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _EMBED, _CLASSIFY = "embed", "classify"
 _SCORERS = ("bi-encoder", "cross-encoder", "late-interaction")
@@ -168,8 +168,8 @@ class PoolingModel:
                 for output in self._engine.step():
                     results[output.request_id] = _result(output)
         # The border to the engine, which guarantees nothing after an exception: another worker takes over.
-        except Exception:  # noqa: BLE001
-            _log.exception("a step failed")
+        except Exception:
+            logger.exception("a step failed")
             end_process()
         return list(results.values())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from handlers.vllm import library
 
-_log = logging.getLogger("handlers.vllm.handler")
+logger = logging.getLogger("handlers.vllm.handler")
 
 _LINE_INTERVAL_S = 5.0
 _IDLE_S = 1.0  # without a step for so long the engine was idle; the longest steps, of long prompts, take less
@@ -77,7 +77,7 @@ class Statistics:
     def _write_line(self, now: float) -> None:
         self._rate = (self._generated - self._generated_at_line) / (now - self._line_at)
         self._line_at, self._generated_at_line = now, self._generated
-        _log.info(
+        logger.info(
             "Decode batch. #running-req: %d, #token: %d, token usage: %.2f,"
             " gen throughput (token/s): %.2f, #queue-req: %d",
             self._running,
