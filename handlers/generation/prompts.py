@@ -28,8 +28,8 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._length = TextLength(tokenizer)
-        # One thread for each, so that any number of long prompts takes one core at most. The thread that gives way to
-        # others must hardly ever have the GIL: whoever waits for that would wait as long as others have the cores.
+        # One thread for each, so that any number of long prompts takes one core at most. A thread of low priority must
+        # hardly ever have the GIL: a thread that waits for the GIL would wait until other programs leave it a core.
         self._thread = ThreadPoolExecutor(1, "tokenize", initializer=_yield_to_others)
         self._python_thread = ThreadPoolExecutor(1, "prompts")
         # Texts that may be longer than any prompt have threads of their own: no prompt waits for them.

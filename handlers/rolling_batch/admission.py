@@ -19,7 +19,7 @@ _LONGEST_STOP = 1000  # characters; every token's text is searched for every sto
 
 
 class Admission:
-    """Checks requests for a model with `vocabulary` tokens, of which `end_ids` end a sequence.
+    """Checks requests for a model with `vocabulary` tokens; `end_ids` are those that end a sequence.
 
     `max_len` is the number of tokens that prompt and output may have together. `scores_prompts`: the runner can.
     """

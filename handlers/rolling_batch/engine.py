@@ -259,8 +259,8 @@ class RollingBatchEngine:
     def fail_running(self, error: BaseException) -> None:
         """End every running request with an error after a step failed. Waiting requests stay in the queue.
 
-        If none ran, it was the plan that failed, over those that wait: they end, because each further step would fail
-        as well. The failed step may have written some of its keys and values, so that nothing of those slots is reused.
+        If none ran, planning failed over the waiting requests: they end, because each further step would fail as well.
+        The failed step may have written some of its keys and values, so nothing of its slots is reused.
         Raises EngineLostError if the GPU failed, because every further step would fail as well.
         """
         if is_device_failure(error):

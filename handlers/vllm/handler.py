@@ -71,7 +71,7 @@ class VllmHandler(LLMHandler):
         """Yield the deltas of one request."""
         if is_forced(request):
             request = call_constraint(request)
-        request = msgspec.structs.replace(request, sampling=await self._constrained(request.sampling))
+        request = msgspec.structs.replace(request, sampling=await self._constrain(request.sampling))
         if request.sampling.beams is not None:
             async with aclosing(self._search(request, request.sampling.beams)) as found:
                 async for delta in found:
@@ -79,14 +79,14 @@ class VllmHandler(LLMHandler):
             return
         loaded = self._loaded
         with loaded.adapters.using(request.adapter) as adapter:
-            rendered = await self._rendered(request)
+            rendered = await self._render(request)
             builder, parser = loaded.delta_builder(request, rendered), rendered.parser
             deltas = loaded.driver.generate(rendered.prompt, builder, request.priority, adapter)
             async with aclosing(deltas):
                 async for delta in deltas:
                     yield delta if parser is None else parser.parse(delta)
 
-    async def _constrained(self, sampling: SamplingParameters) -> SamplingParameters:
+    async def _constrain(self, sampling: SamplingParameters) -> SamplingParameters:
         """Return `sampling` with its constraint as vLLM takes it. Raises RequestError if it cannot be compiled."""
         constraint = sampling.structured_outputs
         if constraint is None or not (self._own_grammars or constraint.kind in _BOUNDED):
@@ -101,7 +101,7 @@ class VllmHandler(LLMHandler):
             return sampling
         return msgspec.structs.replace(sampling, structured_outputs=StructuredOutputs(kind="grammar", value=text))
 
-    async def _rendered(self, request: GenerationRequest) -> RenderedRequest:
+    async def _render(self, request: GenerationRequest) -> RenderedRequest:
         """Return `request` in vLLM's form. What vLLM's parser adds for strict tools becomes a grammar, or is left out.
 
         The forms of some families are none that a grammar here can have.
@@ -115,7 +115,7 @@ class VllmHandler(LLMHandler):
         # Free text with tags has no special tokens, so that a model could not write a marker that is one.
         if sampling.structured_outputs is None and not any(token in added.value for token in special):
             with contextlib.suppress(RequestError):
-                sampling = await self._constrained(rendered.sampling)
+                sampling = await self._constrain(rendered.sampling)
         return dataclasses.replace(rendered, sampling=sampling)
 
     async def _search(self, request: GenerationRequest, beams: BeamSearch) -> AsyncGenerator[Delta, None]:

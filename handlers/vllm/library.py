@@ -115,7 +115,7 @@ def short_request() -> tuple[Any, SamplingParams]:
 
 
 @contextmanager
-def unrecorded(engine: LLMEngine) -> Iterator[None]:
+def without_metrics(engine: LLMEngine) -> Iterator[None]:
     """Keep the steps of `engine` out of vLLM's metrics."""
     manager, engine.logger_manager = engine.logger_manager, None
     try:
@@ -246,7 +246,7 @@ def compiles_own_grammars(config: Any, tokenizer: Any, others: bool) -> bool:
     """Return whether vLLM compiles constraints with llguidance, in whose form `handlers/structured_output` writes them.
 
     It is chosen here unless `others`: the options say otherwise. vLLM's own choice for JSON, xgrammar, ignores some
-    keywords without a word. gpt-oss writes its answers between tokens of which llguidance's texts know nothing.
+    keywords without a word. gpt-oss writes its answers between tokens that llguidance's texts do not have.
     """
     chosen = config.structured_outputs_config
     harmony = config.model_config.hf_config.model_type == "gpt_oss"

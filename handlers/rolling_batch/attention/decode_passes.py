@@ -139,7 +139,7 @@ def column_counts(max_len: int) -> list[int]:
     return [*itertools.takewhile(lambda length: length < max_len, lengths), max_len]
 
 
-def checked(
+def make_passes(
     key: str, make: Callable[[], DecodePasses], eager: Callable[[list[int], list[int], list[int]], torch.Tensor]
 ) -> DecodePasses | None:
     """Return the passes that `make` returns if they compute what `eager` does; otherwise None, and log why `key` fails.

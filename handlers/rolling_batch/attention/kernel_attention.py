@@ -33,7 +33,7 @@ class KernelAttention:
         """Return keys or values as they are: these kernels give no weight to what a row does not see."""
         return states
 
-    def kept(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    def cache_of(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values of a layer, each (slots, kv_heads, max_len, dim)."""
         return self._keys[layer], self._values[layer]
 

@@ -47,7 +47,7 @@ class SlotAttention:
         self._decoding = None
 
     def begin_decoding(self, rows: SingleRows) -> None:
-        """Set the rows of the next forward passes, all of which decode; only without kernels."""
+        """Set the rows of the next forward passes, which decode; only without kernels."""
         self._decoding = rows
 
     @property
@@ -55,9 +55,9 @@ class SlotAttention:
         """Whether the compiled CPU kernels attend, and not torch's operators."""
         return isinstance(self._operators, KernelAttention)
 
-    def kept(self, layer: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def cache_of(self, layer: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return a layer's keys and values as the kernels see them; None if the kernels do not support this cache."""
-        return self._operators.kept(layer) if isinstance(self._operators, KernelAttention) else None
+        return self._operators.cache_of(layer) if isinstance(self._operators, KernelAttention) else None
 
     def single_rows(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return slots and positions of all rows; None if some rows belong to chunks."""
@@ -105,7 +105,7 @@ class SlotAttention:
         """Attend for the chunks of a group: each row to the tokens that the group shares, and to its own sequence's.
 
         If those tokens are still in another slot, keys and values are those of that slot with the group's own behind
-        them: the copy to the slots of the group can then wait until after this step, when nobody waits for it.
+        them. The copy to the slots of the group can then follow the step, off its critical path.
         """
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         self._operators.write(layer, key[:, group.rows], value[:, group.rows], group)

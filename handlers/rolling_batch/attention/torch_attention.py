@@ -29,7 +29,7 @@ class SingleRows:
     _masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by window
 
     @classmethod
-    def of(cls, rows: StepRows, device: torch.device) -> SingleRows:
+    def from_rows(cls, rows: StepRows, device: torch.device) -> SingleRows:
         slots, positions = (torch.as_tensor(numbers, device=device) for numbers in (rows.slots, rows.positions))
         return cls(slots, positions, int(rows.positions.max()) + 1)
 
@@ -61,8 +61,8 @@ class TorchAttention:
     def harmless(self, states: torch.Tensor) -> torch.Tensor:
         """Return keys or values with zeros in place of what is not finite.
 
-        torch's operators also read what is masked, and give it the weight zero: a NaN or an infinity that one sequence
-        leaves behind in a slot would make all outputs of the next one NaN.
+        torch's operators also read what is masked, with a weight of zero. A NaN or an infinity of a former sequence in the
+        slot would make all outputs of the next sequence NaN.
         """
         return torch.nan_to_num(states, nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -94,7 +94,7 @@ class TorchAttention:
         if rows is not self._rows:
             self._rows, self._singles = rows, {}
         if device not in self._singles:
-            self._singles[device] = SingleRows.of(rows, device)
+            self._singles[device] = SingleRows.from_rows(rows, device)
         return self._singles[device]
 
     def attend_rows(
@@ -108,7 +108,7 @@ class TorchAttention:
     ) -> torch.Tensor:
         """Query (heads, rows, dim), keys and values (kv_heads, rows, dim) -> (rows, heads, value_dim)."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        # Written before it is read: several rows may be tokens of one slot, each of which sees those before it.
+        # Written before it is read: several rows may be tokens of one slot, and each sees the earlier ones.
         keys[rows.slots, :, rows.positions] = key.transpose(0, 1)
         values[rows.slots, :, rows.positions] = value.transpose(0, 1)
         queries = query.transpose(0, 1).unflatten(1, (keys.shape[1], -1))

@@ -169,7 +169,7 @@ class SharedProjection(nn.Module):
 
     def part(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
         """Return output `index` for `hidden`; the call for the first output computes all of them."""
-        if hidden is not self._input:  # by identity: an equal tensor of a later call is another one
+        if hidden is not self._input:  # by identity: a later call may pass an equal tensor
             self._input, self._outputs = hidden, self.linear(hidden).split(self.widths, dim=-1)
         output = self._outputs[index]
         if index == len(self.widths) - 1:

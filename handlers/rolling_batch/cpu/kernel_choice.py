@@ -46,8 +46,8 @@ _FILE = "measured_borders.json"
 def thread_seconds(work: Work) -> float:
     """Run work that OpenMP shares out; return the processor time of this thread, which computes a part of it.
 
-    The parts are alike, and whoever waits for another thread's part sleeps soon. So this is about the time that passes
-    on an idle machine, and on a busy one the turns of other programs do not count.
+    The parts are alike, and a thread that waits for another one's part soon sleeps. So this is about the time on an idle
+    machine, and the time slices of other programs do not count.
     """
     began = time.thread_time()
     work()
@@ -92,7 +92,7 @@ class Crossovers:
         if crossover is None:
             began = time.perf_counter()
             end = began + self._max_seconds - self._spent
-            crossover = self._measured(few, many, least, most, end)
+            crossover = self._measure(few, many, least, most, end)
             self._spent += time.perf_counter() - began
             if crossover is not None:
                 self._known[name], self._is_new = crossover, True
@@ -101,7 +101,7 @@ class Crossovers:
         self._asked[name] = crossover
         return ALL if crossover is None else crossover
 
-    def _measured(
+    def _measure(
         self, few: Callable[[int], Work], many: Callable[[int], Work], least: int, most: int, end: float
     ) -> int | None:
         crossover, took = least, 0.0
@@ -165,7 +165,7 @@ def _in_words(crossover: int | None) -> str:
     return "any" if crossover == ALL else f"up to {crossover}" if crossover else "none"
 
 
-def measured_crossovers() -> Crossovers:
+def load_crossovers() -> Crossovers:
     """Return the crossovers of this machine for the number of threads that torch has now."""
     from handlers.cpu_kernels.compilation import SOURCES, target
 

@@ -34,7 +34,7 @@ class LineModel(Protocol):
     def prefill(self, token_ids: torch.Tensor, length: int, line: int) -> torch.Tensor:
         """Compute a prompt from position 0 in `line`; return the logits behind its last token, (vocabulary,).
 
-        `token_ids` is (1, bucket), of which the first `length` are the prompt.
+        `token_ids` is (1, bucket): the first `length` are the prompt.
         """
         ...
 

@@ -34,7 +34,7 @@ _GIB = 2**30
 _CPU_CHUNKS = (128, 512)
 _GPU_CHUNKS = (2048, 8192)
 _MIN_CHUNK = 256
-_LARGEST_STEP = 0.25  # of the free memory, for a chunk that nobody asked for
+_LARGEST_STEP = 0.25  # of the free memory, for a chunk whose size no option gives
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.9  # of the free memory
 # Scores, their soft cap, and their weights in float32 and in the model's type. torch's fused kernels take less.
 _BYTES_PER_SCORE = 12

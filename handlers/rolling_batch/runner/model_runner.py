@@ -20,8 +20,8 @@ from handlers.rolling_batch.attention.decode_passes import (
     DecodePasses,
     DecodeStep,
     Step,
-    checked,
     log_no_effect,
+    make_passes,
     run_once,
 )
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
@@ -38,7 +38,7 @@ from handlers.rolling_batch.lora.layers import LoraLayers
 from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep, torch_compile
 from handlers.rolling_batch.runner.load_check import LoadCheck, keeps_rows, vocabulary_of
 from handlers.rolling_batch.runner.pass_threads import begin_pass, start_helpers
-from handlers.rolling_batch.runner.step_layout import adapters_of, arrange, lay_out, padded, rows_to_keep
+from handlers.rolling_batch.runner.step_layout import adapters_of, arrange, lay_out, pad_rows, rows_to_keep
 from handlers.rolling_batch.runner.step_messages import Measure, Pass, Prepare, Stop, decode, encode
 from handlers.rolling_batch.runner.step_runner import StepLogits
 from handlers.rolling_batch.schedule.scheduler import StepPlan
@@ -77,7 +77,7 @@ class ModelRunner:
         on_cpu = self.device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float32)
         # The check and the probe come first: both need the modules as they were loaded.
         fuses = on_cpu and is_local and not is_spread(model)
-        self._crossovers = kernel_choice.measured_crossovers() if fuses else kernel_choice.Crossovers()
+        self._crossovers = kernel_choice.load_crossovers() if fuses else kernel_choice.Crossovers()
         self.fused: dict[str, int] = fuse(model, self._crossovers) if fuses else {}
         self._keeps_rows = keeps_rows(model)
         self.cache: KVCache
@@ -121,7 +121,7 @@ class ModelRunner:
         if self.fused:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
             if self._keeps_rows:
-                self._decoder = DecoderModel.of(self._model, self._attention, self._crossovers, decode_rows)
+                self._decoder = DecoderModel.from_model(self._model, self._attention, self._crossovers, decode_rows)
             self.fused["models"] = int(self._decoder is not None)
             self._unpadded_rows = 0 if self._decoder is None else _rows_without_onednn(self._model)
             self._crossovers.keep()
@@ -134,7 +134,7 @@ class ModelRunner:
         for kept in (*self.cache.keys, *self.cache.values):
             torch._dynamo.mark_static(kept)  # only rows and columns vary
         step = CompiledStep(self._step, compiler)
-        passes = checked(COMPILE_KEY, lambda: self._passes_of(step, rows, run_once), self._decoded_eagerly)
+        passes = make_passes(COMPILE_KEY, lambda: self._passes_of(step, rows, run_once), self._decode_eagerly)
         if passes is None or step.is_eager:
             return False
         self._step, self._passes = step, passes
@@ -146,7 +146,7 @@ class ModelRunner:
         if (reason := self.uncapturable()) is not None:
             log_no_effect(GRAPH_KEY, reason)
             return 0
-        passes = checked(GRAPH_KEY, lambda: self._passes_of(self._step, rows, capture()), self._decoded_eagerly)
+        passes = make_passes(GRAPH_KEY, lambda: self._passes_of(self._step, rows, capture()), self._decode_eagerly)
         if passes is None:
             return 0
         self._passes = passes
@@ -172,18 +172,18 @@ class ModelRunner:
     def _uncompilable(self) -> str | None:
         if self._attention.has_kernels:
             return "on the CPU a model in bf16 or fp32 runs on kernels of this project, which torch cannot compile"
-        return self._divided()
+        return self._why_divided()
 
     def uncapturable(self) -> str | None:
         """Return why decoding cannot be recorded as CUDA graphs, as far as that is known before."""
-        return "the model is on the CPU" if self.device.type == "cpu" else self._divided()
+        return "the model is on the CPU" if self.device.type == "cpu" else self._why_divided()
 
-    def _divided(self) -> str | None:
+    def _why_divided(self) -> str | None:
         if self._communicator is not None:
             return "the model is split over ranks"
         return "the model is spread over several devices" if is_spread(self._model) else None
 
-    def _decoded_eagerly(self, token_ids: list[int], positions: list[int], slots: list[int]) -> torch.Tensor:
+    def _decode_eagerly(self, token_ids: list[int], positions: list[int], slots: list[int]) -> torch.Tensor:
         return self._compute(Pass(token_ids, positions, slots, [], [0], [], []))
 
     @property
@@ -194,7 +194,7 @@ class ModelRunner:
                 "a model that is split over ranks takes no LoRA adapters; set option.tensor_parallel_degree=1"
             )
         if self._lora is None:
-            pad = padded if self.device.type == "cpu" else list
+            pad = pad_rows if self.device.type == "cpu" else list
             self._lora = LoraLayers(self._model, self._keeps_rows, pad)
         return self._lora
 
@@ -213,7 +213,7 @@ class ModelRunner:
         try:
             logits = self._compute(step)[: len(kept.rows)]
         except BaseException as error:
-            # The other ranks have computed the step, or fail as well. Nobody knows which, so the group has to end.
+            # Whether the other ranks have computed the step is unknown, so the group has to end.
             if self._communicator is not None:
                 raise GroupBrokenError(f"a step failed on rank 0: {type(error).__name__}: {error}") from error
             raise
@@ -225,8 +225,8 @@ class ModelRunner:
             return step
         rows = len(step.token_ids)
         if rows > self._unpadded_rows and not self._is_at_once(rows, step.chunks):
-            step = replace(step, token_ids=padded(step.token_ids), positions=padded(step.positions))
-        return replace(step, keep=padded(step.keep)) if len(step.keep) > self._unpadded_rows else step
+            step = replace(step, token_ids=pad_rows(step.token_ids), positions=pad_rows(step.positions))
+        return replace(step, keep=pad_rows(step.keep)) if len(step.keep) > self._unpadded_rows else step
 
     def follow(self) -> None:
         """Compute the passes that rank 0 sends, until it sends Stop."""

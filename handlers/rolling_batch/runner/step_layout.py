@@ -122,8 +122,8 @@ def adapters_of(plan: StepPlan) -> list[Any]:
     return adapters
 
 
-def padded(rows: list[int]) -> list[int]:
-    """Add rows that nobody reads, so that few different numbers of rows occur.
+def pad_rows(rows: list[int]) -> list[int]:
+    """Add unused rows, so that few different numbers of rows occur.
 
     oneDNN compiles code for every shape that it meets, and keeps it. Without padding it would do so hundreds of times,
     in the middle of requests.

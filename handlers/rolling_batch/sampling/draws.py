@@ -27,7 +27,7 @@ def draw_from_best(logits: torch.Tensor, states: list[SamplingState]) -> list[in
     """Draw from the best tokens of each row, sorted: as many as the greatest top_k."""
     values, ids = _best(logits, states)
     values = values / _temperatures(logits, states)
-    kept = _kept(values, [state.parameters for state in states])
+    kept = _drawable(values, [state.parameters for state in states])
     columns = gumbel.draw(values.masked_fill(~kept, -torch.inf), ids, [state.key for state in states])
     tokens: list[int] = ids[torch.arange(len(states)), columns].tolist()
     return tokens
@@ -45,7 +45,7 @@ def _temperatures(logits: torch.Tensor, states: list[SamplingState]) -> torch.Te
     return torch.tensor([[state.parameters.temperature] for state in states], device=logits.device)
 
 
-def _kept(logits: torch.Tensor, parameters: list[SamplingParameters]) -> torch.Tensor:
+def _drawable(logits: torch.Tensor, parameters: list[SamplingParameters]) -> torch.Tensor:
     """Return which of the tokens of each row may be drawn: logits (rows, tokens) in descending order.
 
     top_k first, then top_p of what is left, then min_p.
@@ -69,7 +69,7 @@ def _kept(logits: torch.Tensor, parameters: list[SamplingParameters]) -> torch.T
 
 def draw_typical(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
     values, ids = _best(logits / _temperatures(logits, states), states)
-    kept = _kept(values, [state.parameters for state in states])
+    kept = _drawable(values, [state.parameters for state in states])
     return [_draw_one_typical(values[row][kept[row]], ids[row][kept[row]], state) for row, state in enumerate(states)]
 
 

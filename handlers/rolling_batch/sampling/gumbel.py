@@ -3,7 +3,7 @@
 The token with the greatest sum of logit and Gumbel noise is distributed as the softmax of the logits says (the
 Gumbel-max trick, Maddison et al., 2014). A search in cumulative sums would give the neighbour of a token for a slightly
 different logit of any other token, and logits in bfloat16 depend on the rest of the batch. Here every token keeps its
-noise, so that another one wins only if two sums are nearly equal.
+noise, and rounding changes the choice only if two sums are nearly equal.
 
 The generator has no state: it is the output function of SplitMix64 (Steele et al., 2014), applied to a counter.
 """

@@ -43,7 +43,7 @@ class BannedTokens:
         row[torch.tensor(self.now(), dtype=torch.long, device=row.device)] = -torch.inf
 
     def now(self) -> list[int]:
-        """Return the tokens that are banned next, but for those that `allowed` leaves out."""
+        """Return the tokens that are banned next; tokens that `allowed` lacks are not among them."""
         ends = self._ends if len(self.output) < self._min_tokens else []
         words = [last for before, last in self._words if self.output[-len(before) :] == before]
         return [*self._always, *ends, *words]
@@ -59,8 +59,7 @@ class SamplingState:
     """What the sampler keeps for one request: its parameters, its random numbers, the tokens seen so far.
 
     `plain`: the token is the argmax of the unchanged logits. `unchanged`: it is drawn from them, as the kernel can.
-    `masked`: it is the argmax of those that `grammar` and `banned` allow. `banned` are the tokens that it must not
-    choose.
+    `masked`: it is the argmax of the tokens that `grammar` and `banned` allow.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ class DraftModel:
         for sequence, most in known:
             acceptance = self._drafts[sequence.number].acceptance
             most = min(most, room, self._length, self._runner.cache.max_len - len(sequence.tokens))
-            length = acceptance.promising(most, least)
+            length = acceptance.promising_length(most, least)
             if length <= 0:
                 acceptance.recover()
                 continue

@@ -61,17 +61,17 @@ class LearntStepTimes:
             return self._times[rows].seconds
         below = self._known[place - 1] if place else None
         if below is None or above is None:
-            return self._extended(rows, below or above)
+            return self._extrapolate(rows, below or above)
         share = (rows - below) / (above - below)
         return (1 - share) * self._times[below].seconds + share * self._times[above].seconds
 
-    def _extended(self, rows: int, known: int | None) -> float:
+    def _extrapolate(self, rows: int, known: int | None) -> float:
         """Estimate from what is known of one other number of rows."""
         if known is None:
-            return self._assumed(rows)
-        return self._times[known].seconds * self._assumed(rows) / self._assumed(known)
+            return self._assume(rows)
+        return self._times[known].seconds * self._assume(rows) / self._assume(known)
 
-    def _assumed(self, rows: int) -> float:
+    def _assume(self, rows: int) -> float:
         return 1 + self._row_share * (rows - 1)
 
     def knows(self, rows: int) -> bool:

@@ -180,19 +180,19 @@ def _chat_renderer(
 ) -> ChatRenderer:
     tools = tool_parser(renderer.get_tokenizer(), template, options)
 
-    def made(tools: ToolParser) -> ChatRenderer:
+    def make(tools: ToolParser) -> ChatRenderer:
         parsers = f"option.tool_call_parser={tools.name} or option.reasoning_parser={options.reasoning_parser}"
         # KeyError: vLLM knows no such parser, or the tokenizer lacks a token that it needs.
         with load_errors(f"{parsers} cannot be used with this model", KeyError):
             return ChatRenderer(config, renderer, template, options, tools)
 
     try:
-        return made(tools)
+        return make(tools)
     except ModelLoadError as error:
         if options.tool_call_parser != AUTO or tools.name is None:
             raise
         logger.warning("requests with tools are refused: %s", error.message)
-        return made(ToolParser(None, error.message))
+        return make(ToolParser(None, error.message))
 
 
 async def _load_in_worker(
@@ -219,7 +219,7 @@ def _build_in_worker(model_dir: str, options: VllmEngineOptions, statistics: Sta
         engine = make_engine(config, [statistics.logger_factory])
     library.on_lost_worker(engine, end_process)
     if _can_warm_up(config):
-        with _first_request(), library.unrecorded(engine):
+        with _first_request(), library.without_metrics(engine):
             engine.add_request(_WARM_UP, *library.short_request())
             while engine.get_num_unfinished_requests():
                 engine.step()

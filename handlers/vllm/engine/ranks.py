@@ -2,8 +2,8 @@
 
 vLLM usually starts its own worker processes. Under the MPI engine `mpirun` has started the processes already, which
 vLLM calls an external launcher (`distributed_executor_backend="external_launcher"`). In that mode each rank has a whole
-engine core, scheduler included, beside its part of the model, and vLLM expects that somebody gives all of them the same
-requests in the same order.
+engine core, scheduler included, beside its part of the model. All of them have to get the same requests in the same
+order.
 
 Only rank 0 has requests, so it broadcasts. `LeadingCore` stands in the place of rank 0's core and sends each call that
 changes the core's state (a new request, an abort, a step, an adapter) to the other ranks before or after it makes the

@@ -63,7 +63,7 @@ async def search(
 
 
 def _is_done(settings: BeamSearch, max_tokens: int, best: Beam, worst_ended: float) -> bool:
-    """Return whether no running beam can become better than the worst of those that ended."""
+    """Return whether no running beam can become better than the worst ended beam."""
     if settings.early_stopping is True:
         return True
     length = len(best.tokens)

@@ -85,7 +85,7 @@ class ChatRenderer:
     def parses(self, request: GenerationRequest) -> bool:
         """Return whether the answer of `request` goes through a parser.
 
-        A parser that nobody named is for requests with tools alone, so that all others take the shorter way.
+        A parser that no option names is for requests with tools alone; all others take the shorter way.
         """
         named = self._options.tool_call_parser != AUTO or self._options.reasoning_parser is not None
         calls = bool(request.tools) and request.chat.tool_choice != "none"
@@ -121,7 +121,7 @@ class ChatRenderer:
         )
         answer_parser = AnswerParser(parser, chat, self._options, request.stream)
         # Read the sampling parameters last: rendering lets the parser change `chat`, for example add a constraint.
-        return RenderedRequest(prompt, _adjusted_sampling(request, chat), answer_parser)
+        return RenderedRequest(prompt, _adjust_sampling(request, chat), answer_parser)
 
 
 class ForcedCallParser:
@@ -216,7 +216,7 @@ class AnswerParser:
             return self._parse_whole()
         *before, (text, ids) = self._pieces
         parsed = [self._parse_piece(*piece, is_last=False) for piece in before]
-        return _joined([*parsed, self._parse_piece(text, ids, is_last=True)])
+        return _join([*parsed, self._parse_piece(text, ids, is_last=True)])
 
     def _parse_whole(self) -> _ParsedText:
         self._parser.set_prompt_token_ids(self._prompt_ids)
@@ -240,7 +240,7 @@ class _ParsedText:
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-def _joined(pieces: Sequence[_ParsedText]) -> _ParsedText:
+def _join(pieces: Sequence[_ParsedText]) -> _ParsedText:
     return _ParsedText(
         "".join(piece.content for piece in pieces),
         "".join(piece.reasoning for piece in pieces),
@@ -287,7 +287,7 @@ def _chat_request(request: GenerationRequest) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _adjusted_sampling(request: GenerationRequest, chat: Any) -> SamplingParameters:
+def _adjust_sampling(request: GenerationRequest, chat: Any) -> SamplingParameters:
     """Return the sampling parameters of `request` with what the renderer and the parser changed in `chat`.
 
     They change two things: the constraint on the output (the schema of a required tool), and whether special tokens

@@ -98,11 +98,11 @@ class PublicConnection(HTTPConnection):
 
     async def get_async_client(self) -> aiohttp.ClientSession:
         if self._client is None:
-            connector = aiohttp.TCPConnector(socket_factory=self._checked_socket)
+            connector = aiohttp.TCPConnector(socket_factory=self._check_socket)
             self._client = aiohttp.ClientSession(connector=connector)
         return self._client
 
-    def _checked_socket(self, address: Any) -> socket.socket:
+    def _check_socket(self, address: Any) -> socket.socket:
         family, kind, protocol, _, target = address
         if not self._allows(target[0]):
             raise _not_public()
@@ -129,23 +129,23 @@ class _LimitedMedia:
         is_image = isinstance(self._media, ImageMediaIO)
         if is_image:
             _check_image(data, self._budget)
-        return self._counted(self._media.load_bytes(data), is_image)
+        return self._count(self._media.load_bytes(data), is_image)
 
     def load_base64(self, media_type: str, data: str) -> Any:
         if isinstance(self._media, ImageMediaIO):
             return self.load_bytes(pybase64.b64decode(data, validate=True))
-        return self._counted(self._media.load_base64(media_type, data), media_type.lower() == "video/jpeg")
+        return self._count(self._media.load_base64(media_type, data), media_type.lower() == "video/jpeg")
 
     def load_file(self, path: Path) -> Any:
         if isinstance(self._media, ImageMediaIO):
             return self.load_bytes(path.read_bytes())
-        return self._counted(self._media.load_file(path))
+        return self._count(self._media.load_file(path))
 
-    def _counted(self, loaded: Any, is_counted: bool = False) -> Any:
+    def _count(self, loaded: Any, is_counted: bool = False) -> Any:
         decoded = getattr(loaded, "media", loaded)
         samples = decoded[0] if isinstance(decoded, tuple) else decoded
         if not is_counted and (size := getattr(samples, "nbytes", 0)):
-            _taken(self._budget, size)
+            _take(self._budget, size)
         return loaded
 
 
@@ -160,7 +160,7 @@ def _check_image(data: bytes, budget: MediaBudget) -> None:
         ) from error
 
 
-def _taken(budget: MediaBudget, size: int) -> None:
+def _take(budget: MediaBudget, size: int) -> None:
     try:
         budget.take(size, f"a sound or a video of {size} bytes")
     except PayloadTooLargeError as error:

@@ -23,7 +23,7 @@ OF_LLAMAS_STRUCTURE = ["llama", "llama_with_biases", "qwen2", "mistral_with_wind
 @pytest.fixture(autouse=True)
 def tiles_on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use tiles whatever the processor: where they are slower, they are still correct."""
-    monkeypatch.setattr(kernel_choice, "measured_crossovers", tiles_for_any_rows)
+    monkeypatch.setattr(kernel_choice, "load_crossovers", tiles_for_any_rows)
 
 
 def runner_of(model: Any) -> ModelRunner:

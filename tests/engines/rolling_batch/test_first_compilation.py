@@ -40,7 +40,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_model_calls_the_kernels_with_the_types_that_they_are_compiled_for(
     element: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "measured_crossovers", tiles_for_any_rows)
+    monkeypatch.setattr(kernel_choice, "load_crossovers", tiles_for_any_rows)
     engine = Engine(tiny_model("llama", dtype))
     warm_up(engine.engine, PromptEncoder(engine.tokenizer))
     for prompt in prompts(3):

@@ -191,7 +191,7 @@ def test_more_rows_than_there_can_be_are_not_measured(few_seconds: Callable[[int
 
 
 def test_this_machine_has_a_name_and_a_file_beside_the_compiled_kernels() -> None:
-    crossovers = kernel_choice.measured_crossovers()
+    crossovers = kernel_choice.load_crossovers()
     assert crossovers._file is not None
     assert crossovers._file.parent.is_dir()
     assert f"{torch.get_num_threads()} threads" in crossovers._machine
@@ -276,7 +276,7 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Times], None]:
     """Return a function that sets the times of modules for all models that are loaded in the test."""
 
     def use(seconds: Times) -> None:
-        monkeypatch.setattr(kernel_choice, "measured_crossovers", lambda: patient(seconds=ModuleTimer(seconds)))
+        monkeypatch.setattr(kernel_choice, "load_crossovers", lambda: patient(seconds=ModuleTimer(seconds)))
 
     return use
 

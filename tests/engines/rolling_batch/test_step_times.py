@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from handlers.rolling_batch.speculation.drafting import worthwhile
+from handlers.rolling_batch.speculation.drafting import worthwhile_length
 from handlers.rolling_batch.speculation.step_times import LearntStepTimes
 
 
@@ -40,7 +40,7 @@ def drafting_steps(times: LearntStepTimes, seconds: dict[int, float], steps: int
     """Run steps of eight sequences, whose drafted tokens are nearly always right; return which steps had some."""
     drafted = []
     for step in range(steps):
-        count = worthwhile([0.95] * 8, 8, times)
+        count = worthwhile_length([0.95] * 8, 8, times)
         if count:
             drafted.append(step)
         times.observe(8 + count, seconds[8 + count])
