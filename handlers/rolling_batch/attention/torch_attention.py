@@ -61,8 +61,8 @@ class TorchAttention:
     def harmless(self, states: torch.Tensor) -> torch.Tensor:
         """Return keys or values with zeros in place of what is not finite.
 
-        torch's operators also read what is masked, with a weight of zero. A NaN or an infinity of a former sequence in the
-        slot would make all outputs of the next sequence NaN.
+        torch's operators also read what is masked, with a weight of zero. A NaN of a former sequence in the slot would
+        make all outputs of the next sequence NaN.
         """
         return torch.nan_to_num(states, nan=0.0, posinf=0.0, neginf=0.0)
 

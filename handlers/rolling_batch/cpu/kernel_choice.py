@@ -46,7 +46,7 @@ _FILE = "measured_borders.json"
 def thread_seconds(work: Work) -> float:
     """Run work that OpenMP shares out; return the processor time of this thread, which computes a part of it.
 
-    The parts are alike, and a thread that waits for another one's part soon sleeps. So this is about the time on an idle
+    The parts are alike, and a thread that waits for another part soon sleeps. So this is about the time on an idle
     machine, and the time slices of other programs do not count.
     """
     began = time.thread_time()

@@ -204,8 +204,8 @@ def _first_problem(error: ValidationError, body: Mapping[str, Any]) -> str:
     """Return the most useful problem of a body that pydantic refuses, with the field's name.
 
     The body has several forms (text_1 with text_2, queries with documents), and pydantic reports what is missing from
-    each of them. The most useful problem is in the field whose name is most like one that the client sent: a client that
-    sends text_1 hears of text_2. Otherwise it is the first.
+    each of them. The most useful problem is in the field whose name is most like one that the client sent: a client
+    that sends text_1 hears of text_2. Otherwise it is the first.
     """
     problems = {_field_name(detail["loc"]): detail for detail in reversed(error.errors())}
     partners = [name for given in body for name in difflib.get_close_matches(given, problems, n=1, cutoff=0.7)]
