@@ -133,12 +133,12 @@ def _file_name(rank: int, number: int) -> str:
 
 
 def _save_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
-    total = sum(map(_size, tensors.values()))
+    total = sum(tensor.nbytes for tensor in tensors.values())
     done = 0
     for number, names in enumerate(_groups(tensors)):
         # Copies, because safetensors refuses tensors that share memory, as tied weights do.
         save_file({name: tensors[name].clone() for name in names}, directory / _file_name(rank, number))
-        done += sum(_size(tensors[name]) for name in names)
+        done += sum(tensors[name].nbytes for name in names)
         logger.info("weights of rank %d: %.1f of %.1f MiB written", rank, done / 2**20, total / 2**20)
 
 
@@ -147,7 +147,3 @@ def _groups(names: Iterable[str]) -> Iterator[Sequence[str]]:
     ordered = list(names)
     for first in range(0, len(ordered), _TENSORS_PER_FILE):
         yield ordered[first : first + _TENSORS_PER_FILE]
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return int(tensor.nelement() * tensor.element_size())

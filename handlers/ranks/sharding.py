@@ -71,7 +71,7 @@ def local_bytes(model: nn.Module) -> dict[torch.device, int]:
     """Return the bytes of this rank's part of the weights on each of its devices."""
     sizes: dict[torch.device, int] = {}
     for tensor in map(_local, (*model.parameters(), *model.buffers())):
-        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nelement() * tensor.element_size()
+        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes
     return sizes
 
 
