@@ -1,18 +1,15 @@
 """The code that vLLM compiles for a model on the CPU: where it is stored, and how a running model changes over to it.
 
-vLLM can run a model in two ways: its own Python code, operation by operation, or code that torch compiles for the
-whole model ahead of time (AOT). On the CPU compiling takes a minute or more. vLLM stores the result as a file below
-VLLM_CACHE_ROOT, under a name that is a hash of the configuration, the model's class and the environment. At the first
-forward pass it asks `_try_load_aot_compiled_fn` of vllm.compilation.decorators for the code in that file:
+vLLM runs its own Python code, operation by operation, or code that torch compiles for the whole model ahead of time
+(AOT). Compiling takes a minute or more on the CPU. vLLM stores the result below VLLM_CACHE_ROOT, under a hash of the
+configuration, the model's class and the environment. At the first forward pass it asks `_try_load_aot_compiled_fn` of
+vllm.compilation.decorators for the stored code, and keeps it in the model's attribute `aot_compiled_fn`. If there is
+none, it compiles now, while every request waits.
 
-- If the function returns code, the model keeps it in its attribute `aot_compiled_fn` and runs it from then on.
-- If it returns None, vLLM compiles now, while every request waits.
-
-This module replaces that one function. Instead of None, the replacement returns the model's uncompiled `forward`. vLLM
-does not see the difference: it keeps that function as if it were compiled code, and calls it in each forward pass.
-Meanwhile another process compiles and stores the file (`background.py`). Then one assignment to `aot_compiled_fn`
-hands over: a forward pass that has begun ends with the code that it began with, and the next one runs the compiled
-code. Weights and KV cache stay where they are, because both kinds of code take them from the same module.
+This module replaces that function: without stored code the replacement returns the model's uncompiled `forward`, which
+vLLM keeps and calls like compiled code. Meanwhile another process compiles and stores the file (`background.py`). Then
+one assignment to `aot_compiled_fn` hands over between two forward passes. Both kinds of code take weights and KV cache
+from the same module.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """The two ways to drive vLLM's engine: stepped in the worker's own process, or in processes of its own.
 
-`option.engine_process` decides. vLLM's engine has two halves: the input and output side (tokenizer, detokenizer) and
-the engine core (scheduler, model, KV cache).
+`option.engine_process` decides where the engine core (scheduler, model, KV cache) runs:
 
-- `worker`: both halves live in the worker's process, and the thread of a step loop calls `step`. A delta reaches the
-  event loop without leaving the process, and the model loads in a third of the time because vLLM is imported once.
-  The thread holds the GIL while it schedules and detokenizes, which the event loop waits for. On a machine without a
-  GPU that costs less than a second process, which would take its time from the same cores.
-- `own`: the engine core is a process of its own, and vLLM's asynchronous engine talks to it. Beside a GPU this is the
-  default: the GPU never waits for the worker's Python code, such as parsing requests and formatting answers.
+- `worker`: in the worker's process, where the thread of a step loop calls `step`. The model loads in a third of the
+  time, because vLLM is imported once. The event loop waits for the GIL while that thread schedules and detokenizes.
+  Without a GPU that costs less than a second process on the same cores.
+- `own`: in a process of its own, with vLLM's asynchronous engine in between. It is the default beside a GPU, which then
+  never waits for the worker's Python code.
 
-Both end the worker if the engine dies. The front end then retries or fails the worker's requests and starts another
-worker, which is the only safe way on: vLLM's core guarantees nothing after an exception.
+Both end the worker if the engine dies: vLLM's core guarantees nothing after an exception. The front end then retries or
+fails the worker's requests and starts another worker.
 """
 
 from __future__ import annotations

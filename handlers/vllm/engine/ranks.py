@@ -1,15 +1,11 @@
 """vLLM's engine core on the ranks of an MPI group: the other ranks repeat every call that rank 0's core gets.
 
-vLLM usually starts its own worker processes. Under the MPI engine `mpirun` has started the processes already, which
-vLLM calls an external launcher (`distributed_executor_backend="external_launcher"`). In that mode each rank has a whole
-engine core, scheduler included, beside its part of the model. All of them have to get the same requests in the same
-order.
-
-Only rank 0 has requests, so it broadcasts. `LeadingCore` stands in the place of rank 0's core and sends each call that
-changes the core's state (a new request, an abort, a step, an adapter) to the other ranks before or after it makes the
-call itself. `follow` makes the same calls there. Nothing else has to be synchronised: scheduling depends on the calls
-alone, and all ranks sample the same tokens, because they have the same logits and random generators with the same
-seeds. Activations and logits travel between the ranks by vLLM's own collectives, inside each step.
+Under the MPI engine `mpirun` has started the processes that vLLM usually starts itself, which vLLM calls an external
+launcher. In that mode each rank has a whole engine core, scheduler included, beside its part of the model, and all of
+them have to get the same requests in the same order. Only rank 0 has requests. So `LeadingCore` sends each call that
+changes the core's state (a new request, an abort, a step, an adapter) to the other ranks, and `follow` repeats it there.
+Nothing else is synchronised: all ranks have the same logits and seeds, and so the same schedule and tokens. Activations
+and logits travel by vLLM's own collectives inside each step.
 
 A call that fails on rank 0 is not broadcast, so a refused request leaves the ranks in step. A call that fails only on
 another rank ends that rank's process and so the group, because the ranks' states differ from then on.
