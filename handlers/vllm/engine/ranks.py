@@ -3,9 +3,9 @@
 Under the MPI engine `mpirun` has started the processes that vLLM usually starts itself, which vLLM calls an external
 launcher. In that mode each rank has a whole engine core, scheduler included, beside its part of the model, and all of
 them have to get the same requests in the same order. Only rank 0 has requests. So `LeadingCore` sends each call that
-changes the core's state (a new request, an abort, a step, an adapter) to the other ranks, and `follow` repeats it there.
-Nothing else is synchronised: all ranks have the same logits and seeds, and so the same schedule and tokens. Activations
-and logits travel by vLLM's own collectives inside each step.
+changes the core's state (a new request, an abort, a step, an adapter) to the other ranks, and `follow` repeats it. All
+ranks have the same logits and seeds, and so the same schedule and tokens: nothing else is synchronised. Activations and
+logits travel by vLLM's own collectives inside each step.
 
 A call that fails on rank 0 is not broadcast, so a refused request leaves the ranks in step. A call that fails only on
 another rank ends that rank's process and so the group, because the ranks' states differ from then on.
