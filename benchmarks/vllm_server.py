@@ -55,7 +55,7 @@ ROUNDS = {1: 4, 8: 3, 32: 2, 64: 2}  # requests per connection
 RUNS = 3
 STARTS = 3
 _COMPILE_LIMIT_S = 900
-_COMPILER = "handlers.vllm.compilation"
+_COMPILER = "handlers.vllm.compilation.background"
 # The settings of the engine and of OpenMP that both servers get in the parts `same-*`.
 SAME = {"max_num_seqs": 64, "max_model_len": 2048, "kv_gib": 2}
 SAME_VARIABLES = {"GOMP_SPINCOUNT": "10000"}

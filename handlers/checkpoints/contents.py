@@ -1,4 +1,4 @@
-"""Tells the files of a model from those of another one, wherever its directory is."""
+"""Identifies a model by the contents of its files, wherever its directory is."""
 
 from __future__ import annotations
 

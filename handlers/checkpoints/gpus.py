@@ -1,4 +1,4 @@
-"""The GPUs of this worker: whether torch can use what the server gave it, and which of them is whose.
+"""The GPUs of this worker: whether torch can use what the server gave it, and which of them each rank has.
 
 This is the only module that asks torch which GPUs there are. torch falls back to the CPU in silence if it is built for
 CPUs, or if the driver is too old for it; a worker that has GPUs must not.

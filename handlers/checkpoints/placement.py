@@ -16,7 +16,7 @@ from torch import nn
 
 from lmi_server.contract.errors import ModelLoadError
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _STORES = ("cpu", "disk")  # they keep weights; "cpu" computes, too, if there is nothing else
 # Weights take at most this share of the free memory of a GPU. The rest is for the KV cache and for activations, which
@@ -73,7 +73,7 @@ def placement_details(model: Any) -> dict[str, Any]:
     counts = Counter(str(device) for device in _device_map(model).values())
     stored = [device for device in _STORES if device in counts and str(main_device(model)) != device]
     if stored:
-        _log.warning(
+        logger.warning(
             "%d of %d modules are on %s and read for each pass, which is slow; raise option.tensor_parallel_degree",
             sum(counts[device] for device in stored), sum(counts.values()), " and ".join(stored),
         )  # fmt: skip

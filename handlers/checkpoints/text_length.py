@@ -45,7 +45,7 @@ class TextLength:
             return 0
         if self.longest_token:
             return -(-(len(text) - sum(map(text.count, self._dropped))) // self.longest_token)
-        # BERT drops control characters, of which str.split() takes some for spaces.
+        # BERT drops control characters; str.split() takes some of them for spaces.
         if self._counts_words and text.isascii() and text.translate(_TO_SPACES).isprintable():
             return len(text.split())
         return 0
@@ -100,7 +100,7 @@ def _longest_token(backend: Any) -> int:
 
 
 def _dropped(backend: Any) -> tuple[str, ...]:
-    """Return the characters of which a tokenizer of bytes leaves nothing, because it lacks their symbols.
+    """Return the characters that a tokenizer of bytes drops, because it lacks their symbols.
 
     Tokenizers that were trained on texts may lack those of control characters, as SmolLM2's does. Bytes that are in no
     text, or begin rare characters, may be missing as well. The other bytes of a character have their tokens then.

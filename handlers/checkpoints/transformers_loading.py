@@ -28,7 +28,7 @@ from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, first_l
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.memory import free_and_total
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -61,7 +61,7 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions, **more:
     warn_once_of_casts()
     details = quantization_details(model)
     if details:
-        _log.info(
+        logger.info(
             "weights quantised with %s take %s MiB; unquantised they would take %s MiB",
             *(details[name] for name in ("quantization", "weights_mib", "unquantized_weights_mib")),
         )
@@ -75,7 +75,7 @@ def save_weights(model: Any, options: TransformersOptions) -> None:
         return
     with saving(directory):
         model.save_pretrained(directory)
-    _log.info("weights of %.1f MiB written to %s", model.get_memory_footprint() / 2**20, directory)
+    logger.info("weights of %.1f MiB written to %s", model.get_memory_footprint() / 2**20, directory)
 
 
 def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dict[str, Any]:
@@ -169,13 +169,17 @@ def _dtype(config: Any, options: TransformersOptions, gpus: TorchGpus) -> torch.
     if options.dtype in LONG_DTYPES:
         dtype: torch.dtype = getattr(torch, LONG_DTYPES[options.dtype])
         if dtype == torch.bfloat16 and lack_bf16(gpus):
-            _log.warning("option.dtype=%s: %s; fp16 is faster", options.dtype, _BEFORE_BF16)
+            logger.warning("option.dtype=%s: %s; fp16 is faster", options.dtype, _BEFORE_BF16)
         return dtype
     stored = getattr(config, "dtype", None)
     if not gpus.count and stored == torch.float16:
-        _log.warning("the checkpoint is fp16, which the CPU has no kernels for: loading as bf16; set option.dtype=fp32")
+        logger.warning(
+            "the checkpoint is fp16, which the CPU has no kernels for: loading as bf16; set option.dtype=fp32"
+        )
         return torch.bfloat16
     if stored == torch.bfloat16 and lack_bf16(gpus):
-        _log.warning("the checkpoint is bf16: %s: loading as fp16; set option.dtype=fp32 if it overflows", _BEFORE_BF16)
+        logger.warning(
+            "the checkpoint is bf16: %s: loading as fp16; set option.dtype=fp32 if it overflows", _BEFORE_BF16
+        )
         return torch.float16
     return "auto"

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from handlers.deepspeed.options import DeepSpeedOptions
+from handlers.ranks.sharding import local_bytes
 from lmi_server.contract.errors import ModelLoadError
 
 _ALPHA = 0.5  # the paper's default
@@ -55,7 +56,7 @@ def quantize(model: Any, tokenizer: Any, options: DeepSpeedOptions) -> dict[str,
     """
     if options.quantize is None:
         return {}
-    before = model_bytes(model)
+    before = sum(local_bytes(model).values())
     smoothing: Mapping[str, torch.Tensor] = {}
     check_device(model.device)
     if options.quantize == "smoothquant":
@@ -65,7 +66,7 @@ def quantize(model: Any, tokenizer: Any, options: DeepSpeedOptions) -> dict[str,
         _replace(model, name, DynamicInt8Linear.quantized(linear, smoothing.get(name)))
     return {
         "quantization": options.quantize,
-        "weights_mib": round(model_bytes(model) / 2**20, 1),
+        "weights_mib": round(sum(local_bytes(model).values()) / 2**20, 1),
         "unquantized_weights_mib": round(before / 2**20, 1),
     }
 
@@ -86,11 +87,6 @@ def check_device(device: torch.device) -> None:
             f"option.quantize=dynamic_int8 and smoothquant run on the CPU, not on {device.type}; for 8-bit weights"
             " there use option.entryPoint=djl_python.huggingface with option.quantize=bitsandbytes8"
         )
-
-
-def model_bytes(model: nn.Module) -> int:
-    """Return the size of weights and buffers in bytes."""
-    return sum(tensor.nelement() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
 
 
 class DynamicInt8Linear(nn.Module):

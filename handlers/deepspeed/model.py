@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM
 from handlers.checkpoints.gpus import own_gpu, usable_gpus
 from handlers.checkpoints.transformers_loading import load_config, load_model, load_tokenizer, set_threads
 from handlers.deepspeed.initialization import check_before_loading, initialize
-from handlers.deepspeed.int8 import model_bytes, quantize
+from handlers.deepspeed.int8 import quantize
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.deepspeed.shards import Shards, find_shards, save_shards
+from handlers.ranks.sharding import local_bytes
 from handlers.rolling_batch.engine_loading import LoadedModel, set_kernel_threads
-from handlers.rolling_batch.runner.model_runner import LoadCheck
+from handlers.rolling_batch.runner.load_check import LoadCheck
 from lmi_server.machine.environment import own_rank
 
 
@@ -46,9 +47,7 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
     if options.save_mp_checkpoint_path is not None:
         save_shards(model, options, rank, details.get("quantization"))
     details = {"engine": "deepspeed", **details}
-    return LoadedModel(
-        model, tokenizer, max_len, {model.device: model_bytes(model)}, communicator, check, details=details
-    )
+    return LoadedModel(model, tokenizer, max_len, local_bytes(model), communicator, check, details=details)
 
 
 def _model(path: str, config: Any, options: DeepSpeedOptions, shards: Shards | None, ranks: int) -> Any:

@@ -28,7 +28,7 @@ from lmi_server.configuration.options import LONG_DTYPES
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MANIFEST_TYPE = "lmi-server ranks"  # DeepSpeed's own manifest has another value of this key
 _TENSORS_PER_FILE = 64
@@ -57,7 +57,7 @@ class Shards:
         tensors: dict[str, torch.Tensor] = {}
         for number, file in enumerate(self.files, start=1):
             tensors |= load_file(file)
-            _log.info("weights of this rank: %d of %d files read", number, len(self.files))
+            logger.info("weights of this rank: %d of %d files read", number, len(self.files))
         if self.quantization is not None:
             smoothed = {name.removesuffix(".smoothing") for name in tensors if name.endswith(".smoothing")}
             insert_empty_layers(model, smoothed)
@@ -133,13 +133,13 @@ def _file_name(rank: int, number: int) -> str:
 
 
 def _save_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
-    total = sum(map(_size, tensors.values()))
+    total = sum(tensor.nbytes for tensor in tensors.values())
     done = 0
     for number, names in enumerate(_groups(tensors)):
         # Copies, because safetensors refuses tensors that share memory, as tied weights do.
         save_file({name: tensors[name].clone() for name in names}, directory / _file_name(rank, number))
-        done += sum(_size(tensors[name]) for name in names)
-        _log.info("weights of rank %d: %.1f of %.1f MiB written", rank, done / 2**20, total / 2**20)
+        done += sum(tensors[name].nbytes for name in names)
+        logger.info("weights of rank %d: %.1f of %.1f MiB written", rank, done / 2**20, total / 2**20)
 
 
 def _groups(names: Iterable[str]) -> Iterator[Sequence[str]]:
@@ -147,7 +147,3 @@ def _groups(names: Iterable[str]) -> Iterator[Sequence[str]]:
     ordered = list(names)
     for first in range(0, len(ordered), _TENSORS_PER_FILE):
         yield ordered[first : first + _TENSORS_PER_FILE]
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return int(tensor.nelement() * tensor.element_size())

@@ -18,7 +18,7 @@ from handlers.tasks.task import Task
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.machine.environment import own_rank
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _INJECTED = ("bert", "bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "opt", "roberta", "xlm-roberta")
 """The model types for which LMI asks DeepSpeed for its kernels."""
@@ -45,7 +45,7 @@ def load_task(task: str, path: str, options: DeepSpeedOptions) -> tuple[Task, Co
         try:
             return loaded, _initialize(loaded, options, inject=True)
         except ModelLoadError as error:
-            _log.warning("served without DeepSpeed's kernels: %s", error.message)
+            logger.warning("served without DeepSpeed's kernels: %s", error.message)
             # DeepSpeed has changed the model in place: load it again.
             loaded = task_loading.load_task(task, path, options.pipeline(task))
     return loaded, _initialize(loaded, options, inject=False)

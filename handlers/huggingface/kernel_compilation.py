@@ -34,7 +34,7 @@ def compile_kernels(dtypes: Sequence[str]) -> None:
 
 
 def save_small_llama(directory: Path, dtype: str) -> None:
-    """Save a model with random weights, of which the rolling batch fuses every part."""
+    """Save a model with random weights; the rolling batch fuses every part of it."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -59,7 +59,7 @@ def save_small_llama(directory: Path, dtype: str) -> None:
 
 
 async def _generate(directory: str, options: HuggingFaceOptions) -> None:
-    """Answer a prompt of several chunks, and then another one that begins like it."""
+    """Answer a prompt of several chunks, then a prompt that begins like it."""
     handler = HuggingFaceHandler()
     await handler.start(directory, options)
     prompt = " ".join(str(number % 254) for number in range(_CONTEXT - 64))

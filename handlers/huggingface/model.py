@@ -20,7 +20,7 @@ from handlers.ranks.sharding import (
     make_local,
 )
 from handlers.rolling_batch.engine_loading import LoadedModel, set_kernel_threads
-from handlers.rolling_batch.runner.model_runner import LoadCheck
+from handlers.rolling_batch.runner.load_check import LoadCheck
 from lmi_server.configuration.options import NGRAM
 from lmi_server.contract.errors import ModelLoadError, RollingBatchError
 from lmi_server.contract.ranks import Rank

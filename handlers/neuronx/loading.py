@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from handlers.checkpoints.saving import saving
 from handlers.checkpoints.transformers_loading import from_pretrained
+from handlers.generation.prompts import PromptEncoder
 from handlers.neuron_failures import failures_of_load
 from handlers.neuronx import optimum_model, tnx_model
 from handlers.neuronx.options import (
@@ -26,14 +27,14 @@ from handlers.neuronx.options import (
     holds_graphs,
 )
 from handlers.rolling_batch.engine import RollingBatchEngine
-from handlers.rolling_batch.engine_loading import LoadedEngine, warm_up
-from handlers.rolling_batch.prompts import PromptEncoder
-from handlers.rolling_batch.runner.bucket_runner import BatchRunner, LineRunner
+from handlers.rolling_batch.engine_loading import LoadedEngine
+from handlers.rolling_batch.runner.bucket_runner import AlignedRunner, LineRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
+from handlers.rolling_batch.warm_up import warm_up
 from lmi_server.contract.errors import ModelLoadError, describe
 from lmi_server.machine import environment
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _VERSION = "VERSION"  # the file beside compiled graphs that names the compiler's version, as with LMI
 
@@ -139,7 +140,7 @@ def _warn_of_another_compiler(files: _Files) -> None:
     version = None if files.graphs is None else files.graphs / _VERSION
     here = _compiler_version()
     if version is not None and version.is_file() and here is not None and version.read_text().strip() != here:
-        _log.warning(
+        logger.warning(
             "%s was compiled by neuronx-cc %s, not by %s, which is installed; if it does not load, run lmi-server"
             " partition again",
             files.graphs,
@@ -175,7 +176,9 @@ def _import(loader: str) -> None:
         ) from error
 
 
-def _load(loader: str, model_dir: str, files: _Files, config: Any, options: NeuronxOptions) -> LineRunner | BatchRunner:
+def _load(
+    loader: str, model_dir: str, files: _Files, config: Any, options: NeuronxOptions
+) -> LineRunner | AlignedRunner:
     save_to = None if options.save_mp_checkpoint_path is None else Path(options.save_mp_checkpoint_path)
     if loader == "optimum":
         return optimum_model.load(files.weights, config, options, save_to)
@@ -187,7 +190,7 @@ def _load(loader: str, model_dir: str, files: _Files, config: Any, options: Neur
 
 def _partition(
     model_dir: str, files: _Files, config: Any, options: NeuronxOptions, target: Path
-) -> LineRunner | BatchRunner:
+) -> LineRunner | AlignedRunner:
     """Write the model to `target` in the layout of option.partition_schema, and load it from there."""
     if options.partition_schema == "compile_only":
         if files.root == Path(model_dir):
@@ -207,12 +210,12 @@ def _partition(
     return runner
 
 
-def _compile(weights: str, config: Any, options: NeuronxOptions, graphs: Path) -> LineRunner | BatchRunner:
+def _compile(weights: str, config: Any, options: NeuronxOptions, graphs: Path) -> LineRunner | AlignedRunner:
     runner = tnx_model.load(weights, config, options, None, graphs)
     version = _compiler_version()
     if version is not None:
         (graphs / _VERSION).write_text(version, encoding="utf-8")
-    _log.info("compiled graphs written to %s", graphs)
+    logger.info("compiled graphs written to %s", graphs)
     return runner
 
 

@@ -32,7 +32,7 @@ def _compiled(path: str) -> Any:
 
 
 def _check(compiled: Any, path: str, options: NeuronxOptions) -> None:
-    """Refuse graphs that return tokens, and those that were compiled for other values than the options have."""
+    """Refuse graphs that return tokens, or were compiled for other values than the options have."""
     if compiled.on_device_sampling:
         raise ModelLoadError(
             f"{path} was compiled to sample on the device, and here requests choose how to sample; name the original"

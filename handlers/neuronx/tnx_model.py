@@ -15,7 +15,7 @@ import torch
 
 from handlers.neuron_failures import failures_of_load, failures_of_step
 from handlers.neuronx.options import NeuronxOptions
-from handlers.rolling_batch.runner.bucket_runner import BatchRunner, LineRunner
+from handlers.rolling_batch.runner.bucket_runner import AlignedRunner, LineRunner
 from lmi_server.contract.errors import ModelLoadError
 
 LIBRARY = "transformers-neuronx"
@@ -25,7 +25,7 @@ _CONTINUOUS = ("code_llama", "llama", "mistral", "mixtral")  # with a line of th
 
 def load(
     path: str, config: Any, options: NeuronxOptions, graphs: Path | None, save_to: Path | None
-) -> LineRunner | BatchRunner:
+) -> LineRunner | AlignedRunner:
     """Load the model in `path` with its compiled `graphs`, or compile them; write them to `save_to`.
 
     Raises ModelLoadError.
@@ -47,7 +47,7 @@ def load(
     vocabulary = int(config.vocab_size)
     if continuous:
         return LineRunner(_Lines(model, vocabulary, options.lines, options.prompt_buckets()))
-    return BatchRunner(_Rows(model, vocabulary, options.lines, options.n_positions))
+    return AlignedRunner(_Rows(model, vocabulary, options.lines, options.n_positions))
 
 
 def save_split(path: str, options: NeuronxOptions, directory: Path) -> None:

@@ -73,7 +73,7 @@ class Communicator:
             torch.distributed.all_reduce(partial)
             return partial
         if partial.dtype not in SHARED_TYPES:
-            return torch.sum(self._gathered(partial), dim=0)
+            return torch.sum(self._gather(partial), dim=0)
         return self.shm.all_reduce(partial)
 
     @functools.cached_property
@@ -85,7 +85,7 @@ class Communicator:
         """Return on rank 0 the columns (last dimension) of all ranks side by side, on the other ranks their own."""
         columns = columns.contiguous()
         if columns.is_cuda:
-            return torch.cat(tuple(self._gathered(columns)), dim=-1)
+            return torch.cat(tuple(self._gather(columns)), dim=-1)
         if columns.dtype in SHARED_TYPES:
             return self.shm.gather_columns(columns)
         if self.rank:
@@ -95,7 +95,7 @@ class Communicator:
         self._world.Gather(self._buffer(columns), self._buffer(gathered))
         return torch.cat(tuple(gathered), dim=-1)
 
-    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+    def _gather(self, part: torch.Tensor) -> torch.Tensor:
         """(...) of each rank -> (ranks, ...)."""
         part = part.contiguous()
         gathered = part.new_empty((self.size, *part.shape))

@@ -71,7 +71,7 @@ def local_bytes(model: nn.Module) -> dict[torch.device, int]:
     """Return the bytes of this rank's part of the weights on each of its devices."""
     sizes: dict[torch.device, int] = {}
     for tensor in map(_local, (*model.parameters(), *model.buffers())):
-        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nelement() * tensor.element_size()
+        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes
     return sizes
 
 
@@ -91,9 +91,7 @@ def _head(model: Any) -> nn.Module | None:
 
 def _local_linear(linear: nn.Linear, communicator: Communicator, gathers: bool) -> nn.Module:
     assert isinstance(linear.weight, DTensor)
-    by_rows = linear.weight.placements[0] == Shard(
-        1
-    )  # torch's weights are (outputs, inputs): dimension 1 has the inputs
+    by_rows = linear.weight.placements[0] == Shard(1)  # of (outputs, inputs)
     bias = None if linear.bias is None else _local(linear.bias)
     # Under a split by inputs each rank has the whole bias, which may be added once only: after the sum.
     local = plain_linear(_local(linear.weight), None if by_rows else bias)
@@ -122,12 +120,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.linear = linear
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self._communicator = communicator
-
-    @property
-    def communicator(self) -> Communicator:
-        """What sums over the ranks."""
-        return self._communicator
+        self.communicator = communicator
 
     @property
     def weight(self) -> torch.Tensor:
@@ -136,7 +129,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., inputs of this rank) -> (..., out_features), the same on all ranks."""
-        total = self._communicator.all_reduce(self.linear(hidden))
+        total = self.communicator.all_reduce(self.linear(hidden))
         return total if self.bias is None else total + self.bias
 
 

@@ -38,7 +38,7 @@ class ShmAllReduce:
         self._all_reduce, self._gather_columns = kernels.all_reduce, kernels.gather_columns
         self._rank, self._ranks = rank.rank, rank.size
         counter_bytes, block_bytes = rank.size * CACHE_LINE, rank.size * 2 * _BLOCK * 4
-        self._memory = np.frombuffer(_mapped(Path(rank.directory) / "shared", counter_bytes + block_bytes), np.uint8)
+        self._memory = np.frombuffer(_map(Path(rank.directory) / "shared", counter_bytes + block_bytes), np.uint8)
         blocks = self._memory[counter_bytes:]
         private = (np.uintp(self._memory.ctypes.data), rank.rank, np.empty(_BLOCK, np.float32))
         # Blocks of both types lie at the same addresses, those of bfloat16 with gaps between: block n of one type must
@@ -67,8 +67,8 @@ class ShmAllReduce:
         return columns if self._rank else out.view(*columns.shape[:-1], out.shape[1])
 
 
-def _mapped(path: Path, size: int) -> mmap.mmap:
-    """Return a file of zeros that every rank maps; whoever comes first makes it."""
+def _map(path: Path, size: int) -> mmap.mmap:
+    """Return a file of zeros that every rank maps; the first rank to come makes it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(descriptor, size)

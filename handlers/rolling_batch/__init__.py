@@ -6,12 +6,11 @@ The path of a step:
     runner/           runs the plan as one flat forward pass of the transformers model
     attention/        attention of that pass over the slots of the KV cache
     cpu/              layers as `cpu_kernels/` computes them
-    sampler.py        chooses the next token of every sequence
-    detokenizer.py    turns tokens into text, without incomplete characters and possible stop sequences
-    engine.py         the step that ties them together
+    sampling/         chooses the next token of every sequence
+    engine.py         the step that ties them together; `request.py` is what it knows of one request
 
 Beside the path: `lora/` has the adapters, `speculation/` the drafted tokens.
 
-Imports `checkpoints/`, `cpu_kernels/`, `ranks/`, `step_loop.py`, and of lmi_server the contract, the machine and the
-declarations of options.
+Imports `checkpoints/`, `cpu_kernels/`, `generation/`, `ranks/` and `step_loop.py`, and of lmi_server the contract, the
+machine and the declarations of options.
 """

@@ -10,54 +10,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numba
-import numpy as np
 import torch
 
 from handlers.chats.model import ModelChats
-from handlers.checkpoints.rotary import steady_length
 from handlers.checkpoints.transformers_loading import eos_token_ids, sampling_defaults
+from handlers.generation.prompts import PromptEncoder
 from handlers.ranks.communicator import Communicator
 from handlers.rolling_batch.attention.decode_passes import CudaCapture
-from handlers.rolling_batch.attention.kv_cache import bytes_per_token
-from handlers.rolling_batch.attention.paged import UnsupportedAttentionError
+from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
+from handlers.rolling_batch.limits import refuse_chunked_attention, refuse_unsteady_rope, scheduler_limits
 from handlers.rolling_batch.options import RollingBatchOptions
-from handlers.rolling_batch.prompts import PromptEncoder
-from handlers.rolling_batch.runner.device_memory import (
-    StepSize,
-    enough_for_steps,
-    kv_tokens,
-    records_graphs,
-    refuse_more_than_free,
-    step_size,
-)
-from handlers.rolling_batch.runner.model_runner import LoadCheck, ModelRunner
-from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
-from handlers.rolling_batch.speculation.draft_model import DraftModel, StepCosts
-from handlers.rolling_batch.speculation.drafting import Speculation
-from handlers.rolling_batch.step_times import LearntStepTimes
+from handlers.rolling_batch.runner.device_memory import enough_for_steps, records_graphs, step_size
+from handlers.rolling_batch.runner.load_check import LoadCheck
+from handlers.rolling_batch.runner.model_runner import ModelRunner
+from handlers.rolling_batch.schedule.scheduler import Scheduler
+from handlers.rolling_batch.speculation.start import speculate
+from handlers.rolling_batch.warm_up import warm_up
 from lmi_server.contract.errors import (
     LmiServerError,
     ModelLoadError,
-    ModelMemoryError,
     RollingBatchError,
     describe,
     first_line,
     is_device_failure,
     is_out_of_memory,
 )
-from lmi_server.contract.generation import SamplingParameters
 from lmi_server.machine.environment import own_rank
 from lmi_server.processes import model_imports
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_MIN_SLOT = 16  # tokens
-_MEASURED_ROWS, _MEASUREMENTS = 8, 6
-# Slots in addition to those of running sequences: they keep finished sequences whose prefix others may reuse. On the
-# CPU a slot takes memory only for the tokens in it.
-_FURTHER_SLOTS = {"cpu": 64}
 
 
 @dataclass(frozen=True)
@@ -130,9 +114,9 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     with _refusals(model):
         runner = loaded.runner()
         step = step_size(runner, loaded.max_len, options)
-        limits, max_len = _limits(runner, loaded, options, step)
-        _refuse_unsteady_rope(model.config, max_len)
-        _refuse_chunked_attention(model.config, max_len)
+        limits, max_len = scheduler_limits(runner, loaded.max_len, loaded.weights, options, step)
+        refuse_unsteady_rope(model.config, max_len)
+        refuse_chunked_attention(model.config, max_len)
         with enough_for_steps(runner, limits.kv_tokens, step):
             runner.prepare(limits.slots, max_len, limits.max_running * (1 + _drafted(options)))
         decoding = _speed_up_decoding(runner, limits.max_running, options)
@@ -144,7 +128,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     prompts, chats = PromptEncoder(tokenizer), ModelChats(tokenizer, options)
     with enough_for_steps(runner, limits.kv_tokens, step):
         warm_up(engine, prompts, 4 if runner.device.type == "cpu" else min(step.idle_chunk, max_len - 2))
-    drafts = _speculate(engine, runner, drafting, options)
+    drafts = speculate(engine, runner, drafting, options)
     details = {
         "model": type(model).__name__,
         "dtype": str(runner.dtype).removeprefix("torch."),
@@ -218,93 +202,6 @@ def set_kernel_threads() -> None:
     torch.set_num_threads(threads)
 
 
-def _refuse_unsteady_rope(config: Any, max_len: int) -> None:
-    """Refuse rotary embeddings that change with the longest position of a pass.
-
-    With them the output of a request would depend on the other requests in the batch. Raises UnsupportedAttentionError
-    naming the length up to which they are constant.
-    """
-    steady = steady_length(config.get_text_config().to_dict())
-    if steady is not None and max_len > steady:
-        raise UnsupportedAttentionError(
-            f"its rotary embeddings change with the length; set option.max_model_len={steady}"
-        )
-
-
-def _refuse_chunked_attention(config: Any, max_len: int) -> None:
-    """Refuse contexts longer than the chunks within which layers attend (Llama 4).
-
-    The kernels know windows, which move with each token, but no chunks. Raises UnsupportedAttentionError.
-    """
-    text_config = config.get_text_config()
-    if "chunked_attention" not in (getattr(text_config, "layer_types", None) or ()):
-        return
-    chunk = int(text_config.attention_chunk_size)
-    if max_len > chunk:
-        raise UnsupportedAttentionError(
-            f"its layers attend in chunks of {chunk} tokens; set option.max_model_len={chunk}"
-        )
-
-
-def _limits(
-    runner: ModelRunner, loaded: LoadedModel, options: RollingBatchOptions, step: StepSize
-) -> tuple[SchedulerLimits, int]:
-    per_token = bytes_per_token(runner.layers, runner.dtype)
-    running = min(options.max_running_requests or options.max_rolling_batch_size, options.max_rolling_batch_size)
-    slots = running + _FURTHER_SLOTS.get(runner.device.type, 0)
-    max_len = loaded.max_len
-    tokens = min(slots * max_len, kv_tokens(runner, loaded.weights, options, step))
-    refuse_more_than_free(runner, tokens, options)
-    if tokens < 16:
-        raise ModelMemoryError(
-            f"no memory for a KV cache: there is room for {max(tokens, 0)} tokens of {per_token} bytes each;"
-            " raise option.kv_cache_memory_gb, or free memory"
-        )
-    if runner.device.type != "cpu":  # slots are allocated in full there, all of one length
-        max_len = _slot_length(max_len, tokens, slots, options)
-    all_at_once = options.chunked_prefill_size == -1 and runner.device.type == "cpu"
-    chunk, idle_chunk = (tokens, tokens) if all_at_once else (step.chunk, step.idle_chunk)
-    limits = SchedulerLimits(
-        running, tokens, chunk, idle_chunk, slots, options.schedule_policy, options.schedule_conservativeness
-    )
-    return limits, min(max_len, tokens)
-
-
-def _slot_length(max_len: int, tokens: int, slots: int, options: RollingBatchOptions) -> int:
-    """Return how many tokens each of `slots` slots has. Raises ModelMemoryError if the options ask for more."""
-    length = tokens // slots
-    if length >= max_len:
-        return max_len
-    reason = f"the memory of the GPU has room for {tokens} tokens, {length} for each of {slots} requests at a time"
-    if length < _MIN_SLOT or options.context_length() is not None:
-        raise ModelMemoryError(
-            f"{reason}, and each may have {max_len}; lower option.max_rolling_batch_size or option.max_model_len, set"
-            " option.quantize=bitsandbytes4, or raise option.tensor_parallel_degree"
-        )
-    _log.warning(
-        "%s: prompts and outputs of more than %d tokens in all are refused; lower option.max_rolling_batch_size for"
-        " longer ones",
-        reason, length,
-    )  # fmt: skip
-    return length
-
-
-class _AnyToken:
-    """A grammar that allows every token: it runs the kernels that other grammars need."""
-
-    is_stale = False
-    is_complete = False
-
-    def __init__(self, vocabulary: int) -> None:
-        self.mask = np.full((vocabulary + 31) // 32, 2**32 - 1, np.uint32)
-
-    def fill(self) -> None:
-        return
-
-    def accept(self, token: int) -> None:
-        return
-
-
 def _drafted(options: RollingBatchOptions) -> int:
     """Return how many tokens a step drafts at most for one sequence."""
     return 0 if options.speculative_draft_model is None else options.speculative_length
@@ -318,71 +215,3 @@ def _drafting_runner(loaded: LoadedModel, slots: int) -> ModelRunner | None:
         drafting = loaded.draft.runner()
         drafting.prepare(slots, loaded.draft.max_len)
     return drafting
-
-
-def _speculate(
-    engine: RollingBatchEngine, runner: ModelRunner, drafting: ModelRunner | None, options: RollingBatchOptions
-) -> dict[str, Any]:
-    """Let the engine draft tokens as the options say. Return what was decided."""
-    if options.speculative_draft_model is None:
-        return {}
-    seconds, share = step_seconds(runner)
-    if drafting is None:
-        engine.speculate(Speculation(options.speculative_length, LearntStepTimes(share)), _clock(runner))
-        return {"row_share": round(share, 3)}
-    draft_seconds, draft_share = step_seconds(drafting)
-    costs = StepCosts(share, draft_seconds / seconds, draft_share * draft_seconds / seconds)
-    engine.speculate(DraftModel(drafting, options.speculative_length, runner.vocabulary, costs))
-    return {
-        "draft_model": options.speculative_draft_model,
-        "row_share": round(costs.row, 3),
-        "draft_share": round(costs.draft, 3),
-    }
-
-
-def step_seconds(runner: ModelRunner) -> tuple[float, float]:
-    """Measure a decoding step with one row in seconds, and how much longer each further row takes, as a share."""
-    sequence = Sequence(0, [0, 0], 1, _MEASURED_ROWS + 1, slot=0, computed=1)
-
-    clock = _clock(runner)
-
-    def seconds(drafted: int) -> float:
-        plan = StepPlan([sequence], [], drafts={sequence: [0] * drafted} if drafted else {})
-        began = clock()
-        runner.run(plan, set()).logits[0, 0].item()  # waits for the device
-        return clock() - began
-
-    one, several = (min(seconds(drafted) for _ in range(_MEASUREMENTS)) for drafted in (0, _MEASURED_ROWS))
-    runner.cache.trim(0, 0)
-    return one, max((several - one) / _MEASURED_ROWS / one, 0.0)
-
-
-def _clock(runner: ModelRunner) -> Callable[[], float]:
-    """Return what times steps: on the CPU it counts the processor time of this thread, which computes a part of each.
-
-    So the turns of other programs do not count, as in `kernel_choice.thread_seconds`.
-    """
-    return time.thread_time if runner.device.type == "cpu" else time.perf_counter
-
-
-def warm_up(engine: RollingBatchEngine, prompts: PromptEncoder, tokens: int = 4) -> None:
-    """Run requests, so that kernels are compiled and buffers allocated before the model is ready.
-
-    The prompt of the first has up to `tokens` tokens, more than four where a large step might lack memory. The others
-    draw their token in the three ways that have kernels, and choose it by the mask of a grammar: the first request that
-    needs a kernel must not hold up its batch while it is compiled.
-    """
-    prompt = (prompts.tokenize("a b c") or [0])[:4]
-    long = (prompt * tokens)[: max(tokens, len(prompt))]
-    parameters = SamplingParameters(max_new_tokens=2, ignore_eos=True, logprobs=0)
-    engine.add("warm-up", long, parameters, "", 0, lambda output: None)
-    for more in ({}, {"repetition_penalty": 1.5}, {"top_k": 2}):
-        drawn = SamplingParameters(max_new_tokens=1, ignore_eos=True, do_sample=True, **more)
-        engine.add(f"warm-up, drawn, {more}", prompt[:1], drawn, "", 0, lambda output: None)
-    for biases in ({}, {0: 0.0}):
-        masked = SamplingParameters(max_new_tokens=1, logit_bias=biases)
-        anything = _AnyToken(engine.vocabulary)
-        engine.add(f"warm-up, masked, {biases}", prompt[:1], masked, "", 0, lambda output: None, grammar=anything)
-    while engine.has_work:
-        engine.step()
-    engine.reset_stats()

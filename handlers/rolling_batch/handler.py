@@ -23,8 +23,9 @@ from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
     from handlers.chats.model import ModelChats
-    from handlers.rolling_batch.engine import Grammar, RollingBatchEngine
+    from handlers.rolling_batch.engine import RollingBatchEngine
     from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel
+    from handlers.rolling_batch.grammars import Grammar
     from handlers.rolling_batch.options import RollingBatchOptions
 
 # Seven requests sent at once reach the engine within ten milliseconds, but a step of prompts takes thirty or more: a

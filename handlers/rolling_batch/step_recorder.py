@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from handlers.rolling_batch.schedule.scheduler import Retraction, Scheduler, StepPlan
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _LINE_INTERVAL_S = 5.0
 
@@ -118,7 +118,7 @@ class StepRecorder:
         waiting = stats.waiting + self.waiting_elsewhere
         usage = f"token usage: {stats.used_tokens / self._scheduler.limits.kv_tokens:.2f}"
         if interval.started:
-            _log.info(
+            logger.info(
                 "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: %d, %s, #running-req: %d, #queue-req: %d",
                 *(
                     interval.started,
@@ -130,14 +130,14 @@ class StepRecorder:
                 ),
             )
         if interval.generated:
-            _log.info(
+            logger.info(
                 "Decode batch. #running-req: %d, #token: %d, %s, gen throughput (token/s): %.2f, #queue-req: %d",
                 *(stats.running, stats.used_tokens, usage, stats.throughput, waiting),
             )
         self._interval = _Interval(now)
 
     def _warn(self, retraction: Retraction) -> None:
-        _log.warning(
+        logger.warning(
             "decode out of memory happened, #retracted_reqs: %d, #new_token_ratio: %.4f -> %.4f",
             *(len(retraction.sequences), retraction.ratio_before, retraction.ratio_after),
         )

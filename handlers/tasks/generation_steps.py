@@ -10,7 +10,7 @@ import torch
 from transformers import StoppingCriteria
 from transformers.generation import BaseStreamer
 
-from handlers.rolling_batch.detokenizer import IncrementalDetokenizer, StopMatcher
+from handlers.generation.detokenizer import IncrementalDetokenizer, StopMatcher
 from lmi_server.contract.generation import FinishReason
 
 

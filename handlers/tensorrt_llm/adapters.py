@@ -19,8 +19,8 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 class Adapters:
     """Adapters of a loaded engine, which keeps their weights and drops them if it needs the room for others.
 
-    The engine identifies an adapter by a number, and reads its weights when a request names the number first. So an
-    adapter that replaces another one gets a new number, and requests that run keep the weights they began with.
+    The engine identifies an adapter by a number, and reads its weights when a request names the number first. A
+    replaced adapter gets a new number, and running requests keep the weights that they began with.
     """
 
     def __init__(self, options: TensorRtLlmOptions, first_request: Callable[[library.LoRARequest], Awaitable[None]]):

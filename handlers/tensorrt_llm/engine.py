@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from handlers.checkpoints.saving import saving
-from handlers.rolling_batch.prompts import PromptEncoder
+from handlers.generation.prompts import PromptEncoder
 from handlers.tensorrt_llm import library
 from handlers.tensorrt_llm.adapters import Adapters
 from handlers.tensorrt_llm.checkpoint import Checkpoint, find
@@ -24,7 +24,7 @@ from lmi_server.contract.errors import HandlerError, ModelLoadError, ModelMemory
 from lmi_server.contract.generation import Delta, Feature, GenerationRequest, SamplingParameters
 from lmi_server.contract.handler import ModelInfo
 
-_log = logging.getLogger("handlers.tensorrt_llm.handler")
+logger = logging.getLogger("handlers.tensorrt_llm.handler")
 
 _FEATURES: frozenset[Feature] = frozenset(
     {"structured_outputs", "min_tokens", "bad_words", "allowed_token_ids", "beam_search", "engine_extras"}
@@ -144,7 +144,7 @@ async def load(model_dir: str, options: TensorRtLlmOptions) -> tuple[Engine, Mod
     """Load a model, and save its engine if option.save_mp_checkpoint_path asks for it. Raises ModelLoadError."""
     began = time.perf_counter()
     checkpoint = find(model_dir, options)
-    _log.info("TensorRT-LLM %s: %s", library.version(), _plan(checkpoint, options))
+    logger.info("TensorRT-LLM %s: %s", library.version(), _plan(checkpoint, options))
     llm = await _with_progress(checkpoint, options)
     async with AsyncExitStack() as ranks:  # they end with a load that fails
         ranks.push_async_callback(asyncio.to_thread, llm.shutdown)
@@ -178,7 +178,7 @@ async def _with_progress(checkpoint: Checkpoint, options: TensorRtLlmOptions) ->
     began = time.perf_counter()
     loading = asyncio.ensure_future(asyncio.to_thread(_make_llm, checkpoint, options))
     while not (await asyncio.wait({loading}, timeout=_PROGRESS_S))[0]:
-        _log.info("TensorRT-LLM still loads the model, for %.0f seconds so far", time.perf_counter() - began)
+        logger.info("TensorRT-LLM still loads the model, for %.0f seconds so far", time.perf_counter() - began)
     return loading.result()
 
 
@@ -200,7 +200,7 @@ async def _save(llm: Any, target: Path) -> None:
     with saving(target):
         repository.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(llm.save, str(repository))
-    _log.info("saved the engine to %s", repository)
+    logger.info("saved the engine to %s", repository)
 
 
 def _end_process(reason: str) -> NoReturn:
@@ -208,6 +208,6 @@ def _end_process(reason: str) -> NoReturn:
 
     The ranks of TensorRT-LLM are children of this process; the supervisor ends them with it.
     """
-    _log.critical("TensorRT-LLM's engine died (%s); this worker ends, and another one takes over", reason)
+    logger.critical("TensorRT-LLM's engine died (%s); this worker ends, and another one takes over", reason)
     logging.shutdown()
     os._exit(1)

@@ -45,7 +45,7 @@ _LINEAR_LAYERS = ("attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "ml
 _KV_CACHE_ALGORITHMS = {"fp8": "FP8", "int8": "INT8"}
 
 
-def of(options: TensorRtLlmOptions) -> Mapping[str, Any]:
+def build(options: TensorRtLlmOptions) -> Mapping[str, Any]:
     """Return the arguments for the backend of `options`, with those that serving.properties gives undeclared."""
     arguments = {
         "model": options.trtllm_checkpoint_path or options.model_id,

@@ -363,7 +363,7 @@ class TensorRtLlmOptions(_ModelOptions):
 
         The entry "config.json" is none of them: it has the changes to the model's config.json, which the class reads.
         """
-        return engine_arguments.of(self)
+        return engine_arguments.build(self)
 
     @property
     def is_async_service(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from handlers.rolling_batch.detokenizer import StopMatcher, TokenTexts
+from handlers.generation.detokenizer import StopMatcher, TokenTexts
+from handlers.generation.parameters import room_of
 from lmi_server.contract.errors import HandlerError
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
 
@@ -103,10 +104,8 @@ class DeltaBuilder:
         )
 
     def _usage(self, result: Any) -> Usage:
-        asked = self._sampling.max_new_tokens
-        fitted = asked is not None and self._sampling.fit_context and asked > self._room
         cached = int(getattr(result, "cached_tokens", 0) or 0)
-        return Usage(len(self._prompt_ids), self._tokens, cached, room=self._room if fitted else None)
+        return Usage(len(self._prompt_ids), self._tokens, cached, room=room_of(self._sampling, self._room))
 
     @staticmethod
     def _finish_reason(output: Any) -> FinishReason:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from handlers.generation.parameters import warn_of_typical_p
 from handlers.tensorrt_llm import library
 from handlers.tensorrt_llm.options import TensorRtLlmOptions
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import SamplingParameters, StructuredOutputs
-
-logger = logging.getLogger(__name__)
 
 CACHE_SALT = "cache_salt"  # an argument of generate_async, not a sampling parameter
 # What TensorRT-LLM raises for a request that it cannot serve: the client gets the error, and the engine goes on.
@@ -49,19 +46,13 @@ class RequestLimits:
         return room
 
 
-@functools.cache
-def _warn_of_typical_p() -> None:
-    """Warn once, not refuse: LangChain's HuggingFaceEndpoint sends it with every request."""
-    logger.warning("typical_p is ignored, because TensorRT-LLM has no such parameter; top_p is the nearest")
-
-
 def sampling_params(sampling: SamplingParameters, room: int, limits: RequestLimits) -> library.SamplingParams:
     """Return `sampling` in TensorRT-LLM's form, for an answer of `room` tokens at most.
 
     Raises RequestError for what this engine cannot do, or TensorRT-LLM refuses.
     """
     if sampling.typical_p != 1.0:
-        _warn_of_typical_p()
+        warn_of_typical_p("TensorRT-LLM")
     _refuse_extras(sampling.extra)
     asked = sampling.max_new_tokens
     values = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from lmi_server.contract.errors import describe
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
 _TIMEOUT_S = 2.0  # without an iteration for so long the engine is idle
@@ -64,6 +64,6 @@ class Statistics:
                             return
                 # The border to TensorRT-LLM: requests do not need its statistics.
                 except Exception as error:  # noqa: BLE001
-                    _log.warning("TensorRT-LLM reports no statistics, so /metrics lacks them: %s", describe(error))
+                    logger.warning("TensorRT-LLM reports no statistics, so /metrics lacks them: %s", describe(error))
                     return
             await asyncio.sleep(_PAUSE_S)

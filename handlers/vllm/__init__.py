@@ -1,5 +1,10 @@
 """vLLM: text generation, pooling models, and LMI-Dist (vLLM over the ranks of an MPI group).
 
-Handlers and options (`*handler.py`, `*options.py`) do not import vLLM. The other modules do, and a handler imports them
-when its model loads. Only `library.py`, `compiled_code.py` and `ranks.py` name vLLM's modules.
+The handlers and options here do not import vLLM. The folders do, and a handler imports them when its model loads:
+
+    requests/       a request on its way to the engine and back
+    engine/         the engine: loading, driving, ranks, adapters, statistics
+    compilation/    compiled code on the CPU, made in the background
+
+Only `library.py`, `compilation/stored_code.py`, `engine/ranks.py` and `requests/media.py` name vLLM's modules.
 """

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from handlers.chats.required import call_constraint, is_forced
+from handlers.generation.parameters import max_new_tokens, room_of
 from handlers.structured_output.compiler import GrammarCache
 from handlers.structured_output.limits import check_listed, check_style
-from handlers.vllm.beam_search import Beam, search
 from handlers.vllm.options import VllmEngineOptions
-from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
+from handlers.vllm.requests.beam_search import Beam, search
+from lmi_server.contract.errors import ModelLoadError, RequestError
 from lmi_server.contract.generation import (
     BeamSearch,
     Delta,
@@ -37,8 +38,8 @@ from lmi_server.contract.protocol import Adapter
 from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
-    from handlers.vllm.chats import RenderedRequest
-    from handlers.vllm.engine import LoadedEngine
+    from handlers.vllm.engine.loading import LoadedEngine
+    from handlers.vllm.requests.chats import RenderedRequest
 
 
 # What is checked for vLLM's other libraries. The forms of grammars and tags differ between them.
@@ -58,7 +59,7 @@ class VllmHandler(LLMHandler):
 
     async def start(self, model_dir: str, options: VllmEngineOptions) -> ModelInfo:
         """Load the model in other threads: importing vLLM alone would hold up the worker's heartbeats for seconds."""
-        engine = await asyncio.to_thread(import_engine, "engine")
+        engine = await asyncio.to_thread(import_engine, "engine.loading")
         loaded: LoadedEngine = await engine.load(model_dir, options)
         self._loaded, self._own_grammars, self._json_style = loaded, loaded.own_grammars, loaded.json_style
         # vLLM's other libraries know other keywords of JSON schemas than llguidance, which only tries what they cost.
@@ -70,7 +71,7 @@ class VllmHandler(LLMHandler):
         """Yield the deltas of one request."""
         if is_forced(request):
             request = call_constraint(request)
-        request = msgspec.structs.replace(request, sampling=await self._constrained(request.sampling))
+        request = msgspec.structs.replace(request, sampling=await self._constrain(request.sampling))
         if request.sampling.beams is not None:
             async with aclosing(self._search(request, request.sampling.beams)) as found:
                 async for delta in found:
@@ -78,14 +79,14 @@ class VllmHandler(LLMHandler):
             return
         loaded = self._loaded
         with loaded.adapters.using(request.adapter) as adapter:
-            rendered = await self._rendered(request)
+            rendered = await self._render(request)
             builder, parser = loaded.delta_builder(request, rendered), rendered.parser
             deltas = loaded.driver.generate(rendered.prompt, builder, request.priority, adapter)
             async with aclosing(deltas):
                 async for delta in deltas:
                     yield delta if parser is None else parser.parse(delta)
 
-    async def _constrained(self, sampling: SamplingParameters) -> SamplingParameters:
+    async def _constrain(self, sampling: SamplingParameters) -> SamplingParameters:
         """Return `sampling` with its constraint as vLLM takes it. Raises RequestError if it cannot be compiled."""
         constraint = sampling.structured_outputs
         if constraint is None or not (self._own_grammars or constraint.kind in _BOUNDED):
@@ -100,7 +101,7 @@ class VllmHandler(LLMHandler):
             return sampling
         return msgspec.structs.replace(sampling, structured_outputs=StructuredOutputs(kind="grammar", value=text))
 
-    async def _rendered(self, request: GenerationRequest) -> RenderedRequest:
+    async def _render(self, request: GenerationRequest) -> RenderedRequest:
         """Return `request` in vLLM's form. What vLLM's parser adds for strict tools becomes a grammar, or is left out.
 
         The forms of some families are none that a grammar here can have.
@@ -114,17 +115,14 @@ class VllmHandler(LLMHandler):
         # Free text with tags has no special tokens, so that a model could not write a marker that is one.
         if sampling.structured_outputs is None and not any(token in added.value for token in special):
             with contextlib.suppress(RequestError):
-                sampling = await self._constrained(rendered.sampling)
+                sampling = await self._constrain(rendered.sampling)
         return dataclasses.replace(rendered, sampling=sampling)
 
     async def _search(self, request: GenerationRequest, beams: BeamSearch) -> AsyncGenerator[Delta, None]:
         """Yield a delta without text for each step of the search, then the whole sequence."""
         loaded, sampling = self._loaded, request.sampling
         prompt = await self.tokenize(request)
-        room = loaded.info.max_model_len - len(prompt)
-        asked = sampling.max_new_tokens or room
-        if room < 1 or (asked > room and not sampling.fit_context):
-            raise ContextLengthError.of(len(prompt), asked, loaded.info.max_model_len)
+        granted = max_new_tokens(sampling, len(prompt), loaded.info.max_model_len)
         vocabulary = loaded.vocabulary
         before = vocabulary.decode(prompt)
         yield Delta("", prompt_text=before, prompt_token_ids=prompt)
@@ -142,7 +140,7 @@ class VllmHandler(LLMHandler):
             async with aclosing(self.generate(one_more)) as deltas:
                 return [top async for delta in deltas for token in delta.tokens for top in token.top]
 
-        async with aclosing(search(beams, min(asked, room), ends, likeliest)) as steps:
+        async with aclosing(search(beams, granted, ends, likeliest)) as steps:
             async for step in steps:
                 best = step
                 yield Delta("")  # it shows that the request makes progress
@@ -150,7 +148,7 @@ class VllmHandler(LLMHandler):
             msgspec.structs.replace(vocabulary.token(token.id), logprob=token.logprob) for token in best.tokens
         )
         text = vocabulary.decode([*prompt, *(token.id for token in tokens if not token.special)])
-        usage = Usage(len(prompt), len(tokens), room=room if asked > room else None)
+        usage = Usage(len(prompt), len(tokens), room=room_of(sampling, granted))
         yield Delta(text.removeprefix(before), tokens, "eos_token" if best.ended else "length", usage)
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:

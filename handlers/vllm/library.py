@@ -1,6 +1,7 @@
 """What the handlers take from vLLM (0.32 and 0.33), as names and as functions that hide its internal interfaces.
 
-Only this module, `compiled_code.py`, `media.py` and `ranks.py` import vLLM, so a new version of vLLM changes only them.
+Of the other modules only `compilation/stored_code.py`, `requests/media.py` and `engine/ranks.py` import vLLM: a new
+version of vLLM changes these four.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ __all__ = [
     "make_tool_call_id",
 ]
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Fields of a pooling request that belong to its prompt.
 _PROMPT_EXTRAS = ("mm_processor_kwargs", "cache_salt", "chat_template_kwargs")
@@ -86,7 +87,7 @@ def warn_of_unknown_version() -> None:
     """Log a warning if this handler was not tested with the installed version of vLLM."""
     if vllm.__version__.rpartition(".")[0] not in KNOWN_VERSIONS:
         known = " and ".join(KNOWN_VERSIONS)
-        _log.warning("vLLM %s is installed; the handler is tested with %s", vllm.__version__, known)
+        logger.warning("vLLM %s is installed; the handler is tested with %s", vllm.__version__, known)
 
 
 def version() -> str:
@@ -114,7 +115,7 @@ def short_request() -> tuple[Any, SamplingParams]:
 
 
 @contextmanager
-def unrecorded(engine: LLMEngine) -> Iterator[None]:
+def without_metrics(engine: LLMEngine) -> Iterator[None]:
     """Keep the steps of `engine` out of vLLM's metrics."""
     manager, engine.logger_manager = engine.logger_manager, None
     try:
@@ -245,7 +246,7 @@ def compiles_own_grammars(config: Any, tokenizer: Any, others: bool) -> bool:
     """Return whether vLLM compiles constraints with llguidance, in whose form `handlers/structured_output` writes them.
 
     It is chosen here unless `others`: the options say otherwise. vLLM's own choice for JSON, xgrammar, ignores some
-    keywords without a word. gpt-oss writes its answers between tokens of which llguidance's texts know nothing.
+    keywords without a word. gpt-oss writes its answers between tokens that llguidance's texts do not have.
     """
     chosen = config.structured_outputs_config
     harmony = config.model_config.hf_config.model_type == "gpt_oss"

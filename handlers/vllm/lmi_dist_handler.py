@@ -13,4 +13,4 @@ class LmiDistHandler(VllmHandler):
     """Serves a model directory, or a Hugging Face id, that vLLM can load, split over the ranks of an MPI group."""
 
     def follow(self, model_dir: str, options: LmiDistOptions) -> None:
-        import_engine("engine").follow(model_dir, options)
+        import_engine("engine.loading").follow(model_dir, options)

@@ -20,7 +20,7 @@ from lmi_server.dialects.openai import embeddings as openai_embeddings
 from lmi_server.dialects.openai.embeddings import EmbeddingRequest
 
 if TYPE_CHECKING:
-    from handlers.vllm.pooling_model import Pooled, PoolingModel, Prompt
+    from handlers.vllm.engine.pooling_model import Pooled, PoolingModel, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class VllmPoolingHandler(RequestHandler):
 
     def start(self, model_dir: str, options: VllmPoolingOptions) -> ModelInfo:
         self._served = ServedModel(name=self.served_names[0], served_names=tuple(self.served_names))
-        self._model = import_engine("pooling_model").PoolingModel(model_dir, options)
+        self._model = import_engine("engine.pooling_model").PoolingModel(model_dir, options)
         return ModelInfo(max_model_len=self._model.max_length, details=self._model.details)
 
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:

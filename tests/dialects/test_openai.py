@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_server.contract.errors import HandlerError, ModelNotFoundError, RequestError
-from lmi_server.contract.generation import Delta, SamplingParameters, Token, Usage
+from lmi_server.contract.generation import Delta, SamplingParameters, Token, TopToken, Usage
 from lmi_server.dialects import Exchange, ServedModel, parse
 from lmi_server.dialects.openai import CHAT_FIELDS, COMPLETION_FIELDS
 
@@ -338,6 +338,15 @@ def test_chat_logprobs() -> None:
     assert content[2].bytes == list("ís\u2028".encode())
     assert [top.token for top in content[0].top_logprobs] == [" Par"]
     assert [top.token for top in content[3].top_logprobs] == ["</s>"]
+
+
+def test_the_chosen_token_of_a_completion_has_one_text_among_the_alternatives() -> None:
+    """The text that it adds to the answer: of two tokens of bytes the second one has the text of both."""
+    token = Token(7, "\ufffda", -0.5, top=(TopToken(8, "b", -0.25), TopToken(7, "a", -0.5)))
+    deltas = [Delta("\ufffda", (token,), "length", Usage(1, 1))]
+    logprobs = strict("Completion", answer(complete(logprobs=2), deltas)).choices[0].logprobs
+    assert logprobs.tokens == ["\ufffda"]
+    assert logprobs.top_logprobs == [{"b": -0.25, "\ufffda": -0.5}]
 
 
 def test_logprobs_without_a_finite_number() -> None:

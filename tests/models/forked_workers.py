@@ -37,7 +37,7 @@ LIBRARIES = {
         *("handlers.tasks.text_tasks", "handlers.tasks.transformers_pipeline", "handlers.tasks.embedding"),
         *("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"),
     ),
-    "vllm": ("handlers.vllm.engine", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"),
+    "vllm": ("handlers.vllm.engine.loading", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"),
 }
 """What the workers of a template have imported, by the name that the template is asked for with."""
 

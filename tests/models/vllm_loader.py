@@ -123,7 +123,7 @@ if __name__ == "__main__":
     # Libraries read these variables when they are imported, as in a worker.
     os.environ.update(VllmOptions.restore({"model_id": "", **_RECOMMENDED}, {}).worker_environment())
     model_imports.prepare()
-    for name in ("handlers.vllm.engine", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"):
+    for name in ("handlers.vllm.engine.loading", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"):
         import_module(name)
     model_imports.freeze_libraries()
     for line in sys.stdin:

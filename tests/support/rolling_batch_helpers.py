@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_models import CONTEXT, byte_tokenizer
 
-from handlers.rolling_batch.cpu.kernel_choice import Borders
+from handlers.rolling_batch.cpu.kernel_choice import Crossovers
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.lora.layers import LoraWeights
 from handlers.rolling_batch.runner.model_runner import ModelRunner
@@ -23,9 +23,9 @@ from lmi_server.contract.generation import Delta, SamplingParameters
 EOS = 258
 
 
-def tiles_for_any_rows() -> Borders:
-    """Return borders of a machine on which the project's kernels are the fastest for any number of rows."""
-    return Borders(seconds=lambda work: 0.0)
+def tiles_for_any_rows() -> Crossovers:
+    """Return crossovers of a machine on which the project's kernels are the fastest for any number of rows."""
+    return Crossovers(seconds=lambda work: 0.0)
 
 
 @dataclass

@@ -83,7 +83,8 @@ INSIDE_MAY_IMPORT = {
         "cpu": {"attention", "options"},
         "lora": {"cpu", "engine"},
         "runner": {"attention", "cpu", "lora", "options", "schedule"},
-        "speculation": {"runner", "sampler", "schedule", "step_times"},
+        "sampling": set[str](),
+        "speculation": {"engine", "options", "runner", "sampling", "schedule"},
     },
 }
 TABLE = "lmi_server/configuration/handlers.py"
@@ -111,6 +112,7 @@ SHARED = {
     "checkpoints",
     "content",
     "cpu_kernels",
+    "generation",
     "neuron_failures",
     "ranks",
     "rolling_batch",

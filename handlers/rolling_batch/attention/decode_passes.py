@@ -18,10 +18,11 @@ from typing import Any, Protocol
 
 import torch
 
-from handlers.rolling_batch.attention.paged import SingleRows, SlotAttention
+from handlers.rolling_batch.attention.paged import SlotAttention
+from handlers.rolling_batch.attention.torch_attention import SingleRows
 from lmi_server.contract.errors import first_line
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 GRAPH_KEY = "option.enable_cuda_graph"
 COMPILE_KEY = "option.enable_torch_compile"
@@ -138,7 +139,7 @@ def column_counts(max_len: int) -> list[int]:
     return [*itertools.takewhile(lambda length: length < max_len, lengths), max_len]
 
 
-def checked(
+def make_passes(
     key: str, make: Callable[[], DecodePasses], eager: Callable[[list[int], list[int], list[int]], torch.Tensor]
 ) -> DecodePasses | None:
     """Return the passes that `make` returns if they compute what `eager` does; otherwise None, and log why `key` fails.
@@ -162,4 +163,4 @@ def checked(
 
 def log_no_effect(key: str, reason: str) -> None:
     """Log that decoding runs without what `key` asks for."""
-    _log.warning("%s has no effect, decoding runs eagerly: %s", key, reason)
+    logger.warning("%s has no effect, decoding runs eagerly: %s", key, reason)

@@ -8,8 +8,8 @@ slots are plain tensors; there `max_len` is chosen such that all of them fit.
 
 Slots do not share pages; a shared prefix is copied. Copying 1,024 tokens of 23 KB each takes 2 ms to memory that is
 present and 8 ms to new pages, and computing them a second. The first step of a sequence reads the prefix in the other
-slot, and the copy follows that step, so that nobody waits for it. Mapping the same pages twice takes 2 ms as well, but
-needs a mapping per layer, head and slot, and Linux allows a process 65,530 of them.
+slot, and the copy follows that step, off the critical path. Mapping the same pages twice takes 2 ms as well, but needs
+a mapping per layer, head and slot, and Linux allows a process 65,530 of them.
 """
 
 from __future__ import annotations

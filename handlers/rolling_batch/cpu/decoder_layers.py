@@ -1,7 +1,7 @@
 """Decoder layers of Llama's structure, each in few passes over its activations.
 
 A small model is bound by the calls between its operations rather than by arithmetic: transformers runs a decoder layer
-as dozens of operations, each of which reads and writes all activations. The fused layer makes eight.
+as dozens of operations, and each reads and writes all activations. The fused layer makes eight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.rolling_batch.attention.paged import AttentionLayer, SlotAttention, StepRows
+from handlers.rolling_batch.attention.paged import SlotAttention
+from handlers.rolling_batch.attention.probe import AttentionLayer
+from handlers.rolling_batch.attention.rows import StepRows
 from handlers.rolling_batch.cpu.fusion import PROJECTIONS, FusedGatedMLP, FusedRMSNorm, ProjectionPart, close
 
 # What a decoder layer passes to the attention of a Llama. An attention that takes more also computes more: Ministral 3
@@ -125,7 +127,7 @@ class FusedDecoderLayer(nn.Module):
 
 
 class _LayerIndex(nn.Module):
-    """Stands for the attention module, of which an attention function reads the layer's index only."""
+    """Stands for the attention module: an attention function reads the layer's index only."""
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__()

@@ -16,10 +16,11 @@ from torch import nn
 from handlers.cpu_kernels.arguments import Activations, DecodeRows, LayerArrays, LayerSettings
 from handlers.ranks.sharding import RowParallelLinear
 from handlers.ranks.shm_allreduce import ONE_RANK, ShmAllReduce
-from handlers.rolling_batch.attention.paged import SlotAttention, StepRows
+from handlers.rolling_batch.attention.paged import SlotAttention
+from handlers.rolling_batch.attention.rows import StepRows
 from handlers.rolling_batch.cpu.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.cpu.fusion import FusedRMSNorm, close
-from handlers.rolling_batch.cpu.kernel_choice import ALL, Borders, Work
+from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.cpu.lookup_tables import RotaryTable, embedding_rows
 
@@ -54,12 +55,14 @@ class DecoderModel:
         self.max_rows = ALL  # more are left to the layers
 
     @classmethod
-    def of(cls, model: Any, attention: SlotAttention, borders: Borders, decode_rows: int = ALL) -> DecoderModel | None:
+    def from_model(
+        cls, model: Any, attention: SlotAttention, crossovers: Crossovers, decode_rows: int = ALL
+    ) -> DecoderModel | None:
         """Return it for a model whose modules are fused, and which never decodes more than `decode_rows` rows at once.
 
         None if the kernel would not compute what the model does, or if the layers are faster one by one.
         """
-        if not _is_llama(model) or attention.kept(0) is None:
+        if not _is_llama(model) or attention.cache_of(0) is None:
             return None
         layers = list(model.model.layers)
         if not all(type(layer) is FusedDecoderLayer and layer.mlp.is_silu and _is_tiled(layer) for layer in layers):
@@ -75,21 +78,21 @@ class DecoderModel:
         found = cls(model, attention)
         if not found._computes_the_same_as(model):
             return None
-        found.max_rows = found._border(model, borders, decode_rows)
+        found.max_rows = found._crossover(model, crossovers, decode_rows)
         found._space = _space(found._layers[2], 1)  # passes have fewer rows than were measured
         return found if found.max_rows else None
 
-    def _border(self, model: Any, borders: Borders, decode_rows: int) -> int:
+    def _crossover(self, model: Any, crossovers: Crossovers, decode_rows: int) -> int:
         """Return the number of rows up to which the call is faster than the layers one by one.
 
         It is while these use the same kernels for all their linear layers, and may be with more rows.
         """
-        linears = [linear for layer in model.model.layers for linear in _computed(layer)]
+        linears = [linear for layer in model.model.layers for linear in _own_linears(layer)]
         least: int = min(linear.max_rows for linear in linears)
         if least >= decode_rows or len(self._shared.blocks) > 1:
             return least  # ranks measure at different times, and a pass takes all of them
         shapes = ", ".join(
-            f"{linear.in_features} x {linear.out_features}" for linear in _computed(model.model.layers[0])
+            f"{linear.in_features} x {linear.out_features}" for linear in _own_linears(model.model.layers[0])
         )
 
         def passes(compute: Callable[[torch.Tensor, torch.Tensor, np.ndarray], object]) -> Callable[[int], Work]:
@@ -109,7 +112,7 @@ class DecoderModel:
 
         with torch.inference_mode():
             name = f"{len(model.model.layers)} decoder layers at once ({shapes})"
-            return borders.border(name, passes(self.logits), passes(layer_by_layer), least, decode_rows)
+            return crossovers.crossover(name, passes(self.logits), passes(layer_by_layer), least, decode_rows)
 
     def _computes_the_same_as(self, model: Any) -> bool:
         """Compare logits: a model may scale embeddings or logits, or do anything else outside its layers."""
@@ -182,12 +185,12 @@ def _is_tiled(layer: FusedDecoderLayer) -> bool:
     return (
         len(summed) in (0, 2)
         and all(module.bias is None for module in summed)
-        and all(isinstance(module, TiledLinear) and not module.is_padded for module in _computed(layer))
+        and all(isinstance(module, TiledLinear) and not module.is_padded for module in _own_linears(layer))
     )
 
 
-def _computed(layer: FusedDecoderLayer) -> list[Any]:
-    """Return the modules that compute linear layers, without those that sum their results over the ranks."""
+def _own_linears(layer: FusedDecoderLayer) -> list[Any]:
+    """Return the modules that compute linear layers, without the sums over ranks around them."""
     return [module for module in _linears(layer) if not isinstance(module, RowParallelLinear)]
 
 
@@ -207,7 +210,7 @@ def _arrays(layer: FusedDecoderLayer, attention: SlotAttention) -> LayerArrays:
         linear = module.linear if isinstance(module, RowParallelLinear) else module
         return linear.laid, linear.added
 
-    kept = attention.kept(layer.index)
+    kept = attention.cache_of(layer.index)
     assert kept is not None  # `of` has checked it
     norm, post_norm = (norm.arguments[0] for norm in (layer.input_layernorm, layer.post_attention_layernorm))
     projections = (*laid(layer.qkv_proj), *laid(layer.o_proj))

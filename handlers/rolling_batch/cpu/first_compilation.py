@@ -37,7 +37,7 @@ from lmi_server.machine.environment import own_rank, process_environment
 from lmi_server.machine.inventory import shown_gpus
 from lmi_server.processes.parents import end_with_parent
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Types of elements of activations in the kernels, by option.dtype, and by what config.json says.
 _ELEMENTS = {"bf16": "uint16", "fp32": "float32", "bfloat16": "uint16", "float32": "float32"}
@@ -48,7 +48,7 @@ class FirstCompilation:
     """Processes that compile the kernels for one type of elements."""
 
     def __init__(self, element: str, marker: Path) -> None:
-        _log.info("Compiling kernels for this processor, for later starts as well (kept in %s)", marker.parent)
+        logger.info("Compiling kernels for this processor, for later starts as well (kept in %s)", marker.parent)
         self._began = time.monotonic()
         self._marker = marker
         command = [
@@ -66,9 +66,9 @@ class FirstCompilation:
         code = self._process.wait()
         seconds = time.monotonic() - self._began
         if code:
-            _log.warning("Compiling kernels ahead failed with exit code %d after %.1f s", code, seconds)
+            logger.warning("Compiling kernels ahead failed with exit code %d after %.1f s", code, seconds)
             return
-        _log.info("Kernels compiled after %.1f s", seconds)
+        logger.info("Kernels compiled after %.1f s", seconds)
         mark_compiled(self._marker)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ def mark_compiled(marker: Path) -> None:
     try:
         marker.touch()
     except OSError as error:
-        _log.info("Compiled kernels are not kept: %s", error)
+        logger.info("Compiled kernels are not kept: %s", error)
 
 
 def _element(model_dir: Path, options: RollingBatchOptions) -> str | None:

@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.ranks.sharding import RowParallelLinear
-from handlers.rolling_batch.cpu.kernel_choice import Borders
+from handlers.ranks.sharding import RowParallelLinear, plain_linear
+from handlers.rolling_batch.cpu.kernel_choice import Crossovers
 from handlers.rolling_batch.cpu.linears import is_plain, lay_out_linears
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-def fuse(model: nn.Module, borders: Borders) -> dict[str, int]:
+def fuse(model: nn.Module, crossovers: Crossovers) -> dict[str, int]:
     """Replace modules of `model`, on the CPU in float32 or bfloat16; return how many of each kind.
 
-    `borders` say which kernel computes how many rows of a linear layer.
+    `crossovers` say which kernel computes how many rows of a linear layer.
     """
     counts = {"norms": 0, "attentions": 0, "mlps": 0, "linears": 0}
     for module in list(model.modules()):
@@ -35,7 +35,7 @@ def fuse(model: nn.Module, borders: Borders) -> dict[str, int]:
             counts["norms"] += _replace(module, name, child, _is_rms_norm, FusedRMSNorm)
             counts["mlps"] += _replace(module, name, child, _is_gated_mlp, FusedGatedMLP)
     if next(model.parameters()).dtype == torch.bfloat16:
-        counts["linears"] = lay_out_linears(model, borders)
+        counts["linears"] = lay_out_linears(model, crossovers)
     return counts
 
 
@@ -89,10 +89,8 @@ class FusedRMSNorm(nn.Module):
 
         self.weight: nn.Parameter = norm.weight
         self._kernel = rms_norm
-        self.arguments = (
-            as_numpy(self.weight.detach()),
-            float(_epsilon(norm) or 0.0),
-        )  # of the kernel, behind the rows
+        # Of the kernel, behind the rows.
+        self.arguments = (as_numpy(self.weight.detach()), float(_epsilon(norm) or 0.0))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """(..., width) -> the same shape."""
@@ -171,7 +169,7 @@ class SharedProjection(nn.Module):
 
     def part(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
         """Return output `index` for `hidden`; the call for the first output computes all of them."""
-        if hidden is not self._input:  # by identity: an equal tensor of a later call is another one
+        if hidden is not self._input:  # by identity: a later call may pass an equal tensor
             self._input, self._outputs = hidden, self.linear(hidden).split(self.widths, dim=-1)
         output = self._outputs[index]
         if index == len(self.widths) - 1:
@@ -194,13 +192,10 @@ class ProjectionPart(nn.Module):
 
 
 def _concatenated(linears: list[nn.Linear]) -> nn.Linear:
-    biased = any(linear.bias is not None for linear in linears)
+    biases = [
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+        for linear in linears
+    ]
+    is_biased = any(linear.bias is not None for linear in linears)
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    fused = nn.Linear(weight.shape[1], weight.shape[0], bias=biased, device="meta", dtype=weight.dtype)
-    fused.weight = nn.Parameter(weight, requires_grad=False)
-    if biased:
-        biases = [
-            weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears
-        ]
-        fused.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return fused
+    return plain_linear(weight, torch.cat(biases) if is_biased else None)

@@ -23,13 +23,13 @@ import torch
 from handlers.rolling_batch.cpu.first_compilation import compiled_kernels
 from lmi_server.machine.environment import process_environment
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Work = Callable[[], object]
 Seconds = Callable[[Work], float]  # runs the work; returns how long it took
 
 ROWS = (1, 4, 16, 64, 256, 1024)  # numbers of rows that are measured, until the second way is faster
-ALL = sys.maxsize  # the border if the first way is at least as fast with any number of rows
+ALL = sys.maxsize  # the crossover if the first way is at least as fast with any number of rows
 # Both ways have as many turns, and the fastest of each counts: the first one may compile code, and others are disturbed
 # by other programs. The turns end when the difference is clear, or after some time of this thread.
 _MIN_TURNS, _CLEAR_TURNS, _MAX_TURNS, _SECONDS = 3, 10, 60, 0.04
@@ -46,16 +46,18 @@ _FILE = "measured_borders.json"
 def thread_seconds(work: Work) -> float:
     """Run work that OpenMP shares out; return the processor time of this thread, which computes a part of it.
 
-    The parts are alike, and whoever waits for another thread's part sleeps soon. So this is about the time that passes
-    on an idle machine, and on a busy one the turns of other programs do not count.
+    The parts are alike, and a thread that waits for another part soon sleeps. So this is about the time on an idle
+    machine, and the time slices of other programs do not count.
     """
     began = time.thread_time()
     work()
     return time.thread_time() - began
 
 
-class Borders:
-    """The borders of this machine: those in the file `kept`, if there is one, and those measured from now on.
+class Crossovers:
+    """Up to how many rows the first of two ways is the faster one on this machine.
+
+    It knows what the file `kept` says, if there is one, and measures the rest.
 
     `machine` names everything but the shapes that the times depend on. Measuring takes little more than `max_seconds`.
     """
@@ -77,7 +79,7 @@ class Borders:
         self._is_new = False  # whether something was measured that the file lacks
         self._is_busy = False  # whether other programs were seen to have the cores
 
-    def border(
+    def crossover(
         self, name: str, few: Callable[[int], Work], many: Callable[[int], Work], least: int = 0, most: int = ALL
     ) -> int:
         """Return the number of rows up to which `few(rows)` is the faster work, 0 if never, ALL if always.
@@ -86,41 +88,41 @@ class Borders:
         Equal names mean equal times. It is ALL as well if it could not be measured, because the machine is busy.
         """
         name += "" if most >= ROWS[-1] else f" for up to {most} rows"
-        border = self._known.get(name)
-        if border is None:
+        crossover = self._known.get(name)
+        if crossover is None:
             began = time.perf_counter()
             end = began + self._max_seconds - self._spent
-            border = self._measured(few, many, least, most, end)
+            crossover = self._measure(few, many, least, most, end)
             self._spent += time.perf_counter() - began
-            if border is not None:
-                self._known[name], self._is_new = border, True
+            if crossover is not None:
+                self._known[name], self._is_new = crossover, True
             elif time.perf_counter() < end:
                 self._is_busy = True
-        self._asked[name] = border
-        return ALL if border is None else border
+        self._asked[name] = crossover
+        return ALL if crossover is None else crossover
 
-    def _measured(
+    def _measure(
         self, few: Callable[[int], Work], many: Callable[[int], Work], least: int, most: int, end: float
     ) -> int | None:
-        border, took = least, 0.0
+        crossover, took = least, 0.0
         for rows in sorted({min(rows, most) for rows in ROWS if rows > least}):
             began = time.perf_counter()
-            if rows == ROWS[-1] and (not took or rows / border * took > min(end - began, _LAST_SECONDS)):
+            if rows == ROWS[-1] and (not took or rows / crossover * took > min(end - began, _LAST_SECONDS)):
                 return ALL
             is_faster = _is_faster(few(rows), many(rows), self._seconds, end)
             took = time.perf_counter() - began
             if is_faster is None:
                 return None
             if not is_faster:
-                between = math.isqrt(border * rows)
-                if between > border and _is_faster(few(between), many(between), self._seconds, end):
+                between = math.isqrt(crossover * rows)
+                if between > crossover and _is_faster(few(between), many(between), self._seconds, end):
                     return between
-                return border
-            border = rows
+                return crossover
+            crossover = rows
         return ALL
 
     def keep(self) -> None:
-        """Log the borders that were asked for since the last call, and write new ones into the file.
+        """Log the crossovers that were asked for since the last call, and write new ones into the file.
 
         What was measured before other programs were seen may be wrong, and holds for this load only.
         """
@@ -135,8 +137,8 @@ class Borders:
                 origin += f", not kept: {error}"
         if None in self._asked.values():
             origin += ", but for what there was no time for or other programs took the processor"
-        borders = (f"{name}: {_told(border)}" for name, border in sorted(self._asked.items()))
-        _log.info("Rows that the project's kernels compute, %s. %s", origin, "; ".join(borders))
+        crossovers = (f"{name}: {_in_words(crossover)}" for name, crossover in sorted(self._asked.items()))
+        logger.info("Rows that the project's kernels compute, %s. %s", origin, "; ".join(crossovers))
         self._asked, self._spent, self._is_new = {}, 0.0, False
 
 
@@ -157,14 +159,14 @@ def _is_faster(few: Work, many: Work, seconds: Seconds, end: float) -> bool | No
     return fewest <= _MIN_GAIN * most
 
 
-def _told(border: int | None) -> str:
-    if border is None:
+def _in_words(crossover: int | None) -> str:
+    if crossover is None:
         return "any (not measured)"
-    return "any" if border == ALL else f"up to {border}" if border else "none"
+    return "any" if crossover == ALL else f"up to {crossover}" if crossover else "none"
 
 
-def measured_borders() -> Borders:
-    """Return the borders of this machine for the number of threads that torch has now."""
+def load_crossovers() -> Crossovers:
+    """Return the crossovers of this machine for the number of threads that torch has now."""
     from handlers.cpu_kernels.compilation import SOURCES, target
 
     hidden = process_environment().get("ONEDNN_MAX_CPU_ISA", "")  # of the processor's instructions
@@ -173,28 +175,28 @@ def measured_borders() -> Borders:
     threads = f"{torch.get_num_threads()} threads of {os.cpu_count()}"
     folder = compiled_kernels()
     kept = None if folder is None else folder / _FILE
-    return Borders(kept, f"{processor}, {threads}, {versions.hexdigest()[:16]}")
+    return Crossovers(kept, f"{processor}, {threads}, {versions.hexdigest()[:16]}")
 
 
 def _read(path: Path | None) -> dict[str, dict[str, int]]:
-    """Return the borders by machine and name; none if there is no such file, or another program's."""
+    """Return the crossovers by machine and name; none if there is no such file, or another program's."""
     try:
         found = json.loads(path.read_bytes()) if path is not None else {}
     except (OSError, ValueError):
         return {}
     if not isinstance(found, dict):
         return {}
-    return {machine: borders for machine, borders in found.items() if _are_borders(borders)}
+    return {machine: crossovers for machine, crossovers in found.items() if _are_crossovers(crossovers)}
 
 
-def _are_borders(found: object) -> bool:
-    return isinstance(found, dict) and all(type(border) is int and border >= 0 for border in found.values())
+def _are_crossovers(found: object) -> bool:
+    return isinstance(found, dict) and all(type(crossover) is int and crossover >= 0 for crossover in found.values())
 
 
-def _write(path: Path, machine: str, borders: Mapping[str, int]) -> None:
-    """Add borders to the file, which is whole at any time. Raises OSError."""
+def _write(path: Path, machine: str, crossovers: Mapping[str, int]) -> None:
+    """Add crossovers to the file, which is whole at any time. Raises OSError."""
     kept = _read(path)
-    kept[machine] = {**kept.get(machine, {}), **borders}
+    kept[machine] = {**kept.get(machine, {}), **crossovers}
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as written:
         json.dump(kept, written)
     os.replace(written.name, path)

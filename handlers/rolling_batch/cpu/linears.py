@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.rolling_batch.cpu.kernel_choice import ALL, Borders, Work
+from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 
 _DECODE_ROWS = 32  # the number of rows that oneDNN lays weights out for; it computes others with the same layout
 # Bytes of weights that are measured: more than caches hold if reading them counts, fewer from _MANY_ROWS rows on.
@@ -36,7 +36,7 @@ def is_plain(module: Any) -> bool:
     return not (module._forward_pre_hooks or module._forward_hooks) and module.weight.is_floating_point()
 
 
-def lay_out_linears(model: nn.Module, borders: Borders) -> int:
+def lay_out_linears(model: nn.Module, crossovers: Crossovers) -> int:
     """Replace the plain bfloat16 linear layers of `model` by the kind that is fastest on this CPU; return how many."""
     packs = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     places: dict[tuple[int, int, bool], list[tuple[nn.Module, str]]] = {}
@@ -46,7 +46,7 @@ def lay_out_linears(model: nn.Module, borders: Borders) -> int:
                 places.setdefault((*child.weight.shape, child.bias is not None), []).append((module, name))
     count = 0
     for shape, alike in places.items():
-        kind = _kind([getattr(*place) for place in alike], borders) if packs else _tiled(shape[1])
+        kind = _kind([getattr(*place) for place in alike], crossovers) if packs else _tiled(shape[1])
         if kind is None:
             continue
         for place in alike:
@@ -63,7 +63,7 @@ def _tiled(inputs: int) -> Kind | None:
     return TiledLinear if inputs % 2 == 0 else None
 
 
-def _kind(linears: list[nn.Linear], borders: Borders) -> Kind:
+def _kind(linears: list[nn.Linear], crossovers: Crossovers) -> Kind:
     """Return how to compute linear layers of one shape: by the project's kernel, by oneDNN, or each up to some rows."""
     first = linears[0]
     if first.in_features % 2:
@@ -71,7 +71,7 @@ def _kind(linears: list[nn.Linear], borders: Borders) -> Kind:
     shared = reads_tiles(first)
     sample = [linears[: max(1, read // first.weight.nbytes)] for read in (_READ, _MULTIPLIED)]
 
-    @functools.cache  # only if the border is not known yet
+    @functools.cache  # only if the crossover is not known yet
     def built() -> list[tuple[TiledLinear, PackedLinear]]:
         return [(TiledLinear(linear), PackedLinear(linear)) for linear in sample[0]]
 
@@ -85,10 +85,10 @@ def _kind(linears: list[nn.Linear], borders: Borders) -> Kind:
 
     biased = "" if first.bias is None else " and bias"
     with torch.inference_mode():
-        border = borders.border(f"{first.in_features} x {first.out_features}{biased}", passes(0), passes(1))
-    if border == ALL or (border >= _DECODE_ROWS and not shared):
+        crossover = crossovers.crossover(f"{first.in_features} x {first.out_features}{biased}", passes(0), passes(1))
+    if crossover == ALL or (crossover >= _DECODE_ROWS and not shared):
         return TiledLinear
-    return functools.partial(TiledLinear, max_rows=border) if shared else PackedLinear
+    return functools.partial(TiledLinear, max_rows=crossover) if shared else PackedLinear
 
 
 def reads_tiles(linear: nn.Linear) -> bool:

@@ -24,7 +24,7 @@ class LoraTarget:
 
     @property
     def out_features(self) -> int:
-        """Outputs of the module, of which the layer computes some or all."""
+        """Outputs of the module; the layer computes some or all of them."""
         return module_widths(self.module).outputs
 
     @property

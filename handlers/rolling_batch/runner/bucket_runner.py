@@ -34,7 +34,7 @@ class LineModel(Protocol):
     def prefill(self, token_ids: torch.Tensor, length: int, line: int) -> torch.Tensor:
         """Compute a prompt from position 0 in `line`; return the logits behind its last token, (vocabulary,).
 
-        `token_ids` is (1, bucket), of which the first `length` are the prompt.
+        `token_ids` is (1, bucket): the first `length` are the prompt.
         """
         ...
 
@@ -43,8 +43,8 @@ class LineModel(Protocol):
         ...
 
 
-class BatchModel(Protocol):
-    """A compiled model whose rows 0 to `rows` - 1 are all at one column of up to `max_len`."""
+class AlignedModel(Protocol):
+    """A compiled model whose rows 0 to `rows` - 1 are aligned: all are at one column of up to `max_len`."""
 
     vocabulary: int
     rows: int
@@ -121,13 +121,13 @@ class LineRunner(_CompiledRunner):
         return self._model.prefill(token_ids, length, sequence.slot)
 
 
-class BatchRunner(_CompiledRunner):
-    """Runs a `BatchModel`; the slots of the scheduler are its rows.
+class AlignedRunner(_CompiledRunner):
+    """Runs a `AlignedModel`; the slots of the scheduler are its rows.
 
     The scheduler's limits must have `longest_prompt` as `prompt_bucket`, and room for every row at full length.
     """
 
-    def __init__(self, model: BatchModel) -> None:
+    def __init__(self, model: AlignedModel) -> None:
         self._model = model
         self.vocabulary = model.vocabulary
         self.longest_prompt = model.max_len

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import torch
 
 from handlers.rolling_batch.attention.kv_cache import bytes_per_token, fitting_tokens
-from handlers.rolling_batch.attention.paged import MAX_SCORES
+from handlers.rolling_batch.attention.torch_attention import MAX_SCORES
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from lmi_server.contract.errors import ModelMemoryError, first_line, is_out_of_memory
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.memory import free_and_total
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 # Prompt tokens per step (while others decode, while none does). In processor time of one core, a step of a model with
@@ -34,7 +34,7 @@ _GIB = 2**30
 _CPU_CHUNKS = (128, 512)
 _GPU_CHUNKS = (2048, 8192)
 _MIN_CHUNK = 256
-_LARGEST_STEP = 0.25  # of the free memory, for a chunk that nobody asked for
+_LARGEST_STEP = 0.25  # of the free memory, for a chunk whose size no option gives
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.9  # of the free memory
 # Scores, their soft cap, and their weights in float32 and in the model's type. torch's fused kernels take less.
 _BYTES_PER_SCORE = 12
@@ -62,7 +62,7 @@ def step_size(runner: ModelRunner, max_len: int, options: RollingBatchOptions) -
     while asked is None and rows > _MIN_CHUNK and not _leaves_room(activations):
         rows //= 2
         activations = _activations(runner, rows)
-        _log.warning("a step computes at most %d prompt tokens: the GPU has no memory for more", rows)
+        logger.warning("a step computes at most %d prompt tokens: the GPU has no memory for more", rows)
     if activations is None:
         raise ModelMemoryError(
             f"option.chunked_prefill_size={rows}: a GPU has no memory for a step of so many prompt tokens beside the"

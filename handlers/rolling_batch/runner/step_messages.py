@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from handlers.rolling_batch.attention.paged import ChunkRows
-from handlers.rolling_batch.schedule.slots import Copy, Trim
+from handlers.rolling_batch.attention.rows import ChunkRows
+from handlers.rolling_batch.schedule.slots import SlotCopy, SlotTrim
 
 
 class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -28,8 +28,8 @@ class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):
     slots: list[int]
     chunks: list[ChunkRows]
     keep: list[int]
-    trims: list[Trim]
-    copies: list[Copy]
+    trims: list[SlotTrim]
+    copies: list[SlotCopy]
 
 
 class Measure(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 
 
 class _Node:
-    """A run of tokens that follows those of its parents; `slots` are all that hold it, also those that continue."""
+    """A run of tokens behind its parents' tokens; `slots` are all slots that hold it, with any continuation."""
 
     __slots__ = ("children", "parent", "slots", "tokens")
 

@@ -5,7 +5,7 @@ OSDI 2024): every step decodes one token of each running sequence, and computes 
 well, so that a long prompt never stalls the streams of the others. Admission, retraction and the policies mean what
 SGLang's of the same names mean (Zheng et al., 2024).
 
-Nobody knows how long an output will be. Reserving max_new_tokens for each sequence would leave most of the KV cache
+How long an output will be is unknown. Reserving max_new_tokens for each sequence would leave most of the KV cache
 empty; reserving nothing would fill it with sequences that cannot go on. So a share of what is left, the new-token
 ratio, is expected of each sequence. It falls while memory suffices, and when it does not, the sequence that came last
 is retracted and the ratio rises.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from handlers.rolling_batch.schedule.slots import Copy, Match, SlotTable, Trim
+from handlers.rolling_batch.schedule.slots import Match, SlotCopy, SlotTable, SlotTrim
 
 Policy = Literal["lpm", "fcfs"]
 
@@ -101,8 +101,8 @@ class StepPlan:
 
     decode: list[Sequence]
     prefill: list[Chunk]
-    trims: list[Trim] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
+    trims: list[SlotTrim] = field(default_factory=list)
+    copies: list[SlotCopy] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)
     retraction: Retraction | None = None
     drafts: Mapping[Sequence, list[int]] = field(default_factory=dict)
@@ -118,8 +118,8 @@ class SchedulerLimits:
 
     Slots beyond `max_running` keep finished sequences whose prefix others may reuse.
 
-    `prompt_bucket` is for graphs that compute a prompt from its first token only: the most prompt tokens that one of
-    them takes. The tokens behind them are computed one per step, and no prefix is reused.
+    `prompt_bucket` is for graphs that compute a prompt from its first token only: the most prompt tokens of a graph.
+    Further tokens are computed one per step, and no prefix is reused.
     """
 
     max_running: int
@@ -213,13 +213,13 @@ class Scheduler:
     def advance(self, plan: StepPlan) -> None:
         """Account for a plan that has been computed: its tokens are in the KV cache."""
         for sequence in plan.decode:
-            self._computed(sequence, sequence.computed + 1)
+            self._set_computed(sequence, sequence.computed + 1)
         for chunk in plan.prefill:
-            self._computed(chunk.sequence, chunk.end)
+            self._set_computed(chunk.sequence, chunk.end)
 
     def draft_accepted(self, sequence: Sequence) -> None:
         """Account for a drafted token that is the newest one of its sequence: it is in the KV cache already."""
-        self._computed(sequence, sequence.computed + 1)
+        self._set_computed(sequence, sequence.computed + 1)
 
     def _drafts(self, decode: list[Sequence], room: int, draft: Draft) -> Mapping[Sequence, list[int]]:
         """Return the drafts of the decoding sequences, in the memory that is left."""
@@ -227,9 +227,9 @@ class Scheduler:
         wanted = [(sequence, sequence.max_new_tokens - sequence.generated - 1) for sequence in decode]
         return draft(wanted, len(decode), room)
 
-    def _computed(self, sequence: Sequence, tokens: int) -> None:
+    def _set_computed(self, sequence: Sequence, tokens: int) -> None:
         sequence.computed = tokens
-        self.slots.computed(sequence.slot, tokens)
+        self.slots.set_computed(sequence.slot, tokens)
 
     # --- the queue ---
 

@@ -1,10 +1,10 @@
 """What each slot of the KV cache holds, and how much memory is behind it: plain data, no tensors.
 
 A slot belongs to a running sequence, or keeps the tokens of one that has left (cached), or is empty. If a slot begins
-with the first tokens of a new sequence, the sequence continues in that slot when nobody needs it, or in another slot to
-which these tokens are copied: copying costs about a hundredth of computing. Before the slots exceed the memory of
-`kv_tokens` tokens, cached tokens are evicted: first slots of which another one holds most, so that copies of one prefix
-do not displace other prefixes, then from the end of the least recently used slot.
+with the first tokens of a new sequence, the sequence continues there if the slot is free, or these tokens are copied to
+another slot: copying costs about a hundredth of computing. Before the slots exceed the memory of `kv_tokens` tokens,
+cached tokens are evicted. Slots whose tokens are mostly in another slot come first, so that copies of one prefix do not
+displace other prefixes. Then the least recently used slot is shortened from its end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MIN_KEPT = 32  # tokens; fewer occupy a page per layer and head as well
 
 
 @dataclass(slots=True, frozen=True)
-class Trim:
+class SlotTrim:
     """Give the memory behind all but the first `keep` tokens of `slot` back to the system."""
 
     slot: int
@@ -30,7 +30,7 @@ class Trim:
 
 
 @dataclass(slots=True, frozen=True)
-class Copy:
+class SlotCopy:
     """Copy keys and values of the first `tokens` tokens from one slot to another."""
 
     source: int
@@ -59,8 +59,8 @@ class SlotTable:
 
     def __init__(self, slots: int, kv_tokens: int) -> None:
         self.kv_tokens = kv_tokens
-        self.trims: list[Trim] = []
-        self.copies: list[Copy] = []
+        self.trims: list[SlotTrim] = []
+        self.copies: list[SlotCopy] = []
         self._tree = PrefixTree()
         self._empty = dict.fromkeys(range(slots))  # an ordered set
         self._cached: dict[int, int] = {}  # tokens held by slot; the least recently used slot first
@@ -105,7 +105,7 @@ class SlotTable:
         if slot != match.slot:
             held = match.tokens if match.tokens >= _MIN_COPIED else 0
             if held:
-                self.copies.append(Copy(match.slot, slot, held))
+                self.copies.append(SlotCopy(match.slot, slot, held))
                 self._touch(match.slot)
         self._tree.remove(slot)
         self._tree.insert(slot, adapter, tokens)
@@ -122,7 +122,7 @@ class SlotTable:
             if self._resident_tokens > self.kv_tokens:
                 self._give_way()
 
-    def computed(self, slot: int, tokens: int) -> None:
+    def set_computed(self, slot: int, tokens: int) -> None:
         """Record that the first `tokens` tokens of a running sequence are in its slot."""
         self._running[slot] = tokens
 
@@ -147,7 +147,7 @@ class SlotTable:
         for slot in self._tree.slots_of(adapter) & self._cached.keys():
             self._forget(slot)
 
-    def step_planned(self) -> tuple[list[Trim], list[Copy]]:
+    def step_planned(self) -> tuple[list[SlotTrim], list[SlotCopy]]:
         """Return what the planned step has to do before it computes, trims first; forget it here."""
         done = self.trims, self.copies
         self.trims, self.copies = [], []
@@ -178,7 +178,7 @@ class SlotTable:
         return bool(self._empty) or any(slot not in slots for slot in self._cached)
 
     def _vacant(self, tokens: int, pinned: set[int]) -> int | None:
-        """Return a slot whose content nobody needs: if possible one with memory behind it, else an evicted one."""
+        """Return a slot whose content is not needed: if possible one with memory behind it, else an evicted one."""
         with_memory = max(self._empty, key=lambda slot: self._resident[slot], default=None)
         if with_memory is not None and self._resident[with_memory] > 0:
             return with_memory
@@ -207,7 +207,7 @@ class SlotTable:
         self._resident[slot] = tokens
 
     def _give_way(self) -> None:
-        """Bring the resident tokens down to the limit: trim what nobody needs first, then evict cached tokens."""
+        """Bring the resident tokens down to the limit: trim unneeded memory first, then evict cached tokens."""
         for slot, needed in enumerate(self._needed):
             if self._resident[slot] > needed:
                 self._trim(slot, needed)
@@ -223,7 +223,7 @@ class SlotTable:
         raise AssertionError("the scheduler planned for more memory than there is")
 
     def _victims(self, pinned: set[int]) -> Iterator[int]:
-        """Yield the cached slots to evict: those of which others hold most, then all, least recently used first."""
+        """Yield the cached slots to evict: near copies of others, then all, least recently used first."""
         slots = [slot for slot in self._cached if slot not in pinned]
         yield from (slot for slot in slots if self._is_copy(slot))
         yield from (slot for slot in slots if slot in self._cached)
@@ -252,5 +252,5 @@ class SlotTable:
         self._empty[slot] = None
 
     def _trim(self, slot: int, keep: int) -> None:
-        self.trims.append(Trim(slot, keep))
+        self.trims.append(SlotTrim(slot, keep))
         self._set_resident(slot, keep)

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from handlers.rolling_batch.runner.model_runner import ModelRunner
-from handlers.rolling_batch.sampler import SamplingState, foresee
+from handlers.rolling_batch.sampling.sampler import foresee
+from handlers.rolling_batch.sampling.state import SamplingState
 from handlers.rolling_batch.schedule import scheduler
 from handlers.rolling_batch.schedule.scheduler import Chunk, StepPlan
 from handlers.rolling_batch.speculation.drafting import Acceptance
@@ -113,7 +114,7 @@ class DraftModel:
         for sequence, most in known:
             acceptance = self._drafts[sequence.number].acceptance
             most = min(most, room, self._length, self._runner.cache.max_len - len(sequence.tokens))
-            length = acceptance.promising(most, least)
+            length = acceptance.promising_length(most, least)
             if length <= 0:
                 acceptance.recover()
                 continue

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from handlers.rolling_batch.schedule import scheduler
-from handlers.rolling_batch.step_times import StepTimes
+from handlers.rolling_batch.speculation.step_times import StepTimes
 
 if TYPE_CHECKING:
-    from handlers.rolling_batch.sampler import SamplingState
+    from handlers.rolling_batch.sampling.state import SamplingState
 
 _NGRAMS = (3, 2)  # tokens that have to be the same; the longer one first
 _FIRST_CHANCE = 0.5  # that the next drafted token is accepted, before anything is known
@@ -56,7 +56,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, number: int, drafted: int, accepted: int) -> None:
-        """Learn from a draft of which the first `accepted` tokens were right, and the next one, if any, was not."""
+        """Learn from a draft: its first `accepted` tokens were right, and the next one, if any, was not."""
         ...
 
     def timed(self, rows: int, seconds: float) -> None:
@@ -75,7 +75,7 @@ class Acceptance:
         tried = accepted + (accepted < drafted)
         self.chance += (1 - (1 - _SMOOTHING) ** tried) * (accepted / tried - self.chance)
 
-    def promising(self, most: int, min_chance: float) -> int:
+    def promising_length(self, most: int, min_chance: float) -> int:
         """Return how many tokens, `most` at most, are all accepted with a chance of `min_chance` or more."""
         count, chance = 0, self.chance
         while count < most and chance >= min_chance:
@@ -91,8 +91,8 @@ class Acceptance:
 class PromptLookup:
     """The drafts of one sequence: up to `length` tokens that followed the newest occurrence of its last words.
 
-    Whether a draft would have been right shows in the tokens that come, also if nobody computed it. So a sequence that
-    begins to repeat itself is noticed without any cost.
+    The tokens that come show whether a draft was right, also if it was not computed. So a sequence that begins to
+    repeat itself is noticed without any cost.
     """
 
     def __init__(self, length: int) -> None:
@@ -110,7 +110,7 @@ class PromptLookup:
         for size in _NGRAMS:
             place = self._followers.get(tuple(tokens[-size:]))
             if place is not None:
-                self._draft = _continued(tokens, place, self._length)
+                self._draft = _continuation(tokens, place, self._length)
                 break
         return self._draft
 
@@ -130,7 +130,7 @@ class PromptLookup:
         self._indexed = len(tokens)
 
 
-def _continued(tokens: Sequence[int], place: int, length: int) -> list[int]:
+def _continuation(tokens: Sequence[int], place: int, length: int) -> list[int]:
     """Return what follows from `place` on, which repeats if it reaches the end of the tokens."""
     draft = list(tokens[place : place + length])
     period = len(draft)
@@ -162,7 +162,7 @@ class Speculation:
             draft, chance = lookup.propose(sequence.tokens)[: max(most, 0)], lookup.acceptance.chance
             found += [(chance**size, sequence, draft[:size]) for size in range(1, len(draft) + 1)]
         found = sorted(found, key=lambda entry: entry[0], reverse=True)[: max(room, 0)]
-        count = worthwhile([chance for chance, *_ in found], rows, self._times)
+        count = worthwhile_length([chance for chance, *_ in found], rows, self._times)
         return {sequence: draft for _, sequence, draft in found[:count]}  # the longest one of each sequence comes last
 
     def observe(self, number: int, drafted: int, accepted: int) -> None:
@@ -172,7 +172,7 @@ class Speculation:
         self._times.observe(rows, seconds)
 
 
-def worthwhile(chances: Sequence[float], rows: int, times: StepTimes) -> int:
+def worthwhile_length(chances: Sequence[float], rows: int, times: StepTimes) -> int:
     """Return how many drafted tokens make a step of `rows` rows, one per sequence, generate the most per second.
 
     `chances` has the chances that they are accepted, the highest first. There is none if a step without drafts was not

@@ -196,10 +196,14 @@ def _logprobs(tokens: Sequence[Token], options: AnswerOptions, offset: int) -> _
 
 
 def _top_by_text(token: Token, options: AnswerOptions) -> dict[str, float] | None:
-    """Return the alternatives and the chosen token; None for the first token of a prompt, which nothing precedes."""
+    """Return the alternatives and the chosen token; None for the first token of a prompt, which nothing precedes.
+
+    An alternative has the text of its token alone. The chosen token has the text that it adds to the answer, once.
+    """
     if token.logprob is None:
         return None
-    top = {token_label(other, options): finite(other.logprob) for other in token.top[: options.alternatives]}
+    named = ((token if other.id == token.id else other, other.logprob) for other in token.top[: options.alternatives])
+    top = {token_label(one, options): finite(logprob) for one, logprob in named}
     return {**top, token_label(token, options): finite(token.logprob)}
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_part_of_the_small_model_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_choice, "measured_borders", tiles_for_any_rows)
+    monkeypatch.setattr(kernel_choice, "load_crossovers", tiles_for_any_rows)
     for seed in (0, 3, 7):
         torch.manual_seed(seed)
         save_small_llama(tmp_path, "bfloat16")

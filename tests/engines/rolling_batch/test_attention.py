@@ -16,14 +16,11 @@ import torch
 from handlers.cpu_kernels import attention as kernels
 from handlers.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
 from handlers.cpu_kernels.compilation import SOURCES, sources_digest
+from handlers.rolling_batch.attention.kernel_attention import KernelAttention
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
-from handlers.rolling_batch.attention.paged import (
-    ChunkRows,
-    SlotAttention,
-    StepRows,
-    _KernelAttention,
-    _TorchAttention,
-)
+from handlers.rolling_batch.attention.paged import SlotAttention
+from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
+from handlers.rolling_batch.attention.torch_attention import TorchAttention
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
@@ -44,8 +41,8 @@ def test_a_chunk_attends_to_what_it_may_see(
     kept = (cache.keys[0], cache.values[0], SlotSpan(1, columns.begin, end))
     exact = (cache.keys[0].float(), cache.values[0].float(), SlotSpan(1, columns.begin, end))
     found, expected = (torch.zeros((rows, 6, shape.value_dim), dtype=kind) for kind in (dtype, torch.float32))
-    _KernelAttention(cache).attend_chunk(query, *kept, found, columns, settings)
-    _TorchAttention(cache).attend_chunk(query.float(), *exact, expected, columns, settings)
+    KernelAttention(cache).attend_chunk(query, *kept, found, columns, settings)
+    TorchAttention(cache).attend_chunk(query.float(), *exact, expected, columns, settings)
     assert float((found.float() - expected).norm() / expected.norm()) < error
 
 
@@ -72,7 +69,7 @@ def test_rows_attend_to_their_slots_whatever_their_lengths_are(
     found = torch.zeros((len(slots), 2 * heads, dims[1]), dtype=dtype)
     settings = AttentionSettings(0.3, window, softcap, torch.get_num_threads())
     rows = StepRows(slots, positions, [])
-    _KernelAttention(cache).attend_single(0, query, key, value, rows, found, settings)
+    KernelAttention(cache).attend_single(0, query, key, value, rows, found, settings)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         begin = max(0, position + 1 - window) if window else 0
         keys, values = (area[0][slot, :, begin : position + 1].double() for area in (cache.keys, cache.values))

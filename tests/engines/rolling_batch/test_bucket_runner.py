@@ -12,7 +12,7 @@ from static_graphs import Graphs
 from tiny_models import byte_tokenizer, tiny_model
 
 from handlers.rolling_batch.engine import RollingBatchEngine
-from handlers.rolling_batch.runner.bucket_runner import BatchRunner, LineRunner
+from handlers.rolling_batch.runner.bucket_runner import AlignedRunner, LineRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import SamplingParameters
@@ -60,7 +60,7 @@ class Rows:
         return self._graphs.compute(token_ids, torch.full((ROWS, 1), column), torch.arange(ROWS), starts)[:, -1]
 
 
-def engine_of(runner: LineRunner | BatchRunner, bucket: int) -> RollingBatchEngine:
+def engine_of(runner: LineRunner | AlignedRunner, bucket: int) -> RollingBatchEngine:
     room = ROWS * LENGTH
     scheduler = Scheduler(SchedulerLimits(ROWS, room, room, room, policy="fcfs", prompt_bucket=bucket))
     return RollingBatchEngine(runner, scheduler, byte_tokenizer(), frozenset({EOS}), LENGTH)
@@ -102,7 +102,7 @@ def test_padded_lines_generate_what_transformers_does(buckets: tuple[int, ...]) 
 
 def test_rows_at_one_column_generate_what_transformers_does() -> None:
     model = tiny_model("gpt2")
-    run(engine_of(BatchRunner(Rows(model)), LENGTH), model)
+    run(engine_of(AlignedRunner(Rows(model)), LENGTH), model)
 
 
 def test_an_abort_frees_its_line_for_the_next_step() -> None:

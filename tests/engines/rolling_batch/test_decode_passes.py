@@ -173,8 +173,8 @@ class FakeCompiler:
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let float32 run on torch's operators on the CPU, as it does on a GPU."""
-    monkeypatch.setattr(attention, "_operators", attention._TorchAttention)
-    monkeypatch.setattr(model_runner, "fuse", lambda model, borders: {})
+    monkeypatch.setattr(attention, "_operators", attention.TorchAttention)
+    monkeypatch.setattr(model_runner, "fuse", lambda model, crossovers: {})
 
 
 def one_layer() -> Any:

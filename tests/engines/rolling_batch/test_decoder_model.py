@@ -10,7 +10,7 @@ import torch
 from rolling_batch_helpers import Engine, check_log_probabilities, prompts, tiles_for_any_rows
 from tiny_models import CONTEXT, tiny_model
 
-from handlers.rolling_batch.attention.paged import ChunkRows, StepRows
+from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
 from handlers.rolling_batch.cpu import kernel_choice
 from handlers.rolling_batch.lora.layers import LoraPair
 from handlers.rolling_batch.runner.model_runner import ModelRunner
@@ -23,7 +23,7 @@ OF_LLAMAS_STRUCTURE = ["llama", "llama_with_biases", "qwen2", "mistral_with_wind
 @pytest.fixture(autouse=True)
 def tiles_on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use tiles whatever the processor: where they are slower, they are still correct."""
-    monkeypatch.setattr(kernel_choice, "measured_borders", tiles_for_any_rows)
+    monkeypatch.setattr(kernel_choice, "load_crossovers", tiles_for_any_rows)
 
 
 def runner_of(model: Any) -> ModelRunner:

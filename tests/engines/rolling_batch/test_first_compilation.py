@@ -16,6 +16,7 @@ from tiny_models import tiny_model
 from waiting import wait_until
 
 from handlers.cpu_kernels import helpers
+from handlers.generation.prompts import PromptEncoder
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.cpu import first_compilation, kernel_choice
 from handlers.rolling_batch.cpu.first_compilation import (
@@ -24,8 +25,7 @@ from handlers.rolling_batch.cpu.first_compilation import (
     first_kernels,
     other_kernels,
 )
-from handlers.rolling_batch.engine_loading import warm_up
-from handlers.rolling_batch.prompts import PromptEncoder
+from handlers.rolling_batch.warm_up import warm_up
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_model_calls_the_kernels_with_the_types_that_they_are_compiled_for(
     element: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "measured_borders", tiles_for_any_rows)
+    monkeypatch.setattr(kernel_choice, "load_crossovers", tiles_for_any_rows)
     engine = Engine(tiny_model("llama", dtype))
     warm_up(engine.engine, PromptEncoder(engine.tokenizer))
     for prompt in prompts(3):

@@ -20,10 +20,10 @@ from tiny_models import CONTEXT, byte_tokenizer, tiny_model
 
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.ranks.sharding import local_bytes
-from handlers.rolling_batch.attention import paged as attention
+from handlers.rolling_batch.attention import torch_attention as attention
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel, load_engine
-from handlers.rolling_batch.runner.model_runner import LoadCheck
+from handlers.rolling_batch.runner.load_check import LoadCheck
 from lmi_server.contract.errors import HandlerError, ModelMemoryError
 from lmi_server.contract.generation import SamplingParameters
 

@@ -10,7 +10,8 @@ import torch
 from rolling_batch_helpers import EOS, Engine, Received, generated, prompts
 from tiny_models import tiny_model
 
-from handlers.rolling_batch.sampler import BannedTokens, SamplingState, sample
+from handlers.rolling_batch.sampling.sampler import sample
+from handlers.rolling_batch.sampling.state import BannedTokens, SamplingState
 from handlers.structured_output.grammar_text import grammar_text
 from handlers.structured_output.token_grammars import GrammarMatch, TokenGrammars
 from lmi_server.contract.errors import RequestError

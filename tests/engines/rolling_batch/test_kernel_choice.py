@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from handlers.rolling_batch.cpu import kernel_choice
 from handlers.rolling_batch.cpu.decoder_layers import FusedDecoderLayer
-from handlers.rolling_batch.cpu.kernel_choice import ALL, Borders, Work
+from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear, lay_out_linears, reads_tiles
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 
@@ -32,9 +32,9 @@ _needs_shared_weights = pytest.mark.skipif(
 Times = Callable[[type[nn.Module], int], float]
 
 
-def patient(*arguments: Any, **named: Any) -> Borders:
-    """Return borders for which there is time to measure, however busy the machine is."""
-    return Borders(*arguments, **named, max_seconds=math.inf)
+def patient(*arguments: Any, **named: Any) -> Crossovers:
+    """Return crossovers for which there is time to measure, however busy the machine is."""
+    return Crossovers(*arguments, **named, max_seconds=math.inf)
 
 
 def few(rows: int) -> Work:
@@ -54,7 +54,7 @@ def costing(few_seconds: Callable[[int], float], many_seconds: Callable[[int], f
 
 
 @pytest.mark.parametrize(
-    ("few_seconds", "border"),
+    ("few_seconds", "crossover"),
     [
         (lambda rows: rows, 4),
         (lambda rows: rows / 2, 8),
@@ -66,33 +66,35 @@ def costing(few_seconds: Callable[[int], float], many_seconds: Callable[[int], f
         (lambda rows: 5.5, ALL),  # a gain of a tenth is none
     ],
 )
-def test_the_border_is_where_the_second_way_becomes_faster(few_seconds: Callable[[int], float], border: int) -> None:
-    assert patient(seconds=costing(few_seconds, lambda rows: 5.0)).border("x", few, many) == border
+def test_the_crossover_is_where_the_second_way_becomes_faster(
+    few_seconds: Callable[[int], float], crossover: int
+) -> None:
+    assert patient(seconds=costing(few_seconds, lambda rows: 5.0)).crossover("x", few, many) == crossover
 
 
-def test_the_time_that_other_programs_take_moves_no_border() -> None:
+def test_the_time_that_other_programs_take_moves_no_crossover() -> None:
     delays = iter([100.0, 0.0, 0.0, 0.0, 0.0, 0.0, 30.0, 90.0] * 99)
     clean = costing(lambda rows: rows / 2, lambda rows: 5.0)
-    assert patient(seconds=lambda work: clean(work) + next(delays)).border("x", few, many) == 8
+    assert patient(seconds=lambda work: clean(work) + next(delays)).crossover("x", few, many) == 8
 
 
-def test_a_border_is_measured_once_for_each_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_crossover_is_measured_once_for_each_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", kernel_choice.__name__)
-    kept, measured = tmp_path / "borders.json", []
+    kept, measured = tmp_path / "crossovers.json", []
 
     def seconds(work: Work) -> float:
         measured.append(work())
         return costing(lambda rows: rows, lambda rows: 5.0)(work)
 
     for machine, names, is_new in (("a", "xy", True), ("a", "xz", True), ("b", "x", True), ("a", "xyz", False)):
-        borders = patient(kept, machine, seconds)
-        assert [borders.border(name, few, many) for name in names] == [4] * len(names)
-        borders.keep()
+        crossovers = patient(kept, machine, seconds)
+        assert [crossovers.crossover(name, few, many) for name in names] == [4] * len(names)
+        crossovers.keep()
         assert bool(measured) is is_new
         assert ("as measured before" in caplog.messages[-1]) is not is_new
         measured.clear()
     assert "x: up to 4" in caplog.messages[-1]
-    assert [path.name for path in tmp_path.iterdir()] == ["borders.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["crossovers.json"]
 
 
 def test_what_a_busy_machine_would_measure_is_left_to_the_next_load(
@@ -100,61 +102,61 @@ def test_what_a_busy_machine_would_measure_is_left_to_the_next_load(
 ) -> None:
     """Each turn takes a long time, of which the thread computes a little."""
     caplog.set_level("INFO", kernel_choice.__name__)
-    kept, timer = tmp_path / "borders.json", costing(lambda rows: 1e-6 * rows, lambda rows: 5e-6)
+    kept, timer = tmp_path / "crossovers.json", costing(lambda rows: 1e-6 * rows, lambda rows: 5e-6)
 
     def seconds(work: Work) -> float:
         time.sleep(0.01)
         return timer(work)
 
-    borders = patient(kept, "a", seconds)
-    assert borders.border("x", few, many) == ALL
-    borders.keep()
+    crossovers = patient(kept, "a", seconds)
+    assert crossovers.crossover("x", few, many) == ALL
+    crossovers.keep()
     assert "x: any (not measured)" in caplog.messages[-1]
     assert "other programs took the processor" in caplog.messages[-1]
-    assert patient(kept, "a", lambda work: 1e6 * timer(work)).border("x", few, many) == 4
+    assert patient(kept, "a", lambda work: 1e6 * timer(work)).crossover("x", few, many) == 4
 
 
 def test_what_was_measured_before_the_machine_was_seen_busy_is_not_kept(tmp_path: Path) -> None:
-    kept, timer = tmp_path / "borders.json", costing(lambda rows: 1e-6 * rows, lambda rows: 5e-6)
+    kept, timer = tmp_path / "crossovers.json", costing(lambda rows: 1e-6 * rows, lambda rows: 5e-6)
     is_busy = False
 
     def seconds(work: Work) -> float:
         time.sleep(0.01 * is_busy)
         return timer(work) * (1 if is_busy else 1e6)
 
-    borders = patient(kept, "a", seconds)
-    assert borders.border("x", few, many) == 4
+    crossovers = patient(kept, "a", seconds)
+    assert crossovers.crossover("x", few, many) == 4
     is_busy = True
-    assert borders.border("y", few, many) == ALL
-    borders.keep()
+    assert crossovers.crossover("y", few, many) == ALL
+    crossovers.keep()
     assert not kept.exists()
 
 
 def test_what_there_was_no_time_to_measure_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", kernel_choice.__name__)
-    kept, timer = tmp_path / "borders.json", costing(lambda rows: rows, lambda rows: 5.0)
-    borders = Borders(kept, "a", timer, max_seconds=0)
-    assert borders.border("x", few, many) == ALL
-    borders.keep()
+    kept, timer = tmp_path / "crossovers.json", costing(lambda rows: rows, lambda rows: 5.0)
+    crossovers = Crossovers(kept, "a", timer, max_seconds=0)
+    assert crossovers.crossover("x", few, many) == ALL
+    crossovers.keep()
     assert "x: any (not measured)" in caplog.messages[-1]
-    assert patient(kept, "a", timer).border("x", few, many) == 4
+    assert patient(kept, "a", timer).crossover("x", few, many) == 4
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": {"x": "4"}}', '{"a": {"x": -1}}', "\0"])
 def test_a_damaged_file_is_measured_anew(tmp_path: Path, content: str) -> None:
-    kept = tmp_path / "borders.json"
+    kept = tmp_path / "crossovers.json"
     kept.write_text(content)
     for seconds in (costing(lambda rows: rows, lambda rows: 5.0), lambda work: pytest.fail("it is measured again")):
-        borders = patient(kept, "a", seconds)
-        assert borders.border("x", few, many) == 4
-        borders.keep()
+        crossovers = patient(kept, "a", seconds)
+        assert crossovers.crossover("x", few, many) == 4
+        crossovers.keep()
 
 
 def test_a_file_that_cannot_be_written_is_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", kernel_choice.__name__)
-    borders = patient(tmp_path / "missing" / "borders.json", "a", costing(lambda rows: 1.0, lambda rows: 5.0))
-    assert borders.border("x", few, many) == ALL
-    borders.keep()
+    crossovers = patient(tmp_path / "missing" / "crossovers.json", "a", costing(lambda rows: 1.0, lambda rows: 5.0))
+    assert crossovers.crossover("x", few, many) == ALL
+    crossovers.keep()
     assert "not kept" in caplog.messages[-1]
     assert "missing" in caplog.messages[-1]
 
@@ -169,30 +171,30 @@ def test_rows_that_would_take_too_long_are_not_measured(per_second: int, max_sec
         time.sleep(rows / per_second)
         return float(rows)
 
-    assert Borders(seconds=seconds, max_seconds=max_seconds).border("slow", few, many) == ALL
+    assert Crossovers(seconds=seconds, max_seconds=max_seconds).crossover("slow", few, many) == ALL
     assert max(asked) == 256
 
 
-@pytest.mark.parametrize(("few_seconds", "border"), [(lambda rows: 1.0, ALL), (lambda rows: rows / 5, 25)])
-def test_more_rows_than_there_can_be_are_not_measured(few_seconds: Callable[[int], float], border: int) -> None:
+@pytest.mark.parametrize(("few_seconds", "crossover"), [(lambda rows: 1.0, ALL), (lambda rows: rows / 5, 25)])
+def test_more_rows_than_there_can_be_are_not_measured(few_seconds: Callable[[int], float], crossover: int) -> None:
     timer, asked = costing(few_seconds, lambda rows: 5.0), set()
 
     def seconds(work: Work) -> float:
         asked.add(work()[1])  # type: ignore[index]
         return timer(work)
 
-    borders = patient(seconds=seconds)
-    assert borders.border("x", few, many, least=16, most=40) == border
+    crossovers = patient(seconds=seconds)
+    assert crossovers.crossover("x", few, many, least=16, most=40) == crossover
     assert {16 < rows <= 40 for rows in asked} == {True}
-    assert borders.border("x", few, many) != border or border == ALL  # another question
+    assert crossovers.crossover("x", few, many) != crossover or crossover == ALL  # another question
     assert max(asked) > 40
 
 
 def test_this_machine_has_a_name_and_a_file_beside_the_compiled_kernels() -> None:
-    borders = kernel_choice.measured_borders()
-    assert borders._file is not None
-    assert borders._file.parent.is_dir()
-    assert f"{torch.get_num_threads()} threads" in borders._machine
+    crossovers = kernel_choice.load_crossovers()
+    assert crossovers._file is not None
+    assert crossovers._file.parent.is_dir()
+    assert f"{torch.get_num_threads()} threads" in crossovers._machine
 
 
 class ModuleTimer:
@@ -217,42 +219,42 @@ class ModuleTimer:
             self._sum += self._seconds(type(module), inputs[0].shape[:-1].numel())
 
 
-def tiles_up_to(border: int) -> Times:
-    """Return times with which tiles are the faster linear layers up to `border` rows.
+def tiles_up_to(crossover: int) -> Times:
+    """Return times with which tiles are the faster linear layers up to `crossover` rows.
 
     They are longer than any test takes, so that the machine does not look busy.
     """
 
     def seconds(kind: type[nn.Module], rows: int) -> float:
         if kind is TiledLinear:
-            return 1e6 if rows <= border else 9e6
+            return 1e6 if rows <= crossover else 9e6
         return 3e6 if kind is PackedLinear else 0.0
 
     return seconds
 
 
 @_needs_onednn
-@pytest.mark.parametrize("border", [0, 8, 64, ALL])
+@pytest.mark.parametrize("crossover", [0, 8, 64, ALL])
 @pytest.mark.parametrize(
     ("inputs", "outputs", "bias"), [(64, 128, False), (96, 130, True), (100, 200, True), (3, 5, True)]
 )
 def test_a_linear_layer_is_computed_as_was_measured_and_right(
-    border: int, inputs: int, outputs: int, bias: bool
+    crossover: int, inputs: int, outputs: int, bias: bool
 ) -> None:
     chance = torch.Generator().manual_seed(inputs)
     plain = [nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16) for _ in range(2)]
     for linear in plain:
         nn.init.normal_(linear.weight, generator=chance)
     model = nn.Sequential(*plain)
-    assert lay_out_linears(model, patient(seconds=ModuleTimer(tiles_up_to(border)))) == 2
+    assert lay_out_linears(model, patient(seconds=ModuleTimer(tiles_up_to(crossover)))) == 2
     for linear, laid in zip(plain, model, strict=True):
         if inputs == 3:  # words of the tiles hold two inputs
             assert type(laid) is PackedLinear
         elif type(laid) is TiledLinear:
-            assert laid.max_rows in {border, ALL}
-            assert border > 8 or laid.max_rows == border
+            assert laid.max_rows in {crossover, ALL}
+            assert crossover > 8 or laid.max_rows == crossover
         else:  # oneDNN lays this shape out in another way, and only one copy is kept
-            assert border <= 8
+            assert crossover <= 8
         for rows in (1, 8, 9, 64, 65, 300):
             hidden = torch.randn((1, rows, inputs), generator=chance).bfloat16()
             expected = linear.double()(hidden.double())
@@ -263,9 +265,9 @@ def test_a_linear_layer_is_computed_as_was_measured_and_right(
 @_needs_shared_weights
 def test_shapes_are_measured_apart() -> None:
     model = nn.Sequential(nn.Linear(64, 128, dtype=torch.bfloat16), nn.Linear(128, 64, dtype=torch.bfloat16))
-    borders = Borders()
-    borders._known = {"64 x 128 and bias": 16, "128 x 64 and bias": 1}
-    lay_out_linears(model, borders)
+    crossovers = Crossovers()
+    crossovers._known = {"64 x 128 and bias": 16, "128 x 64 and bias": 1}
+    lay_out_linears(model, crossovers)
     assert [layer.max_rows for layer in model] == [16, 1]
 
 
@@ -274,21 +276,23 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Times], None]:
     """Return a function that sets the times of modules for all models that are loaded in the test."""
 
     def use(seconds: Times) -> None:
-        monkeypatch.setattr(kernel_choice, "measured_borders", lambda: patient(seconds=ModuleTimer(seconds)))
+        monkeypatch.setattr(kernel_choice, "load_crossovers", lambda: patient(seconds=ModuleTimer(seconds)))
 
     return use
 
 
 @_needs_shared_weights
 @pytest.mark.slow
-@pytest.mark.parametrize("border", [0, 1, 4, 16])
-def test_answers_are_near_those_of_float32_wherever_the_border_is(border: int, timer: Callable[[Times], None]) -> None:
-    """Requests join and leave, so that steps have more rows than the border, and fewer."""
-    timer(tiles_up_to(border))
+@pytest.mark.parametrize("crossover", [0, 1, 4, 16])
+def test_answers_are_near_those_of_float32_wherever_the_crossover_is(
+    crossover: int, timer: Callable[[Times], None]
+) -> None:
+    """Requests join and leave, so that steps have more rows than the crossover, and fewer."""
+    timer(tiles_up_to(crossover))
     engine, exact = Engine(tiny_model("llama", torch.bfloat16)), tiny_model("llama")
     kinds = {module.max_rows for module in engine.model.modules() if isinstance(module, TiledLinear)}
-    assert kinds == {border}
-    assert engine.runner._unpadded_rows == border
+    assert kinds == {crossover}
+    assert engine.runner._unpadded_rows == crossover
     asked = [
         (prompt, engine.add(prompt, max_new_tokens=3 * number + 1, logprobs=0, ignore_eos=True)[1])
         for number, prompt in enumerate(prompts(9))
@@ -300,10 +304,10 @@ def test_answers_are_near_those_of_float32_wherever_the_border_is(border: int, t
 @_needs_shared_weights
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tiles", "border", "max_rows"), [(0, 0, None), (0, 4, 4), (4, 0, 4), (4, 16, 16), (4, ALL, ALL)]
+    ("tiles", "crossover", "max_rows"), [(0, 0, None), (0, 4, 4), (4, 0, 4), (4, 16, 16), (4, ALL, ALL)]
 )
 def test_one_call_computes_all_layers_up_to_where_it_was_the_faster_way(
-    tiles: int, border: int, max_rows: int | None, timer: Callable[[Times], None]
+    tiles: int, crossover: int, max_rows: int | None, timer: Callable[[Times], None]
 ) -> None:
     """Only the layers one by one call modules for layers, which gain or lose time in this test.
 
@@ -313,7 +317,7 @@ def test_one_call_computes_all_layers_up_to_where_it_was_the_faster_way(
 
     def seconds(kind: type[nn.Module], rows: int) -> float:
         if kind is FusedDecoderLayer:
-            return 1e9 if rows <= border else -1e9
+            return 1e9 if rows <= crossover else -1e9
         return of_linears(kind, rows)
 
     timer(seconds)

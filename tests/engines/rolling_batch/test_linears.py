@@ -69,11 +69,11 @@ def test_onednn_and_the_tiles_agree() -> None:
 _AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 _KINDS = """
 import torch
-from handlers.rolling_batch.cpu.kernel_choice import Borders
+from handlers.rolling_batch.cpu.kernel_choice import Crossovers
 from handlers.rolling_batch.cpu.linears import lay_out_linears
 layers = [torch.nn.Linear(4, 4, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
 model = torch.nn.Sequential(*layers, torch.nn.Linear(3, 4, dtype=torch.bfloat16))
-print(lay_out_linears(model, Borders()), *(type(layer).__name__ for layer in model))
+print(lay_out_linears(model, Crossovers()), *(type(layer).__name__ for layer in model))
 """
 
 

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, DogeConfig, GlmMoeDsaConfig, Llam
 
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
-from handlers.rolling_batch.attention.paged import UnsupportedAttentionError
+from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
-from handlers.rolling_batch.runner.model_runner import LoadCheck, ModelRunner
+from handlers.rolling_batch.runner.load_check import LoadCheck
+from handlers.rolling_batch.runner.model_runner import ModelRunner
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import SamplingParameters
 

@@ -11,7 +11,7 @@ import torch
 from rolling_batch_helpers import EOS, Engine, Received, prompts
 from tiny_models import CONTEXT, FAMILIES, convolutional_hybrid, tiny_model
 
-from handlers.rolling_batch.attention.paged import UnsupportedAttentionError
+from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import Token
 

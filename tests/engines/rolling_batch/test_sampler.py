@@ -18,8 +18,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from handlers.rolling_batch.gumbel import noise
-from handlers.rolling_batch.sampler import SamplingState, sample, score
+from handlers.rolling_batch.sampling.gumbel import noise
+from handlers.rolling_batch.sampling.sampler import sample, score
+from handlers.rolling_batch.sampling.state import SamplingState
 from lmi_server.contract.generation import SamplingParameters
 
 PROMPT = [0, 3, 17, 18, 19, 39]

@@ -14,10 +14,10 @@ from rolling_batch_helpers import Engine, GivenStepTimes, Received, prompts
 from tiny_models import CONTEXT, tiny_model
 
 from handlers.rolling_batch.runner.model_runner import ModelRunner
-from handlers.rolling_batch.sampler import SamplingState
+from handlers.rolling_batch.sampling.state import SamplingState
 from handlers.rolling_batch.schedule.scheduler import Sequence
 from handlers.rolling_batch.speculation.draft_model import DraftModel, StepCosts
-from handlers.rolling_batch.speculation.drafting import PromptLookup, Speculation, worthwhile
+from handlers.rolling_batch.speculation.drafting import PromptLookup, Speculation, worthwhile_length
 from lmi_server.contract.generation import SamplingParameters
 
 pytestmark = pytest.mark.slow
@@ -79,16 +79,16 @@ def test_of_several_tokens_that_come_at_once_those_behind_the_first_wrong_one_sa
 def test_a_step_gets_as_many_drafted_tokens_as_make_it_generate_most_per_second() -> None:
     chances = [0.8**size for size in range(1, 9)]
     # One tile has 1 + 0.8 + 0.64 + 0.51 tokens in 17 ms, which is 174 per second; two tiles have 4.16 in 24 ms, 173.
-    assert worthwhile(chances, 1, Tiles()) == 3
-    assert worthwhile([0.95**size for size in range(1, 9)], 1, Tiles()) == 7
-    assert worthwhile([], 1, Tiles()) == 0
+    assert worthwhile_length(chances, 1, Tiles()) == 3
+    assert worthwhile_length([0.95**size for size in range(1, 9)], 1, Tiles()) == 7
+    assert worthwhile_length([], 1, Tiles()) == 0
 
 
 def test_a_batch_that_fills_its_tiles_gets_no_drafts_unless_nearly_all_of_them_are_right() -> None:
-    assert worthwhile([0.8] * 8, 8, Tiles()) == 0
-    assert worthwhile([0.8] * 1, 7, Tiles()) == 1  # a free row of the tile
-    assert worthwhile([0.5] * 3, 8, GivenStepTimes(0.0)) == 3  # of a device on which rows take no time
-    assert worthwhile([0.01] * 8, 8, GivenStepTimes(0.0)) == 0  # no gain worth having
+    assert worthwhile_length([0.8] * 8, 8, Tiles()) == 0
+    assert worthwhile_length([0.8] * 1, 7, Tiles()) == 1  # a free row of the tile
+    assert worthwhile_length([0.5] * 3, 8, GivenStepTimes(0.0)) == 3  # of a device on which rows take no time
+    assert worthwhile_length([0.01] * 8, 8, GivenStepTimes(0.0)) == 0  # no gain worth having
 
 
 def test_the_drafts_of_a_batch_go_to_the_sequences_whose_drafts_are_right() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from handlers.rolling_batch.speculation.drafting import worthwhile
-from handlers.rolling_batch.step_times import LearntStepTimes
+from handlers.rolling_batch.speculation.drafting import worthwhile_length
+from handlers.rolling_batch.speculation.step_times import LearntStepTimes
 
 
 def test_before_any_step_the_time_grows_by_the_share_of_a_row() -> None:
@@ -40,7 +40,7 @@ def drafting_steps(times: LearntStepTimes, seconds: dict[int, float], steps: int
     """Run steps of eight sequences, whose drafted tokens are nearly always right; return which steps had some."""
     drafted = []
     for step in range(steps):
-        count = worthwhile([0.95] * 8, 8, times)
+        count = worthwhile_length([0.95] * 8, 8, times)
         if count:
             drafted.append(step)
         times.observe(8 + count, seconds[8 + count])

@@ -33,7 +33,7 @@ class RecordingDriver:
 
 
 def adapters() -> tuple[Any, RecordingDriver]:
-    from handlers.vllm.adapters import Adapters
+    from handlers.vllm.engine.adapters import Adapters
 
     driver: Any = RecordingDriver()
     return Adapters(driver, lambda directory: None), driver

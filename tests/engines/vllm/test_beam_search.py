@@ -10,7 +10,7 @@ from contextlib import aclosing
 import pytest
 from relay_helpers import on_loop
 
-from handlers.vllm.beam_search import Beam, search
+from handlers.vllm.requests.beam_search import Beam, search
 from lmi_server.contract.generation import BeamSearch, TopToken
 
 END = 0

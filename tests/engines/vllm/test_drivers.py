@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from handlers.vllm.drivers import InProcessEngine
+from handlers.vllm.engine.drivers import InProcessEngine
 from lmi_server.contract.errors import HandlerError, LmiServerError
 from lmi_server.contract.generation import Delta
 

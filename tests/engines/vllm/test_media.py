@@ -53,7 +53,7 @@ class Text:
 def connector(name: str, **arguments: Any) -> Any:
     from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY
 
-    import handlers.vllm.media  # noqa: F401 - registers the connectors
+    import handlers.vllm.requests.media  # noqa: F401 - registers the connectors
 
     return MEDIA_CONNECTOR_REGISTRY.load(name, **arguments)
 
@@ -77,7 +77,7 @@ async def test_private_addresses_get_no_request(site: int) -> None:
 async def test_a_redirect_leads_to_no_private_address(site: int) -> None:
     from vllm.exceptions import VLLMClientError
 
-    from handlers.vllm.media import PublicConnection
+    from handlers.vllm.requests.media import PublicConnection
 
     connection = PublicConnection(allows=lambda address: address == "127.0.0.1")
     url = f"http://127.0.0.1:{site}"

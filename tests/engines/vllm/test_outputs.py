@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from handlers.vllm.outputs import DeltaBuilder, Vocabulary
+from handlers.vllm.requests.outputs import DeltaBuilder, Vocabulary
 from lmi_server.contract.errors import HandlerError, RequestError
 from lmi_server.contract.generation import Delta, SamplingParameters, StructuredOutputs
 

@@ -75,7 +75,8 @@ def request(request_id: str) -> Any:
 
 
 def test_other_ranks_repeat_the_calls_of_rank_0_but_not_those_that_it_refuses() -> None:
-    from handlers.vllm import library, ranks
+    from handlers.vllm import library
+    from handlers.vllm.engine import ranks
 
     messages: Any = Messages()
     leading, following = RecordingCore(), RecordingCore()

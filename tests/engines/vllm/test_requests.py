@@ -27,7 +27,7 @@ class Body(BaseModel):
 
 
 def told(**body: object) -> str:
-    from handlers.vllm.requests import error_message
+    from handlers.vllm.requests.rendering import error_message
 
     with pytest.raises(ValidationError) as raised:
         Body.model_validate(body)

@@ -1,0 +1,72 @@
+"""Attention by the compiled CPU kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from handlers.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
+from handlers.cpu_kernels.arrays import as_numpy
+from handlers.rolling_batch.attention.kv_cache import KVCache
+from handlers.rolling_batch.attention.rows import ChunkGroup, StepRows
+
+
+class KernelAttention:
+    """The same methods as `TorchAttention`, for a KV cache in main memory."""
+
+    # Rows times tokens seen, up to which a chunk is faster row by row: a product of tiles first copies keys and values
+    # to another layout, which pays off only if enough rows share them.
+    single_area = 2048
+
+    def __init__(self, cache: KVCache) -> None:
+        from handlers.cpu_kernels.attention import slot_attention, write_rows
+        from handlers.cpu_kernels.chunk_attention import chunk_attention
+
+        dtype = as_numpy(cache.keys[0]).dtype
+        self._kernel = slot_attention
+        self._write = write_rows(dtype)
+        self._chunk_kernel = chunk_attention(dtype)
+        self._keys = [as_numpy(keys) for keys in cache.keys]
+        self._values = [as_numpy(values) for values in cache.values]
+
+    def harmless(self, states: torch.Tensor) -> torch.Tensor:
+        """Return keys or values as they are: these kernels give no weight to what a row does not see."""
+        return states
+
+    def cache_of(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys and values of a layer, each (slots, kv_heads, max_len, dim)."""
+        return self._keys[layer], self._values[layer]
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, group: ChunkGroup) -> None:
+        """Write the keys and values of chunks, each (kv_heads, rows, dim), to their slots."""
+        rows = (as_numpy(key), as_numpy(value), self._keys[layer], self._values[layer])
+        self._write(*rows, group.slots, group.positions)
+
+    def attend_single(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: StepRows,
+        out: torch.Tensor,
+        settings: AttentionSettings,
+    ) -> None:
+        """Write keys and values of the first rows to their slots; each row attends to its slot up to itself."""
+        rows_of_layer = (as_numpy(query), as_numpy(key), as_numpy(value))
+        kept = self._keys[layer], self._values[layer]
+        self._kernel(*rows_of_layer, *kept, rows.slots, rows.positions, as_numpy(out), settings)
+
+    def attend_chunk(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        span: SlotSpan,
+        out: torch.Tensor,
+        columns: SeenColumns,
+        settings: AttentionSettings,
+    ) -> None:
+        """query (heads, rows, dim), `span` of keys and values (slots, kv_heads, max_len, dim) -> out, by rows."""
+        kept = as_numpy(keys), as_numpy(values)
+        self._chunk_kernel(as_numpy(query), *kept, span, columns, as_numpy(out), settings)

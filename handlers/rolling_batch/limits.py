@@ -1,0 +1,99 @@
+"""What an engine may have at a time: requests, tokens of the KV cache, and tokens of one request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from handlers.checkpoints.rotary import steady_length
+from handlers.rolling_batch.attention.kv_cache import bytes_per_token
+from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
+from handlers.rolling_batch.options import RollingBatchOptions
+from handlers.rolling_batch.runner.device_memory import StepSize, kv_tokens, refuse_more_than_free
+from handlers.rolling_batch.runner.model_runner import ModelRunner
+from handlers.rolling_batch.schedule.scheduler import SchedulerLimits
+from lmi_server.contract.errors import ModelMemoryError
+
+logger = logging.getLogger(__name__)
+
+_MIN_SLOT = 16  # tokens
+# Slots in addition to those of running sequences: they keep finished sequences whose prefix others may reuse. On the
+# CPU a slot takes memory only for the tokens in it.
+_FURTHER_SLOTS = {"cpu": 64}
+
+
+def refuse_unsteady_rope(config: Any, max_len: int) -> None:
+    """Refuse rotary embeddings that change with the longest position of a pass.
+
+    With them the output of a request would depend on the other requests in the batch. Raises UnsupportedAttentionError
+    naming the length up to which they are constant.
+    """
+    steady = steady_length(config.get_text_config().to_dict())
+    if steady is not None and max_len > steady:
+        raise UnsupportedAttentionError(
+            f"its rotary embeddings change with the length; set option.max_model_len={steady}"
+        )
+
+
+def refuse_chunked_attention(config: Any, max_len: int) -> None:
+    """Refuse contexts longer than the chunks within which layers attend (Llama 4).
+
+    The kernels know windows, which move with each token, but no chunks. Raises UnsupportedAttentionError.
+    """
+    text_config = config.get_text_config()
+    if "chunked_attention" not in (getattr(text_config, "layer_types", None) or ()):
+        return
+    chunk = int(text_config.attention_chunk_size)
+    if max_len > chunk:
+        raise UnsupportedAttentionError(
+            f"its layers attend in chunks of {chunk} tokens; set option.max_model_len={chunk}"
+        )
+
+
+def scheduler_limits(
+    runner: ModelRunner, max_len: int, weights: Mapping[torch.device, int], options: RollingBatchOptions, step: StepSize
+) -> tuple[SchedulerLimits, int]:
+    """Return what the scheduler may plan, and how many tokens a prompt and its output may have together.
+
+    `weights` are the bytes of the model on each device. Raises ModelMemoryError.
+    """
+    per_token = bytes_per_token(runner.layers, runner.dtype)
+    running = min(options.max_running_requests or options.max_rolling_batch_size, options.max_rolling_batch_size)
+    slots = running + _FURTHER_SLOTS.get(runner.device.type, 0)
+    tokens = min(slots * max_len, kv_tokens(runner, weights, options, step))
+    refuse_more_than_free(runner, tokens, options)
+    if tokens < 16:
+        raise ModelMemoryError(
+            f"no memory for a KV cache: there is room for {max(tokens, 0)} tokens of {per_token} bytes each;"
+            " raise option.kv_cache_memory_gb, or free memory"
+        )
+    if runner.device.type != "cpu":  # slots are allocated in full there, all of one length
+        max_len = _slot_length(max_len, tokens, slots, options)
+    all_at_once = options.chunked_prefill_size == -1 and runner.device.type == "cpu"
+    chunk, idle_chunk = (tokens, tokens) if all_at_once else (step.chunk, step.idle_chunk)
+    limits = SchedulerLimits(
+        running, tokens, chunk, idle_chunk, slots, options.schedule_policy, options.schedule_conservativeness
+    )
+    return limits, min(max_len, tokens)
+
+
+def _slot_length(max_len: int, tokens: int, slots: int, options: RollingBatchOptions) -> int:
+    """Return how many tokens each of `slots` slots has. Raises ModelMemoryError if the options ask for more."""
+    length = tokens // slots
+    if length >= max_len:
+        return max_len
+    reason = f"the memory of the GPU has room for {tokens} tokens, {length} for each of {slots} requests at a time"
+    if length < _MIN_SLOT or options.context_length() is not None:
+        raise ModelMemoryError(
+            f"{reason}, and each may have {max_len}; lower option.max_rolling_batch_size or option.max_model_len, set"
+            " option.quantize=bitsandbytes4, or raise option.tensor_parallel_degree"
+        )
+    logger.warning(
+        "%s: prompts and outputs of more than %d tokens in all are refused; lower option.max_rolling_batch_size for"
+        " longer ones",
+        reason, length,
+    )  # fmt: skip
+    return length

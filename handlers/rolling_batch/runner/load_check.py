@@ -1,0 +1,142 @@
+"""Compares a model under the rolling batch with the model as it was loaded."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from handlers.checkpoints.placement import main_device
+from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
+from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence, StepPlan
+from handlers.rolling_batch.schedule.slots import SlotCopy
+
+if TYPE_CHECKING:
+    from handlers.rolling_batch.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+_ROUNDED_LIMIT = 0.6
+_NEAR = 10  # likeliest tokens
+
+
+class LoadCheck:
+    """Compares a model under the rolling batch with the model as it was loaded, on random tokens.
+
+    An architecture that keeps more than keys and values from token to token (a recurrent state, a convolution), or that
+    a fused module does not fit, would generate nonsense without any error. So the logits of the untouched model are
+    computed at load, and those of chunks, of a copied prefix and of decoding have to equal them.
+    """
+
+    _MIN = 16  # tokens
+    _DECODED = 3  # of them; the others are the prompt
+
+    def __init__(self, model: Any, max_len: int, rounds_activations: bool = False) -> None:
+        """Compute the logits of the untouched model, beyond every window that is shorter than `max_len` tokens.
+
+        `rounds_activations`: layers of the served model round their inputs to 8 bits or fewer. Then the slightest
+        difference grows from layer to layer, and equal logits cannot be asked for; see `_judge_rounded`.
+        """
+        self._rounds_activations = rounds_activations
+        window = max((window for window in _windows(model.config) if window + self._MIN <= max_len), default=0)
+        lengths = sorted({self._MIN, window + self._MIN})
+        if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")  # transformers' other functions leave the soft cap out
+        generator = torch.Generator().manual_seed(0)
+        self._ids = torch.randint(vocabulary_of(model), (1, lengths[-1]), generator=generator)
+        rows = torch.tensor([row for length in lengths for row in range(length - self._DECODED - 1, length)])
+        logits = _logits(model, self._ids, rows).split(self._DECODED + 1)
+        self._expected = dict(zip(lengths, logits, strict=True))
+
+    def compare(self, runner: ModelRunner) -> None:
+        """Compute a chunk in one slot, a second one that continues from it in another slot, and decode the rest there.
+
+        Raises UnsupportedAttentionError if the logits differ by more than rounding.
+        """
+        length = max((length for length in self._expected if length <= runner.cache.max_len), default=0)
+        if not length:
+            return
+        ids, prompt = self._ids[0, :length].tolist(), length - self._DECODED
+        sequence = Sequence(0, ids[:prompt], prompt, self._DECODED)
+        sequence.slot, other = 0, runner.cache.slots - 1
+        half = prompt // 2
+        runner.run(StepPlan([], [Chunk(sequence, 0, half)]), set())
+        sequence.slot = other
+        second = StepPlan([], [Chunk(sequence, half, prompt)], copies=[SlotCopy(0, other, half)] if other else [])
+        logits = [runner.run(second, set()).logits]
+        for position in range(prompt, length):
+            sequence.tokens.append(ids[position])
+            sequence.computed = position
+            logits.append(runner.run(StepPlan([sequence], []), set()).logits)
+        for slot in {0, other}:
+            runner.cache.trim(slot, 0)
+        judge = self._judge_rounded if self._rounds_activations else self._judge
+        judge(torch.cat(logits).float().cpu(), self._expected[length], runner.dtype)
+
+    @staticmethod
+    def _judge(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+        error = _relative_error(logits, expected)
+        # Rounding to bfloat16 in every layer adds up to several per cent. Without its state a model is off by about 1.
+        limit = 1e-3 if dtype == torch.float32 else 0.25
+        if not error <= limit:  # NaN is an error too
+            raise UnsupportedAttentionError(
+                f"its logits over a KV cache differ from its own by {error:.2g} of their spread; it keeps more than"
+                " keys and values from token to token"
+            )
+
+    @staticmethod
+    def _judge_rounded(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+        """Judge by the error, which is above 1 for a model without its state, and by the likeliest tokens."""
+        error = _relative_error(logits, expected)
+        best = expected.argmax(dim=-1, keepdim=True)
+        same = int((logits.argmax(dim=-1, keepdim=True) == best).sum())
+        near = int((logits.topk(min(_NEAR, logits.shape[-1]), dim=-1).indices == best).any(dim=-1).sum())
+        logger.info(
+            "its layers round their inputs: on random tokens the logits differ by %.2g of their spread, and %d of %d"
+            " likeliest tokens are the same",
+            error, same, len(best),
+        )  # fmt: skip
+        if not error <= _ROUNDED_LIMIT or 2 * near < len(best):
+            raise UnsupportedAttentionError(
+                f"with rounded inputs of its layers its logits differ from its own by {error:.2g} of their spread, and"
+                f" only {near} of {len(best)} likeliest tokens are among its {_NEAR} likeliest; serve it unquantised"
+            )
+
+
+def _relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return how far logits are off, as a share of the spread of the expected ones."""
+    spread = expected - expected.mean(dim=-1, keepdim=True)
+    return float((logits - expected).norm() / spread.norm())
+
+
+def _windows(config: Any) -> set[int]:
+    """Return the numbers of tokens before its own that layers of the model see at most, where these are declared."""
+    text_config = config.get_text_config()
+    kinds = getattr(text_config, "layer_types", None)
+    declared = getattr(text_config, "sliding_window", None)
+    return {int(declared)} if declared and (kinds is None or "sliding_attention" in kinds) else set()
+
+
+def _logits(model: Any, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return, in main memory, the logits that the model as it is has for some rows of a sequence.
+
+    The model may move to another device before others are compared with them.
+    """
+    inputs = {"input_ids": ids.to(main_device(model)), "use_cache": False}
+    with torch.inference_mode():
+        if keeps_rows(model):
+            return model(**inputs, logits_to_keep=rows.numpy()).logits[0].float().cpu()
+        return model(**inputs).logits[0, rows].float().cpu()
+
+
+def keeps_rows(model: Any) -> bool:
+    """Whether the model computes the logits of given rows alone."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def vocabulary_of(model: Any) -> int:
+    """Return how many tokens the model knows."""
+    embedded: int = model.get_input_embeddings().weight.shape[0]
+    return min(embedded, int(model.config.get_text_config().vocab_size))

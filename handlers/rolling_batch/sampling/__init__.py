@@ -1,0 +1,1 @@
+"""The choice of the next token of every sequence: penalties and masks, draws, and log probabilities."""
