@@ -103,7 +103,7 @@ def json_body(request: Input) -> bytes:
     taken_as_json = kind in _DEFAULT_TYPES and body.lstrip().startswith((b"{", b"["))
     if kind and not kind.startswith("application/json") and not taken_as_json:
         raise RequestError(f"Content-Type: {show(kind)} is not supported; send application/json")
-    if not body.strip():
+    if not body or body.isspace():
         raise RequestError("the body is empty; send a JSON object")
     return body
 
@@ -165,11 +165,12 @@ def read_fields(
         if field is None:
             unknown.append(name)
             continue
-        read = field.read(prefix + name, value)
-        if field.needs is not None and field.lacks(read, features):
-            raise unsupported(prefix + name, known[name].needs)
-        if field.target is not None:
-            values[field.target] = read
+        target, read, needs, _ = field
+        found = read(prefix + name, value)
+        if needs is not None and field.lacks(found, features):
+            raise unsupported(prefix + name, needs)
+        if target is not None:
+            values[target] = found
     return values, unknown
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import Delta, GenerationRequest, Token, ToolCallDelta
 from lmi_server.dialects.base import Exchange
-from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.framing import SSE, encode
 from lmi_server.dialects.openai.answer import finite
 from lmi_server.dialects.openai.request import Envelope
@@ -185,6 +183,8 @@ class _Output:
 class _Response(Exchange):
     """What whole answers and streams share."""
 
+    error_route = RESPONSES
+
     def __init__(
         self, request: GenerationRequest, envelope: Envelope, warnings: tuple[str, ...], echo: RequestEcho
     ) -> None:
@@ -208,9 +208,6 @@ class _Response(Exchange):
         data = b"".join(self._events)
         self._events.clear()
         return data
-
-    def error_chunk(self, error: LmiServerError) -> bytes:
-        return error_event(RESPONSES, self.content_type, error)
 
     def _object(self) -> dict[str, Any]:
         """Return the response object in its current state."""
