@@ -202,12 +202,13 @@ def _parse(
     if further:
         warnings += _further_warnings(further)
     stream = values.get("stream", False)
-    beams = None if _BEAMS.isdisjoint(parameters) else _beam_search(parameters)
     as_tgi = wants_tgi(request, served)
     asynchronous = served.async_service and not as_tgi
     framing, formatter_warnings = choose_framing(request, served, stream, as_tgi)
+    unusual = not _UNUSUAL.isdisjoint(parameters)  # most requests have none of them
+    beams = _beam_search(parameters) if unusual else None
     options = _answer_options(request.route, values["inputs"], parameters, beams, served, as_tgi)
-    if not _CONDITIONAL.isdisjoint(parameters):
+    if unusual:
         warnings += _without_effect(parameters, beams, options)
     generation = GenerationRequest(
         request_id=secrets.token_hex(16),
@@ -240,7 +241,7 @@ _COUNTS = frozenset({"n", "num_return_sequences", "best_of"})
 _BEAMS = frozenset({"num_beams", "use_beam_search", "length_penalty", "early_stopping"})
 _ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
 _ONLY_WITH_DETAILS = ("decoder_input_details", "prompt_logprobs")
-_CONDITIONAL = frozenset({*_ONLY_WITH_BEAMS, *_ONLY_WITH_DETAILS})
+_UNUSUAL = frozenset({*_BEAMS, *_ONLY_WITH_DETAILS})
 # Beam search takes the likeliest tokens as the model gives them, so what changes their probabilities has no place.
 _WITH_BEAMS = _BEAMS | {
     "max_new_tokens", "max_tokens", "ignore_eos", "truncate", "seed", "details", "return_full_text", "adapter",
