@@ -79,7 +79,8 @@ def unsupported(name: str, feature: Feature | None = None) -> RequestError:
 
 def media_type(request: Input) -> str:
     """Return the body's media type in lower case without its parameters; "" if the client sent none."""
-    return request.properties.get("content-type", "").partition(";")[0].strip().lower()
+    sent = request.properties.get("content-type", "")
+    return sent if sent == "application/json" else sent.partition(";")[0].strip().lower()
 
 
 def json_object(request: Input) -> dict[str, Any]:

@@ -186,8 +186,9 @@ class LmiExchange(Exchange):
         self.requests = parsed.requests
         self.warnings = parsed.warnings
         self._options = parsed.options
-        sequence, options = self.sequence_type, parsed.options
-        self._sequences: list[Any] = [sequence(options) for _ in parsed.requests]
+        self._sequences: list[Any] = [self.sequence_type(parsed.options)]
+        while len(self._sequences) < len(parsed.requests):
+            self._sequences.append(self.sequence_type(parsed.options))
 
     def _ranked(self) -> list[Any]:
         """Return the sequences of the answer, the best one first."""
