@@ -374,12 +374,6 @@ def off(remedy: str) -> Reader:
     return read
 
 
-def plain_text_format(name: str, value: Any) -> None:
-    """Check a response_format that may only ask for plain text."""
-    if not isinstance(value, dict) or value.get("type") != "text":
-        raise RequestError(f'{name} is not supported except {{"type": "text"}}; leave it out')
-
-
 def ignored(name: str, value: Any) -> None:
     """Accept any value of a field that does not affect the answer."""
 
