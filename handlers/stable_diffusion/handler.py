@@ -13,7 +13,7 @@ from handlers import content
 from handlers.stable_diffusion.images import encode_image
 from handlers.stable_diffusion.options import StableDiffusionOptions
 from handlers.stable_diffusion.requests import PARAMETERS, Drawing, DrawingReader, ImageModel
-from handlers.tasks.task import failure_of
+from handlers.tasks.task import pipeline_failure
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input
@@ -158,7 +158,7 @@ class StableDiffusionHandler(RequestHandler):
         except BaseException as error:  # noqa: BLE001 - the border to engines
             if len(group) > 1:
                 return [answer for request in group for answer in self._answers([request])]
-            return [failure_of(error)]
+            return [pipeline_failure(error)]
         return [_response(request, images) for request, images in zip(group, drawn, strict=True)]
 
     def _draw(self, group: Sequence[_Request]) -> Sequence[Sequence[Any]]:
@@ -191,7 +191,7 @@ def _response(request: _Request, images: Sequence[Any]) -> Response | LmiServerE
     try:
         return request.respond(images)
     except Exception as error:  # noqa: BLE001 - the border to Pillow: a format may not hold images of that size
-        return failure_of(error)
+        return pipeline_failure(error)
 
 
 # OpenAI's fields say the number of images and their size.

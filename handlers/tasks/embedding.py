@@ -53,17 +53,10 @@ class TextEmbedding(Task):
         self._normalize = options.normalize
         self._encoder = Encoder(path, options, layout.max_length)
         self._pool = Pooler(layout, main_device(self._encoder.model))
+        self.model, self.tokenizer = self._encoder.model, self._encoder.tokenizer
         self.max_length = self._encoder.max_length
         self._vocabulary = self._encoder.model.get_input_embeddings().num_embeddings
         self._width = int(self._embed([self._encoder.tokenize(["a"])[0]]).shape[1])
-
-    @property
-    def model(self) -> Any:
-        return self._encoder.model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._encoder.tokenizer
 
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Text:
         if isinstance(value, list):
@@ -112,11 +105,8 @@ class TextEmbedding(Task):
         return result.vector
 
     def details(self) -> Mapping[str, Any]:
-        return {
-            **self._encoder.details(),
-            "pooling": "+".join(self._layout.pooling),
-            "dimensions": self._width,
-        }
+        pooling = "+".join(self._layout.pooling)
+        return {**super().details(), "max_length": self.max_length, "pooling": pooling, "dimensions": self._width}
 
     def _cut(self, ids: Sequence[int], size: int | None) -> Sequence[int]:
         if size is None:

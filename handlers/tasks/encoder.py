@@ -14,9 +14,10 @@ from transformers import AutoModel
 from handlers.checkpoints.placement import main_device
 from handlers.checkpoints.rotary import RotaryEmbeddings
 from handlers.checkpoints.text_length import TextLength
-from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
+from handlers.checkpoints.transformers_loading import load_model
 from handlers.tasks.batches import even_batches
 from handlers.tasks.options import PipelineOptions
+from handlers.tasks.padding import load_padding_tokenizer
 from handlers.tasks.task import Task, named, read_text
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.dialects import fields
@@ -29,9 +30,7 @@ class Encoder:
     """A tokenizer and a model without a head. `max_length` is in tokens, special tokens included."""
 
     def __init__(self, path: str, options: PipelineOptions, max_length: int | None = None) -> None:
-        self.tokenizer = load_tokenizer(path, options)
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.tokenizer = load_padding_tokenizer(path, options)
         self._text_length = TextLength(self.tokenizer)
         model = load_model(AutoModel, path, options)
         self.model = model.get_encoder() if model.config.is_encoder_decoder else model
@@ -116,15 +115,6 @@ class Encoder:
             'it cut: "truncate_prompt_tokens": -1 in an embeddings request, "truncate": true in parameters'
         )
 
-    def details(self) -> Mapping[str, Any]:
-        return {
-            "model": type(self.model).__name__,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "device": str(main_device(self.model)),
-            "threads": torch.get_num_threads(),
-            "max_length": self.max_length,
-        }
-
 
 def _positions_lost(model: Any) -> int:
     """Return how many positions the model cannot use: RoBERTa and its relatives count from the padding index on."""
@@ -141,15 +131,8 @@ class FeatureExtraction(Task):
 
     def __init__(self, path: str, options: PipelineOptions) -> None:
         self._encoder = Encoder(path, options)
+        self.model, self.tokenizer = self._encoder.model, self._encoder.tokenizer
         self.max_length = self._encoder.max_length
-
-    @property
-    def model(self) -> Any:
-        return self._encoder.model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._encoder.tokenizer
 
     def read(self, value: Any, parameters: Mapping[str, Any]) -> str:
         return read_text(value)
@@ -170,4 +153,4 @@ class FeatureExtraction(Task):
         return results
 
     def details(self) -> Mapping[str, Any]:
-        return self._encoder.details()
+        return {**super().details(), "max_length": self.max_length}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from handlers import content
 from handlers.tasks import tgi
 from handlers.tasks.options import generates
-from handlers.tasks.task import Piece, Task, failure_of, read_parameters
+from handlers.tasks.task import Piece, Task, pipeline_failure, read_parameters
 from lmi_server.contract.errors import (
     EXITS,
     LmiServerError,
@@ -241,7 +241,7 @@ class TaskHandler(RequestHandler):
         blamed = None
         if not isinstance(error, LmiServerError):
             blamed = next(filter(None, map(self._task.input_error, call.inputs)), None)
-        return blamed or failure_of(error)
+        return blamed or pipeline_failure(error)
 
     def _stream(self, call: ParsedRequest, framing: Framing) -> Response:
         """Return a stream of lines or events, one per step, each with what it adds to the text of every input."""
