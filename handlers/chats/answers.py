@@ -32,7 +32,7 @@ class AnswerFormat:
     template: ResponseTemplate
 
     @classmethod
-    def of(cls, tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> AnswerFormat:
+    def from_formats(cls, tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> AnswerFormat:
         return cls(tools, reasoning, response_template(tools, reasoning))
 
     def prefix(self, prompt: str) -> str:

@@ -140,7 +140,7 @@ class RollingBatchEngine:
         if parameters.fit_context and room > 0:
             wanted = min(wanted, room)
         if wanted > room:
-            raise ContextLengthError.of(len(prompt), wanted, len(prompt) + room)
+            raise ContextLengthError.from_counts(len(prompt), wanted, len(prompt) + room)
         if len(parameters.stop) > _MAX_STOPS or any(len(stop) > _LONGEST_STOP for stop in parameters.stop):
             raise RequestError(
                 f"stop takes up to {_MAX_STOPS} sequences of up to {_LONGEST_STOP} characters each;"

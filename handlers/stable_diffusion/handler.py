@@ -113,14 +113,14 @@ class StableDiffusionHandler(RequestHandler):
     def _read_openai(self, sent: Input) -> _Request:
         body = openai_images.read_body(sent)
         asked = openai_images.parse(sent, body, _PARAMETERS_OF_OPENAI)
-        _, warnings = openai.shown_model_name(sent, asked.model, self._served)
+        _, warnings = openai.name_to_show(sent, asked.model, self._served)
         for warning in (*asked.warnings, *warnings):
             logger.warning("%s", warning)
         drawing = self._reader.openai(asked, registered_adapter(sent, body, self._served))
 
         def respond(images: Sequence[Any]) -> Response:
             drawn = [
-                openai_images.Drawn(encode_image(image, asked.output_format, asked.quality), seed)
+                openai_images.ImageFile(encode_image(image, asked.output_format, asked.quality), seed)
                 for image, seed in zip(images, drawing.seeds, strict=True)
             ]
             data = openai_images.body(int(time.time()), drawn, asked.output_format, images[0].size)

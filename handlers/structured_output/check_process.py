@@ -41,7 +41,7 @@ class CheckProcess:
 
     def check(self, grammar: str) -> str | None:
         """Return what is wrong with a grammar; None if nothing is. Raises EOFError if it needs too much."""
-        process = self._process = self._process or _started()
+        process = self._process = self._process or _start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -64,7 +64,7 @@ class CheckProcess:
             process.communicate()
 
 
-def _started() -> subprocess.Popen[bytes]:
+def _start() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", "handlers.structured_output.check_process", str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 

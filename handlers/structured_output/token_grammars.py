@@ -35,7 +35,7 @@ class TokenGrammars:
                 self._tokens = self._token_trie()
         matcher = LLMatcher(self._tokens, text, log_level=0, limits=parser_limits())
         if matcher.is_error():
-            raise compiler.refused("grammar", matcher.get_error())
+            raise compiler.refusal("grammar", matcher.get_error())
         return CompiledGrammar(matcher, (self._size + 31) // 32)
 
     def _token_trie(self) -> Any:

@@ -63,7 +63,7 @@ class TextEmbedding(Task):
             value = fields.token_ids("inputs", value)
         if not isinstance(value, str | tuple) or value == ():
             raise fields.not_allowed("inputs", value, "send a string or token ids, or a list of them")
-        return self._checked(
+        return self._check(
             Text(
                 value,
                 -1 if parameters.get("truncate", False) else None,
@@ -75,11 +75,11 @@ class TextEmbedding(Task):
     def read_openai(self, request: EmbeddingRequest) -> list[Text]:
         """Return the texts of a request in OpenAI's form. Raises RequestError."""
         return [
-            self._checked(Text(content, request.truncate_tokens, request.dimensions, self._normalize))
+            self._check(Text(content, request.truncate_tokens, request.dimensions, self._normalize))
             for content in request.inputs
         ]
 
-    def _checked(self, text: Text) -> Text:
+    def _check(self, text: Text) -> Text:
         if text.dimensions is not None and text.dimensions > self._width:
             raise fields.not_allowed("dimensions", text.dimensions, f"send at most {self._width}, the model's own")
         if not isinstance(text.content, str) and max(text.content) >= self._vocabulary:
@@ -92,7 +92,7 @@ class TextEmbedding(Task):
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Embedding | LmiServerError]:
         encoder = self._encoder
         sequences = [self._cut(ids, text.size) for text, ids in zip(inputs, self._ids(inputs), strict=True)]
-        results: list[Embedding | LmiServerError] = [encoder.unfit(ids) for ids in sequences]
+        results: list[Embedding | LmiServerError] = [encoder.misfit_error(ids) for ids in sequences]
         for indices in encoder.batches(sequences):
             vectors = self._embed([sequences[index] for index in indices])
             for index, vector in zip(indices, vectors, strict=True):
@@ -115,12 +115,12 @@ class TextEmbedding(Task):
 
     def _ids(self, inputs: Sequence[Text]) -> Sequence[Sequence[int]]:
         """Return the token ids of each text."""
-        texts = [self._prepared(text.content) for text in inputs if isinstance(text.content, str)]
+        texts = [self._prepare(text.content) for text in inputs if isinstance(text.content, str)]
         are_cut = [text.size is not None for text in inputs if isinstance(text.content, str)]
         tokenized = iter(self._encoder.tokenize_unless_too_long(texts, are_cut))
         return [next(tokenized) if isinstance(text.content, str) else text.content for text in inputs]
 
-    def _prepared(self, text: str) -> str:
+    def _prepare(self, text: str) -> str:
         text = self._layout.prompt + text
         return text.lower() if self._layout.lower_case else text
 

@@ -103,7 +103,7 @@ class Encoder:
             for batch in even_batches(lengths, _MAX_TOKENS, main_device(self.model).type):
                 yield [fitting[index] for index in batch]
 
-    def unfit(self, ids: Sequence[int]) -> RequestError:
+    def misfit_error(self, ids: Sequence[int]) -> RequestError:
         """Return the error of a sequence that `batches` leaves out."""
         if not ids:
             return RequestError(
@@ -143,7 +143,7 @@ class FeatureExtraction(Task):
         sequences = encoder.tokenize_unless_too_long(inputs, [is_cut] * len(inputs))
         if is_cut:
             sequences = [encoder.cut(ids, self.max_length) for ids in sequences]
-        results: list[Any] = [encoder.unfit(ids) for ids in sequences]
+        results: list[Any] = [encoder.misfit_error(ids) for ids in sequences]
         with torch.inference_mode():
             for indices in encoder.batches(sequences):
                 states, _ = encoder.hidden_states([sequences[index] for index in indices])

@@ -27,7 +27,7 @@ from handlers.tasks.generation_parameters import (
     TOKEN_PARAMETERS,
     flat_tokens,
 )
-from handlers.tasks.generation_steps import GrowingText, Steps, Stopped, log_probs_of
+from handlers.tasks.generation_steps import GrowingText, StepQueue, StopFlag, log_probs_of
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.padding import load_padding_tokenizer
 from handlers.tasks.task import Piece, Task
@@ -109,8 +109,8 @@ class GenerationTask(Task):
                 "inputs: a stream of this model takes texts of the same number of tokens; send each in its own request"
             )
         tokens: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
-        stopped = Stopped()
-        running = self._thread.submit(self._generate, inputs, parameters, Steps(tokens), stopped)
+        stopped = StopFlag()
+        running = self._thread.submit(self._generate, inputs, parameters, StepQueue(tokens), stopped)
         running.add_done_callback(lambda _: tokens.put(None))
         texts = [self._growing_text(prompt, parameters) for prompt in inputs]
         try:
@@ -156,8 +156,8 @@ class GenerationTask(Task):
         self,
         inputs: Sequence[Prompt],
         parameters: Mapping[str, Any],
-        steps: Steps | None = None,
-        stopped: Stopped | None = None,
+        steps: StepQueue | None = None,
+        stopped: StopFlag | None = None,
     ) -> list[NewTokens]:
         """Return the new tokens of each sequence, those of one input after each other."""
         self._rotary.forget()

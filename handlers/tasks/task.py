@@ -75,7 +75,7 @@ class Task(ABC):
         """Raise RequestError for parameters that this model cannot be given."""
         return
 
-    def fitted(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    def fit(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the parameters with which the inputs of one request fit the model."""
         return parameters
 

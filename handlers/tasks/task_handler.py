@@ -138,7 +138,7 @@ class TaskHandler(RequestHandler):
         if self._name != "text-embedding":
             raise RequestError(f"the model serves {self._name}, not embeddings; set option.task=text-embedding")
         asked = openai_embeddings.parse(body)
-        name, warnings = openai.shown_model_name(request, asked.model, self._served)
+        name, warnings = openai.name_to_show(request, asked.model, self._served)
         for warning in (*asked.warnings, *warnings):
             logger.warning("%s", warning)
         embedding: TextEmbedding = self._task  # type: ignore[assignment]
@@ -167,7 +167,7 @@ class TaskHandler(RequestHandler):
         if not items:
             raise RequestError("inputs: a list of 0 is not allowed; send at least one")
         inputs = [task.read(item, parameters) for item in items]
-        parameters = task.fitted(inputs, parameters)
+        parameters = task.fit(inputs, parameters)
 
         def write(results: Sequence[Any]) -> Response:
             shown = [item for result in results for item in task.items(result)]

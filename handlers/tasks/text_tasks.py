@@ -46,10 +46,10 @@ class TextGeneration(GenerationTask):
         if not ids:
             raise RequestError("inputs: an empty text is not allowed; send a prompt")
         if self.max_length and len(ids) >= self.max_length:
-            raise ContextLengthError.of(len(ids), 1, self.max_length)
+            raise ContextLengthError.from_counts(len(ids), 1, self.max_length)
         return Prompt(text, ids)
 
-    def fitted(self, inputs: Sequence[Prompt], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    def fit(self, inputs: Sequence[Prompt], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Lower max_new_tokens to what the context has room for behind the longest prompt, as LMI's engines do."""
         longest = max(len(prompt.ids) for prompt in inputs)
         unasked = 1 if self._limits_itself() else self.default_new_tokens

@@ -124,7 +124,7 @@ class VllmHandler(LLMHandler):
         room = loaded.info.max_model_len - len(prompt)
         asked = sampling.max_new_tokens or room
         if room < 1 or (asked > room and not sampling.fit_context):
-            raise ContextLengthError.of(len(prompt), asked, loaded.info.max_model_len)
+            raise ContextLengthError.from_counts(len(prompt), asked, loaded.info.max_model_len)
         vocabulary = loaded.vocabulary
         before = vocabulary.decode(prompt)
         yield Delta("", prompt_text=before, prompt_token_ids=prompt)

@@ -163,7 +163,7 @@ def sampling_params(
     if sampling.fit_context and room > 0:
         max_tokens = min(max_tokens, room)
     if max_tokens > room:
-        raise ContextLengthError.of(prompt_len, max_tokens, max_model_len)
+        raise ContextLengthError.from_counts(prompt_len, max_tokens, max_model_len)
     try:
         return library.SamplingParams(
             temperature=0.0 if sampling.greedy else sampling.temperature,

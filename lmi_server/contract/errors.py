@@ -124,7 +124,7 @@ class ContextLengthError(RequestError):
         self.limit = limit
 
     @classmethod
-    def of(cls, prompt: int, new: int, limit: int) -> ContextLengthError:
+    def from_counts(cls, prompt: int, new: int, limit: int) -> ContextLengthError:
         """Return the error in OpenAI's words, by which clients recognise it and choose another model."""
         message = f"This model's maximum context length is {limit} tokens. However, "
         if prompt >= limit:

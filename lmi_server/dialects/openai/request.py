@@ -167,7 +167,7 @@ def default_model_name(served: ServedModel) -> str:
     return served.served_names[0] if served.served_names else served.name
 
 
-def shown_model_name(request: Input, model: str | None, served: ServedModel) -> tuple[str, tuple[str, ...]]:
+def name_to_show(request: Input, model: str | None, served: ServedModel) -> tuple[str, tuple[str, ...]]:
     """Return the model name that the answer shows, and the warning about a model that is not served here.
 
     Raises ModelNotFoundError on OpenAI's routes if it is not served.

@@ -128,7 +128,7 @@ class _Output:
             part = {"type": "reasoning_text", "text": ""}
             value = {"id": self._next_id("rs"), "type": kind, "summary": [], "content": []}
             events = "reasoning_text"
-        return self._begin(_TextItem(self._added(value), part, events, len(self.items) - 1, self._emit))
+        return self._begin(_TextItem(self._append(value), part, events, len(self.items) - 1, self._emit))
 
     def _take_call(self, call: ToolCallDelta) -> None:
         if not isinstance(self._open, _CallItem) or call.index != self._call_index:
@@ -140,12 +140,12 @@ class _Output:
             }
             value["arguments"] = ""
             self._call_index = call.index
-            self._begin(_CallItem(self._added(value), len(self.items) - 1, self._emit))
+            self._begin(_CallItem(self._append(value), len(self.items) - 1, self._emit))
         assert isinstance(self._open, _CallItem)
         if call.arguments:
             self._open.add(call.arguments)
 
-    def _added(self, value: dict[str, Any]) -> dict[str, Any]:
+    def _append(self, value: dict[str, Any]) -> dict[str, Any]:
         self._close("completed")
         value["status"] = "in_progress"
         self.items.append(value)
