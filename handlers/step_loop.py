@@ -242,7 +242,7 @@ class StepLoop(Generic[E]):
 class _Inbox:
     """Outputs of one request on their way to its generator. Only the event loop uses them.
 
-    `number` is that of the request in the engine, None if the engine does not have it. Only its thread uses it.
+    `number` is the engine's number of the request, None if the engine does not have it. Only its thread uses it.
     """
 
     number: int | None = None

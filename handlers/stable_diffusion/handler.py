@@ -43,7 +43,7 @@ class _Request:
 
 
 class _ClientsGoneError(Exception):
-    """Nobody waits any more for the images that the pipeline makes."""
+    """Every client that asked for these images has left."""
 
 
 class StableDiffusionHandler(RequestHandler):

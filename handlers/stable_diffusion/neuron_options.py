@@ -70,7 +70,7 @@ class NeuronImageOptions(StableDiffusionOptions):
 
     @classmethod
     def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Recommend nothing: the defaults are those of graphs."""
+        """Recommend nothing: the graphs decide."""
         return {}
 
     def division(self, gpus: int) -> str | None:

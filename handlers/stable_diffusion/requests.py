@@ -114,7 +114,7 @@ PARAMETERS: Mapping[str, Field] = {
     "clip_skip": Field("clip_skip", fields.integer(1, 100)),
     "max_sequence_length": Field("max_sequence_length", fields.integer(1, 4096)),
 }
-"""The parameters of a request by name. They are those of diffusers, but for the seed."""
+"""The parameters of a request by name. All but the seed are diffusers' own."""
 _OWN = frozenset({"seed", "width", "height", "num_images_per_prompt", *_TEXTS})
 
 
@@ -218,7 +218,7 @@ class DrawingReader:
             )
 
     def _size(self, values: Mapping[str, Any], image: Image | None) -> tuple[int, int] | None:
-        """Return width and height: those of the request, of its image, or of the options. Raises RequestError."""
+        """Return width and height, which the request, its image or the options name. Raises RequestError."""
         options = self._options
         if self._only_size is not None:
             return self._compiled_size(values, self._only_size)
@@ -243,7 +243,7 @@ class DrawingReader:
 
     @staticmethod
     def _compiled_size(values: Mapping[str, Any], size: tuple[int, int]) -> tuple[int, int]:
-        """Return the only size that there is, to which images are fitted. Raises RequestError for another one."""
+        """Return the only size that the graphs make; images are fitted to it. Raises RequestError for another size."""
         asked = (values.get("width", size[0]), values.get("height", size[1]))
         if asked != size:
             raise RequestError(

@@ -6,7 +6,7 @@ from llguidance import LLParserLimits
 
 
 def parser_limits() -> LLParserLimits:
-    """Return the limits; those that are left out are the library's own.
+    """Return the limits; the library's own hold where none is given.
 
     `max_lexer_states` bounds the memory of a compiled grammar, at 1 to 2 KiB per state. `step_*` bound the time of a
     mask to some ten milliseconds.

@@ -25,7 +25,7 @@ class TokenGrammars:
         self._tokens: Any = None
 
     def compile(self, text: str) -> CompiledGrammar:
-        """Return a grammar, of which each request follows a copy; any thread may call it. Raises RequestError."""
+        """Return a grammar; each request follows its own copy. Any thread may call it. Raises RequestError."""
         from llguidance import LLMatcher
 
         from handlers.structured_output.grammar_limits import parser_limits

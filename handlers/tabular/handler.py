@@ -1,7 +1,7 @@
 """The base of the sklearn and xgboost handlers: rows of numbers in, a prediction per row out.
 
 A model.py may replace parts of it, with functions that djl_python's decorators mark, or with model_fn, input_fn,
-predict_fn and output_fn, SageMaker's names. Marked functions disable those of SageMaker.
+predict_fn and output_fn, SageMaker's names. Marked functions disable SageMaker's.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _response(predictions: Any, kind: str) -> Response:
 
 
 def _own_functions(model_dir: str) -> Mapping[str, Callable[..., Any]]:
-    """Return the functions of model.py that replace a part, by its name; marked ones disable those of SageMaker."""
+    """Return the functions of model.py that replace a part, by its name; marked ones disable SageMaker's."""
     if not (Path(model_dir) / "model.py").is_file():
         return {}
     module = load_entry_point("model.py", model_dir)

@@ -89,7 +89,7 @@ class GenerationTask(Task):
         return [results[place] for place in range(len(inputs))]
 
     def items(self, result: Any) -> Sequence[Any]:
-        """Return the sequences of one input: an answer lists those of all inputs one after the other."""
+        """Return the sequences of one input; an answer lists the sequences of all inputs in a row."""
         return result  # type: ignore[no-any-return]
 
     def check_stream(self, parameters: Mapping[str, Any]) -> None:
@@ -134,7 +134,7 @@ class GenerationTask(Task):
         """Return the tokens that the generated text continues; the detokenizer needs them for spaces."""
 
     def _batches(self, inputs: Sequence[Prompt], parameters: Mapping[str, Any]) -> list[list[int]]:
-        """Return the places of the inputs that run together: all, or those of one length if padding changes answers.
+        """Return the places of the inputs that run together: all, or all of one length if padding changes answers.
 
         It does if a sequence may grow beyond the length up to which the model's rotary embeddings stay the same.
         """
@@ -159,7 +159,7 @@ class GenerationTask(Task):
         steps: StepQueue | None = None,
         stopped: StopFlag | None = None,
     ) -> list[NewTokens]:
-        """Return the new tokens of each sequence, those of one input after each other."""
+        """Return the new tokens of each sequence, input by input."""
         self._rotary.forget()
         if "seed" in parameters:
             torch.manual_seed(parameters["seed"])

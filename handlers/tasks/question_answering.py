@@ -1,7 +1,7 @@
 """Extractive question answering: finds the part of a context that answers a question.
 
 A context that is too long for the model is cut into overlapping windows, each a row of a batch. Transformers 5 has no
-pipeline for this task; scores and parameters are those of the pipeline in transformers 4.
+pipeline for this task; scores and parameters follow the pipeline of transformers 4.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class Task(ABC):
     """One loaded model and how it computes a result for an input.
 
-    `parameters` are those that a request may have beside its inputs, by name; `run` gets each under the `target` of its
+    `parameters` are what a request may have beside its inputs, by name; `run` gets each under the `target` of its
     Field. `max_length` is in tokens, 0 if inputs are no texts. If an input is an object with the fields
     `object_fields`, a body may be such an object itself, and its answer is the bare result instead of a list.
     """

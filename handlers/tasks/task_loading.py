@@ -21,7 +21,7 @@ _CLASSES: Mapping[str, Callable[[str, PipelineOptions], Task]] = {
 
 
 def load_task(task: str, path: str, options: PipelineOptions) -> Task:
-    """Return `task`, one of those that the options allow, with the model in `path`. Raises ModelLoadError."""
+    """Return the task of this name, which the options allow, with the model in `path`. Raises ModelLoadError."""
     if task in _CLASSES:
         return _CLASSES[task](path, options)
     if task in ("text2text-generation", "summarization"):

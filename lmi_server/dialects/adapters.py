@@ -31,7 +31,7 @@ def adapter_name(name: str, value: Any) -> str:
 def requested_adapter(request: Input, body: Mapping[str, Any], served: ServedModel) -> str | None:
     """Return the adapter that header, query, body or custom attribute name, in this order; None if none does.
 
-    `body` is that of `request`, read as JSON; {} if it is no JSON object. An empty name asks for the model without
+    `body` is the body of `request`, read as JSON; {} if it is no JSON object. An empty name asks for the model without
     adapter, so that a header can override what the body says. The adapter need not be registered. Raises RequestError
     if a field of the body does not hold one name.
     """
@@ -46,7 +46,7 @@ def requested_adapter(request: Input, body: Mapping[str, Any], served: ServedMod
 def registered_adapter(request: Input, body: Mapping[str, Any], served: ServedModel) -> str | None:
     """Return the adapter that a request asks for, as `requested_adapter` does.
 
-    Raises RequestError if it is not registered, too. The header of the alias only changes what the message says.
+    Also raises RequestError if it is not registered. The header of the alias only changes the text of the message.
     """
     name = requested_adapter(request, body, served)
     if name is not None and name not in served.adapters:
@@ -65,7 +65,7 @@ def adapter_as_model(model: str, served: ServedModel) -> str | None:
 
 
 class _AnyOther(Collection[str]):
-    """Every name that is none of the names of the model: each may be one of an adapter that is not loaded yet."""
+    """Every name but the model's own: any of them may be an adapter that is not loaded yet."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -114,7 +114,7 @@ class _NamingParameters(msgspec.Struct):
 
 
 def _naming_fields(request: Input) -> dict[str, Any]:
-    """Return these fields of the body; of those that hold no name only whether they are there. Raises RequestError."""
+    """Return the fields that may hold a name, and whether the others are there. Raises RequestError."""
     found = msgspec.json.decode(fields.json_body(request), type=_NamingFields)
     named = {key: _short(getattr(found, key)) for key in ("adapters", "adapter", "model")}
     there = {key: bytes(getattr(found, key)) != _ABSENT or None for key in ("messages", "inputs", "prompt")}

@@ -43,8 +43,8 @@ class Exchange(ABC):
     The worker calls `add` with each delta of each sequence, in order within a sequence. If `stream` is true, it sends
     what `first`, then each `add`, then `last` return. Otherwise it ignores these bytes and sends `body()` at the end.
     If the answer ends in an error, it calls `error_chunk` instead of `last`. `warnings` are lines for the log: what the
-    request asks for and does not get, such as unknown parameters. `headers` are those of a whole answer beside its
-    type; they are asked for after `body()`. `error_route` is a route whose errors have the form of this answer.
+    request asks for and does not get, such as unknown parameters. `headers` are further headers of a whole
+    answer; they are read after `body()`. `error_route` is a route whose errors have the form of this answer.
     """
 
     error_route = INVOCATIONS

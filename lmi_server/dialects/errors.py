@@ -140,8 +140,7 @@ def error_reply(
 ) -> tuple[int, list[tuple[str, str]], bytes]:
     """Return status, headers and body of the answer to a request that fails before the first byte of an answer.
 
-    `statuses` are those of error classes that take the place of the usual ones. Errors of Anthropic's API repeat the
-    id of the request.
+    `statuses` replace the usual statuses of some error classes. Errors of Anthropic's API repeat the id of the request.
     """
     row = _row(error)
     status = statuses.get(type(error))

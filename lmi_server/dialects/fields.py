@@ -155,7 +155,7 @@ def read_fields(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the values of the known fields by target, and the unknown names. A field that is null counts as absent.
 
-    `prefix` precedes the names in messages; `features` are those of the model's handler. Raises RequestError.
+    `prefix` precedes the names in messages; `features` are the features of the model's handler. Raises RequestError.
     """
     values: dict[str, Any] = {}
     unknown: list[str] = []

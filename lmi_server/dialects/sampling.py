@@ -1,4 +1,4 @@
-"""The sampling parameters that LMI's requests and OpenAI's share: those of vLLM's SamplingParams.
+"""The sampling parameters that LMI's requests and OpenAI's share: the fields of vLLM's SamplingParams.
 
 Every field of SamplingParams is in `FIELDS`. What no request can use here is refused by name, unless it has the value
 that changes nothing: an answer that silently leaves out a parameter is a wrong answer.

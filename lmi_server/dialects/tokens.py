@@ -21,14 +21,9 @@ from lmi_server.dialects.openai.request import model_warnings
 TOKENIZE_FIELDS: dict[str, Field] = {
     "model": Field("model", fields.string),
     "prompt": Field("prompt", fields.string),
-    "messages": Field("messages", chats.messages),
     "tools": Field("tools", chats.tools),
-    "add_special_tokens": Field("add_special_tokens", fields.boolean),
-    "add_generation_prompt": Field("add_generation_prompt", fields.boolean),
-    "continue_final_message": Field("continue_final_message", fields.boolean),
-    "chat_template_kwargs": Field("chat_template_kwargs", chats.template_arguments),
     "return_token_strs": Field(None, fields.off("leave it out, or send each token to /detokenize")),
-    "chat_template": Field(None, fields.off("leave it out: the tokenizer's chat template is used")),
+    **chats.TEMPLATE_FIELDS,
 }
 DETOKENIZE_FIELDS: dict[str, Field] = {
     "model": Field("model", fields.string),

@@ -123,7 +123,7 @@ class _Message(Exchange):
     def __init__(
         self, generation: GenerationRequest, envelope: Envelope, warnings: tuple[str, ...], request_id: str
     ) -> None:
-        """`request_id` is that of the HTTP request."""
+        """`request_id` identifies the HTTP request."""
         self.requests = (generation,)
         self.warnings = warnings
         self._envelope = envelope
@@ -162,7 +162,7 @@ class _Message(Exchange):
 
 
 def _usage(last: Delta) -> dict[str, Any]:
-    """Return the counts. `input_tokens` are those that were computed; those from the cache come beside them."""
+    """Return the counts. `input_tokens` leaves out the tokens from the cache, which have a count of their own."""
     usage = last.usage
     if usage is None:
         return _counts(0, 0, 0)

@@ -190,7 +190,7 @@ def _parse(request: Input, body: dict[str, Any], served: ServedModel) -> _Parsed
 def _as_chat(
     values: Mapping[str, Any], continues: bool, served: ServedModel
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return the values as those of a chat completion, and a warning if the handler cannot limit the thinking."""
+    """Return the values as a chat completion has them, and a warning if the handler cannot limit the thinking."""
     thinking: _Thinking | None = values.get("thinking")
     config: _OutputConfig = values.get("output_config", _OutputConfig(None, None))
     chosen: _ToolChoice | None = values.get("tool_choice")

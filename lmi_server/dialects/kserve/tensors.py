@@ -68,7 +68,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class InferRequest(msgspec.Struct, frozen=True):
-    """The inputs of a request and what it says of the answer; `parameters` are those that concern the model."""
+    """The inputs of a request and what it says of the answer; `parameters` are for the model."""
 
     id: str
     inputs: tuple[Tensor, ...]

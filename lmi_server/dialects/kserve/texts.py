@@ -19,7 +19,7 @@ from lmi_server.dialects.kserve.tensors import InferRequest, Tensor, answer, rea
 
 PROMPTS = ("text_input", "prompt")
 OUTPUT = "text_output"
-# Inputs of Triton's backends for language models whose names are not those of LMI's parameters.
+# Inputs of Triton's backends for language models that LMI's parameters name differently.
 _NAMES = {"stop_words": "stop"}
 
 

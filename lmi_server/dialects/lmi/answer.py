@@ -32,7 +32,7 @@ class LmiAnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompt`: None if the request has token ids, whose text comes with the first delta. `full_text`: the answer begins
     with the prompt. `prefill`: `details` lists the prompt's tokens. `top_n`: the number of alternatives per token.
-    `tgi`: the shapes are those of text-generation-inference. `as_list`: one JSON object is a list of one. `n`: the
+    `tgi`: the shapes follow text-generation-inference. `as_list`: one JSON object is a list of one. `n`: the
     sequences in the answer; `candidates` are generated, and if `best_of` asks for that, the likeliest come first.
     """
 
@@ -124,7 +124,7 @@ class CollectedSequence:
 
 
 class LmiSequence(CollectedSequence):
-    """A sequence with details in LMI's form, or in that of text-generation-inference."""
+    """A sequence with details in the form of LMI or of text-generation-inference."""
 
     def token(self, token: Token, text: str) -> AnyToken:
         """Return the JSON object of `token`, with `text` instead of its own."""

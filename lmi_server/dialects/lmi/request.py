@@ -168,7 +168,7 @@ def parse(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange
 
 
 def parse_tgi(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
-    """Parse a request to one of text-generation-inference's paths, two of which stream or not whatever it says."""
+    """Parse a request to a path of text-generation-inference; /generate and /generate_stream ignore `stream`."""
     stream = {routes.GENERATE: False, routes.GENERATE_STREAM: True}.get(request.route)
     return parse(request, body if stream is None else {**body, "stream": stream}, served)
 
@@ -249,7 +249,7 @@ _WITH_BEAMS = _BEAMS | {
 
 
 def _beam_search(parameters: Mapping[str, Any]) -> BeamSearch | None:
-    """Return the beam search that a request asks for; None for one beam, which is none.
+    """Return the beam search that a request asks for; None for a single beam.
 
     Raises RequestError for what does not go with beam search.
     """
@@ -272,7 +272,7 @@ def _beam_search(parameters: Mapping[str, Any]) -> BeamSearch | None:
 def _without_effect(
     parameters: Mapping[str, Any], beams: BeamSearch | None, options: LmiAnswerOptions
 ) -> tuple[str, ...]:
-    """Return the warnings about parameters that only mean something with another one."""
+    """Return the warnings about parameters that have no effect without another parameter."""
     warnings: tuple[str, ...] = ()
     if beams is None:
         unused = (name for name in _ONLY_WITH_BEAMS if name in parameters)

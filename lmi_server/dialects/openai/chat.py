@@ -40,7 +40,7 @@ def _only_text(name: str, value: Any) -> None:
 
 CHAT_FIELDS: dict[str, Field] = {
     **SHARED_FIELDS,
-    "messages": Field("messages", chats.messages),
+    **chats.TEMPLATE_FIELDS,
     "max_completion_tokens": Field("max_completion_tokens", fields.MAX_TOKENS),
     "logprobs": Field("with_logprobs", fields.boolean),
     "top_logprobs": Field("top_logprobs", fields.LOGPROBS),
@@ -49,17 +49,12 @@ CHAT_FIELDS: dict[str, Field] = {
     "parallel_tool_calls": Field("parallel_tool_calls", fields.boolean),
     "functions": Field(None, fields.off("send tools")),
     "function_call": Field(None, _no_function),
-    "add_generation_prompt": Field("add_generation_prompt", fields.boolean),
-    "continue_final_message": Field("continue_final_message", fields.boolean),
-    "add_special_tokens": Field("add_special_tokens", fields.boolean),
-    "chat_template_kwargs": Field("chat_template_kwargs", chats.template_arguments),
     "documents": Field("documents", fields.objects),
     "reasoning_effort": Field("reasoning_effort", fields.string),
     "include_reasoning": Field("include_reasoning", fields.boolean),
     "thinking_token_budget": Field("thinking_token_budget", fields.integer(-1, 2**31 - 1), "reasoning"),
     "best_of": Field(None, fields.one("send n instead: the answer has every choice that is generated")),
     "modalities": Field(None, _only_text),
-    "chat_template": Field(None, fields.off("leave it out: the tokenizer's chat template is used")),
     **{
         name: Field(None, UNSUPPORTED)
         for name in ("audio", "web_search_options", "echo", "mm_processor_kwargs", "media_io_kwargs")

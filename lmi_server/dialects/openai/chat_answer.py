@@ -155,7 +155,7 @@ class _ToolCallRules:
         self._named = isinstance(request.chat.tool_choice, NamedTool)
 
     def allowed(self, calls: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
-        """Return the calls without those that parallel_tool_calls=false forbids; models may generate them anyway."""
+        """Return the calls that parallel_tool_calls allows; models may generate more."""
         return [call for call in calls if not self._one_call or call.index == 0]
 
     def finish(self, reason: FinishReason, called: bool) -> str:

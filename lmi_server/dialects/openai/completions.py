@@ -218,7 +218,7 @@ class _ChoiceText:
         self._offset = 0
 
     def take(self, delta: Delta) -> tuple[str, tuple[Token, ...]]:
-        """Return the text and the tokens that `delta` adds; with echo, those of the prompt come first."""
+        """Return the text and the tokens that `delta` adds; with echo, the prompt comes first."""
         text, tokens = ("", ()) if self._form.prompt_only else (delta.text, delta.tokens)
         if not self._echo:
             return text, tokens

@@ -33,7 +33,7 @@ class ImagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to draw: `n` images for one prompt.
 
     `size` is (width, height), None for what suits model and image. `image` and `mask` are as sent: the bytes of a file,
-    or base64. `quality` is that of lossy formats, from 0 to 100. `parameters` are those of the handler by target.
+    or base64. `quality`, from 0 to 100, is for lossy formats. `parameters` are the handler's, by target.
     `warnings` name ignored fields.
     """
 

@@ -10,6 +10,7 @@ from lmi_server.contract.generation import ChatOptions, GenerationRequest, Named
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import ServedModel
+from lmi_server.dialects.fields import Field
 from lmi_server.dialects.openai.request import RequestFields, generation_request, sampling_parameters
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -119,6 +120,17 @@ def template_arguments(name: str, value: Any) -> dict[str, Any]:
     return arguments
 
 
+TEMPLATE_FIELDS: dict[str, Field] = {
+    "messages": Field("messages", messages),
+    "add_generation_prompt": Field("add_generation_prompt", fields.boolean),
+    "continue_final_message": Field("continue_final_message", fields.boolean),
+    "add_special_tokens": Field("add_special_tokens", fields.boolean),
+    "chat_template_kwargs": Field("chat_template_kwargs", template_arguments),
+    "chat_template": Field(None, fields.off("leave it out: the tokenizer's chat template is used")),
+}
+"""The fields that describe a prompt, of chats and of requests to tokenize one."""
+
+
 def chat_options(values: Mapping[str, Any]) -> ChatOptions:
     """Return how to render the chat and read its answer. Raises RequestError if two fields contradict each other."""
     offered = values.get("tools") or ()
@@ -158,7 +170,7 @@ def chat_request(
     max_tokens: int | None,
     **scores: int | None,
 ) -> GenerationRequest:
-    """Return the request of one answer to a chat; `scores` are those of `sampling_parameters`. Raises RequestError."""
+    """Return the request of one answer to a chat; `scores` go to `sampling_parameters`. Raises RequestError."""
     values = asked.values
     chat = chat_options(values)
     return generation_request(

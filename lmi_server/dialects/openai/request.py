@@ -113,7 +113,7 @@ class RequestFields(msgspec.Struct, frozen=True):
 def read(
     request: Input, body: dict[str, Any], known: dict[str, Field], served: ServedModel, prefix: str
 ) -> RequestFields:
-    """Return the fields of the body; `prefix` is that of the answer's id. Raises RequestError."""
+    """Return the fields of the body; the answer's id begins with `prefix`. Raises RequestError."""
     values, unknown = fields.read_fields(body, known, features=served.features)
     stream, model = values.get("stream", False), values.get("model")
     if "stream_options" in values and not stream:
@@ -148,7 +148,7 @@ def model_warnings(request: Input, model: str | None, served: ServedModel) -> tu
 
 
 def unknown_model(name: str, served: Iterable[str]) -> ModelNotFoundError:
-    """Return the error about a `model` that is none of the names `served`."""
+    """Return the error about a `model` that is not among the names `served`."""
     return ModelNotFoundError(f"The model {fields.show(name)} does not exist; served here: {_listed(served)}")
 
 
@@ -177,7 +177,7 @@ def name_to_show(request: Input, model: str | None, served: ServedModel) -> tupl
 
 
 def answer_options(values: Mapping[str, Any], alternatives: int | None) -> AnswerOptions:
-    """Return what concerns the form of the answer; `alternatives` are those of each token's log probabilities."""
+    """Return what concerns the form of the answer; `alternatives` is the field of AnswerOptions."""
     include_usage, continuous = values.get("stream_options", (False, False))
     return AnswerOptions(
         alternatives=alternatives,
