@@ -19,9 +19,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmi_server.machine.process_tree import end_with_parent
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
 
 _UNKNOWN_TOKEN = re.compile('unknown special token: "([^"]+)"')
 _KNOWN_TOKEN = "<|tool|>"
@@ -85,11 +88,27 @@ def main() -> None:
         print(json.dumps(problem or None), flush=True)
 
 
+def parser_limits() -> LLParserLimits:
+    """Return how much llguidance may compute for a grammar: every step of a batch waits for the masks of all its rows.
+
+    `max_lexer_states` bounds the memory of a compiled grammar, at 1 to 2 KiB per state. `step_*` bound the time of a
+    mask to some ten milliseconds. The library's own limits hold where none is given.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=400_000,
+        step_lexer_fuel=100_000,
+        step_max_items=10_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
 def _problem(tokens: Any, grammar: str) -> str:
     """Return what is wrong with a grammar. Special tokens that it names are the model's, and unknown here."""
     from llguidance import LLMatcher
-
-    from handlers.structured_output.grammar_limits import parser_limits
 
     while True:
         matcher = LLMatcher(tokens, grammar, log_level=0, limits=parser_limits())

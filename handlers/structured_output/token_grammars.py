@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from handlers.structured_output import compiler
+from handlers.structured_output.check_process import parser_limits
 from lmi_server.contract.errors import RequestError
 
 
@@ -27,8 +28,6 @@ class TokenGrammars:
     def compile(self, text: str) -> CompiledGrammar:
         """Return a grammar; each request follows its own copy. Any thread may call it. Raises RequestError."""
         from llguidance import LLMatcher
-
-        from handlers.structured_output.grammar_limits import parser_limits
 
         with self._lock:
             if self._tokens is None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lmi_server.contract import errors
 from lmi_server.contract.errors import LmiServerError
-from lmi_server.dialects.framing import JSON_LINES, SSE, encode
+from lmi_server.dialects.framing import JSON_LINES, SSE, encode, named_event
 from lmi_server.dialects.routes import ANTHROPIC_ROUTES, OPENAI_ROUTES
 
 
@@ -173,7 +173,7 @@ def error_event(route: str, content_type: str, error: LmiServerError, request_id
     """
     if is_anthropic(route):
         status = _anthropic_status(_row(error).openai_status)
-        return b"event: error\n" + SSE.frame(_anthropic_body(error, status, request_id))
+        return named_event("error", _anthropic_body(error, status, request_id))
     body = _openai_body(error) if is_openai(route) else _lmi_body(error)
     if is_kserve(route):
         body = {"error": error.message}

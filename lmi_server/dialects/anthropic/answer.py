@@ -15,7 +15,7 @@ from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import Delta, GenerationRequest, ToolCallDelta
 from lmi_server.dialects.base import Exchange
 from lmi_server.dialects.errors import error_event
-from lmi_server.dialects.framing import SSE, encode, encode_line
+from lmi_server.dialects.framing import SSE, encode, encode_line, named_event
 from lmi_server.dialects.openai.request import Envelope
 from lmi_server.dialects.routes import MESSAGES
 
@@ -242,7 +242,7 @@ class MessageStream(_Message):
 
 
 def _event(kind: str, event: dict[str, Any]) -> bytes:
-    return b"event: " + kind.encode() + b"\n" + SSE.frame({"type": kind, **event})
+    return named_event(kind, {"type": kind, **event})
 
 
 def _before_text(index: int) -> bytes:

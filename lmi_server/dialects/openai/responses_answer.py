@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from lmi_server.contract.generation import Delta, GenerationRequest, Token, ToolCallDelta
 from lmi_server.dialects.base import Exchange
-from lmi_server.dialects.framing import SSE, encode
+from lmi_server.dialects.framing import SSE, encode, named_event
 from lmi_server.dialects.openai.answer import finite
 from lmi_server.dialects.openai.request import Envelope
 from lmi_server.dialects.routes import RESPONSES
@@ -132,13 +132,8 @@ class _Output:
 
     def _take_call(self, call: ToolCallDelta) -> None:
         if not isinstance(self._open, _CallItem) or call.index != self._call_index:
-            value = {
-                "id": self._next_id("fc"),
-                "type": "function_call",
-                "call_id": call.id or "",
-                "name": call.name or "",
-            }
-            value["arguments"] = ""
+            value = {"id": self._next_id("fc"), "type": "function_call", "call_id": call.id or ""}
+            value |= {"name": call.name or "", "arguments": ""}
             self._call_index = call.index
             self._begin(_CallItem(self._append(value), len(self.items) - 1, self._emit))
         assert isinstance(self._open, _CallItem)
@@ -205,6 +200,9 @@ class _Response(Exchange):
         self._output.add(delta)
         if delta.finish_reason is not None:
             self._last = delta
+        return self._flush()
+
+    def _flush(self) -> bytes:
         data = b"".join(self._events)
         self._events.clear()
         return data
@@ -270,16 +268,13 @@ class ResponseStream(_Response):
     content_type = SSE.content_type
 
     def _emit(self, kind: str, event: dict[str, Any]) -> None:
-        numbered = {"type": kind, "sequence_number": self._count, **event}
+        self._events.append(named_event(kind, {"type": kind, "sequence_number": self._count, **event}))
         self._count += 1
-        self._events.append(b"event: " + kind.encode() + b"\n" + SSE.frame(numbered))
 
     def first(self) -> bytes:
         for kind in ("response.created", "response.in_progress"):
             self._emit(kind, {"response": self._object()})
-        data = b"".join(self._events)
-        self._events.clear()
-        return data
+        return self._flush()
 
     def last(self) -> bytes:
         response = self._object()
