@@ -1,6 +1,6 @@
 """The handlers: one folder per engine, named as serving.properties names it, with `handler.py` and `options.py`.
 
-A handler is reached by its name in `lmi_server/configuration/handlers.py` and never imports another one. `handler.py`
+A handler is reached by its name in `lmi_server/configuration/handlers.py`, and imports no other handler. `handler.py`
 and `options.py` import no engine at module level; the other modules of a folder are imported when a model loads.
 Shared by several handlers: `rolling_batch/` (the scheduler for engines without one), `checkpoints/`, `tasks/`,
 `step_loop.py` (drives an engine in a thread of the worker), `content.py` (bodies of requests that are not text

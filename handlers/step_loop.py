@@ -21,7 +21,7 @@ from typing import Generic, Protocol, TypeVar
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelNotReadyError, describe, failure_of
 from lmi_server.contract.generation import Delta
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Output = Delta | LmiServerError
 
@@ -168,8 +168,8 @@ class StepLoop(Generic[E]):
         except EngineLostError:
             raise
         # The border to the engine: a request that it cannot take ends alone; the thread goes on.
-        except BaseException as error:  # noqa: BLE001
-            _log.exception("the engine cannot take a request")
+        except BaseException as error:
+            logger.exception("the engine cannot take a request")
             emit(failure_of(error))
 
     def _abort(self, inbox: _Inbox) -> None:
@@ -191,10 +191,10 @@ class StepLoop(Generic[E]):
         self._loop.call_soon_threadsafe(self._end_build, None)
         try:
             self._run_steps()
-        except BaseException:  # noqa: BLE001
+        except BaseException:
             # Without its thread the engine is dead. The front end notices the end of the process at once, and starts
             # another worker, while a process without its engine would keep requests waiting.
-            _log.critical("the step loop failed", exc_info=True)
+            logger.critical("the step loop failed", exc_info=True)
             logging.shutdown()
             os._exit(1)
 
@@ -234,15 +234,15 @@ class StepLoop(Generic[E]):
         except EngineLostError:
             raise
         # The border to the engine: an error ends the requests of this step; the thread goes on.
-        except BaseException as error:  # noqa: BLE001
-            _log.exception("a step failed")
+        except BaseException as error:
+            logger.exception("a step failed")
             self.engine.fail_running(error)
 
 
 class _Inbox:
     """Outputs of one request on their way to its generator. Only the event loop uses them.
 
-    `number` is that of the request in the engine, None if the engine does not have it. Only its thread uses it.
+    `number` is the engine's number of the request, None if the engine does not have it. Only its thread uses it.
     """
 
     number: int | None = None

@@ -32,7 +32,7 @@ class AnswerFormat:
     template: ResponseTemplate
 
     @classmethod
-    def of(cls, tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> AnswerFormat:
+    def from_formats(cls, tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> AnswerFormat:
         return cls(tools, reasoning, response_template(tools, reasoning))
 
     def prefix(self, prompt: str) -> str:
@@ -199,7 +199,7 @@ class _Calls:
         return ()
 
     def close(self, end: CallsEnd) -> tuple[Sequence[CallPiece], str]:
-        """Return the rest of the calls, and the text that is none."""
+        """Return the rest of the calls, and the text that is no call."""
         closed, cut = end == "marker", end == "limit" and self._reader.is_cut_call
         pieces = self._reader.close(closed)
         rest = "" if cut else self._reader.rest

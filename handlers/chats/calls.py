@@ -122,7 +122,7 @@ _PYTHON_NAME = regex.compile(r"\s*\[\s*(?P<name>[\w.]*)")
 
 
 def _begins_name(pattern: regex.Pattern[str], text: str, schemas: Mapping[str, Any]) -> bool:
-    """Return whether the name at the beginning of `text` is that of a function of the request, or begins so."""
+    """Return whether `text` begins with the name of a function of the request, or with the start of one."""
     found = pattern.match(text)
     return found is not None and any(name.startswith(found["name"]) for name in schemas)
 
@@ -304,8 +304,8 @@ def _types(schema: Any) -> Iterator[str]:
 class PythonCalls(CallReader):
     """Reads calls in the form of Python's: `[weather(city="Paris"), clock()]`, or one in a line.
 
-    A call is given when the last one is complete, because Python's parser reads no pieces. `known` is that of
-    `JsonCalls`.
+    A call is given when the last one is complete, because Python's parser reads no pieces. `known` means
+    what it means in `JsonCalls`.
     """
 
     def __init__(self, schemas: Mapping[str, Any], known: bool = False) -> None:
@@ -342,7 +342,7 @@ def _python_nodes(text: str) -> list[ast.expr]:
 
 
 def _python_call(node: ast.expr) -> tuple[str, str]:
-    """Return the name and the arguments of a call. Raises ValueError if `node` is none with arguments by name."""
+    """Return the name and the arguments of a call. Raises ValueError for anything but a call with arguments by name."""
     if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
         raise ValueError("not a call with arguments by name")
     arguments = {keyword.arg: _python_value(keyword.value) for keyword in node.keywords}

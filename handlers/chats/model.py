@@ -18,7 +18,7 @@ from lmi_server.contract.generation import GenerationRequest, NamedTool
 
 
 @dataclass(frozen=True)
-class ParsedRequest:
+class ChatRequest:
     """A request as the engine takes it, and the parser of its answer."""
 
     request: GenerationRequest
@@ -38,9 +38,9 @@ class ModelChats:
         self._unknown = "" if chosen in TOOL_PARSERS else (chosen or "unknown")
         self._tools = TOOL_FORMATS.get(chosen or "")
         reasoning = None if options.reasoning_parser is None else REASONING_FORMATS[options.reasoning_parser]
-        self._plain = AnswerFormat.of(None, reasoning) if reasoning is not None else None
-        self._with_tools = AnswerFormat.of(self._tools, reasoning)
-        self._required = AnswerFormat.of(REQUIRED, None)
+        self._plain = AnswerFormat.from_formats(None, reasoning) if reasoning is not None else None
+        self._with_tools = AnswerFormat.from_formats(self._tools, reasoning)
+        self._required = AnswerFormat.from_formats(REQUIRED, None)
         self._needs_special = _has_special_token(tokenizer, self._with_tools)
         named = options.tool_call_parser
         self.details: Mapping[str, str] = {
@@ -53,7 +53,7 @@ class ModelChats:
         calls = request.tools and request.chat.tool_choice != "none"
         return request.messages is not None and bool(calls or self._plain is not None)
 
-    def parsed(self, request: GenerationRequest) -> ParsedRequest:
+    def prepare(self, request: GenerationRequest) -> ChatRequest:
         """Return a request that they concern, with the parser of its answer.
 
         Raises RequestError if the model cannot take its tools.
@@ -64,19 +64,19 @@ class ModelChats:
             return self._freely(request, self._plain)
         self._check(request)
         if isinstance(choice, NamedTool):
-            return ParsedRequest(call_constraint(request), NamedCallParser(self._tools or REQUIRED, choice.name))
+            return ChatRequest(call_constraint(request), NamedCallParser(self._tools or REQUIRED, choice.name))
         if choice == "required":
-            return ParsedRequest(call_constraint(request), AnswerParser(self._required, request, hides_special=False))
+            return ChatRequest(call_constraint(request), AnswerParser(self._required, request, hides_special=False))
         return self._freely(request, self._with_tools)
 
-    def _freely(self, request: GenerationRequest, form: AnswerFormat) -> ParsedRequest:
+    def _freely(self, request: GenerationRequest, form: AnswerFormat) -> ChatRequest:
         """Return `request` with a parser that looks for the markers of the model's family."""
         sampling = request.sampling
         hides = self._needs_special and sampling.skip_special_tokens
         if hides:
             sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
             request = msgspec.structs.replace(request, sampling=sampling)
-        return ParsedRequest(request, AnswerParser(form, request, hides))
+        return ChatRequest(request, AnswerParser(form, request, hides))
 
     def _check(self, request: GenerationRequest) -> None:
         if not self._has_template:  # the prompt's encoder refuses the chat, and says so

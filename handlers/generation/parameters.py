@@ -21,7 +21,7 @@ def max_new_tokens(sampling: SamplingParameters, prompt: int, context: int) -> i
     if sampling.fit_context and room > 0:
         wanted = min(wanted, room)
     if wanted > room:
-        raise ContextLengthError.of(prompt, wanted, context)
+        raise ContextLengthError.from_counts(prompt, wanted, context)
     return wanted
 
 

@@ -52,7 +52,7 @@ class PromptEncoder:
         if isinstance(request.prompt, tuple):
             ids = list(request.prompt[-truncate:] if truncate else request.prompt)
             if 0 < limit <= len(ids):
-                raise ContextLengthError.of(len(ids), 0, limit)
+                raise ContextLengthError.from_counts(len(ids), 0, limit)
             return ids, await self._decode(ids)
         if truncate:
             ids, text = await self._encode_any(request, limit)
@@ -105,7 +105,7 @@ class PromptEncoder:
         encode = functools.partial(self._backend.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
         encodings = await run(self._side_thread if aside else self._thread, encode)
         if 0 < limit <= len(encodings[0]):
-            raise ContextLengthError.of(len(encodings[0]), 0, limit)
+            raise ContextLengthError.from_counts(len(encodings[0]), 0, limit)
         ids: list[int] = encodings[0].ids
         return ids
 

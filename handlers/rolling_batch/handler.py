@@ -98,7 +98,7 @@ class SchedulingHandler(LLMHandler):
     async def _generate_chat(
         self, request: GenerationRequest, chats: ModelChats, begin: Callable[[], None] | None
     ) -> AsyncGenerator[Delta, None]:
-        parsed = chats.parsed(request)
+        parsed = chats.prepare(request)
         async with aclosing(self._generate(parsed.request, begin)) as deltas:
             async for delta in deltas:
                 yield parsed.parser.parse(delta)

@@ -22,7 +22,7 @@ CLASS_ENDINGS = {
 _ENDING = re.compile(r"(Img2Img|Inpaint|Inpainting)?Pipeline$")
 
 OnStep = Callable[[int, int], None]
-"""Gets the number of the step that has ended, and that of all steps; may raise to end the run."""
+"""Gets the number of the step that has ended and the count of all steps; may raise to end the run."""
 
 
 def read_index(model_dir: str) -> Mapping[str, Any]:

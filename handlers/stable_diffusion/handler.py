@@ -13,7 +13,7 @@ from handlers import content
 from handlers.stable_diffusion.images import encode_image
 from handlers.stable_diffusion.options import StableDiffusionOptions
 from handlers.stable_diffusion.requests import PARAMETERS, Drawing, DrawingReader, ImageModel
-from handlers.tasks.task import failure_of
+from handlers.tasks.task import pipeline_failure
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input
@@ -43,7 +43,7 @@ class _Request:
 
 
 class _ClientsGoneError(Exception):
-    """Nobody waits any more for the images that the pipeline makes."""
+    """Every client that asked for these images has left."""
 
 
 class StableDiffusionHandler(RequestHandler):
@@ -113,14 +113,14 @@ class StableDiffusionHandler(RequestHandler):
     def _read_openai(self, sent: Input) -> _Request:
         body = openai_images.read_body(sent)
         asked = openai_images.parse(sent, body, _PARAMETERS_OF_OPENAI)
-        _, warnings = openai.shown_model_name(sent, asked.model, self._served)
+        _, warnings = openai.name_to_show(sent, asked.model, self._served)
         for warning in (*asked.warnings, *warnings):
             logger.warning("%s", warning)
         drawing = self._reader.openai(asked, registered_adapter(sent, body, self._served))
 
         def respond(images: Sequence[Any]) -> Response:
             drawn = [
-                openai_images.Drawn(encode_image(image, asked.output_format, asked.quality), seed)
+                openai_images.ImageFile(encode_image(image, asked.output_format, asked.quality), seed)
                 for image, seed in zip(images, drawing.seeds, strict=True)
             ]
             data = openai_images.body(int(time.time()), drawn, asked.output_format, images[0].size)
@@ -158,7 +158,7 @@ class StableDiffusionHandler(RequestHandler):
         except BaseException as error:  # noqa: BLE001 - the border to engines
             if len(group) > 1:
                 return [answer for request in group for answer in self._answers([request])]
-            return [failure_of(error)]
+            return [pipeline_failure(error)]
         return [_response(request, images) for request, images in zip(group, drawn, strict=True)]
 
     def _draw(self, group: Sequence[_Request]) -> Sequence[Sequence[Any]]:
@@ -191,7 +191,7 @@ def _response(request: _Request, images: Sequence[Any]) -> Response | LmiServerE
     try:
         return request.respond(images)
     except Exception as error:  # noqa: BLE001 - the border to Pillow: a format may not hold images of that size
-        return failure_of(error)
+        return pipeline_failure(error)
 
 
 # OpenAI's fields say the number of images and their size.

@@ -1,4 +1,4 @@
-"""Files of images: decodes those of requests, and encodes those of answers."""
+"""Decodes the images of requests, and encodes the images of answers."""
 
 from __future__ import annotations
 

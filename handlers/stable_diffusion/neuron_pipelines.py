@@ -1,4 +1,4 @@
-"""Runs a pipeline of diffusers on Neuron cores; the calls are those of optimum-neuron 0.4.5.
+"""Runs a pipeline of diffusers on Neuron cores; the calls are for optimum-neuron 0.4.5.
 
 Its graphs draw images of one size, for one number of prompts, with one number of images for each. A run always draws
 all of them, and what no request asked for is thrown away.

@@ -275,7 +275,7 @@ def _class_for(base: Any, task: str) -> Any:
 
 
 def _can(base: Any, task: str) -> bool:
-    """Return whether the denoiser takes what the task gives it: one that was trained to inpaint takes a mask, too."""
+    """Return whether the denoiser takes what the task gives it: one that was trained to inpaint also takes a mask."""
     channels = getattr(getattr(base, "unet", None), "config", {}).get("in_channels", 4)
     return task == INPAINTING if channels == 9 else True
 

@@ -114,7 +114,7 @@ PARAMETERS: Mapping[str, Field] = {
     "clip_skip": Field("clip_skip", fields.integer(1, 100)),
     "max_sequence_length": Field("max_sequence_length", fields.integer(1, 4096)),
 }
-"""The parameters of a request by name. They are those of diffusers, but for the seed."""
+"""The parameters of a request by name. All but the seed are diffusers' own."""
 _OWN = frozenset({"seed", "width", "height", "num_images_per_prompt", *_TEXTS})
 
 
@@ -170,7 +170,7 @@ class DrawingReader:
         self._check_count(prompts * count)
         size = self._size(values, image)
         arguments = {name: value for name, value in values.items() if name not in _OWN}
-        texts = {name: _repeated(name, values[name], prompts, count) for name in _TEXTS if name in values}
+        texts = {name: _repeat(name, values[name], prompts, count) for name in _TEXTS if name in values}
         self._check_arguments(self._modes[task], {**arguments, **texts})
         seed = values.get("seed", random.SystemRandom().getrandbits(32))
         return Drawing(
@@ -179,8 +179,8 @@ class DrawingReader:
             seeds=[(seed + index) % _SEEDS for index in range(prompts * count)],
             arguments=arguments,
             size=size,
-            image=_fitted(image, size),
-            mask=_fitted(mask, size),
+            image=_fit(image, size),
+            mask=_fit(mask, size),
             adapter=adapter,
         )
 
@@ -218,7 +218,7 @@ class DrawingReader:
             )
 
     def _size(self, values: Mapping[str, Any], image: Image | None) -> tuple[int, int] | None:
-        """Return width and height: those of the request, of its image, or of the options. Raises RequestError."""
+        """Return width and height, which the request, its image or the options name. Raises RequestError."""
         options = self._options
         if self._only_size is not None:
             return self._compiled_size(values, self._only_size)
@@ -243,7 +243,7 @@ class DrawingReader:
 
     @staticmethod
     def _compiled_size(values: Mapping[str, Any], size: tuple[int, int]) -> tuple[int, int]:
-        """Return the only size that there is, to which images are fitted. Raises RequestError for another one."""
+        """Return the only size that the graphs make; images are fitted to it. Raises RequestError for another size."""
         asked = (values.get("width", size[0]), values.get("height", size[1]))
         if asked != size:
             raise RequestError(
@@ -253,7 +253,7 @@ class DrawingReader:
         return size
 
 
-def _repeated(name: str, texts: Sequence[str], prompts: int, count: int) -> list[str]:
+def _repeat(name: str, texts: Sequence[str], prompts: int, count: int) -> list[str]:
     """Return a text per image. One text is for all prompts; otherwise there is one for each."""
     if len(texts) not in (1, prompts):
         raise RequestError(f"{name}: {len(texts)} texts for {prompts} prompts are not allowed; send one, or {prompts}")
@@ -261,7 +261,7 @@ def _repeated(name: str, texts: Sequence[str], prompts: int, count: int) -> list
     return [text for text in each for _ in range(count)]
 
 
-def _fitted(image: Image | None, size: tuple[int, int] | None) -> Image | None:
+def _fit(image: Image | None, size: tuple[int, int] | None) -> Image | None:
     if image is None or size is None:
         return image
     color = image if image.mode == "L" else image.convert("RGB")

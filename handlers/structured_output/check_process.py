@@ -19,9 +19,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmi_server.processes.parents import end_with_parent
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
 
 _UNKNOWN_TOKEN = re.compile('unknown special token: "([^"]+)"')
 _KNOWN_TOKEN = "<|tool|>"
@@ -41,7 +44,7 @@ class CheckProcess:
 
     def check(self, grammar: str) -> str | None:
         """Return what is wrong with a grammar; None if nothing is. Raises EOFError if it needs too much."""
-        process = self._process = self._process or _started()
+        process = self._process = self._process or _start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -64,7 +67,7 @@ class CheckProcess:
             process.communicate()
 
 
-def _started() -> subprocess.Popen[bytes]:
+def _start() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", "handlers.structured_output.check_process", str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
@@ -85,11 +88,27 @@ def main() -> None:
         print(json.dumps(problem or None), flush=True)
 
 
+def parser_limits() -> LLParserLimits:
+    """Return how much llguidance may compute for a grammar: every step of a batch waits for the masks of all its rows.
+
+    `max_lexer_states` bounds the memory of a compiled grammar, at 1 to 2 KiB per state. `step_*` bound the time of a
+    mask to some ten milliseconds. The library's own limits hold where none is given.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=400_000,
+        step_lexer_fuel=100_000,
+        step_max_items=10_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
 def _problem(tokens: Any, grammar: str) -> str:
     """Return what is wrong with a grammar. Special tokens that it names are the model's, and unknown here."""
     from llguidance import LLMatcher
-
-    from handlers.structured_output.grammar_limits import parser_limits
 
     while True:
         matcher = LLMatcher(tokens, grammar, log_level=0, limits=parser_limits())

@@ -56,20 +56,20 @@ class GrammarCache(Generic[T]):
         task = self._made.get(key)
         if task is None:
             task = self._made[key] = asyncio.create_task(self._run(constraint))
-            task.add_done_callback(lambda done: self._ended(key, done))
+            task.add_done_callback(lambda done: self._on_end(key, done))
         self._made.move_to_end(key)
         return await asyncio.shield(task)  # a client that leaves ends neither the making nor the others' wait
 
     async def _run(self, constraint: StructuredOutputs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._checked, constraint)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._compile, constraint)
 
-    def _ended(self, key: bytes, task: asyncio.Task[T]) -> None:
+    def _on_end(self, key: bytes, task: asyncio.Task[T]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._made.pop(key, None)
         while len(self._made) > _MAX_GRAMMARS and next(iter(self._made.values())).done():
             self._made.popitem(last=False)
 
-    def _checked(self, constraint: StructuredOutputs) -> T:
+    def _compile(self, constraint: StructuredOutputs) -> T:
         # Imported here, so that a model whose requests have no constraints does not need the library.
         from handlers.structured_output.grammar_text import grammar_text
 
@@ -85,7 +85,7 @@ class GrammarCache(Generic[T]):
         finally:
             self._checkers.put(checker)
         if problem is not None and constraint.kind not in self._engine_judges:
-            raise refused(constraint.kind, problem)
+            raise refusal(constraint.kind, problem)
         return self._make(text)
 
     def stop(self) -> None:
@@ -95,7 +95,7 @@ class GrammarCache(Generic[T]):
             self._checkers.get().stop()
 
 
-def refused(kind: str, problem: str) -> RequestError:
+def refusal(kind: str, problem: str) -> RequestError:
     """Return the error for a constraint that the library cannot compile; its message repeats the grammar, this not."""
     said = " ".join(_PLACE.sub("", _EXCERPT.split(problem)[0]).split())[:_SHOWN_PROBLEM]
     return RequestError(f"{limits.LABELS[kind]} cannot be compiled: {said}; correct it, or leave out what that names")

@@ -60,7 +60,7 @@ def _white_space(style: StructuredOutputs) -> dict[str, Any]:
 
 
 def _without_additional_properties(schema: Any) -> Any:
-    """Return a schema whose objects have no properties but those that it names (vLLM's option of that name)."""
+    """Return a schema whose objects have only the properties that it names (vLLM's disable_additional_properties)."""
     if isinstance(schema, list):
         return [_without_additional_properties(entry) for entry in schema]
     if not isinstance(schema, Mapping):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from handlers.structured_output import compiler
+from handlers.structured_output.check_process import parser_limits
 from lmi_server.contract.errors import RequestError
 
 
@@ -25,17 +26,15 @@ class TokenGrammars:
         self._tokens: Any = None
 
     def compile(self, text: str) -> CompiledGrammar:
-        """Return a grammar, of which each request follows a copy; any thread may call it. Raises RequestError."""
+        """Return a grammar; each request follows its own copy. Any thread may call it. Raises RequestError."""
         from llguidance import LLMatcher
-
-        from handlers.structured_output.grammar_limits import parser_limits
 
         with self._lock:
             if self._tokens is None:
                 self._tokens = self._token_trie()
         matcher = LLMatcher(self._tokens, text, log_level=0, limits=parser_limits())
         if matcher.is_error():
-            raise compiler.refused("grammar", matcher.get_error())
+            raise compiler.refusal("grammar", matcher.get_error())
         return CompiledGrammar(matcher, (self._size + 31) // 32)
 
     def _token_trie(self) -> Any:

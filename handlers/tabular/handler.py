@@ -1,7 +1,7 @@
 """The base of the sklearn and xgboost handlers: rows of numbers in, a prediction per row out.
 
 A model.py may replace parts of it, with functions that djl_python's decorators mark, or with model_fn, input_fn,
-predict_fn and output_fn, SageMaker's names. Marked functions disable those of SageMaker.
+predict_fn and output_fn, SageMaker's names. Marked functions disable SageMaker's.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class TabularHandler(RequestHandler):
     def _output(self, request: Input, predictions: Any) -> Response:
         formatter, function = self._own.get("output_formatter"), self._own.get("output_fn")
         if formatter is None and function is None:
-            return _written(predictions, self._accepted(request))
+            return _response(predictions, self._accepted(request))
         accept = self._accept(request)
         if formatter is None:
             result, kind = _sagemaker_output(function, predictions, accept)
@@ -177,7 +177,7 @@ class TabularHandler(RequestHandler):
             return {index: outcome for entry in group for index, outcome in self._answers([entry]).items()}
         ends = np.cumsum([len(rows) for _, rows, _ in group])[:-1]  # where the rows of each request end
         parts = np.split(predictions, ends)
-        return {index: _written(part, kind) for (index, _, kind), part in zip(group, parts, strict=True)}
+        return {index: _response(part, kind) for (index, _, kind), part in zip(group, parts, strict=True)}
 
     def _predictions(self, rows: Any) -> Any:
         try:
@@ -238,13 +238,13 @@ def _numbers(text: str) -> Any:
     return rows
 
 
-def _written(predictions: Any, kind: str) -> Response:
+def _response(predictions: Any, kind: str) -> Response:
     plain = predictions.tolist() if hasattr(predictions, "tolist") else predictions
     return content.encode_response({"predictions": plain} if kind == content.JSON else plain, kind)
 
 
 def _own_functions(model_dir: str) -> Mapping[str, Callable[..., Any]]:
-    """Return the functions of model.py that replace a part, by its name; marked ones disable those of SageMaker."""
+    """Return the functions of model.py that replace a part, by its name; marked ones disable SageMaker's."""
     if not (Path(model_dir) / "model.py").is_file():
         return {}
     module = load_entry_point("model.py", model_dir)

@@ -53,24 +53,17 @@ class TextEmbedding(Task):
         self._normalize = options.normalize
         self._encoder = Encoder(path, options, layout.max_length)
         self._pool = Pooler(layout, main_device(self._encoder.model))
+        self.model, self.tokenizer = self._encoder.model, self._encoder.tokenizer
         self.max_length = self._encoder.max_length
         self._vocabulary = self._encoder.model.get_input_embeddings().num_embeddings
         self._width = int(self._embed([self._encoder.tokenize(["a"])[0]]).shape[1])
-
-    @property
-    def model(self) -> Any:
-        return self._encoder.model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._encoder.tokenizer
 
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Text:
         if isinstance(value, list):
             value = fields.token_ids("inputs", value)
         if not isinstance(value, str | tuple) or value == ():
             raise fields.not_allowed("inputs", value, "send a string or token ids, or a list of them")
-        return self._checked(
+        return self._check(
             Text(
                 value,
                 -1 if parameters.get("truncate", False) else None,
@@ -82,11 +75,11 @@ class TextEmbedding(Task):
     def read_openai(self, request: EmbeddingRequest) -> list[Text]:
         """Return the texts of a request in OpenAI's form. Raises RequestError."""
         return [
-            self._checked(Text(content, request.truncate_tokens, request.dimensions, self._normalize))
+            self._check(Text(content, request.truncate_tokens, request.dimensions, self._normalize))
             for content in request.inputs
         ]
 
-    def _checked(self, text: Text) -> Text:
+    def _check(self, text: Text) -> Text:
         if text.dimensions is not None and text.dimensions > self._width:
             raise fields.not_allowed("dimensions", text.dimensions, f"send at most {self._width}, the model's own")
         if not isinstance(text.content, str) and max(text.content) >= self._vocabulary:
@@ -99,7 +92,7 @@ class TextEmbedding(Task):
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Embedding | LmiServerError]:
         encoder = self._encoder
         sequences = [self._cut(ids, text.size) for text, ids in zip(inputs, self._ids(inputs), strict=True)]
-        results: list[Embedding | LmiServerError] = [encoder.unfit(ids) for ids in sequences]
+        results: list[Embedding | LmiServerError] = [encoder.misfit_error(ids) for ids in sequences]
         for indices in encoder.batches(sequences):
             vectors = self._embed([sequences[index] for index in indices])
             for index, vector in zip(indices, vectors, strict=True):
@@ -112,11 +105,8 @@ class TextEmbedding(Task):
         return result.vector
 
     def details(self) -> Mapping[str, Any]:
-        return {
-            **self._encoder.details(),
-            "pooling": "+".join(self._layout.pooling),
-            "dimensions": self._width,
-        }
+        pooling = "+".join(self._layout.pooling)
+        return {**super().details(), "max_length": self.max_length, "pooling": pooling, "dimensions": self._width}
 
     def _cut(self, ids: Sequence[int], size: int | None) -> Sequence[int]:
         if size is None:
@@ -125,12 +115,12 @@ class TextEmbedding(Task):
 
     def _ids(self, inputs: Sequence[Text]) -> Sequence[Sequence[int]]:
         """Return the token ids of each text."""
-        texts = [self._prepared(text.content) for text in inputs if isinstance(text.content, str)]
+        texts = [self._prepare(text.content) for text in inputs if isinstance(text.content, str)]
         are_cut = [text.size is not None for text in inputs if isinstance(text.content, str)]
         tokenized = iter(self._encoder.tokenize_unless_too_long(texts, are_cut))
         return [next(tokenized) if isinstance(text.content, str) else text.content for text in inputs]
 
-    def _prepared(self, text: str) -> str:
+    def _prepare(self, text: str) -> str:
         text = self._layout.prompt + text
         return text.lower() if self._layout.lower_case else text
 

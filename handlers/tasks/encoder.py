@@ -14,9 +14,10 @@ from transformers import AutoModel
 from handlers.checkpoints.placement import main_device
 from handlers.checkpoints.rotary import RotaryEmbeddings
 from handlers.checkpoints.text_length import TextLength
-from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
+from handlers.checkpoints.transformers_loading import load_model
 from handlers.tasks.batches import even_batches
 from handlers.tasks.options import PipelineOptions
+from handlers.tasks.padding import load_padding_tokenizer
 from handlers.tasks.task import Task, named, read_text
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.dialects import fields
@@ -29,9 +30,7 @@ class Encoder:
     """A tokenizer and a model without a head. `max_length` is in tokens, special tokens included."""
 
     def __init__(self, path: str, options: PipelineOptions, max_length: int | None = None) -> None:
-        self.tokenizer = load_tokenizer(path, options)
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.tokenizer = load_padding_tokenizer(path, options)
         self._text_length = TextLength(self.tokenizer)
         model = load_model(AutoModel, path, options)
         self.model = model.get_encoder() if model.config.is_encoder_decoder else model
@@ -104,7 +103,7 @@ class Encoder:
             for batch in even_batches(lengths, _MAX_TOKENS, main_device(self.model).type):
                 yield [fitting[index] for index in batch]
 
-    def unfit(self, ids: Sequence[int]) -> RequestError:
+    def misfit_error(self, ids: Sequence[int]) -> RequestError:
         """Return the error of a sequence that `batches` leaves out."""
         if not ids:
             return RequestError(
@@ -115,15 +114,6 @@ class Encoder:
             f"an input has {count}, and the model takes at most {self.max_length}; send a shorter one, or have "
             'it cut: "truncate_prompt_tokens": -1 in an embeddings request, "truncate": true in parameters'
         )
-
-    def details(self) -> Mapping[str, Any]:
-        return {
-            "model": type(self.model).__name__,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "device": str(main_device(self.model)),
-            "threads": torch.get_num_threads(),
-            "max_length": self.max_length,
-        }
 
 
 def _positions_lost(model: Any) -> int:
@@ -141,15 +131,8 @@ class FeatureExtraction(Task):
 
     def __init__(self, path: str, options: PipelineOptions) -> None:
         self._encoder = Encoder(path, options)
+        self.model, self.tokenizer = self._encoder.model, self._encoder.tokenizer
         self.max_length = self._encoder.max_length
-
-    @property
-    def model(self) -> Any:
-        return self._encoder.model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._encoder.tokenizer
 
     def read(self, value: Any, parameters: Mapping[str, Any]) -> str:
         return read_text(value)
@@ -160,7 +143,7 @@ class FeatureExtraction(Task):
         sequences = encoder.tokenize_unless_too_long(inputs, [is_cut] * len(inputs))
         if is_cut:
             sequences = [encoder.cut(ids, self.max_length) for ids in sequences]
-        results: list[Any] = [encoder.unfit(ids) for ids in sequences]
+        results: list[Any] = [encoder.misfit_error(ids) for ids in sequences]
         with torch.inference_mode():
             for indices in encoder.batches(sequences):
                 states, _ = encoder.hidden_states([sequences[index] for index in indices])
@@ -170,4 +153,4 @@ class FeatureExtraction(Task):
         return results
 
     def details(self) -> Mapping[str, Any]:
-        return self._encoder.details()
+        return {**super().details(), "max_length": self.max_length}

@@ -6,6 +6,7 @@ A batch ends with its longest sequence.
 from __future__ import annotations
 
 import queue
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -16,7 +17,7 @@ import torch
 from handlers.checkpoints.placement import main_device
 from handlers.checkpoints.rotary import RotaryEmbeddings
 from handlers.checkpoints.text_length import TextLength
-from handlers.checkpoints.transformers_loading import eos_token_ids, load_model, load_tokenizer
+from handlers.checkpoints.transformers_loading import eos_token_ids, load_model
 from handlers.tasks.generation_parameters import (
     LOWERED,
     NO_TOKEN,
@@ -26,8 +27,9 @@ from handlers.tasks.generation_parameters import (
     TOKEN_PARAMETERS,
     flat_tokens,
 )
-from handlers.tasks.generation_steps import GrowingText, Steps, Stopped, log_probs_of
+from handlers.tasks.generation_steps import GrowingText, StepQueue, StopFlag, log_probs_of
 from handlers.tasks.options import PipelineOptions
+from handlers.tasks.padding import load_padding_tokenizer
 from handlers.tasks.task import Piece, Task
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import MIN_TEMPERATURE, Usage
@@ -61,29 +63,19 @@ class GenerationTask(Task):
     default_new_tokens: int
 
     def __init__(self, path: str, options: PipelineOptions) -> None:
-        self._tokenizer = load_tokenizer(path, options)
-        if self._tokenizer.pad_token is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        self.text_length = TextLength(self._tokenizer)
-        self._model = load_model(self.auto_class, path, options)
-        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or 0
+        self.tokenizer = load_padding_tokenizer(path, options)
+        self.text_length = TextLength(self.tokenizer)
+        self.model = load_model(self.auto_class, path, options)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 0
         self.max_length = options.max_model_len or max(positions, 0)  # XLNet says -1: it has no limit
-        self._eos = eos_token_ids(self._model, self._tokenizer)
-        self._vocabulary = self._model.get_input_embeddings().num_embeddings
+        self._eos = eos_token_ids(self.model, self.tokenizer)
+        self._vocabulary = self.model.get_input_embeddings().num_embeddings
         self._defaults: dict[str, Any] = {}  # the parameters that config.json sets for this task
         # libgomp keeps a team of threads for each thread that ever ran a parallel operation, and slows down once they
         # are more than the cores. A stream needs a second thread beside the main one, so all of generate() runs in it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
         self._pads = True
-        self._rotary = RotaryEmbeddings(self._model)
-
-    @property
-    def model(self) -> Any:
-        return self._model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
+        self._rotary = RotaryEmbeddings(self.model)
 
     def run(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
         each = parameters.get("num_return_sequences", 1)
@@ -97,7 +89,7 @@ class GenerationTask(Task):
         return [results[place] for place in range(len(inputs))]
 
     def items(self, result: Any) -> Sequence[Any]:
-        """Return the sequences of one input: an answer lists those of all inputs one after the other."""
+        """Return the sequences of one input; an answer lists the sequences of all inputs in a row."""
         return result  # type: ignore[no-any-return]
 
     def check_stream(self, parameters: Mapping[str, Any]) -> None:
@@ -117,8 +109,8 @@ class GenerationTask(Task):
                 "inputs: a stream of this model takes texts of the same number of tokens; send each in its own request"
             )
         tokens: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
-        stopped = Stopped()
-        running = self._thread.submit(self._generate, inputs, parameters, Steps(tokens), stopped)
+        stopped = StopFlag()
+        running = self._thread.submit(self._generate, inputs, parameters, StepQueue(tokens), stopped)
         running.add_done_callback(lambda _: tokens.put(None))
         texts = [self._growing_text(prompt, parameters) for prompt in inputs]
         try:
@@ -129,28 +121,20 @@ class GenerationTask(Task):
         finally:
             stopped.now = True  # also if the client has left: the batch ends at its next step
 
-    def details(self) -> Mapping[str, Any]:
-        return {
-            "model": type(self._model).__name__,
-            "dtype": str(self._model.dtype).removeprefix("torch."),
-            "device": str(main_device(self._model)),
-            "threads": torch.get_num_threads(),
-        }
-
+    @abstractmethod
     def result(self, prompt: Prompt, text: str, parameters: Mapping[str, Any]) -> Any:
         """Return the result for one input whose generated text is `text`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def new_tokens(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
         """Return the new tokens in the output of generate(), (sequences, tokens)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def context(self, prompt: Prompt) -> Sequence[int]:
         """Return the tokens that the generated text continues; the detokenizer needs them for spaces."""
-        raise NotImplementedError
 
     def _batches(self, inputs: Sequence[Prompt], parameters: Mapping[str, Any]) -> list[list[int]]:
-        """Return the places of the inputs that run together: all, or those of one length if padding changes answers.
+        """Return the places of the inputs that run together: all, or all of one length if padding changes answers.
 
         It does if a sequence may grow beyond the length up to which the model's rotary embeddings stay the same.
         """
@@ -172,26 +156,26 @@ class GenerationTask(Task):
         self,
         inputs: Sequence[Prompt],
         parameters: Mapping[str, Any],
-        steps: Steps | None = None,
-        stopped: Stopped | None = None,
+        steps: StepQueue | None = None,
+        stopped: StopFlag | None = None,
     ) -> list[NewTokens]:
-        """Return the new tokens of each sequence, those of one input after each other."""
+        """Return the new tokens of each sequence, input by input."""
         self._rotary.forget()
         if "seed" in parameters:
             torch.manual_seed(parameters["seed"])
         ids = [prompt.ids for prompt in inputs]
-        padded = self._tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side=self.padding_side)
+        padded = self.tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side=self.padding_side)
         batch = {"input_ids": padded["input_ids"], "attention_mask": padded["attention_mask"]}
         stop = list(parameters.get("stop", ()))
         scored = parameters.get("details", False)
         with torch.inference_mode():
-            output = self._model.generate(
-                **{name: tensor.to(main_device(self._model)) for name, tensor in batch.items()},
+            output = self.model.generate(
+                **{name: tensor.to(main_device(self.model)) for name, tensor in batch.items()},
                 **self.arguments(parameters),
-                pad_token_id=self._tokenizer.pad_token_id,
+                pad_token_id=self.tokenizer.pad_token_id,
                 streamer=steps,
                 stopping_criteria=[stopped] if stopped is not None else None,
-                **({"stop_strings": stop, "tokenizer": self._tokenizer} if stop else {}),
+                **({"stop_strings": stop, "tokenizer": self.tokenizer} if stop else {}),
                 **({"return_dict_in_generate": True, "output_logits": True} if scored else {}),
             )
         if not scored:
@@ -207,7 +191,7 @@ class GenerationTask(Task):
             arguments["max_new_tokens"] = self.default_new_tokens
         elif "max_new_tokens" in asked:
             arguments.pop("max_length", None)
-        samples = arguments.get("do_sample", self._model.generation_config.do_sample)
+        samples = arguments.get("do_sample", self.model.generation_config.do_sample)
         if not samples or arguments.get("temperature", 1.0) < MIN_TEMPERATURE:
             arguments = {name: value for name, value in arguments.items() if name not in SAMPLING}
             arguments["do_sample"] = False
@@ -226,12 +210,12 @@ class GenerationTask(Task):
 
     def _limits_itself(self) -> bool:
         """Return whether the model's files limit the length of an answer."""
-        configured = self._model.generation_config
+        configured = self.model.generation_config
         own = configured.max_length not in (None, _LIBRARY_MAX_LENGTH) or configured.max_new_tokens is not None
         return own or bool({"max_new_tokens", "max_length"} & self._defaults.keys())
 
     def _growing_text(self, prompt: Prompt, parameters: Mapping[str, Any]) -> GrowingText:
-        return GrowingText(self._tokenizer, self.context(prompt), self._ends(parameters), parameters)
+        return GrowingText(self.tokenizer, self.context(prompt), self._ends(parameters), parameters)
 
     def _ends(self, parameters: Mapping[str, Any]) -> frozenset[int]:
         """Return the tokens that end a sequence of a request with these parameters."""
@@ -253,10 +237,10 @@ class GenerationTask(Task):
         return result
 
     def _details(self, prompt: Prompt, log_probs: list[float], ids: list[int], text: GrowingText) -> Details:
-        special = self._tokenizer.all_special_ids
+        special = self.tokenizer.all_special_ids
         details = Details(text.finish_reason, text.tokens, prompt.text)
         details.tokens = [
-            LmiToken(token, self._tokenizer.decode([token]), log_prob, token in special)
+            LmiToken(token, self.tokenizer.decode([token]), log_prob, token in special)
             for token, log_prob in zip(ids, log_probs, strict=False)  # `ids` goes on with padding
         ]
         return details

@@ -97,7 +97,7 @@ TOKEN_PARAMETERS = frozenset(
     {"bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "eos_token_id"}
     | {"forced_bos_token_id", "forced_eos_token_id"}
 )
-LOWERED = "tokens of the longest prompt"  # set by `fitted` alone: no request can name it
+LOWERED = "tokens of the longest prompt"  # set by `fit` alone: no request can name it
 # Parameters that the tasks apply themselves; generate() does not get them.
 OUR_OWN = frozenset(
     {"seed", "stop", "include_stop_str_in_output", "return_full_text", "src_lang", "tgt_lang", "ignore_eos", "details"}

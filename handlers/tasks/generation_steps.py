@@ -14,7 +14,7 @@ from handlers.generation.detokenizer import IncrementalDetokenizer, StopMatcher
 from lmi_server.contract.generation import FinishReason
 
 
-class Stopped(StoppingCriteria):
+class StopFlag(StoppingCriteria):
     """Ends a batch if its client has left."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Stopped(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.now, dtype=torch.bool, device=input_ids.device)
 
 
-class Steps(BaseStreamer):
+class StepQueue(BaseStreamer):
     """Puts the tokens of each step into a queue, as a list with one per sequence."""
 
     def __init__(self, tokens: queue.SimpleQueue[list[int] | None]) -> None:

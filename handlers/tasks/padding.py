@@ -1,4 +1,4 @@
-"""Finds out whether a model continues a prompt in the same way when it is padded to the length of a longer one."""
+"""Padding of texts to the length of a longer one: with which token, and whether it changes what a model generates."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from handlers.checkpoints.options import TransformersOptions
 from handlers.checkpoints.placement import main_device
+from handlers.checkpoints.transformers_loading import load_tokenizer
 from lmi_server.contract.errors import ModelLoadError, describe
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SHORT, _LONG = 6, 16  # tokens
 # Keys of config.json: the number of tokens that attention chooses. Padding takes places among them, which only shows if
@@ -18,6 +20,14 @@ _SHORT, _LONG = 6, 16  # tokens
 _NUMBERS_CHOSEN = ("index_topk", "index_topk_blocks", "keep_window_size")
 _MAX_ERRORS = {torch.float32: 1e-3}
 _MAX_ERROR = 0.25  # of shorter data types, relative to the spread of the logits
+
+
+def load_padding_tokenizer(path: str, options: TransformersOptions) -> Any:
+    """Return the checkpoint's tokenizer, which pads with the end token if it has no other. Raises ModelLoadError."""
+    tokenizer = load_tokenizer(path, options)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def is_harmless(model: Any, pad_token: int) -> bool:
@@ -43,7 +53,7 @@ def is_harmless(model: Any, pad_token: int) -> bool:
     try:
         padded = _logits(model, ids, mask, pad_token)
     except Exception as error:  # noqa: BLE001 - as above; it takes one prompt at a time
-        _log.info("%s takes no padding: %s", type(model).__name__, describe(error))
+        logger.info("%s takes no padding: %s", type(model).__name__, describe(error))
         return False
     change = (padded - alone).norm() / (alone - alone.mean(dim=-1, keepdim=True)).norm()
     return bool(change <= _MAX_ERRORS.get(model.dtype, _MAX_ERROR))

@@ -1,7 +1,7 @@
 """Extractive question answering: finds the part of a context that answers a question.
 
 A context that is too long for the model is cut into overlapping windows, each a row of a batch. Transformers 5 has no
-pipeline for this task; scores and parameters are those of the pipeline in transformers 4.
+pipeline for this task; scores and parameters follow the pipeline of transformers 4.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from transformers import AutoModelForQuestionAnswering
 
 from handlers.checkpoints.placement import main_device
-from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
+from handlers.checkpoints.transformers_loading import load_model
 from handlers.tasks.batches import even_batches
 from handlers.tasks.options import PipelineOptions
+from handlers.tasks.padding import load_padding_tokenizer
 from handlers.tasks.task import Task, named, read_object, read_text
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.dialects import fields
@@ -62,24 +63,14 @@ class QuestionAnswering(Task):
     object_fields = ("question", "context")
 
     def __init__(self, path: str, options: PipelineOptions) -> None:
-        self._tokenizer = load_tokenizer(path, options)
-        if not self._tokenizer.is_fast:
+        self.tokenizer = load_padding_tokenizer(path, options)
+        if not self.tokenizer.is_fast:
             raise ModelLoadError(
                 "question-answering needs a fast tokenizer (tokenizer.json), which knows the characters of a token"
             )
-        if self._tokenizer.pad_token is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        self._model = load_model(AutoModelForQuestionAnswering, path, options)
-        positions = getattr(self._model.config, "max_position_embeddings", None) or 10**9
-        self.max_length = min(options.max_model_len or positions, positions, self._tokenizer.model_max_length)
-
-    @property
-    def model(self) -> Any:
-        return self._model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
+        self.model = load_model(AutoModelForQuestionAnswering, path, options)
+        positions = getattr(self.model.config, "max_position_embeddings", None) or 10**9
+        self.max_length = min(options.max_model_len or positions, positions, self.tokenizer.model_max_length)
 
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Mapping[str, str]:
         found = read_object(value, self.object_fields)
@@ -91,7 +82,7 @@ class QuestionAnswering(Task):
         unanswered = [1.0] * len(inputs)
         longest = int(parameters.get("max_answer_len", _MAX_ANSWER))
         count = int(parameters.get("top_k", 1))
-        for batch in even_batches([len(window.ids) for window in windows], _MAX_TOKENS, main_device(self._model).type):
+        for batch in even_batches([len(window.ids) for window in windows], _MAX_TOKENS, main_device(self.model).type):
             rows = [windows[index] for index in batch]
             for window, start, end in zip(rows, *self._probabilities(rows), strict=True):
                 unanswered[window.owner] = min(
@@ -106,10 +97,10 @@ class QuestionAnswering(Task):
         ]
 
     def details(self) -> Mapping[str, Any]:
-        return {"model": type(self._model).__name__, "device": str(main_device(self._model))}
+        return {"model": type(self.model).__name__, "device": str(main_device(self.model))}
 
     def _windows(self, owner: int, item: Mapping[str, str], parameters: Mapping[str, Any]) -> list[_Window]:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         size = min(int(parameters.get("max_seq_len", _MAX_WINDOW)), self.max_length)
         longest = min(int(parameters.get("max_question_len", _MAX_QUESTION)), size // 2)
         question = tokenizer(item["question"], add_special_tokens=False)["input_ids"][:longest]
@@ -146,15 +137,15 @@ class QuestionAnswering(Task):
 
         They are 0 for tokens outside the context.
         """
-        names = self._tokenizer.model_input_names
+        names = self.tokenizer.model_input_names
         columns = {"input_ids": [row.ids for row in rows], "token_type_ids": [row.type_ids for row in rows]}
-        padded = self._tokenizer.pad(
+        padded = self.tokenizer.pad(
             {name: column for name, column in columns.items() if name in names or name == "input_ids"},
             return_tensors="pt",
             padding_side="right",
         )
         with torch.inference_mode():
-            outputs = self._model(**padded.to(main_device(self._model)))
+            outputs = self.model(**padded.to(main_device(self.model)))
         return _softmax(outputs.start_logits, rows), _softmax(outputs.end_logits, rows)
 
 

@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lmi_server.contract.errors import (
-    HandlerError,
-    LmiServerError,
-    ModelMemoryError,
-    RequestError,
-    describe,
-    is_out_of_memory,
-)
+from lmi_server.contract.errors import LmiServerError, ModelMemoryError, RequestError, failure_of
 from lmi_server.contract.generation import FinishReason
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields
@@ -40,7 +33,7 @@ class Piece(NamedTuple):
 class Task(ABC):
     """One loaded model and how it computes a result for an input.
 
-    `parameters` are those that a request may have beside its inputs, by name; `run` gets each under the `target` of its
+    `parameters` are what a request may have beside its inputs, by name; `run` gets each under the `target` of its
     Field. `max_length` is in tokens, 0 if inputs are no texts. If an input is an object with the fields
     `object_fields`, a body may be such an object itself, and its answer is the bare result instead of a list.
     """
@@ -48,16 +41,8 @@ class Task(ABC):
     parameters: Mapping[str, Field] = {}
     object_fields: tuple[str, ...] = ()
     max_length: int = 0
-
-    @property
-    @abstractmethod
-    def model(self) -> Any:
-        """Return the torch module that computes; a handler may change it in place before the first request."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return the tokenizer; None if inputs are no texts."""
-        return None
+    model: Any  # the torch module that computes; a handler may change it in place before the first request
+    tokenizer: Any = None  # None if inputs are no texts
 
     @abstractmethod
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Any:
@@ -90,7 +75,7 @@ class Task(ABC):
         """Raise RequestError for parameters that this model cannot be given."""
         return
 
-    def fitted(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    def fit(self, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the parameters with which the inputs of one request fit the model."""
         return parameters
 
@@ -108,39 +93,46 @@ class Task(ABC):
 
     def details(self) -> Mapping[str, Any]:
         """Return facts of the model for the log and `explain`."""
-        return {}
+        import torch
+
+        from handlers.checkpoints.placement import main_device
+
+        return {
+            "model": type(self.model).__name__,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": str(main_device(self.model)),
+            "threads": torch.get_num_threads(),
+        }
 
 
-def failure_of(error: BaseException) -> LmiServerError:
-    """Return the error that a request gets on which a pipeline of a library failed."""
+def pipeline_failure(error: BaseException) -> LmiServerError:
+    """Return the error of a request on which a library's pipeline failed."""
     if isinstance(error, LmiServerError):
         return error
-    text = describe(error)
-    if is_out_of_memory(error):
-        return ModelMemoryError(text)
+    failure = failure_of(error)
+    if isinstance(failure, ModelMemoryError):
+        return failure
     if isinstance(error, ValueError):  # the steps of a pipeline raise it for an input or a parameter
-        return RequestError(text)
+        return RequestError(failure.message)
     logger.error("the model failed", exc_info=error)
-    return HandlerError(text)
+    return failure
 
 
 def read_text(value: Any) -> str:
-    return _as_text("inputs", value)
-
-
-def _as_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        shown = "bytes" if isinstance(value, bytes) else fields.show(value)
-        raise RequestError(f"{name}: {shown} is not allowed; send a string, or a list of them")
+        raise RequestError(f"inputs: {_show(value)} is not allowed; send a string, or a list of them")
     return value
+
+
+def _show(value: Any) -> str:
+    return "bytes" if isinstance(value, bytes) else fields.show(value)
 
 
 def read_object(value: Any, names: Sequence[str]) -> Mapping[str, Any]:
     """Return `value`, an object with the fields `names`. Raises RequestError for anything else."""
     wanted = ", ".join(f'"{name}": ...' for name in names)
     if not isinstance(value, dict):
-        shown = "bytes" if isinstance(value, bytes) else fields.show(value)
-        raise RequestError(f"inputs: {shown} is not allowed; send {{{wanted}}}, or a list of such objects")
+        raise RequestError(f"inputs: {_show(value)} is not allowed; send {{{wanted}}}, or a list of such objects")
     for name in names:
         if value.get(name) is None:
             raise RequestError(f"inputs.{name} is missing; send {{{wanted}}}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from handlers import content
 from handlers.tasks import tgi
 from handlers.tasks.options import generates
-from handlers.tasks.task import Piece, Task, failure_of, read_parameters
+from handlers.tasks.task import Piece, Task, pipeline_failure, read_parameters
 from lmi_server.contract.errors import (
     EXITS,
     LmiServerError,
@@ -138,7 +138,7 @@ class TaskHandler(RequestHandler):
         if self._name != "text-embedding":
             raise RequestError(f"the model serves {self._name}, not embeddings; set option.task=text-embedding")
         asked = openai_embeddings.parse(body)
-        name, warnings = openai.shown_model_name(request, asked.model, self._served)
+        name, warnings = openai.name_to_show(request, asked.model, self._served)
         for warning in (*asked.warnings, *warnings):
             logger.warning("%s", warning)
         embedding: TextEmbedding = self._task  # type: ignore[assignment]
@@ -167,7 +167,7 @@ class TaskHandler(RequestHandler):
         if not items:
             raise RequestError("inputs: a list of 0 is not allowed; send at least one")
         inputs = [task.read(item, parameters) for item in items]
-        parameters = task.fitted(inputs, parameters)
+        parameters = task.fit(inputs, parameters)
 
         def write(results: Sequence[Any]) -> Response:
             shown = [item for result in results for item in task.items(result)]
@@ -241,7 +241,7 @@ class TaskHandler(RequestHandler):
         blamed = None
         if not isinstance(error, LmiServerError):
             blamed = next(filter(None, map(self._task.input_error, call.inputs)), None)
-        return blamed or failure_of(error)
+        return blamed or pipeline_failure(error)
 
     def _stream(self, call: ParsedRequest, framing: Framing) -> Response:
         """Return a stream of lines or events, one per step, each with what it adds to the text of every input."""

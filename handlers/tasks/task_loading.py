@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from handlers.tasks.embedding import TextEmbedding
 from handlers.tasks.encoder import FeatureExtraction
 from handlers.tasks.options import PipelineOptions
@@ -10,17 +12,18 @@ from handlers.tasks.task import Task
 from handlers.tasks.text_tasks import TextGeneration, TextToText, Translation
 from handlers.tasks.transformers_pipeline import TransformersPipeline
 
+_CLASSES: Mapping[str, Callable[[str, PipelineOptions], Task]] = {
+    "text-embedding": TextEmbedding,
+    "feature-extraction": FeatureExtraction,
+    "question-answering": QuestionAnswering,
+    "text-generation": TextGeneration,
+}
+
 
 def load_task(task: str, path: str, options: PipelineOptions) -> Task:
-    """Return `task`, one of those that the options allow, with the model in `path`. Raises ModelLoadError."""
-    if task == "text-embedding":
-        return TextEmbedding(path, options)
-    if task == "feature-extraction":
-        return FeatureExtraction(path, options)
-    if task == "question-answering":
-        return QuestionAnswering(path, options)
-    if task == "text-generation":
-        return TextGeneration(path, options)
+    """Return the task of this name, which the options allow, with the model in `path`. Raises ModelLoadError."""
+    if task in _CLASSES:
+        return _CLASSES[task](path, options)
     if task in ("text2text-generation", "summarization"):
         return TextToText(task, path, options)
     if task.startswith("translation"):

@@ -22,7 +22,7 @@ from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class TextGeneration(GenerationTask):
@@ -35,21 +35,21 @@ class TextGeneration(GenerationTask):
 
     def __init__(self, path: str, options: PipelineOptions) -> None:
         super().__init__(path, options)
-        self._pads = self._thread.submit(padding.is_harmless, self._model, self._tokenizer.pad_token_id or 0).result()
+        self._pads = self._thread.submit(padding.is_harmless, self.model, self.tokenizer.pad_token_id or 0).result()
         if not self._pads:
-            _log.info("padding changes the answers of %s: only prompts of one length run together", path)
+            logger.info("padding changes the answers of %s: only prompts of one length run together", path)
 
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Prompt:
         text = read_text(value)
         self.text_length.check(text, self.max_length)
-        ids = self._tokenizer(text)["input_ids"]
+        ids = self.tokenizer(text)["input_ids"]
         if not ids:
             raise RequestError("inputs: an empty text is not allowed; send a prompt")
         if self.max_length and len(ids) >= self.max_length:
-            raise ContextLengthError.of(len(ids), 1, self.max_length)
+            raise ContextLengthError.from_counts(len(ids), 1, self.max_length)
         return Prompt(text, ids)
 
-    def fitted(self, inputs: Sequence[Prompt], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    def fit(self, inputs: Sequence[Prompt], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Lower max_new_tokens to what the context has room for behind the longest prompt, as LMI's engines do."""
         longest = max(len(prompt.ids) for prompt in inputs)
         unasked = 1 if self._limits_itself() else self.default_new_tokens
@@ -81,7 +81,7 @@ class TextToText(GenerationTask):
     def __init__(self, task: str, path: str, options: PipelineOptions) -> None:
         super().__init__(path, options)
         self._key = _RESULT_KEYS.get(task, "translation_text")
-        specific = (getattr(self._model.config, "task_specific_params", None) or {}).get(task, {})
+        specific = (getattr(self.model.config, "task_specific_params", None) or {}).get(task, {})
         self._prefix = specific.get("prefix", "")
         self._defaults = {name: value for name, value in specific.items() if name in PARAMETERS}
 
@@ -100,7 +100,7 @@ class TextToText(GenerationTask):
     def encode(self, text: str, parameters: Mapping[str, Any]) -> list[int]:
         cut = parameters.get("truncation", False) and self.max_length
         limits = {"truncation": True, "max_length": self.max_length} if cut else {}
-        return self._tokenizer(text, **limits)["input_ids"]  # type: ignore[no-any-return]
+        return self.tokenizer(text, **limits)["input_ids"]  # type: ignore[no-any-return]
 
     def arguments(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         arguments = super().arguments(parameters)
@@ -131,12 +131,12 @@ class Translation(TextToText):
         super().__init__(task, path, options)
         found = TRANSLATION.fullmatch(task)
         self._languages = {"src_lang": found[1], "tgt_lang": found[2]} if found and not self._prefix else {}
-        self._many = hasattr(self._tokenizer, "src_lang")
+        self._many = hasattr(self.tokenizer, "src_lang")
 
     def encode(self, text: str, parameters: Mapping[str, Any]) -> list[int]:
         if self._many:
             self._target(parameters)
-            self._tokenizer.src_lang = self._language("src_lang", parameters)
+            self.tokenizer.src_lang = self._language("src_lang", parameters)
         elif {"src_lang", "tgt_lang"} & parameters.keys():
             raise RequestError("parameters.src_lang and tgt_lang are for models of many languages; leave them out")
         return super().encode(text, parameters)
@@ -150,16 +150,16 @@ class Translation(TextToText):
     def _target(self, parameters: Mapping[str, Any]) -> int:
         """Return the token of the target language, with which the translation begins."""
         language = self._language("tgt_lang", parameters)
-        return int(self._tokenizer.convert_tokens_to_ids(self._token_of(language)))
+        return int(self.tokenizer.convert_tokens_to_ids(self._token_of(language)))
 
     def _language(self, name: str, parameters: Mapping[str, Any]) -> str:
         language = parameters.get(name, self._languages.get(name))
         if language is None:
             raise RequestError(f"parameters.{name} is missing; send the code of a language that the model knows")
-        if self._tokenizer.convert_tokens_to_ids(self._token_of(language)) in (None, self._tokenizer.unk_token_id):
+        if self.tokenizer.convert_tokens_to_ids(self._token_of(language)) in (None, self.tokenizer.unk_token_id):
             raise fields.not_allowed(f"parameters.{name}", language, "send the code of a language that the model knows")
         return str(language)
 
     def _token_of(self, language: str) -> str:
-        tokens = getattr(self._tokenizer, "lang_code_to_token", None) or {}  # in M2M100 the token of en is __en__
+        tokens = getattr(self.tokenizer, "lang_code_to_token", None) or {}  # in M2M100 the token of en is __en__
         return str(tokens.get(language, language))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import transformers
 from transformers.pipelines import Pipeline
 from transformers.pipelines.base import PipelineException
@@ -14,12 +13,12 @@ from transformers.pipelines.base import PipelineException
 from handlers.checkpoints.placement import refuse_divided_layers
 from handlers.checkpoints.text_length import TextLength
 from handlers.checkpoints.transformers_loading import model_arguments, save_weights
-from handlers.tasks.audio import audio_reader
 from handlers.tasks.options import PipelineOptions
-from handlers.tasks.task import Task, named, one_of, read_image, read_object, read_text, texts
+from handlers.tasks.task import Task, file_bytes, named, one_of, read_image, read_object, read_text, texts
 from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
+from lmi_server.media.sounds import read_sound
 
 _MAX_BATCH = 32  # inputs of one forward pass; a request may have any number of inputs
 
@@ -63,15 +62,7 @@ def _question_of_table(value: Any) -> Any:
     return {"table": frame, "query": read_text(found["query"])}
 
 
-def _texts(pipeline: Any) -> Callable[[Any], Any]:
-    return read_text
-
-
-def _texts_or_pairs(pipeline: Any) -> Callable[[Any], Any]:
-    return _text_or_pair
-
-
-def _questions_of_tables(pipeline: Any) -> Callable[[Any], Any]:
+def _table_reader(pipeline: Any) -> Callable[[Any], Any]:
     try:
         import pandas  # noqa: F401
     except ImportError as error:
@@ -79,20 +70,24 @@ def _questions_of_tables(pipeline: Any) -> Callable[[Any], Any]:
     return _question_of_table
 
 
-def _images(pipeline: Any) -> Callable[[Any], Any]:
-    return read_image
-
-
-def _sounds(pipeline: Any) -> Callable[[Any], Any]:
-    return audio_reader(pipeline.feature_extractor.sampling_rate)
+def _sound_reader(pipeline: Any) -> Callable[[Any], Any]:
+    """Return what reads the file of a sound, in bytes or base64, at the rate that the model takes."""
+    try:
+        import soundfile  # noqa: F401
+        import soxr  # noqa: F401
+    except ImportError as error:
+        raise ModelLoadError(f"sound needs the extra 'tasks' ({error}); install lmi-server[tasks]") from error
+    sampling_rate = pipeline.feature_extractor.sampling_rate
+    return lambda value: read_sound("inputs", file_bytes(value, "audio"), sampling_rate)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How requests of one task are read. `reader` gets the loaded pipeline and returns what reads an input."""
+    """How requests of one task are read. `reader_for` gets the loaded pipeline and returns what reads an input."""
 
-    reader: Callable[[Any], Callable[[Any], Any]]
-    parameters: Mapping[str, Field] = field(default_factory=dict)
+    parameters: Mapping[str, Field]
+    read: Callable[[Any], Any] = read_text
+    reader_for: Callable[[Any], Callable[[Any], Any]] | None = None  # in place of `read`
     required: tuple[str, ...] = ()
     object_fields: tuple[str, ...] = ()
 
@@ -100,33 +95,29 @@ class _Kind:
 _LABELS = {"candidate_labels": Field("candidate_labels", texts), **named(hypothesis_template=fields.string)}
 
 _KINDS = {
-    "fill-mask": _Kind(_texts, named(top_k=_COUNT, targets=texts)),
+    "fill-mask": _Kind(named(top_k=_COUNT, targets=texts)),
     "text-classification": _Kind(
-        _texts_or_pairs,
-        named(top_k=_COUNT, function_to_apply=_FUNCTION, truncation=fields.boolean, max_length=_COUNT),
+        named(top_k=_COUNT, function_to_apply=_FUNCTION, truncation=fields.boolean, max_length=_COUNT), _text_or_pair
     ),
     "token-classification": _Kind(
-        _texts,
         named(
             aggregation_strategy=one_of("none", "simple", "first", "average", "max"),
             ignore_labels=texts,
             stride=fields.integer(0),
         ),
     ),
-    "zero-shot-classification": _Kind(
-        _texts, {**_LABELS, **named(multi_label=fields.boolean)}, required=("candidate_labels",)
-    ),
+    "zero-shot-classification": _Kind({**_LABELS, **named(multi_label=fields.boolean)}, required=("candidate_labels",)),
     "table-question-answering": _Kind(
-        _questions_of_tables, named(sequential=fields.boolean), object_fields=("query", "table")
+        named(sequential=fields.boolean), reader_for=_table_reader, object_fields=("query", "table")
     ),
-    "image-classification": _Kind(_images, named(top_k=_COUNT, function_to_apply=_FUNCTION)),
-    "image-feature-extraction": _Kind(_images, named(pool=fields.boolean)),
-    "object-detection": _Kind(_images, named(threshold=fields.PROBABILITY)),
-    "zero-shot-image-classification": _Kind(_images, _LABELS, required=("candidate_labels",)),
-    "audio-classification": _Kind(_sounds, named(top_k=_COUNT, function_to_apply=_FUNCTION)),
+    "image-classification": _Kind(named(top_k=_COUNT, function_to_apply=_FUNCTION), read_image),
+    "image-feature-extraction": _Kind(named(pool=fields.boolean), read_image),
+    "object-detection": _Kind(named(threshold=fields.PROBABILITY), read_image),
+    "zero-shot-image-classification": _Kind(_LABELS, read_image, required=("candidate_labels",)),
+    "audio-classification": _Kind(named(top_k=_COUNT, function_to_apply=_FUNCTION), reader_for=_sound_reader),
     "automatic-speech-recognition": _Kind(
-        _sounds,
         named(chunk_length_s=_SECONDS, stride_length_s=_strides, return_timestamps=_timestamps),
+        reader_for=_sound_reader,
     ),
 }
 _ALONE = frozenset({"table-question-answering", "automatic-speech-recognition", "object-detection"})
@@ -142,19 +133,11 @@ class TransformersPipeline(Task):
         self.object_fields = kind.object_fields
         self._required = kind.required
         self._pipeline = _load(task, path, options)
-        self._read = kind.reader(self._pipeline)
-        self._tokenizer = self._pipeline.tokenizer
-        self._text_length = TextLength(self._tokenizer)
-        self._batches = task not in _ALONE and (self._tokenizer is None or self._tokenizer.pad_token_id is not None)
+        self.model, self.tokenizer = self._pipeline.model, self._pipeline.tokenizer
+        self._read = kind.read if kind.reader_for is None else kind.reader_for(self._pipeline)
+        self._text_length = TextLength(self.tokenizer)
+        self._batches = task not in _ALONE and (self.tokenizer is None or self.tokenizer.pad_token_id is not None)
         self.max_length = _max_length(self._pipeline, options)
-
-    @property
-    def model(self) -> Any:
-        return self._pipeline.model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
 
     def read(self, value: Any, parameters: Mapping[str, Any]) -> Any:
         return self._read(value)
@@ -177,45 +160,26 @@ class TransformersPipeline(Task):
         return [placed[index] for index in range(len(inputs))]
 
     def input_error(self, value: Any) -> RequestError | None:
-        if not isinstance(value, str) or self._tokenizer is None or not self.max_length:
+        if not isinstance(value, str) or self.tokenizer is None or not self.max_length:
             return None
         self._text_length.check(value, self.max_length + 1)
-        count = len(self._tokenizer(value)["input_ids"])
+        count = len(self.tokenizer(value)["input_ids"])
         if count <= self.max_length:
             return None
         return ContextLengthError(
             f"an input has {count} tokens, and the model takes at most {self.max_length}; send a shorter one"
         )
 
-    def details(self) -> Mapping[str, Any]:
-        model = self._pipeline.model
-        return {
-            "model": type(model).__name__,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(self._pipeline.device),
-            "threads": torch.get_num_threads(),
-        }
-
 
 def _load(task: str, path: str, options: PipelineOptions) -> Any:
     arguments = model_arguments(path, options)
     loading = {name: arguments.pop(name) for name in ("max_memory", "quantization_config") if name in arguments}
     try:
-        pipeline = transformers.pipeline(
-            task,
-            model=path,
-            **{"device": "cpu"} if "device_map" not in arguments else {},
-            **arguments,
-            model_kwargs=loading,
-        )
+        place = {} if "device_map" in arguments else {"device": "cpu"}
+        pipeline = transformers.pipeline(task, model=path, **place, **arguments, model_kwargs=loading)
     except ImportError as error:
         raise ModelLoadError(f"option.task={task} needs a Python package that is not installed: {error}") from error
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-    ) as error:  # transformers raises any of them for a broken directory
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # any of them if the directory is broken
         raise ModelLoadError(f"transformers cannot load {path} for {task}: {error}") from error
     refuse_divided_layers(pipeline.model, arguments.get("device_map"))
     pipeline.model.requires_grad_(False)

@@ -42,7 +42,7 @@ class RequestLimits:
                 self.max_input_len,
             )
         if asked > room:
-            raise ContextLengthError.of(prompt, asked, self.max_seq_len)
+            raise ContextLengthError.from_counts(prompt, asked, self.max_seq_len)
         return room
 
 

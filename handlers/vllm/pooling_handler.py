@@ -154,7 +154,7 @@ class VllmPoolingHandler(RequestHandler):
 
     def _shown_model_name(self, request: Input, model: str | None) -> str:
         """Return the name of the model for the response. Logs a warning if the client asks for a model not served."""
-        name, warnings = openai.shown_model_name(request, model, self._served)
+        name, warnings = openai.name_to_show(request, model, self._served)
         for warning in warnings:
             logger.warning("%s", warning)
         return name

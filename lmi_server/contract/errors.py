@@ -124,7 +124,7 @@ class ContextLengthError(RequestError):
         self.limit = limit
 
     @classmethod
-    def of(cls, prompt: int, new: int, limit: int) -> ContextLengthError:
+    def from_counts(cls, prompt: int, new: int, limit: int) -> ContextLengthError:
         """Return the error in OpenAI's words, by which clients recognise it and choose another model."""
         message = f"This model's maximum context length is {limit} tokens. However, "
         if prompt >= limit:
@@ -257,7 +257,7 @@ def exit_message(error: BaseException) -> str:
 
 
 # What engines raise when memory runs out, besides MemoryError. torch's class is known by its name, so that torch need
-# not be imported; the texts are those of CUDA, vLLM, and torch on the host.
+# not be imported; the texts come from CUDA, vLLM, and torch on the host.
 _OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
 _OUT_OF_MEMORY_TEXTS = (
     "CUDA error: out of memory",
@@ -279,7 +279,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def failure_of(error: BaseException, message: str | None = None) -> ServingError | ModelMemoryError:
-    """Return the error of a request that `error` ended; its message is `message`, or else that of `error`."""
+    """Return the error of a request that `error` ended; its message is `message`, or else what `error` says."""
     text = describe(error) if message is None else message
     return ModelMemoryError(text) if is_out_of_memory(error) else HandlerError(text)
 
@@ -290,7 +290,7 @@ _DEVICE_FAILED_TEXTS = ("CUDA error: ", "HIP error: ", "CUBLAS_STATUS_EXECUTION_
 
 
 def is_device_failure(error: BaseException) -> bool:
-    """Return whether a GPU has failed under this process, which can use it no more: each later call fails, too."""
+    """Return whether a GPU has failed under this process, so that each later call fails."""
     if is_out_of_memory(error):
         return False
     return type(error).__name__ == _DEVICE_FAILED_CLASS or any(

@@ -41,7 +41,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """What the output must match. `kind` decides what `value` is:
 
     "json": a JSON schema, as an object or as text; "json_object": True; "regex": a regular expression; "choice": the
-    texts of which one must be the output; "grammar": text in EBNF or Lark's form; "structural_tag": text in xgrammar's
+    texts that the output may be; "grammar": text in EBNF or Lark's form; "structural_tag": text in xgrammar's
     form.
     """
 
@@ -53,7 +53,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
-    """A search for the likeliest sequence with `width` beams; the meanings are those of transformers' generate()."""
+    """A search for the likeliest sequence with `width` beams; it means what it means in transformers' generate()."""
 
     width: int
     length_penalty: float = 1.0
@@ -109,7 +109,7 @@ class NamedTool(msgspec.Struct, frozen=True):
 
 
 class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to render a chat and how to read its answer; names and defaults are those of vLLM's chat requests."""
+    """How to render a chat and how to read its answer; names and defaults are vLLM's."""
 
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "none"
     parallel_tool_calls: bool = True
@@ -126,7 +126,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate.
 
     `prompt` is a text, the token ids, or None if `messages` holds a chat in OpenAI's form, which the handler renders
-    with the tokenizer's chat template. If `stream` is False, nobody reads a delta before the last one, so an engine may
+    with the tokenizer's chat template. Without `stream`, deltas are read once the last one is there, so an engine may
     return the whole output as one. `priority`: lower runs sooner (LMI: `x-priority`, default 3). `adapter` is the name
     of one of `LLMHandler.adapters`, None for the model without adapter.
     """

@@ -28,7 +28,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_model_len` counts the tokens of prompt and output. `sampling_defaults` are values of SamplingParameters by
     name, for the fields that an OpenAI request leaves out. `window` is the number of waiting requests that the
-    scheduler wants to see beside those that have a place; they come by `LLMHandler.generate_ahead`.
+    scheduler wants to see beside the running ones; they come by `LLMHandler.generate_ahead`.
     """
 
     max_model_len: int

@@ -12,7 +12,6 @@ _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 _ESCAPES |= {code: f"\\u{code:04x}" for code in (0x2028, 0x2029, *_DIRECTIONS)}
 _IN_RECORD = _ESCAPES | {ord("\n"): "\n  "}
-_ON_LINE = _ESCAPES | {ord("\n"): "\\n"}
 
 NOT_FOR_TERMINALS = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029, *_DIRECTIONS)}
 """The escapes in JSON of what JSON leaves as it is, and still moves a cursor, ends a line or turns the order."""
@@ -60,11 +59,6 @@ def sendable_message(text: str) -> str:
 def as_record(text: str) -> str:
     """Return the text of a record of a log: its further lines are indented, so that none looks like another record."""
     return text if text.isprintable() else text.translate(_IN_RECORD)
-
-
-def as_line(text: str) -> str:
-    """Return the text on one line, without characters that mean something to a terminal."""
-    return text if text.isprintable() else text.translate(_ON_LINE)
 
 
 def _escape(character: str) -> str:

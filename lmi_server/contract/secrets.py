@@ -11,7 +11,7 @@ from lmi_server.contract.quoting import LONGEST_MESSAGE
 
 HIDDEN = "***"
 
-_NAME = re.compile(  # smoothquant_per_token is none
+_NAME = re.compile(  # smoothquant_per_token is no secret
     r"(?:^|[._])(?:(?<!_per_)token|secret|password|passwd|passphrase|pass|api_?keys?|secret_?(?:access_?)?key|credentials?)$",
     re.IGNORECASE,
 )
@@ -47,7 +47,7 @@ class Secrets:
                     self.add_named({variable.strip(): inner.strip()})
 
     def masked(self, text: str) -> str:
-        """Return the text without secrets: neither known values nor those that a URL holds."""
+        """Return the text without secrets: neither known values nor credentials in URLs."""
         for value in self._values:
             if value in text:
                 text = text.replace(value, HIDDEN)

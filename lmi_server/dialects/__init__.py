@@ -20,6 +20,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from lmi_server.contract.errors import RequestError, RouteNotFoundError
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import anthropic, fields, kserve, lmi, openai, routes
@@ -30,47 +33,52 @@ __all__ = ["FORMATTER_NAMES", "Exchange", "ServedModel", "parse"]
 FORMATTER_NAMES = lmi.FORMATTER_NAMES
 
 
+Parser = Callable[[Input, dict[str, Any], ServedModel], Exchange]
+
+_BY_ROUTE: dict[str, Parser] = {
+    routes.CHAT_COMPLETIONS: openai.parse_chat,
+    routes.COMPLETIONS: openai.parse_completion,
+    routes.RESPONSES: openai.parse_response,
+    routes.MESSAGES: anthropic.parse_message,
+    **dict.fromkeys(routes.TGI_ROUTES, lmi.parse_tgi),
+}
+
+
 def parse(request: Input, served: ServedModel) -> Exchange:
     """Parse a request by its route. LMI's own routes take every dialect; the keys of the body decide there.
 
     Raises RequestError (or a subclass), whatever the body holds, and never anything else.
     """
-    match request.route:
-        case routes.CHAT_COMPLETIONS:
-            return openai.parse_chat(request, fields.json_object(request), served)
-        case routes.COMPLETIONS:
-            return openai.parse_completion(request, fields.json_object(request), served)
-        case routes.RESPONSES:
-            return openai.parse_response(request, fields.json_object(request), served)
-        case routes.MESSAGES:
-            return anthropic.parse_message(request, fields.json_object(request), served)
-        case routes.INFER:
-            return kserve.parse_infer(request, served)
-        case routes.V2_GENERATE | routes.V2_GENERATE_STREAM:
-            return kserve.parse_generate(request, served)
-    if request.route in routes.TGI_ROUTES:
-        return lmi.parse_tgi(request, fields.json_object(request), served)
-    if request.route in routes.POOLING_ROUTES:
+    route = request.route
+    parser = _BY_ROUTE.get(route)
+    if parser is not None:
+        return parser(request, fields.json_object(request), served)
+    if route in routes.LMI_ROUTES:
+        return _parse_any(request, served)
+    if route == routes.INFER:
+        return kserve.parse_infer(request, served)
+    if route in routes.KSERVE_ROUTES:
+        return kserve.parse_generate(request, served)
+    if route in routes.POOLING_ROUTES:
         raise RequestError(
-            f"this model generates text and does not serve /{request.route}; serve a model of embeddings or classes,"
+            f"this model generates text and does not serve /{route}; serve a model of embeddings or classes,"
             " or set option.task=text-embedding"
         )
-    if request.route in routes.IMAGE_ROUTES:
+    if route in routes.IMAGE_ROUTES:
         raise RequestError(
-            f"this model generates text and does not serve /v1/{request.route}; serve a pipeline of diffusers, which"
+            f"this model generates text and does not serve /v1/{route}; serve a pipeline of diffusers, which"
             " makes images"
         )
-    if request.route not in routes.LMI_ROUTES:
-        raise RouteNotFoundError(f"no dialect serves the route {fields.show(request.route)}")
+    raise RouteNotFoundError(f"no dialect serves the route {fields.show(route)}")
+
+
+def _parse_any(request: Input, served: ServedModel) -> Exchange:
+    """Parse a body of any dialect, by its type and its keys."""
     match fields.media_type(request):
         case "text/plain":
             return lmi.parse_text(request, served)
         case "text/csv":
             return lmi.parse_csv(request, served)
-    return _by_keys(request, served)
-
-
-def _by_keys(request: Input, served: ServedModel) -> Exchange:
     body = fields.json_object(request)
     if served.async_service and body.get("prompt") is not None:  # that service looks for a prompt first
         return openai.parse_completion(request, body, served)

@@ -31,7 +31,7 @@ def adapter_name(name: str, value: Any) -> str:
 def requested_adapter(request: Input, body: Mapping[str, Any], served: ServedModel) -> str | None:
     """Return the adapter that header, query, body or custom attribute name, in this order; None if none does.
 
-    `body` is that of `request`, read as JSON; {} if it is no JSON object. An empty name asks for the model without
+    `body` is the body of `request`, read as JSON; {} if it is no JSON object. An empty name asks for the model without
     adapter, so that a header can override what the body says. The adapter need not be registered. Raises RequestError
     if a field of the body does not hold one name.
     """
@@ -39,13 +39,14 @@ def requested_adapter(request: Input, body: Mapping[str, Any], served: ServedMod
     for name in (headers.get(ADAPTER_HEADER), _in_query(request)):
         if name is not None:
             return name or None
-    return next(_in_body(request.route, body, served), headers.get(_KEY)) or None
+    named = _in_body(request.route, body, served)
+    return (headers.get(_KEY) if named is None else named) or None
 
 
 def registered_adapter(request: Input, body: Mapping[str, Any], served: ServedModel) -> str | None:
     """Return the adapter that a request asks for, as `requested_adapter` does.
 
-    Raises RequestError if it is not registered, too. The header of the alias only changes what the message says.
+    Also raises RequestError if it is not registered. The header of the alias only changes the text of the message.
     """
     name = requested_adapter(request, body, served)
     if name is not None and name not in served.adapters:
@@ -64,7 +65,7 @@ def adapter_as_model(model: str, served: ServedModel) -> str | None:
 
 
 class _AnyOther(Collection[str]):
-    """Every name that is none of the names of the model: each may be one of an adapter that is not loaded yet."""
+    """Every name but the model's own: any of them may be an adapter that is not loaded yet."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -113,7 +114,7 @@ class _NamingParameters(msgspec.Struct):
 
 
 def _naming_fields(request: Input) -> dict[str, Any]:
-    """Return these fields of the body; of those that hold no name only whether they are there. Raises RequestError."""
+    """Return the fields that may hold a name, and whether the others are there. Raises RequestError."""
     found = msgspec.json.decode(fields.json_body(request), type=_NamingFields)
     named = {key: _short(getattr(found, key)) for key in ("adapters", "adapter", "model")}
     there = {key: bytes(getattr(found, key)) != _ABSENT or None for key in ("messages", "inputs", "prompt")}
@@ -135,25 +136,25 @@ def with_adapter(request: Input, name: str) -> Input:
     return msgspec.structs.replace(request, properties={**request.properties, ADAPTER_HEADER: name})
 
 
-def _in_body(route: str, body: Mapping[str, Any], served: ServedModel) -> Iterator[str]:
+def _in_body(route: str, body: Mapping[str, Any], served: ServedModel) -> str | None:
     for key in ("adapters", "adapter"):
         if body.get(key) is not None:
-            yield adapter_name(key, body[key])
+            return adapter_name(key, body[key])
     # `parameters` belongs to LMI's requests, `model` to OpenAI's. A body of neither form is one that only code of the
     # model or the adapter can read; it may use both.
     is_openai = route in MODEL_IN_BODY or body.get("messages") is not None
     is_lmi = not is_openai and body.get("inputs") is not None
     is_openai = is_openai or (not is_lmi and body.get("prompt") is not None)
-    parameters = body.get("parameters")
-    if not is_openai and isinstance(parameters, Mapping) and parameters.get("adapter_id") is not None:
-        yield adapter_name("parameters.adapter_id", parameters["adapter_id"])
+    parameters, model = body.get("parameters"), body.get("model")
+    if not is_openai and isinstance(parameters, dict) and parameters.get("adapter_id") is not None:
+        return adapter_name("parameters.adapter_id", parameters["adapter_id"])
     # OpenAI's API has no field for adapters; clients name one as the model, as with vLLM.
-    model = body.get("model")
-    name = adapter_as_model(model, served) if not is_lmi and isinstance(model, str) else None
-    if name is not None:
-        yield name
+    return adapter_as_model(model, served) if not is_lmi and isinstance(model, str) else None
 
 
 def _in_query(request: Input) -> str | None:
-    values = [value for key, value in request.content if key == _KEY]
-    return values[-1].decode(errors="replace") if values else None
+    named = None
+    for key, value in request.content:
+        if key == _KEY:
+            named = value
+    return None if named is None else named.decode(errors="replace")

@@ -11,6 +11,8 @@ import msgspec
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import Delta, Feature, GenerationRequest
 from lmi_server.contract.protocol import Input
+from lmi_server.dialects.errors import error_event
+from lmi_server.dialects.routes import INVOCATIONS
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,9 +43,11 @@ class Exchange(ABC):
     The worker calls `add` with each delta of each sequence, in order within a sequence. If `stream` is true, it sends
     what `first`, then each `add`, then `last` return. Otherwise it ignores these bytes and sends `body()` at the end.
     If the answer ends in an error, it calls `error_chunk` instead of `last`. `warnings` are lines for the log: what the
-    request asks for and does not get, such as unknown parameters. `headers` are those of a whole answer beside its
-    type; they are asked for after `body()`.
+    request asks for and does not get, such as unknown parameters. `headers` are further headers of a whole
+    answer; they are read after `body()`. `error_route` is a route whose errors have the form of this answer.
     """
+
+    error_route = INVOCATIONS
 
     requests: tuple[GenerationRequest, ...]
     stream: bool
@@ -67,6 +71,6 @@ class Exchange(ABC):
         """Return the whole answer, after every sequence has its finish reason. A stream has none."""
         raise NotImplementedError(f"{type(self).__name__} streams its answer")
 
-    @abstractmethod
     def error_chunk(self, error: LmiServerError) -> bytes:
         """Return the last bytes of a stream that fails after it began."""
+        return error_event(self.error_route, self.content_type, error)

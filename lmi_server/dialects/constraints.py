@@ -5,6 +5,7 @@ All of them become one StructuredOutputs. Two of them in one request contradict 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -147,29 +148,27 @@ _READERS: dict[str, Reader] = {
     "structural_tag": _guided("structural_tag"),
     "grammar": _grammar,
 }
-# Each field has a target of its own, so that `take` can name two that contradict each other.
+# Each field has a target of its own, so that `find` can name two that contradict each other.
 FIELDS: dict[str, Field] = {
     **{name: Field(name, read, "structured_outputs") for name, read in _READERS.items()},
     _WHITESPACE: Field(_WHITESPACE, _text, "structured_outputs"),
     "guided_decoding_backend": Field(None, fields.ignored),  # the engine chooses
 }
-
-
 NAMES = frozenset(FIELDS)
 """Their names."""
 
 
-def take(values: dict[str, Any]) -> StructuredOutputs | None:
-    """Take the fields of this module out of the `values` of a request; return None if nothing constrains the output.
+def find(values: Mapping[str, Any]) -> StructuredOutputs | None:
+    """Return the constraint among the `values` of a request by target; None if nothing constrains the output.
 
     Raises RequestError if two fields constrain it.
     """
-    pattern = values.pop(_WHITESPACE, None)
-    given = {name: values.pop(name) for name in _READERS if name in values}
-    found = {name: constraint for name, constraint in given.items() if constraint is not None}
+    if NAMES.isdisjoint(values):
+        return None
+    found = [name for name in _READERS if values.get(name) is not None]
     if len(found) > 1:
         raise RequestError(f"{' and '.join(found)} exclude each other; send one of them")
-    constraint: StructuredOutputs | None = next(iter(found.values()), None)
-    if constraint is None or pattern is None:
+    constraint: StructuredOutputs | None = values[found[0]] if found else None
+    if constraint is None or _WHITESPACE not in values:
         return constraint
-    return msgspec.structs.replace(constraint, whitespace_pattern=pattern)
+    return msgspec.structs.replace(constraint, whitespace_pattern=values[_WHITESPACE])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lmi_server.contract import errors
 from lmi_server.contract.errors import LmiServerError
-from lmi_server.dialects.framing import JSON_LINES, SSE, encode
+from lmi_server.dialects.framing import JSON_LINES, SSE, encode, named_event
 from lmi_server.dialects.routes import ANTHROPIC_ROUTES, OPENAI_ROUTES
 
 
@@ -140,8 +140,7 @@ def error_reply(
 ) -> tuple[int, list[tuple[str, str]], bytes]:
     """Return status, headers and body of the answer to a request that fails before the first byte of an answer.
 
-    `statuses` are those of error classes that take the place of the usual ones. Errors of Anthropic's API repeat the
-    id of the request.
+    `statuses` replace the usual statuses of some error classes. Errors of Anthropic's API repeat the id of the request.
     """
     row = _row(error)
     status = statuses.get(type(error))
@@ -174,7 +173,7 @@ def error_event(route: str, content_type: str, error: LmiServerError, request_id
     """
     if is_anthropic(route):
         status = _anthropic_status(_row(error).openai_status)
-        return b"event: error\n" + SSE.frame(_anthropic_body(error, status, request_id))
+        return named_event("error", _anthropic_body(error, status, request_id))
     body = _openai_body(error) if is_openai(route) else _lmi_body(error)
     if is_kserve(route):
         body = {"error": error.message}

@@ -79,7 +79,8 @@ def unsupported(name: str, feature: Feature | None = None) -> RequestError:
 
 def media_type(request: Input) -> str:
     """Return the body's media type in lower case without its parameters; "" if the client sent none."""
-    return request.properties.get("content-type", "").partition(";")[0].strip().lower()
+    sent = request.properties.get("content-type", "")
+    return sent if sent == "application/json" else sent.partition(";")[0].strip().lower()
 
 
 def json_object(request: Input) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def json_body(request: Input) -> bytes:
     taken_as_json = kind in _DEFAULT_TYPES and body.lstrip().startswith((b"{", b"["))
     if kind and not kind.startswith("application/json") and not taken_as_json:
         raise RequestError(f"Content-Type: {show(kind)} is not supported; send application/json")
-    if not body.strip():
+    if not body or body.isspace():
         raise RequestError("the body is empty; send a JSON object")
     return body
 
@@ -154,7 +155,7 @@ def read_fields(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the values of the known fields by target, and the unknown names. A field that is null counts as absent.
 
-    `prefix` precedes the names in messages; `features` are those of the model's handler. Raises RequestError.
+    `prefix` precedes the names in messages; `features` are the features of the model's handler. Raises RequestError.
     """
     values: dict[str, Any] = {}
     unknown: list[str] = []
@@ -165,11 +166,12 @@ def read_fields(
         if field is None:
             unknown.append(name)
             continue
-        read = field.read(prefix + name, value)
-        if field.needs is not None and field.lacks(read, features):
-            raise unsupported(prefix + name, known[name].needs)
-        if field.target is not None:
-            values[field.target] = read
+        target, read, needs, _ = field
+        found = read(prefix + name, value)
+        if needs is not None and field.lacks(found, features):
+            raise unsupported(prefix + name, needs)
+        if target is not None:
+            values[target] = found
     return values, unknown
 
 
@@ -370,12 +372,6 @@ def off(remedy: str) -> Reader:
             raise RequestError(f"{name} is not supported; {remedy}")
 
     return read
-
-
-def plain_text_format(name: str, value: Any) -> None:
-    """Check a response_format that may only ask for plain text."""
-    if not isinstance(value, dict) or value.get("type") != "text":
-        raise RequestError(f'{name} is not supported except {{"type": "text"}}; leave it out')
 
 
 def ignored(name: str, value: Any) -> None:

@@ -38,3 +38,8 @@ class Framing(msgspec.Struct, frozen=True):
 
 SSE = Framing("text/event-stream", b"data: ", b"\n\n", b"data: [DONE]\n\n")
 JSON_LINES = Framing("application/jsonlines", b"", b"\n", b"")
+
+
+def named_event(kind: str, value: Any) -> bytes:
+    """Return a server-sent event of this type that holds `value`."""
+    return b"event: " + kind.encode() + b"\n" + SSE.frame(value)

@@ -28,7 +28,7 @@ LMI_ROUTES = frozenset({INVOCATIONS, PREDICTIONS})
 """The routes that take a body of any dialect, and whose errors have LMI's form."""
 
 ANY_MODEL = frozenset({"lmi", "tgi", "dummy"})
-"""What clients send as `model` to a server with one model: LMI's examples, and those of text-generation-inference."""
+"""What clients send as `model` to a server with one model: the examples of LMI and of text-generation-inference."""
 
 _SCHEMES = ("http://", "https://")
 

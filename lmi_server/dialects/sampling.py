@@ -1,4 +1,4 @@
-"""The sampling parameters that LMI's requests and OpenAI's share: those of vLLM's SamplingParams.
+"""The sampling parameters that LMI's requests and OpenAI's share: the fields of vLLM's SamplingParams.
 
 Every field of SamplingParams is in `FIELDS`. What no request can use here is refused by name, unless it has the value
 that changes nothing: an answer that silently leaves out a parameter is a wrong answer.
@@ -6,9 +6,11 @@ that changes nothing: an answer that silently leaves out a parameter is a wrong 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lmi_server.contract.errors import RequestError
+from lmi_server.contract.generation import SamplingParameters
 from lmi_server.dialects import constraints, fields
 from lmi_server.dialects.fields import Field, Reader
 
@@ -79,11 +81,21 @@ FIELDS: dict[str, Field] = {
 }
 """The fields by name; `n`, `max_tokens` and `logprobs` differ between the dialects."""
 
-
 EXTRAS = frozenset(_ENGINE_EXTRAS)
 """The parameters that only the engine knows."""
 
+_NAMES = frozenset(SamplingParameters.__struct_fields__)
 
-def take_extras(values: dict[str, Any]) -> dict[str, Any]:
-    """Take the parameters that only the engine knows out of `values`."""
-    return {name: values.pop(name) for name in _ENGINE_EXTRAS if name in values}
+
+def select(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are fields of SamplingParameters."""
+    selected = dict(values)  # a comprehension takes twice as long
+    for name in values:
+        if name not in _NAMES:
+            del selected[name]
+    return selected
+
+
+def extras(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that only the engine knows."""
+    return {} if EXTRAS.isdisjoint(values) else {name: values[name] for name in _ENGINE_EXTRAS if name in values}

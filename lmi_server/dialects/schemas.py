@@ -48,7 +48,7 @@ _ANSWERS: Mapping[str, type] = {
     routes.TOKENIZE: tokens.Tokens,
     routes.DETOKENIZE: tokens.Text,
 }
-# msgspec has no schema for unions such as that of the tokens in details, so that one level of these has to do.
+# msgspec has no schema for unions, such as the tokens in details: the schema of these types ends at one level.
 _FLAT = (WholeAnswer,)
 _TYPES = tuple(kind for kind in dict.fromkeys((InferBody, *_ANSWERS.values())) if kind not in _FLAT)
 _OBJECT: Schema = {"type": "object"}

@@ -21,14 +21,9 @@ from lmi_server.dialects.openai.request import model_warnings
 TOKENIZE_FIELDS: dict[str, Field] = {
     "model": Field("model", fields.string),
     "prompt": Field("prompt", fields.string),
-    "messages": Field("messages", chats.messages),
     "tools": Field("tools", chats.tools),
-    "add_special_tokens": Field("add_special_tokens", fields.boolean),
-    "add_generation_prompt": Field("add_generation_prompt", fields.boolean),
-    "continue_final_message": Field("continue_final_message", fields.boolean),
-    "chat_template_kwargs": Field("chat_template_kwargs", chats.template_arguments),
     "return_token_strs": Field(None, fields.off("leave it out, or send each token to /detokenize")),
-    "chat_template": Field(None, fields.off("leave it out: the tokenizer's chat template is used")),
+    **chats.TEMPLATE_FIELDS,
 }
 DETOKENIZE_FIELDS: dict[str, Field] = {
     "model": Field("model", fields.string),
@@ -51,7 +46,7 @@ class Text(msgspec.Struct):
 
 def parse_tokenize(request: Input, served: ServedModel) -> tuple[GenerationRequest, tuple[str, ...]]:
     """Return the prompt as a request to tokenize (nothing is generated from it), and warnings. Raises RequestError."""
-    values, warnings = _read(request, TOKENIZE_FIELDS, served)
+    values, warnings = _read(request, fields.json_object(request), TOKENIZE_FIELDS, served)
     if ("prompt" in values) == ("messages" in values):
         raise RequestError('send either "prompt", a string, or "messages", those of a chat')
     prompt: str | None = values.get("prompt")
@@ -63,7 +58,7 @@ def parse_tokenize(request: Input, served: ServedModel) -> tuple[GenerationReque
         prompt=prompt,
         messages=messages,
         tools=values.get("tools"),
-        chat=chats.chat_options({name: value for name, value in values.items() if name in _CHAT_OPTIONS}),
+        chat=chats.chat_options({name: values[name] for name in _CHAT_OPTIONS if name in values}),
         sampling=SamplingParameters(max_new_tokens=None),
         # A chat template writes the special tokens itself; a plain prompt has none yet.
         add_special_tokens=values.get("add_special_tokens", prompt is not None),
@@ -80,7 +75,7 @@ def parse_detokenize(request: Input, served: ServedModel) -> tuple[tuple[int, ..
     most = max(_ALWAYS_TOKENS, served.max_model_len)
     if isinstance(given.get("tokens"), list) and len(given["tokens"]) > most:
         raise RequestError(f"tokens has {len(given['tokens'])} token ids; send at most {most} at once")
-    values, warnings = _known(request, given, DETOKENIZE_FIELDS, served)
+    values, warnings = _read(request, given, DETOKENIZE_FIELDS, served)
     if "tokens" not in values:
         raise RequestError("tokens is missing; send a list of token ids")
     return values["tokens"], warnings
@@ -96,13 +91,9 @@ def text_body(text: str) -> bytes:
     return encode(Text(text))
 
 
-def _read(request: Input, known: dict[str, Field], served: ServedModel) -> tuple[dict[str, Any], tuple[str, ...]]:
-    return _known(request, fields.json_object(request), known, served)
-
-
-def _known(
+def _read(
     request: Input, given: dict[str, Any], known: dict[str, Field], served: ServedModel
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     values, unknown = fields.read_fields(given, known)
     warnings = fields.unknown_warnings(unknown, known)
-    return values, warnings + model_warnings(request, values.pop("model", None), served)
+    return values, warnings + model_warnings(request, values.get("model"), served)

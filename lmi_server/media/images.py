@@ -19,9 +19,9 @@ _TILE_TAGS = (322, 323)  # width and height of the tiles of a TIFF file, which a
 
 
 def open_image(data: bytes, budget: MediaBudget | None = None) -> Image:
-    """Return the image in the bytes of a file, of which only the head has been read; its first frame if it has several.
+    """Return the image in a file, its first frame if it has several; only the head has been read.
 
-    Raises PayloadTooLargeError if it would take too much, and what Pillow raises for a file that is none.
+    Raises PayloadTooLargeError if it would take too much, and what Pillow raises for a file that is no image.
     """
     from PIL import Image
 

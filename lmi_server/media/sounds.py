@@ -27,7 +27,7 @@ def read_sound(name: str, data: bytes, sampling_rate: int) -> Any:
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as sound:
             _check(name, sound)
-            samples = _mixed(sound, sampling_rate)
+            samples = _mix(sound, sampling_rate)
     except soundfile.LibsndfileError as error:
         reason = error.error_string.rstrip(".")
         raise RequestError(f"{name} is no sound file: {reason}; send the bytes of a WAV, FLAC, OGG or MP3") from None
@@ -46,7 +46,7 @@ def _check(name: str, sound: Any) -> None:
         )
 
 
-def _mixed(sound: Any, sampling_rate: int) -> Any:
+def _mix(sound: Any, sampling_rate: int) -> Any:
     import numpy as np
     import soxr
 

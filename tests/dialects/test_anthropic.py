@@ -380,8 +380,11 @@ def test_a_status_that_settings_choose_has_its_own_type() -> None:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (ContextLengthError.of(300, 1, 256), "prompt is too long: 300 tokens > 256 maximum"),
-        (ContextLengthError.of(200, 100, 256), "input length and `max_tokens` exceed context limit: 200 + 100 > 256, "),
+        (ContextLengthError.from_counts(300, 1, 256), "prompt is too long: 300 tokens > 256 maximum"),
+        (
+            ContextLengthError.from_counts(200, 100, 256),
+            "input length and `max_tokens` exceed context limit: 200 + 100 > 256, ",
+        ),
         (ContextLengthError("9000 characters"), "prompt is too long: 9000 characters"),
     ],
 )
@@ -393,7 +396,7 @@ def test_a_prompt_that_is_too_long_reads_as_the_api_says(error: ContextLengthErr
 
 
 def test_other_apis_say_it_in_openais_words() -> None:
-    none, too_many = ContextLengthError.of(300, 1, 256), ContextLengthError.of(200, 100, 256)
+    none, too_many = ContextLengthError.from_counts(300, 1, 256), ContextLengthError.from_counts(200, 100, 256)
     assert "context length is 256 tokens. However, the prompt has 300 tokens, which leaves no room" in none.message
     assert "However, you requested 300 tokens (200 in the prompt, 100 in the completion)." in too_many.message
     assert "ask for 56 new tokens at most" in too_many.message

@@ -138,7 +138,7 @@ class ForcedCallParser:
             form = TOOL_FORMATS.get(family or "", REQUIRED)
             self._calls = NamedCallParser(form, request.chat.tool_choice.name)
         else:
-            self._calls = CallParser(AnswerFormat.of(REQUIRED, None), request, hides_special=False)
+            self._calls = CallParser(AnswerFormat.from_formats(REQUIRED, None), request, hides_special=False)
 
     def parse(self, delta: Delta) -> Delta:
         """Return `delta` with its text as calls."""

@@ -15,7 +15,7 @@ from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import Delta, GenerationRequest, ToolCallDelta
 from lmi_server.dialects.base import Exchange
 from lmi_server.dialects.errors import error_event
-from lmi_server.dialects.framing import SSE, encode, encode_line
+from lmi_server.dialects.framing import SSE, encode, encode_line, named_event
 from lmi_server.dialects.openai.request import Envelope
 from lmi_server.dialects.routes import MESSAGES
 
@@ -123,7 +123,7 @@ class _Message(Exchange):
     def __init__(
         self, generation: GenerationRequest, envelope: Envelope, warnings: tuple[str, ...], request_id: str
     ) -> None:
-        """`request_id` is that of the HTTP request."""
+        """`request_id` identifies the HTTP request."""
         self.requests = (generation,)
         self.warnings = warnings
         self._envelope = envelope
@@ -162,7 +162,7 @@ class _Message(Exchange):
 
 
 def _usage(last: Delta) -> dict[str, Any]:
-    """Return the counts. `input_tokens` are those that were computed; those from the cache come beside them."""
+    """Return the counts. `input_tokens` leaves out the tokens from the cache, which have a count of their own."""
     usage = last.usage
     if usage is None:
         return _counts(0, 0, 0)
@@ -242,7 +242,7 @@ class MessageStream(_Message):
 
 
 def _event(kind: str, event: dict[str, Any]) -> bytes:
-    return b"event: " + kind.encode() + b"\n" + SSE.frame({"type": kind, **event})
+    return named_event(kind, {"type": kind, **event})
 
 
 def _before_text(index: int) -> bytes:

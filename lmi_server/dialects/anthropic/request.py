@@ -6,6 +6,7 @@ is as in a chat completion.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +20,7 @@ from lmi_server.dialects.anthropic.turns import conversation, system_text
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.openai import messages as chats
-from lmi_server.dialects.openai.request import SHARED_FIELDS, Envelope, envelope_of, generation_request, read
+from lmi_server.dialects.openai.request import SHARED_FIELDS, Envelope, read
 
 _SHARED = (
     "model",
@@ -174,61 +175,44 @@ class _Parsed(NamedTuple):
 
 
 def _parse(request: Input, body: dict[str, Any], served: ServedModel) -> _Parsed:
-    values, warnings = read(request, body, MESSAGE_FIELDS, served)
-    if "messages" not in values:
+    asked = read(request, body, MESSAGE_FIELDS, served, "msg")
+    if "messages" not in asked.values:
         raise RequestError('messages is missing; send a list such as [{"role": "user", "content": "Hello"}]')
-    turns = conversation("messages", values.pop("messages"), values.pop("system", ""), "media" in served.features)
-    if turns.ends_with_answer:
-        values["continue_final_message"] = True
-    warnings += _take_thinking(values, served)
-    _take_output_config(values, served)
-    _take_tool_choice(values)
-    envelope = envelope_of("msg", values, served)
-    stream, max_tokens = values.pop("stream", False), values.pop("max_tokens", None)
-    chat, tools = chats.chat_options(values), values.pop("tools", None)
-    generation = msgspec.structs.replace(
-        generation_request(request, envelope, values, max_tokens, served),
-        messages=turns.messages(),
-        tools=tools,
-        chat=chat,
-        stream=stream,
-        add_special_tokens=False,
+    system = asked.values.get("system", "")
+    turns = conversation("messages", asked.values["messages"], system, "media" in served.features)
+    values, warnings = _as_chat(asked.values, turns.ends_with_answer, served)
+    generation = chats.chat_request(
+        request, msgspec.structs.replace(asked, values=values), turns.messages(), served, values.get("max_tokens")
     )
-    return _Parsed(generation, envelope, warnings)
+    return _Parsed(generation, asked.envelope, asked.warnings + warnings)
 
 
-def _take_thinking(values: dict[str, Any], served: ServedModel) -> tuple[str, ...]:
-    """Turn `thinking` into the options of a chat; return the warning if the handler cannot keep its budget."""
-    thinking: _Thinking | None = values.pop("thinking", None)
-    if thinking is None:
-        return ()
-    if not thinking.enabled:
-        values["reasoning_effort"] = "none"
-    values["include_reasoning"] = thinking.shown
-    if thinking.budget is None:
-        return ()
-    if "reasoning" not in served.features:
-        return ("thinking.budget_tokens is ignored: the handler does not limit the model's thinking",)
-    values["thinking_token_budget"] = thinking.budget
-    return ()
-
-
-def _take_output_config(values: dict[str, Any], served: ServedModel) -> None:
-    config: _OutputConfig = values.pop("output_config", _OutputConfig(None, None))
+def _as_chat(
+    values: Mapping[str, Any], continues: bool, served: ServedModel
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return the values as a chat completion has them, and a warning if the handler cannot limit the thinking."""
+    thinking: _Thinking | None = values.get("thinking")
+    config: _OutputConfig = values.get("output_config", _OutputConfig(None, None))
+    chosen: _ToolChoice | None = values.get("tool_choice")
+    translated: dict[str, Any] = {"continue_final_message": True} if continues else {}
+    warnings: tuple[str, ...] = ()
     if config.effort is not None:
-        values.setdefault("reasoning_effort", config.effort)
+        translated["reasoning_effort"] = config.effort
+    if thinking is not None:
+        if not thinking.enabled:
+            translated["reasoning_effort"] = "none"
+        translated["include_reasoning"] = thinking.shown
+        if "reasoning" in served.features:
+            translated["thinking_token_budget"] = thinking.budget
+        elif thinking.budget is not None:
+            warnings = ("thinking.budget_tokens is ignored: the handler does not limit the model's thinking",)
     if config.format is not None:
         if "structured_outputs" not in served.features:
             raise fields.unsupported("output_config.format")
-        values["response_format"] = config.format
-
-
-def _take_tool_choice(values: dict[str, Any]) -> None:
-    asked: _ToolChoice | None = values.pop("tool_choice", None)
-    if asked is None:
-        return
-    names = [tool["function"]["name"] for tool in values.get("tools", ())]
-    if isinstance(asked.choice, NamedTool) and asked.choice.name not in names:
-        raise fields.not_allowed("tool_choice.name", asked.choice.name, "send the name of one of tools")
-    values["tool_choice"] = asked.choice
-    values["parallel_tool_calls"] = asked.parallel
+        translated["response_format"] = config.format
+    if chosen is not None:
+        names = [tool["function"]["name"] for tool in values.get("tools", ())]
+        if isinstance(chosen.choice, NamedTool) and chosen.choice.name not in names:
+            raise fields.not_allowed("tool_choice.name", chosen.choice.name, "send the name of one of tools")
+        translated |= {"tool_choice": chosen.choice, "parallel_tool_calls": chosen.parallel}
+    return {**values, **translated}, warnings

@@ -166,7 +166,7 @@ def _joined(content: str | list[Part]) -> str | list[Part]:
 
 
 def conversation(name: str, value: Any, system: str, takes_images: bool) -> Conversation:
-    """Return the conversation of a request; `name` is that of the field `messages`. Raises RequestError."""
+    """Return the conversation of a request; `name` names the field `messages` in errors. Raises RequestError."""
     if not isinstance(value, list) or not value:
         raise fields.not_allowed(name, value, 'send a list such as [{"role": "user", "content": "Hello"}]')
     found = Conversation(takes_images)

@@ -68,7 +68,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class InferRequest(msgspec.Struct, frozen=True):
-    """The inputs of a request and what it says of the answer; `parameters` are those that concern the model."""
+    """The inputs of a request and what it says of the answer; `parameters` are for the model."""
 
     id: str
     inputs: tuple[Tensor, ...]
@@ -148,7 +148,7 @@ def _from_json(tensor: InputTensor) -> Tensor:
     kinds: tuple[type, ...] = (str,) if tensor.datatype == "BYTES" else (int, float)
     if not all(isinstance(element, kinds) for element in data):
         raise RequestError(f"input {excerpt(tensor.name)}: data has elements that are not {tensor.datatype}")
-    return _sized(tensor, data)
+    return _tensor(tensor, data)
 
 
 def _flat(name: str, data: Sequence[Any], dimensions: int) -> Iterator[Any]:
@@ -163,12 +163,12 @@ def _flat(name: str, data: Sequence[Any], dimensions: int) -> Iterator[Any]:
 
 def _from_binary(tensor: InputTensor, data: bytes) -> Tensor:
     if tensor.datatype == "BYTES":
-        return _sized(tensor, list(_elements(tensor.name, data)))
+        return _tensor(tensor, list(_elements(tensor.name, data)))
     code = _CODES[tensor.datatype]
     width = struct.calcsize(f"<{code}")
     if len(data) % width:
         raise RequestError(f"input {excerpt(tensor.name)}: {len(data)} bytes are no whole number of {tensor.datatype}")
-    return _sized(tensor, struct.unpack(f"<{len(data) // width}{code}", data))
+    return _tensor(tensor, struct.unpack(f"<{len(data) // width}{code}", data))
 
 
 def _elements(name: str, data: bytes) -> Iterator[str | bytes]:
@@ -186,7 +186,7 @@ def _elements(name: str, data: bytes) -> Iterator[str | bytes]:
         at += length
 
 
-def _sized(tensor: InputTensor, data: Sequence[Any]) -> Tensor:
+def _tensor(tensor: InputTensor, data: Sequence[Any]) -> Tensor:
     if math.prod(tensor.shape) != len(data):
         raise RequestError(f"input {excerpt(tensor.name)}: shape {tensor.shape} does not fit {len(data)} elements")
     return Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), data)

@@ -7,20 +7,19 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.contract.errors import LmiServerError, RequestError
+from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.protocol import Input
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields, lmi, routes
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.choices import CHOICES
-from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.framing import SSE, encode
 from lmi_server.dialects.kserve.tensors import InferRequest, Tensor, answer, read
 
 PROMPTS = ("text_input", "prompt")
 OUTPUT = "text_output"
-# Inputs of Triton's backends for language models whose names are not those of LMI's parameters.
+# Inputs of Triton's backends for language models that LMI's parameters name differently.
 _NAMES = {"stop_words": "stop"}
 
 
@@ -150,12 +149,11 @@ class TensorExchange(Exchange):
     def body(self) -> bytes:
         return self._write()
 
-    def error_chunk(self, error: LmiServerError) -> bytes:
-        return b""
-
 
 class GenerateExchange(Exchange):
     """Answers with an object that has `text_output`: one of the whole text, or in a stream one of each piece."""
+
+    error_route = routes.V2_GENERATE_STREAM
 
     def __init__(self, generations: _Generations, model: str, identifier: str, stream: bool) -> None:
         self.requests = generations.requests
@@ -180,6 +178,3 @@ class GenerateExchange(Exchange):
 
     def _event(self, text: str) -> bytes:
         return SSE.frame({**self._about, OUTPUT: text})
-
-    def error_chunk(self, error: LmiServerError) -> bytes:
-        return error_event(routes.V2_GENERATE_STREAM, self.content_type, error)

@@ -42,7 +42,7 @@ def as_lmi_request(request: Input) -> tuple[InferRequest, Input]:
 
 
 def as_tensors(infer: InferRequest, model: str, data: bytes) -> tuple[list[tuple[str, str]], bytes]:
-    """Return headers and body of the answer, from LMI's answer in JSON. Raises RequestError if it is none."""
+    """Return headers and body of the answer, from LMI's answer. Raises RequestError if that is not JSON."""
     try:
         value = msgspec.json.decode(data)
     except msgspec.DecodeError as error:

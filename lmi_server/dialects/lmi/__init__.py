@@ -1,6 +1,6 @@
 """LMI's dialect: `inputs`, `parameters` and `stream` in; JSON, JSON lines or server-sent events out.
 
-Shapes and semantics are those of LMI's rolling batch. With `option.tgi_compat` the answers have the shapes of
+Shapes and semantics follow LMI's rolling batch. With `option.tgi_compat` the answers have the shapes of
 text-generation-inference, which `huggingface_hub.InferenceClient.text_generation` reads; on the paths of that server
 (`routes.TGI_ROUTES`), and for that client, they always have.
 
@@ -8,7 +8,7 @@ text-generation-inference, which `huggingface_hub.InferenceClient.text_generatio
     formatters.py   option.output_formatter -> the form of the answer
     answer.py       deltas -> bytes, one Exchange per form
     async_answer.py the same in the shape of the asynchronous service
-    objects.py      the JSON objects of which answers consist
+    objects.py      the JSON objects in answers
 """
 
 from lmi_server.dialects.lmi.answer import token_texts

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from lmi_server.contract.errors import LmiServerError
-from lmi_server.contract.generation import Delta, FinishReason, GenerationRequest, Token, Usage
+from lmi_server.contract.generation import Delta, GenerationRequest, Token, Usage
 from lmi_server.dialects.base import Exchange
-from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.framing import Framing, encode, encode_line
 from lmi_server.dialects.lmi.objects import (
     AnyToken,
+    AsyncAnswer,
     Details,
     Line,
     LmiToken,
@@ -23,26 +22,17 @@ from lmi_server.dialects.lmi.objects import (
     TgiToken,
     WholeAnswer,
 )
-from lmi_server.dialects.routes import INVOCATIONS
 
 NO_TOKEN = Token(-1, "")
 """LMI's token of a line that carries text and no token."""
 
 
-class _Likely(Protocol):
-    @property
-    def likelihood(self) -> float: ...
-
-
-_Candidate = TypeVar("_Candidate", bound=_Likely)
-
-
-class AnswerOptions(msgspec.Struct, frozen=True):
+class LmiAnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the request asks of the form of its answer.
 
     `prompt`: None if the request has token ids, whose text comes with the first delta. `full_text`: the answer begins
     with the prompt. `prefill`: `details` lists the prompt's tokens. `top_n`: the number of alternatives per token.
-    `tgi`: the shapes are those of text-generation-inference. `as_list`: one JSON object is a list of one. `n`: the
+    `tgi`: the shapes follow text-generation-inference. `as_list`: one JSON object is a list of one. `n`: the
     sequences in the answer; `candidates` are generated, and if `best_of` asks for that, the likeliest come first.
     """
 
@@ -84,185 +74,195 @@ def room_note(usage: Usage | None) -> str | UnsetType:
     )
 
 
-class _Collected:
-    """What the deltas of a sequence add up to."""
+class CollectedSequence:
+    """What the deltas of a sequence add up to. Subclasses know the form of its details."""
 
-    def __init__(self, options: AnswerOptions) -> None:
-        self._options = options
-        self._token_type: type[LmiToken] | type[TgiToken] = TgiToken if options.tgi else LmiToken
+    def __init__(self, options: LmiAnswerOptions) -> None:
+        self.options = options
         self.prompt = options.prompt
-        self.tokens: list[AnyToken] = []
-        self._logprob = 0.0
+        self.prompt_tokens: tuple[Token, ...] = ()
+        self.tokens: list[tuple[Token, str]] = []  # with their texts; only if `add_tokens` is called
+        self.with_alternatives: list[Token] = []  # only if the request asks for alternatives
+        self.count = 0
+        self.end: Delta | None = None
         self._texts: list[str] = []
-        self._top: list[list[AnyToken]] = []
-        self._prompt_tokens: tuple[Token, ...] = ()
-        self._finish_reason: FinishReason | None = None
-        self._usage: Usage | None = None
-        self._count = 0
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
-        self._count += len(delta.tokens)
-        if self._options.top_n:
-            self._top += [self.alternatives(token) for token in delta.tokens]
+        self.count += len(delta.tokens)
         if self.prompt is None:
             self.prompt = delta.prompt_text
+        if self.options.top_n:
+            self.with_alternatives += delta.tokens
         if delta.prompt_tokens is not None:
-            self._prompt_tokens = delta.prompt_tokens
+            self.prompt_tokens = delta.prompt_tokens
         if delta.finish_reason is not None:
-            self._finish_reason = delta.finish_reason
-            self._usage = delta.usage
+            self.end = delta
 
     def add_tokens(self, delta: Delta) -> None:
-        """Keep the tokens of a delta for `whole_details`."""
-        self.tokens += map(self.token, delta.tokens, token_texts(delta))
-        self._logprob += sum(token.logprob or 0.0 for token in delta.tokens)
+        """Keep the tokens of a delta, for its details and for `likelihood`."""
+        if delta.tokens:
+            self.tokens += zip(delta.tokens, token_texts(delta), strict=True)
 
     @property
     def likelihood(self) -> float:
         """The mean log probability per token, by which text-generation-inference chooses the best sequence."""
-        return self._logprob / max(self._count, 1)
+        return sum(token.logprob or 0.0 for token, _ in self.tokens) / max(self.count, 1)
+
+    def text(self) -> str:
+        return ((self.prompt or "") if self.options.full_text else "") + "".join(self._texts)
+
+    def whole_details(self) -> Any:
+        """Return the `details` of an answer that is not streamed."""
+        raise NotImplementedError
+
+    def as_other(self) -> Any:
+        """Return this sequence as one of `best_of_sequences`."""
+        details = self.whole_details()
+        details.generated_text = self.text()
+        return details
+
+
+class LmiSequence(CollectedSequence):
+    """A sequence with details in the form of LMI or of text-generation-inference."""
 
     def token(self, token: Token, text: str) -> AnyToken:
         """Return the JSON object of `token`, with `text` instead of its own."""
-        return self._token_type(token.id, text, token.logprob, token.special)
+        kind = TgiToken if self.options.tgi else LmiToken
+        return kind(token.id, text, token.logprob, token.special)
 
     def alternatives(self, token: Token) -> list[AnyToken]:
-        return [self._token_type(top.id, top.text, top.logprob, False) for top in token.top[: self._options.top_n]]
-
-    def text(self) -> str:
-        return ((self.prompt or "") if self._options.full_text else "") + "".join(self._texts)
+        kind = TgiToken if self.options.tgi else LmiToken
+        return [kind(top.id, top.text, top.logprob, False) for top in token.top[: self.options.top_n]]
 
     def details(self) -> Details:
         """Return the `details` that every form of answer has."""
-        options = self._options
-        details = Details(self._finish_reason, self._usage.completion_tokens if self._usage else self._count)
+        options, end = self.options, self.end
+        usage = None if end is None else end.usage
+        details = Details(None if end is None else end.finish_reason, usage.completion_tokens if usage else self.count)
         if options.tgi:
             details.seed = options.seed
-        if self._usage and options.tgi:
-            details.input_length = self._usage.prompt_tokens
+            details.input_length = usage.prompt_tokens if usage else UNSET
         details.inputs = self.prompt or ""
-        details.note = room_note(self._usage)
+        details.note = room_note(usage)
         if options.prefill:
             details.prefill = self._prefill()
         if options.top_n:
-            details.top_tokens = self._top
+            details.top_tokens = [self.alternatives(token) for token in self.with_alternatives]
         return details
 
     def whole_details(self) -> Details:
-        """Return the `details` of an answer that is not streamed, with the tokens."""
         details = self.details()
-        details.tokens = self.tokens
-        if self._options.tgi and details.prefill is UNSET:
+        details.tokens = [self.token(token, text) for token, text in self.tokens]
+        if self.options.tgi and details.prefill is UNSET:
             details.prefill = []  # text-generation-inference always writes the key
         return details
 
     def as_other(self) -> Details:
-        """Return this sequence as one of `best_of_sequences`."""
-        details = self.whole_details()
-        details.inputs, details.generated_text = UNSET, self.text()
+        details: Details = super().as_other()
+        details.inputs = UNSET
         return details
 
     def _prefill(self) -> list[AnyToken] | list[PrefillToken]:
-        if self._options.tgi:
-            return [PrefillToken(token.id, token.text, token.logprob) for token in self._prompt_tokens]
-        return [self.token(token, token.text) for token in self._prompt_tokens]
+        if self.options.tgi:
+            return [PrefillToken(token.id, token.text, token.logprob) for token in self.prompt_tokens]
+        return [self.token(token, token.text) for token in self.prompt_tokens]
 
 
-def ranked(sequences: Sequence[_Candidate], options: AnswerOptions) -> list[_Candidate]:
-    """Return the sequences of the answer, the best one first."""
-    if not options.best_of:
-        return list(sequences)
-    return sorted(sequences, key=lambda sequence: -sequence.likelihood)[: options.n]
+class ParsedLmi(msgspec.Struct, frozen=True):
+    """A parsed request: the sequences to generate, and what their answer needs of it."""
+
+    requests: tuple[GenerationRequest, ...]
+    options: LmiAnswerOptions
+    warnings: tuple[str, ...]
 
 
-class JsonExchange(Exchange):
+class LmiExchange(Exchange):
+    """What the forms of LMI's answers share."""
+
+    sequence_type: type[CollectedSequence] = LmiSequence
+
+    def __init__(self, parsed: ParsedLmi) -> None:
+        self.requests = parsed.requests
+        self.warnings = parsed.warnings
+        self._options = parsed.options
+        self._sequences: list[Any] = [self.sequence_type(parsed.options)]
+        while len(self._sequences) < len(parsed.requests):
+            self._sequences.append(self.sequence_type(parsed.options))
+
+    def _ranked(self) -> list[Any]:
+        """Return the sequences of the answer, the best one first."""
+        if not self._options.best_of:
+            return self._sequences
+        return sorted(self._sequences, key=lambda sequence: -sequence.likelihood)[: self._options.n]
+
+
+class JsonExchange(LmiExchange):
     """One JSON object at the end, or a list of one, as text-generation-inference answers `POST /`."""
 
     stream = False
     content_type = "application/json"
-
-    def __init__(
-        self, requests: tuple[GenerationRequest, ...], options: AnswerOptions, warnings: tuple[str, ...]
-    ) -> None:
-        self.requests = requests
-        self.warnings = warnings
-        self._options = options
-        self._sequences = [_Collected(options) for _ in requests]
+    answer_type: type[WholeAnswer] | type[AsyncAnswer] = WholeAnswer
 
     def add(self, index: int, delta: Delta) -> bytes:
         sequence = self._sequences[index]
         sequence.add(delta)
-        if self._options.details and delta.tokens:
+        if self._options.details:
             sequence.add_tokens(delta)
         return b""
 
     def body(self) -> bytes:
-        best, *others = ranked(self._sequences, self._options)
-        answer = WholeAnswer(best.text())
+        best, *others = self._ranked()
+        answer = self.answer_type(best.text())
         if self._options.details:
-            answer.details = best.whole_details()
+            details = answer.details = best.whole_details()
             if others:
-                answer.details.best_of_sequences = [other.as_other() for other in others]
+                details.best_of_sequences = [other.as_other() for other in others]
         return encode([answer] if self._options.as_list else answer)
 
-    def error_chunk(self, error: LmiServerError) -> bytes:
-        return error_event(INVOCATIONS, self.content_type, error)
 
-
-class TextExchange(Exchange):
+class TextExchange(LmiExchange):
     """The generated text and nothing else, streamed if the request asks for a stream."""
 
     content_type = "text/plain; charset=utf-8"
+    sequence_type = CollectedSequence
 
-    def __init__(
-        self, request: GenerationRequest, options: AnswerOptions, warnings: tuple[str, ...], stream: bool
-    ) -> None:
-        self.requests = (request,)
-        self.warnings = warnings
+    def __init__(self, parsed: ParsedLmi, stream: bool) -> None:
+        super().__init__(parsed)
         self.stream = stream
-        self._options = options
-        self._collected = _Collected(options)
 
     def first(self) -> bytes:
         return (self._options.prompt or "").encode() if self._options.full_text else b""
 
     def add(self, index: int, delta: Delta) -> bytes:
-        self._collected.add(delta)
+        self._sequences[0].add(delta)
         if delta.prompt_text and self._options.full_text and self._options.prompt is None:
             return (delta.prompt_text + delta.text).encode()
         return delta.text.encode()
 
     def body(self) -> bytes:
-        return self._collected.text().encode()
+        text: str = self._sequences[0].text()
+        return text.encode()
 
     def error_chunk(self, error: LmiServerError) -> bytes:
         # The line end separates the error from the text, which has no framing of its own.
-        return b"\n" + error_event(INVOCATIONS, self.content_type, error)
+        return b"\n" + super().error_chunk(error)
 
 
-class LinesExchange(Exchange):
+class LinesExchange(LmiExchange):
     """One framed JSON object per token; the last one has the whole text, and `details` if the request asks for them."""
 
     stream = True
 
-    def __init__(
-        self,
-        requests: tuple[GenerationRequest, ...],
-        options: AnswerOptions,
-        warnings: tuple[str, ...],
-        framing: Framing,
-    ) -> None:
-        self.requests = requests
-        self.warnings = warnings
+    def __init__(self, parsed: ParsedLmi, framing: Framing) -> None:
+        super().__init__(parsed)
         self.content_type = framing.content_type
         self._framing = framing
-        self._options = options
-        self._collected = _Collected(options)
+        self._written: LmiSequence = self._sequences[0]
         self._index = 0
 
     def add(self, index: int, delta: Delta) -> bytes:
-        self._collected.add(delta)
+        self._written.add(delta)
         tokens = delta.tokens
         if not tokens:
             return self._without_token(delta)
@@ -283,47 +283,38 @@ class LinesExchange(Exchange):
         return self._framing.frame(self._line(NO_TOKEN, delta.text, delta.finish_reason is not None))
 
     def _line(self, token: Token, text: str, last: bool) -> Line | TgiLine:
-        collected = self._collected
         if self._options.tgi:
             return self._tgi_line(token, text, last)
-        if not last:
-            return Line(LmiToken(token.id, text, token.logprob, token.special))
-        details = self._details() if self._options.details else UNSET
-        return Line(collected.token(token, text), collected.text(), details)
+        line = Line(LmiToken(token.id, text, token.logprob, token.special))
+        if last:
+            line.generated_text = self._written.text()
+            if self._options.details:
+                line.details = self._details()
+        return line
 
     def _details(self) -> Details:
-        return self._collected.details()
+        return self._written.details()
 
     def _tgi_line(self, token: Token, text: str, last: bool) -> TgiLine:
-        collected = self._collected
         self._index += 1
-        top = collected.alternatives(token) if self._options.top_n else UNSET
-        line = TgiLine(self._index, collected.token(token, text), top)
+        top = self._written.alternatives(token) if self._options.top_n else UNSET
+        line = TgiLine(self._index, self._written.token(token, text), top)
         if last:
-            line.generated_text = collected.text()
+            line.generated_text = self._written.text()
             if self._options.details:
                 line.details = self._details()
                 line.details.top_tokens = UNSET  # each line has had its own
         return line
 
-    def error_chunk(self, error: LmiServerError) -> bytes:
-        return error_event(INVOCATIONS, self.content_type, error)
-
 
 class BestLinesExchange(LinesExchange):
     """The lines of the best of several sequences, all at the end; the last line has the others in its details."""
 
-    def __init__(
-        self,
-        requests: tuple[GenerationRequest, ...],
-        options: AnswerOptions,
-        warnings: tuple[str, ...],
-        framing: Framing,
-    ) -> None:
-        super().__init__(requests, options, warnings, framing)
-        self._sequences = [_Collected(options) for _ in requests]
-        self._deltas: list[list[Delta]] = [[] for _ in requests]
-        self._others: list[_Collected] = []
+    def __init__(self, parsed: ParsedLmi, framing: Framing) -> None:
+        super().__init__(parsed, framing)
+        self._written = LmiSequence(parsed.options)
+        self._deltas: list[list[Delta]] = [[] for _ in parsed.requests]
+        self._others: list[CollectedSequence] = []
 
     def add(self, index: int, delta: Delta) -> bytes:
         self._sequences[index].add(delta)
@@ -332,7 +323,7 @@ class BestLinesExchange(LinesExchange):
         return b""
 
     def last(self) -> bytes:
-        best, *self._others = ranked(self._sequences, self._options)
+        best, *self._others = self._ranked()
         add = super().add
         return b"".join(add(0, delta) for delta in self._deltas[self._sequences.index(best)])
 

@@ -1,4 +1,4 @@
-"""The JSON objects of answers, in LMI's shapes and in those of text-generation-inference (TGI).
+"""The JSON objects of answers, in the shapes of LMI and of text-generation-inference (TGI).
 
 The order of the fields is the order on the wire. A field of value UNSET is left out.
 """
@@ -120,7 +120,7 @@ class AsyncLineDetails(msgspec.Struct):
 
 
 class AsyncLine(msgspec.Struct):
-    """A line of a stream of the asynchronous service: every key on every line; `index` is that of the sequence."""
+    """A line of a stream of the asynchronous service: every key on every line; `index` counts the sequences."""
 
     index: int
     token: AsyncToken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from lmi_server.contract.errors import RequestError
@@ -13,7 +14,14 @@ from lmi_server.dialects.adapters import adapter_name, registered_adapter
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.choices import CHOICES, choices_of
 from lmi_server.dialects.fields import Field
-from lmi_server.dialects.lmi.answer import AnswerOptions, BestLinesExchange, JsonExchange, LinesExchange, TextExchange
+from lmi_server.dialects.lmi.answer import (
+    BestLinesExchange,
+    JsonExchange,
+    LinesExchange,
+    LmiAnswerOptions,
+    ParsedLmi,
+    TextExchange,
+)
 from lmi_server.dialects.lmi.async_answer import AsyncJsonExchange, AsyncLinesExchange
 from lmi_server.dialects.lmi.formatters import TEXT_ONLY, choose_framing
 
@@ -143,14 +151,12 @@ BODY: dict[str, Field] = {
 
 def parse_text(request: Input, served: ServedModel) -> Exchange:
     """Parse a text/plain body, which is the prompt itself. Raises RequestError."""
-    prompt = _inputs("the body", fields.plain_text(request))
-    return _exchange(request, served, {"inputs": prompt, "adapter": registered_adapter(request, {}, served)}, ())
+    return _parse(request, {}, {"inputs": _inputs("the body", fields.plain_text(request))}, served, ())
 
 
 def parse_csv(request: Input, served: ServedModel) -> Exchange:
     """Parse a text/csv body: the prompt is the one row of its column `inputs`. Raises RequestError."""
-    prompt = _inputs("inputs", fields.csv_inputs(request))
-    return _exchange(request, served, {"inputs": prompt, "adapter": registered_adapter(request, {}, served)}, ())
+    return _parse(request, {}, {"inputs": _inputs("inputs", fields.csv_inputs(request))}, served, ())
 
 
 def parse(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
@@ -158,12 +164,11 @@ def parse(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange
     values, unknown = fields.read_fields(body, BODY)
     if "inputs" not in values:
         raise RequestError('inputs is missing; send {"inputs": "the prompt", "parameters": {...}}')
-    values["adapter"] = registered_adapter(request, body, served)
-    return _exchange(request, served, values, fields.unknown_warnings(unknown, BODY))
+    return _parse(request, body, values, served, fields.unknown_warnings(unknown, BODY))
 
 
 def parse_tgi(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
-    """Parse a request to one of text-generation-inference's paths, two of which stream or not whatever it says."""
+    """Parse a request to a path of text-generation-inference; /generate and /generate_stream ignore `stream`."""
     stream = {routes.GENERATE: False, routes.GENERATE_STREAM: True}.get(request.route)
     return parse(request, body if stream is None else {**body, "stream": stream}, served)
 
@@ -182,60 +187,45 @@ def wants_tgi(request: Input, served: ServedModel) -> bool:
     return not served.tgi_compat and _HUB_CLIENT in request.properties.get("user-agent", "")
 
 
-_NEED_DETAILS = frozenset({"decoder_input_details", "prompt_logprobs"})
-
-
-def _exchange(request: Input, served: ServedModel, values: dict[str, Any], warnings: tuple[str, ...]) -> Exchange:
+def _parse(
+    request: Input,
+    body: Mapping[str, Any],
+    values: Mapping[str, Any],
+    served: ServedModel,
+    warnings: tuple[str, ...],
+) -> Exchange:
+    """Parse a request with these values of `BODY`; `body` is empty if it is no JSON."""
+    adapter = registered_adapter(request, body, served)
     parameters, further = fields.read_fields(
         values.get("parameters", {}), PARAMETERS, "parameters.", features=served.features
     )
     if further:
         warnings += _further_warnings(further)
-    parameters.pop("adapter", None)  # `registered_adapter` has read it
     stream = values.get("stream", False)
-    if not _BEAMS.isdisjoint(parameters):
-        warnings += _set_beams(parameters)
     as_tgi = wants_tgi(request, served)
-    framing, formatter_warnings = choose_framing(request, served, stream, as_tgi)
-    prompt = values["inputs"]
-    options = _answer_options(request.route, as_tgi, prompt, parameters, served)
-    if not options.details and not _NEED_DETAILS.isdisjoint(parameters):
-        warnings += tuple(
-            f"parameters.{name} has no effect without parameters.details"
-            for name in sorted(_NEED_DETAILS)
-            if parameters.pop(name, None)
-        )
     asynchronous = served.async_service and not as_tgi
-    streams = framing is not None or (asynchronous and stream)
+    framing, formatter_warnings = choose_framing(request, served, stream, as_tgi)
+    unusual = not _UNUSUAL.isdisjoint(parameters)  # most requests have none of them
+    beams = _beam_search(parameters) if unusual else None
+    options = _answer_options(request.route, values["inputs"], parameters, beams, served, as_tgi)
+    if unusual:
+        warnings += _without_effect(parameters, beams, options)
     generation = GenerationRequest(
         request_id=secrets.token_hex(16),
-        prompt=prompt,
-        sampling=_sampling(parameters, options, streams),
+        prompt=values["inputs"],
+        sampling=_sampling(parameters, options, beams, framing is not None or (asynchronous and stream)),
         priority=request.priority,
-        adapter=values["adapter"],
+        adapter=adapter,
     )
     requests = (generation,) if options.candidates == 1 else choices_of(generation, options.candidates)
     if asynchronous:
-        return (
-            AsyncLinesExchange(requests, options, warnings)
-            if stream
-            else AsyncJsonExchange(requests, options, warnings)
-        )
-    warnings += formatter_warnings
+        return (AsyncLinesExchange if stream else AsyncJsonExchange)(ParsedLmi(requests, options, warnings))
+    parsed = ParsedLmi(requests, options, warnings + formatter_warnings)
     if served.output_formatter == TEXT_ONLY and not as_tgi:
-        return TextExchange(generation, options, warnings, stream)
+        return TextExchange(parsed, stream)
     if framing is None:
-        return JsonExchange(requests, options, warnings)
-    lines = LinesExchange if options.candidates == 1 else BestLinesExchange
-    return lines(requests, options, warnings, framing)
-
-
-def _refuse_one_text(count: int, text_only: bool) -> None:
-    """Raise RequestError for several sequences if the answer is one text."""
-    if text_only:
-        raise fields.not_allowed(
-            "parameters.n", count, f"send 1: the answer of option.output_formatter={TEXT_ONLY} is one text"
-        )
+        return JsonExchange(parsed)
+    return (LinesExchange if options.candidates == 1 else BestLinesExchange)(parsed, framing)
 
 
 def _further_warnings(names: list[str]) -> tuple[str, ...]:
@@ -249,38 +239,53 @@ def _further_warnings(names: list[str]) -> tuple[str, ...]:
 
 _COUNTS = frozenset({"n", "num_return_sequences", "best_of"})
 _BEAMS = frozenset({"num_beams", "use_beam_search", "length_penalty", "early_stopping"})
+_ONLY_WITH_BEAMS = ("early_stopping", "length_penalty")
+_ONLY_WITH_DETAILS = ("decoder_input_details", "prompt_logprobs")
+_UNUSUAL = frozenset({*_BEAMS, *_ONLY_WITH_DETAILS})
 # Beam search takes the likeliest tokens as the model gives them, so what changes their probabilities has no place.
-_WITH_BEAMS = frozenset(
-    {"max_new_tokens", "max_tokens", "ignore_eos", "truncate", "seed", "details", "return_full_text"}
-)
+_WITH_BEAMS = _BEAMS | {
+    "max_new_tokens", "max_tokens", "ignore_eos", "truncate", "seed", "details", "return_full_text", "adapter",
+}  # fmt: skip
 
 
-def _set_beams(parameters: dict[str, Any]) -> tuple[str, ...]:
-    """Turn the settings of beam search into `beams`, in place; return the warnings.
+def _beam_search(parameters: Mapping[str, Any]) -> BeamSearch | None:
+    """Return the beam search that a request asks for; None for a single beam.
 
     Raises RequestError for what does not go with beam search.
     """
-    unused = sorted({"length_penalty", "early_stopping"} & parameters.keys())
-    width = parameters.pop("num_beams", 1)
-    if parameters.pop("use_beam_search", False):  # with vLLM it was best_of that said how many
-        width = max(width, parameters.pop("best_of", 1))
+    width, allowed = parameters.get("num_beams", 1), _WITH_BEAMS
+    if parameters.get("use_beam_search", False):  # with vLLM it was best_of that said how many
+        width, allowed = max(width, parameters.get("best_of", 1)), allowed | {"best_of"}
         if width == 1:
             raise RequestError("parameters.use_beam_search needs num_beams; send the number of beams with it")
-    penalty, early = parameters.pop("length_penalty", 1.0), parameters.pop("early_stopping", False)
     if width == 1:
-        return tuple(f"parameters.{name} has no effect without num_beams and is ignored" for name in unused)
+        return None
     if not parameters.get("do_sample", True):
-        del parameters["do_sample"]
-    others = sorted(parameters.keys() - _WITH_BEAMS)
+        allowed |= {"do_sample"}
+    others = sorted(parameters.keys() - allowed)
     if others:
         raise RequestError(f"parameters.{others[0]} does not go with beam search; leave it out, or send num_beams=1")
-    parameters["beams"] = BeamSearch(width=width, length_penalty=penalty, early_stopping=early)
-    return ()
+    penalty, early = parameters.get("length_penalty", 1.0), parameters.get("early_stopping", False)
+    return BeamSearch(width=width, length_penalty=penalty, early_stopping=early)
 
 
-def _counts(parameters: dict[str, Any]) -> tuple[int, int | None]:
-    """Take how many sequences the answer has, and of how many these are the best. Raises RequestError."""
-    counts: dict[str, int] = {name: parameters.pop(name) for name in sorted(_COUNTS & parameters.keys())}
+def _without_effect(
+    parameters: Mapping[str, Any], beams: BeamSearch | None, options: LmiAnswerOptions
+) -> tuple[str, ...]:
+    """Return the warnings about parameters that have no effect without another parameter."""
+    warnings: tuple[str, ...] = ()
+    if beams is None:
+        unused = (name for name in _ONLY_WITH_BEAMS if name in parameters)
+        warnings += tuple(f"parameters.{name} has no effect without num_beams and is ignored" for name in unused)
+    if not options.details:
+        unused = (name for name in _ONLY_WITH_DETAILS if parameters.get(name))
+        warnings += tuple(f"parameters.{name} has no effect without parameters.details" for name in unused)
+    return warnings
+
+
+def _counts(parameters: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Return how many sequences the answer has, and of how many these are the best. Raises RequestError."""
+    counts: dict[str, int] = {name: parameters[name] for name in sorted(_COUNTS & parameters.keys())}
     best_of = counts.get("best_of")
     n = counts.get("n") or counts.get("num_return_sequences") or best_of or 1
     if best_of is not None and best_of < n:
@@ -293,25 +298,30 @@ def _counts(parameters: dict[str, Any]) -> tuple[int, int | None]:
 
 
 def _answer_options(
-    route: str, as_tgi: bool, prompt: str | tuple[int, ...], parameters: dict[str, Any], served: ServedModel
-) -> AnswerOptions:
-    """Take out of `parameters` what concerns the form of the answer only. Raises RequestError."""
+    route: str,
+    prompt: str | tuple[int, ...],
+    parameters: Mapping[str, Any],
+    beams: BeamSearch | None,
+    served: ServedModel,
+    as_tgi: bool,
+) -> LmiAnswerOptions:
+    """Return what the request asks of the form of its answer. Raises RequestError."""
     # LMI gives details with tgi_compat, asked for or not; text-generation-inference itself does not.
     always = served.tgi_compat and not as_tgi
-    n, best_of = (1, None) if _COUNTS.isdisjoint(parameters) else _counts(parameters)
+    n, best_of = (1, None) if beams is not None or _COUNTS.isdisjoint(parameters) else _counts(parameters)
     candidates = best_of or n
-    if candidates > 1:
-        _refuse_one_text(candidates, served.output_formatter == TEXT_ONLY and not as_tgi)
-    details = parameters.pop("details", False) or always or candidates > 1 or "beams" in parameters
-    prefill = details and (parameters.get("decoder_input_details", False) or "prompt_logprobs" in parameters)
-    return AnswerOptions(
+    if candidates > 1 and served.output_formatter == TEXT_ONLY and not as_tgi:
+        remedy = f"send 1: the answer of option.output_formatter={TEXT_ONLY} is one text"
+        raise fields.not_allowed("parameters.n", candidates, remedy)
+    details = parameters.get("details", False) or always or candidates > 1 or beams is not None
+    return LmiAnswerOptions(
         prompt=prompt if isinstance(prompt, str) else None,
-        full_text=parameters.pop("return_full_text", False),
+        full_text=parameters.get("return_full_text", False),
         details=details,
-        prefill=prefill,
-        top_n=parameters.pop("top_n_tokens", 0),
+        prefill=details and (parameters.get("decoder_input_details", False) or "prompt_logprobs" in parameters),
+        top_n=parameters.get("top_n_tokens", 0),
         tgi=served.tgi_compat or as_tgi,
-        as_list=always or route == routes.TGI,
+        as_list=(always and not served.async_service) or route == routes.TGI,
         seed=parameters.get("seed"),
         n=n,
         candidates=candidates,
@@ -319,19 +329,24 @@ def _answer_options(
     )
 
 
-def _sampling(parameters: dict[str, Any], options: AnswerOptions, lines: bool) -> SamplingParameters:
-    """Return what is left of `parameters`. `lines`: the answer is a stream with an object per token."""
-    parameters.pop("decoder_input_details", None)
+def _sampling(
+    parameters: Mapping[str, Any], options: LmiAnswerOptions, beams: BeamSearch | None, streams: bool
+) -> SamplingParameters:
+    """Return how to choose tokens. `streams`: the answer is a stream with an object per token."""
+    chosen = sampling.select(parameters)
     # As with LMI: without do_sample, a request that names a temperature samples and any other is greedy.
-    parameters.setdefault("do_sample", "temperature" in parameters)
+    chosen["do_sample"] = beams is None and parameters.get("do_sample", "temperature" in parameters)
     # A stream and `details` give every token its log probability, asked for or not.
-    alternatives = max(parameters.pop("logprobs", 0), options.top_n)
-    parameters["logprobs"] = alternatives if lines or options.details else None
+    alternatives = max(parameters.get("logprobs", 0), options.top_n)
+    chosen["logprobs"] = alternatives if streams or options.details else None
+    if options.prefill or "prompt_logprobs" in chosen:
+        chosen["prompt_logprobs"] = chosen.get("prompt_logprobs", 0) if options.prefill else None
     if not _TRANSLATED.isdisjoint(parameters):  # a set operation: most requests have none of them
-        _translate(parameters)
-    if options.prefill:
-        parameters.setdefault("prompt_logprobs", 0)
-    return SamplingParameters(fit_context=True, **parameters)
+        chosen |= _translate(parameters)
+    if beams is not None:
+        chosen["beams"] = beams
+    chosen["fit_context"] = True
+    return SamplingParameters(**chosen)
 
 
 _TRANSLATED = (
@@ -339,17 +354,19 @@ _TRANSLATED = (
 )
 
 
-def _translate(parameters: dict[str, Any]) -> None:
-    """Turn the parameters whose names or forms are not those of SamplingParameters into these, in place."""
-    max_tokens = parameters.pop("max_tokens", None)
-    if max_tokens is not None:
-        parameters.setdefault("max_new_tokens", max_tokens)
-    sequences = parameters.pop("stop_sequences", ()) + parameters.pop("stop_strings", ())
+def _translate(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters that have other names or forms in a request."""
+    given = parameters.get
+    translated: dict[str, Any] = {
+        "structured_outputs": constraints.find(parameters),
+        "extra": sampling.extras(parameters),
+    }
+    if "max_tokens" in parameters:
+        translated["max_new_tokens"] = given("max_new_tokens", parameters["max_tokens"])
+    sequences = given("stop_sequences", ()) + given("stop_strings", ())
     if sequences:
-        parameters["stop"] = tuple(dict.fromkeys(parameters.get("stop", ()) + sequences))
-    end_tokens = parameters.pop("end_tokens", None)
-    if end_tokens is not None:  # these, in place of the model's own
-        parameters["ignore_eos"] = True
-        parameters["stop_token_ids"] = (*parameters.get("stop_token_ids", ()), *end_tokens)
-    parameters["structured_outputs"] = constraints.take(parameters)
-    parameters["extra"] = sampling.take_extras(parameters)
+        translated["stop"] = tuple(dict.fromkeys(given("stop", ()) + sequences))
+    if "end_tokens" in parameters:  # these, in place of the model's own
+        translated["ignore_eos"] = True
+        translated["stop_token_ids"] = given("stop_token_ids", ()) + parameters["end_tokens"]
+    return translated

@@ -15,15 +15,15 @@ answer, and a `model` that is not served causes only a warning.
 
 from lmi_server.dialects.openai.chat import CHAT_FIELDS, parse_chat
 from lmi_server.dialects.openai.completions import COMPLETION_FIELDS, completion_lines, parse_completion
-from lmi_server.dialects.openai.request import shown_model_name
+from lmi_server.dialects.openai.request import name_to_show
 from lmi_server.dialects.openai.responses import parse_response
 
 __all__ = [
     "CHAT_FIELDS",
     "COMPLETION_FIELDS",
     "completion_lines",
+    "name_to_show",
     "parse_chat",
     "parse_completion",
     "parse_response",
-    "shown_model_name",
 ]

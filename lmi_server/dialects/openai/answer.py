@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import Delta, GenerationRequest, Token, TopToken, Usage
 from lmi_server.dialects.base import Exchange
-from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.framing import Framing
 from lmi_server.dialects.openai.request import AnswerOptions, Envelope
 from lmi_server.dialects.routes import COMPLETIONS
@@ -135,7 +132,7 @@ class Tally:
         return body
 
 
-class Parsed(NamedTuple):
+class ParsedOpenAI(msgspec.Struct, frozen=True):
     """A parsed request: the sequences to generate, and what their answer needs of it."""
 
     requests: tuple[GenerationRequest, ...]
@@ -147,12 +144,14 @@ class Parsed(NamedTuple):
 class OpenAIExchange(Exchange):
     """What the four kinds of answer share. Sequence `i` belongs to prompt `i // per_prompt`."""
 
-    def __init__(self, parsed: Parsed, per_prompt: int) -> None:
-        self.requests, self._envelope, self.warnings, self._options = parsed
-        self._tally = Tally(len(parsed.requests), per_prompt)
+    error_route = COMPLETIONS
 
-    def error_chunk(self, error: LmiServerError) -> bytes:
-        return error_event(COMPLETIONS, self.content_type, error)
+    def __init__(self, parsed: ParsedOpenAI, per_prompt: int) -> None:
+        self.requests = parsed.requests
+        self.warnings = parsed.warnings
+        self._envelope = parsed.envelope
+        self._options = parsed.options
+        self._tally = Tally(len(parsed.requests), per_prompt)
 
 
 class Chunks:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.generation import GenerationRequest
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
@@ -17,15 +17,12 @@ from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
 from lmi_server.dialects.lmi.formatters import formatter_warnings
 from lmi_server.dialects.openai import messages as chats
-from lmi_server.dialects.openai.answer import Parsed
+from lmi_server.dialects.openai.answer import ParsedOpenAI
 from lmi_server.dialects.openai.chat_answer import ChatBody, ChatStream
 from lmi_server.dialects.openai.request import (
     SHARED_FIELDS,
     UNSUPPORTED,
-    Envelope,
     answer_options,
-    envelope_of,
-    generation_request,
     read,
     stream_framing,
 )
@@ -43,26 +40,21 @@ def _only_text(name: str, value: Any) -> None:
 
 CHAT_FIELDS: dict[str, Field] = {
     **SHARED_FIELDS,
-    "messages": Field("messages", chats.messages),
+    **chats.TEMPLATE_FIELDS,
     "max_completion_tokens": Field("max_completion_tokens", fields.MAX_TOKENS),
-    "logprobs": Field("logprobs", fields.boolean),
+    "logprobs": Field("with_logprobs", fields.boolean),
     "top_logprobs": Field("top_logprobs", fields.LOGPROBS),
     "tools": Field("tools", chats.tools, "tools"),
     "tool_choice": Field("tool_choice", chats.tool_choice),
     "parallel_tool_calls": Field("parallel_tool_calls", fields.boolean),
     "functions": Field(None, fields.off("send tools")),
     "function_call": Field(None, _no_function),
-    "add_generation_prompt": Field("add_generation_prompt", fields.boolean),
-    "continue_final_message": Field("continue_final_message", fields.boolean),
-    "add_special_tokens": Field("add_special_tokens", fields.boolean),
-    "chat_template_kwargs": Field("chat_template_kwargs", chats.template_arguments),
     "documents": Field("documents", fields.objects),
     "reasoning_effort": Field("reasoning_effort", fields.string),
     "include_reasoning": Field("include_reasoning", fields.boolean),
     "thinking_token_budget": Field("thinking_token_budget", fields.integer(-1, 2**31 - 1), "reasoning"),
     "best_of": Field(None, fields.one("send n instead: the answer has every choice that is generated")),
     "modalities": Field(None, _only_text),
-    "chat_template": Field(None, fields.off("leave it out: the tokenizer's chat template is used")),
     **{
         name: Field(None, UNSUPPORTED)
         for name in ("audio", "web_search_options", "echo", "mm_processor_kwargs", "media_io_kwargs")
@@ -72,44 +64,26 @@ CHAT_FIELDS: dict[str, Field] = {
 
 def parse_chat(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
     """Parse a body of /v1/chat/completions. Raises RequestError."""
-    values, warnings = read(request, body, CHAT_FIELDS, served)
-    messages = values.pop("messages", None)
-    if messages is None:
+    asked = read(request, body, CHAT_FIELDS, served, "chatcmpl")
+    values = asked.values
+    if "messages" not in values:
         raise RequestError('messages is missing; send a list such as [{"role": "user", "content": "Hello"}]')
-    messages = chats.for_model(messages, served)
-    envelope = envelope_of("chatcmpl", values, served)
-    framing, formatter_warning = _chat_framing(request, served, values.pop("stream", False))
-    _set_alternatives(values)
-    options = answer_options(values)
-    parsed = Parsed(
-        choices_of(_generation(request, envelope, messages, values, served, framing is not None), options.n),
-        envelope,
-        warnings + formatter_warning,
-        options,
+    messages = chats.for_model(values["messages"], served)
+    framing, formatter_warning = _chat_framing(request, served, asked.stream)
+    options = answer_options(values, _alternatives(values))
+    # max_tokens is the older name.
+    max_tokens = values.get("max_completion_tokens", values.get("max_tokens"))
+    generation = chats.chat_request(
+        request,
+        msgspec.structs.replace(asked, stream=framing is not None),
+        messages,
+        served,
+        max_tokens,
+        logprobs=options.alternatives,
     )
+    requests = choices_of(generation, options.n)
+    parsed = ParsedOpenAI(requests, asked.envelope, asked.warnings + formatter_warning, options)
     return ChatBody(parsed) if framing is None else ChatStream(parsed, framing)
-
-
-def _generation(
-    request: Input,
-    envelope: Envelope,
-    messages: list[dict[str, Any]],
-    values: dict[str, Any],
-    served: ServedModel,
-    stream: bool,
-) -> GenerationRequest:
-    chat = chats.chat_options(values)
-    tools, special = values.pop("tools", None), values.pop("add_special_tokens", False)
-    max_tokens = values.pop("max_tokens", None)  # the older name of max_completion_tokens
-    max_tokens = values.pop("max_completion_tokens", max_tokens)
-    return msgspec.structs.replace(
-        generation_request(request, envelope, values, max_tokens, served),
-        messages=messages,
-        tools=tools,
-        chat=chat,
-        stream=stream,
-        add_special_tokens=special,
-    )
 
 
 def _chat_framing(request: Input, served: ServedModel, stream: bool) -> tuple[Framing | None, tuple[str, ...]]:
@@ -131,10 +105,11 @@ def _chat_framing(request: Input, served: ServedModel, stream: bool) -> tuple[Fr
             return by_stream, formatter_warnings(name)
 
 
-def _set_alternatives(values: dict[str, Any]) -> None:
-    """Turn chat's `logprobs` and `top_logprobs` into the number of alternatives."""
-    wanted, top = values.pop("logprobs", False), values.pop("top_logprobs", None)
-    if wanted:
-        values["logprobs"] = top or 0
-    elif top:
+def _alternatives(values: Mapping[str, Any]) -> int | None:
+    """Return the number of alternatives that chat's `logprobs` and `top_logprobs` ask for."""
+    top: int | None = values.get("top_logprobs")
+    if values.get("with_logprobs", False):
+        return top or 0
+    if top:
         raise fields.not_allowed("top_logprobs", top, "send logprobs: true with it")
+    return None

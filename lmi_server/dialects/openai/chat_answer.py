@@ -21,7 +21,7 @@ from lmi_server.dialects.framing import Framing, encode, encode_line
 from lmi_server.dialects.openai.answer import (
     Chunks,
     OpenAIExchange,
-    Parsed,
+    ParsedOpenAI,
     answer_object,
     finite,
     prompt_logprobs,
@@ -155,7 +155,7 @@ class _ToolCallRules:
         self._named = isinstance(request.chat.tool_choice, NamedTool)
 
     def allowed(self, calls: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
-        """Return the calls without those that parallel_tool_calls=false forbids; models may generate them anyway."""
+        """Return the calls that parallel_tool_calls allows; models may generate more."""
         return [call for call in calls if not self._one_call or call.index == 0]
 
     def finish(self, reason: FinishReason, called: bool) -> str:
@@ -229,7 +229,7 @@ class ChatBody(OpenAIExchange):
     stream = False
     content_type = "application/json"
 
-    def __init__(self, parsed: Parsed) -> None:
+    def __init__(self, parsed: ParsedOpenAI) -> None:
         super().__init__(parsed, parsed.options.n)
         self._sequences = [_CollectedChoice(request, parsed.options) for request in parsed.requests]
 
@@ -257,7 +257,7 @@ class ChatStream(OpenAIExchange):
 
     stream = True
 
-    def __init__(self, parsed: Parsed, framing: Framing) -> None:
+    def __init__(self, parsed: ParsedOpenAI, framing: Framing) -> None:
         options = parsed.options
         super().__init__(parsed, options.n)
         self.content_type = framing.content_type

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from lmi_server.dialects.framing import JSON_LINES, Framing, encode, encode_line
 from lmi_server.dialects.openai.answer import (
     Chunks,
     OpenAIExchange,
-    Parsed,
+    ParsedOpenAI,
     PromptLogprobs,
     answer_object,
     finite,
@@ -32,9 +33,10 @@ from lmi_server.dialects.openai.request import (
     AnswerOptions,
     Envelope,
     answer_options,
-    envelope_of,
+    default_model_name,
     generation_request,
     read,
+    sampling_parameters,
     stream_framing,
 )
 
@@ -86,25 +88,30 @@ class _CompletionOptions(msgspec.Struct, frozen=True):
 
 def parse_completion(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
     """Parse a body of /v1/completions: `n` sequences, or `best_of`, for each prompt. Raises RequestError."""
-    values, warnings = read(request, body, COMPLETION_FIELDS, served)
-    prompts = values.pop("prompts", None)
-    if prompts is None:
+    asked = read(request, body, COMPLETION_FIELDS, served, "cmpl")
+    values = asked.values
+    if "prompts" not in values:
         raise RequestError("prompt is missing; send a string, a list of strings or a list of token ids")
-    envelope = envelope_of("cmpl", values, served)
-    stream = values.pop("stream", False)
-    options = answer_options(values)
-    form = _completion_options(values, options, stream)
+    options = answer_options(values, values.get("logprobs"))
+    form = _completion_options(values, options, asked.stream)
+    prompts = values["prompts"]
     _check_count(len(prompts) * form.candidates)
-    generation = msgspec.structs.replace(_generation(request, envelope, values, served, options, form), stream=stream)
+    special = values.get("add_special_tokens", True)
+    generation = generation_request(
+        request, asked, _sampling(values, options, form, served), prompt=None, add_special_tokens=special
+    )
     requests = [
         choice
         for place, prompt in enumerate(prompts)
         for choice in choices_of(
-            msgspec.structs.replace(generation, request_id=f"{envelope.id}-{place}", prompt=prompt), form.candidates
+            msgspec.structs.replace(generation, request_id=f"{asked.envelope.id}-{place}", prompt=prompt),
+            form.candidates,
         )
     ]
-    parsed = Parsed(tuple(requests), envelope, warnings, options)
-    return CompletionStream(parsed, form, stream_framing(request, served)) if stream else CompletionBody(parsed, form)
+    parsed = ParsedOpenAI(tuple(requests), asked.envelope, asked.warnings, options)
+    if asked.stream:
+        return CompletionStream(parsed, form, stream_framing(request, served))
+    return CompletionBody(parsed, form)
 
 
 def completion_lines(requests: Sequence[GenerationRequest], warnings: tuple[str, ...], served: ServedModel) -> Exchange:
@@ -116,35 +123,29 @@ def completion_lines(requests: Sequence[GenerationRequest], warnings: tuple[str,
         alternatives=1, n=len(requests), include_usage=True, continuous_usage=True, tokens_as_ids=True
     )
     scored = tuple(msgspec.structs.replace(request, sampling=_with_logprobs(request.sampling)) for request in requests)
-    envelope = envelope_of("cmpl", {"request_id": requests[0].request_id}, served)
+    envelope = Envelope(f"cmpl-{requests[0].request_id}", int(time.time()), default_model_name(served))
     form = _CompletionOptions(candidates=len(requests))
-    return CompletionStream(Parsed(scored, envelope, warnings, options), form, JSON_LINES)
+    return CompletionStream(ParsedOpenAI(scored, envelope, warnings, options), form, JSON_LINES)
 
 
 def _with_logprobs(sampling: SamplingParameters) -> SamplingParameters:
     return msgspec.structs.replace(sampling, logprobs=max(sampling.logprobs or 0, 1))
 
 
-def _generation(
-    request: Input,
-    envelope: Envelope,
-    values: dict[str, Any],
-    served: ServedModel,
-    options: AnswerOptions,
-    form: _CompletionOptions,
-) -> GenerationRequest:
-    special, max_tokens = values.pop("add_special_tokens", True), values.pop("max_tokens", 16)
+def _sampling(
+    values: Mapping[str, Any], options: AnswerOptions, form: _CompletionOptions, served: ServedModel
+) -> SamplingParameters:
+    scores: dict[str, int | None] = {}
     if form.echo and options.alternatives is not None:
-        values["prompt_logprobs"] = max(options.alternatives, options.prompt_alternatives or 0)
+        scores["prompt_logprobs"] = max(options.alternatives, options.prompt_alternatives or 0)
     if form.candidates > options.n:  # they are ranked by their log probabilities
-        values.setdefault("logprobs", 0)
+        scores["logprobs"] = options.alternatives or 0
     # Engines generate at least one token; see `_CompletionOptions.prompt_only`.
-    generation = generation_request(request, envelope, values, max_tokens or 1, served)
-    return msgspec.structs.replace(generation, add_special_tokens=special)
+    return sampling_parameters(values, served, values.get("max_tokens", 16) or 1, **scores)
 
 
-def _completion_options(values: dict[str, Any], options: AnswerOptions, stream: bool) -> _CompletionOptions:
-    echo, candidates = values.pop("echo", False), values.pop("best_of", options.n)
+def _completion_options(values: Mapping[str, Any], options: AnswerOptions, stream: bool) -> _CompletionOptions:
+    echo, candidates = values.get("echo", False), values.get("best_of", options.n)
     if candidates < options.n:
         raise fields.not_allowed("best_of", candidates, f"send at least n, which is {options.n}")
     if candidates > options.n and stream:
@@ -221,7 +222,7 @@ class _ChoiceText:
         self._offset = 0
 
     def take(self, delta: Delta) -> tuple[str, tuple[Token, ...]]:
-        """Return the text and the tokens that `delta` adds; with echo, those of the prompt come first."""
+        """Return the text and the tokens that `delta` adds; with echo, the prompt comes first."""
         text, tokens = ("", ()) if self._form.prompt_only else (delta.text, delta.tokens)
         if not self._echo:
             return text, tokens
@@ -293,7 +294,7 @@ class CompletionBody(OpenAIExchange):
     stream = False
     content_type = "application/json"
 
-    def __init__(self, parsed: Parsed, form: _CompletionOptions) -> None:
+    def __init__(self, parsed: ParsedOpenAI, form: _CompletionOptions) -> None:
         super().__init__(parsed, form.candidates)
         self._form = form
         self._candidates = [_Candidate(request, parsed.options, form) for request in parsed.requests]
@@ -325,7 +326,7 @@ class CompletionStream(OpenAIExchange):
 
     stream = True
 
-    def __init__(self, parsed: Parsed, form: _CompletionOptions, framing: Framing) -> None:
+    def __init__(self, parsed: ParsedOpenAI, form: _CompletionOptions, framing: Framing) -> None:
         options = parsed.options
         self.content_type = framing.content_type
         super().__init__(parsed, form.candidates)

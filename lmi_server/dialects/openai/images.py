@@ -33,7 +33,7 @@ class ImagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to draw: `n` images for one prompt.
 
     `size` is (width, height), None for what suits model and image. `image` and `mask` are as sent: the bytes of a file,
-    or base64. `quality` is that of lossy formats, from 0 to 100. `parameters` are those of the handler by target.
+    or base64. `quality`, from 0 to 100, is for lossy formats. `parameters` are the handler's, by target.
     `warnings` name ignored fields.
     """
 
@@ -49,7 +49,7 @@ class ImagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
 
-class Drawn(msgspec.Struct, frozen=True):
+class ImageFile(msgspec.Struct, frozen=True):
     """One image of an answer: the bytes of its file, and the seed with which it can be drawn again."""
 
     file: bytes
@@ -169,7 +169,7 @@ _FIELDS_BY_ROUTE: Mapping[str, Mapping[str, Field]] = {
 }
 
 
-def body(created: int, images: Sequence[Drawn], output_format: ImageFormat, size: tuple[int, int]) -> bytes:
+def body(created: int, images: Sequence[ImageFile], output_format: ImageFormat, size: tuple[int, int]) -> bytes:
     """Return the answer; `created` is in seconds since 1970. Seeds are not OpenAI's: they allow to repeat an image."""
     data = [{"b64_json": base64.b64encode(one.file).decode(), "seed": one.seed} for one in images]
     width, height = size

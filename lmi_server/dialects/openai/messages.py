@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.generation import ChatOptions, NamedTool
+from lmi_server.contract.generation import ChatOptions, GenerationRequest, NamedTool
+from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import ServedModel
+from lmi_server.dialects.fields import Field
+from lmi_server.dialects.openai.request import RequestFields, generation_request, sampling_parameters
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 # Arguments of the renderer that this server sets itself; a client that could replace them would choose the template.
@@ -117,23 +120,66 @@ def template_arguments(name: str, value: Any) -> dict[str, Any]:
     return arguments
 
 
-def chat_options(values: dict[str, Any]) -> ChatOptions:
-    """Take the fields of ChatOptions out of `values`; `tools` stay. Raises RequestError if two fields contradict."""
+TEMPLATE_FIELDS: dict[str, Field] = {
+    "messages": Field("messages", messages),
+    "add_generation_prompt": Field("add_generation_prompt", fields.boolean),
+    "continue_final_message": Field("continue_final_message", fields.boolean),
+    "add_special_tokens": Field("add_special_tokens", fields.boolean),
+    "chat_template_kwargs": Field("chat_template_kwargs", template_arguments),
+    "chat_template": Field(None, fields.off("leave it out: the tokenizer's chat template is used")),
+}
+"""The fields that describe a prompt, of chats and of requests to tokenize one."""
+
+
+def chat_options(values: Mapping[str, Any]) -> ChatOptions:
+    """Return how to render the chat and read its answer. Raises RequestError if two fields contradict each other."""
     offered = values.get("tools") or ()
     # OpenAI's defaults: with tools the model may call one, without tools there is nothing to call.
-    choice = values.pop("tool_choice", "auto" if offered else "none")
+    choice = values.get("tool_choice", "auto" if offered else "none")
     if not offered and choice != "auto" and choice != "none":
         raise RequestError("tool_choice is only allowed with tools; send tools, or leave it out")
     if isinstance(choice, NamedTool) and choice.name not in [tool["function"]["name"] for tool in offered]:
         raise fields.not_allowed("tool_choice.function.name", choice.name, "send the name of one of tools")
-    continued = values.pop("continue_final_message", False)
-    opened = values.pop("add_generation_prompt", not continued)
+    continued = values.get("continue_final_message", False)
+    opened = values.get("add_generation_prompt", not continued)
     if continued and opened:
         raise RequestError("continue_final_message and add_generation_prompt exclude each other; send one of them")
-    plain = ("parallel_tool_calls", "chat_template_kwargs", "documents", "reasoning_effort", "include_reasoning")
     return ChatOptions(
         tool_choice=choice if offered else "none",
         add_generation_prompt=opened,
         continue_final_message=continued,
-        **{name: values.pop(name) for name in (*plain, "thinking_token_budget") if name in values},
+        **{name: values[name] for name in _PLAIN_OPTIONS if name in values},
+    )
+
+
+_PLAIN_OPTIONS = (
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+    "include_reasoning",
+    "thinking_token_budget",
+)
+
+
+def chat_request(
+    request: Input,
+    asked: RequestFields,
+    messages: list[dict[str, Any]],
+    served: ServedModel,
+    max_tokens: int | None,
+    **scores: int | None,
+) -> GenerationRequest:
+    """Return the request of one answer to a chat; `scores` go to `sampling_parameters`. Raises RequestError."""
+    values = asked.values
+    chat = chat_options(values)
+    return generation_request(
+        request,
+        asked,
+        sampling_parameters(values, served, max_tokens, **scores),
+        prompt=None,
+        messages=messages,
+        tools=values.get("tools"),
+        chat=chat,
+        add_special_tokens=values.get("add_special_tokens", False),
     )

@@ -100,25 +100,34 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.alternatives is None and not self.token_ids and not self.continuous_usage
 
 
-def read(
-    request: Input, body: dict[str, Any], known: dict[str, Field], served: ServedModel
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the fields of the body and the warnings.
+class RequestFields(msgspec.Struct, frozen=True):
+    """The fields of a body, checked. `values` has them by target; `adapter` is the one that the request asks for."""
 
-    The value of `adapter` is the adapter that the request asks for; `model` may name it too. Raises RequestError.
-    """
+    values: Mapping[str, Any]
+    envelope: Envelope
+    adapter: str | None
+    stream: bool
+    warnings: tuple[str, ...]
+
+
+def read(
+    request: Input, body: dict[str, Any], known: dict[str, Field], served: ServedModel, prefix: str
+) -> RequestFields:
+    """Return the fields of the body; the answer's id begins with `prefix`. Raises RequestError."""
     values, unknown = fields.read_fields(body, known, features=served.features)
-    if "stream_options" in values and not values.get("stream"):
+    stream, model = values.get("stream", False), values.get("model")
+    if "stream_options" in values and not stream:
         raise RequestError("stream_options is only allowed with stream; send stream: true or leave it out")
-    if values.get("stream") and values.get("prompt_logprobs") is not None:
+    if stream and values.get("prompt_logprobs") is not None:
         raise RequestError("prompt_logprobs is not available in a stream; leave it out, or do not stream")
     warnings = fields.unknown_warnings(unknown, known)
-    model = values.get("model")
-    values["adapter"] = registered_adapter(request, body, served)
+    adapter = registered_adapter(request, body, served)
     other = model_warnings(request, model, served)
-    if model is not None and not _is_shown(model, served, other):
-        del values["model"]
-    return values, warnings + other
+    if model is None or not _is_shown(model, served, other):
+        model = default_model_name(served)
+    identifier = values.get("request_id") or secrets.token_hex(16)
+    envelope = Envelope(f"{prefix}-{identifier}", int(time.time()), model)
+    return RequestFields(values, envelope, adapter, stream, warnings + other)
 
 
 def stream_framing(request: Input, served: ServedModel) -> Framing:
@@ -139,7 +148,7 @@ def model_warnings(request: Input, model: str | None, served: ServedModel) -> tu
 
 
 def unknown_model(name: str, served: Iterable[str]) -> ModelNotFoundError:
-    """Return the error about a `model` that is none of the names `served`."""
+    """Return the error about a `model` that is not among the names `served`."""
     return ModelNotFoundError(f"The model {fields.show(name)} does not exist; served here: {_listed(served)}")
 
 
@@ -153,7 +162,12 @@ def _is_shown(model: str, served: ServedModel, warnings: tuple[str, ...]) -> boo
     return not warnings and (is_name or not is_address(model))
 
 
-def shown_model_name(request: Input, model: str | None, served: ServedModel) -> tuple[str, tuple[str, ...]]:
+def default_model_name(served: ServedModel) -> str:
+    """Return the name that an answer shows if the request names none."""
+    return served.served_names[0] if served.served_names else served.name
+
+
+def name_to_show(request: Input, model: str | None, served: ServedModel) -> tuple[str, tuple[str, ...]]:
     """Return the model name that the answer shows, and the warning about a model that is not served here.
 
     Raises ModelNotFoundError on OpenAI's routes if it is not served.
@@ -162,66 +176,50 @@ def shown_model_name(request: Input, model: str | None, served: ServedModel) -> 
     return (model if model is not None and _is_shown(model, served, warnings) else served.name), warnings
 
 
-def envelope_of(prefix: str, values: dict[str, Any], served: ServedModel) -> Envelope:
-    """Take the id and the model of the answer out of `values`; `prefix` is that of OpenAI's ids."""
-    default = served.served_names[0] if served.served_names else served.name
-    name = values.pop("request_id", None) or secrets.token_hex(16)
-    return Envelope(f"{prefix}-{name}", int(time.time()), values.pop("model", default))
-
-
-def _priority(request: Input, values: dict[str, Any]) -> int:
-    """Take the priority out of `values`; without one, the header `x-priority` decides."""
-    named: int | None = values.pop("priority", None)
-    return request.priority if named is None else named
-
-
-def answer_options(values: dict[str, Any]) -> AnswerOptions:
-    """Take out of `values` what concerns the form of the answer; the engine needs the log probabilities too."""
-    include_usage, continuous = values.pop("stream_options", (False, False))
+def answer_options(values: Mapping[str, Any], alternatives: int | None) -> AnswerOptions:
+    """Return what concerns the form of the answer; `alternatives` is the field of AnswerOptions."""
+    include_usage, continuous = values.get("stream_options", (False, False))
     return AnswerOptions(
-        alternatives=values.get("logprobs"),
+        alternatives=alternatives,
         prompt_alternatives=values.get("prompt_logprobs"),
-        n=values.pop("n", 1),
+        n=values.get("n", 1),
         include_usage=include_usage,
         continuous_usage=include_usage and continuous,
-        token_ids=values.pop("token_ids", False),
-        tokens_as_ids=values.pop("tokens_as_ids", False),
+        token_ids=values.get("token_ids", False),
+        tokens_as_ids=values.get("tokens_as_ids", False),
     )
 
 
 def generation_request(
-    request: Input, envelope: Envelope, values: dict[str, Any], max_tokens: int | None, served: ServedModel
+    request: Input, asked: RequestFields, sampling: SamplingParameters, **prompt: Any
 ) -> GenerationRequest:
-    """Return a request without prompt and messages; the caller adds these. It uses everything that is left in `values`.
-
-    So the caller takes what concerns the prompt and the answer out of `values` before.
-    """
-    priority, adapter = _priority(request, values), values.pop("adapter")
+    """Return the request of one sequence; `prompt` has the fields of GenerationRequest that describe its prompt."""
+    priority = asked.values.get("priority")
     return GenerationRequest(
-        request_id=envelope.id,
-        prompt=None,
-        sampling=_sampling(values, max_tokens, served.sampling_defaults),
-        priority=priority,
-        adapter=adapter,
+        request_id=asked.envelope.id,
+        sampling=sampling,
+        priority=request.priority if priority is None else priority,
+        adapter=asked.adapter,
+        stream=asked.stream,
+        **prompt,
     )
 
 
-def _sampling(values: dict[str, Any], max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParameters:
-    """Return the sampling parameters: what is left of `values`, then the model's own `defaults`, then OpenAI's.
+def sampling_parameters(
+    values: Mapping[str, Any], served: ServedModel, max_tokens: int | None, **scores: int | None
+) -> SamplingParameters:
+    """Return the sampling parameters: `scores`, then those among `values`, then the model's own, then OpenAI's.
 
-    As with vLLM, `max_new_tokens` of the model's own files is the longest answer that a request may ask for.
+    `scores` are the numbers of alternatives. As with vLLM, `max_new_tokens` of the model's own files is the longest
+    answer that a request may ask for.
     """
-    extra = sampling.take_extras(values)
-    constraint = constraints.take(values)
-    values = {"temperature": 1.0, **defaults, **values}
-    longest = values.pop("max_new_tokens", None)
+    chosen = {"temperature": 1.0, **served.sampling_defaults, **sampling.select(values), **scores}
+    longest = chosen.get("max_new_tokens")
     if longest is not None:
-        values["fit_context"] = max_tokens is None
+        chosen["fit_context"] = max_tokens is None
         max_tokens = longest if max_tokens is None else min(max_tokens, longest)
-    return SamplingParameters(
-        max_new_tokens=max_tokens,
-        do_sample=values["temperature"] > 0,
-        structured_outputs=constraint,
-        extra=extra,
-        **values,
-    )
+    chosen["max_new_tokens"] = max_tokens
+    chosen["do_sample"] = chosen["temperature"] > 0
+    chosen["structured_outputs"] = constraints.find(values)
+    chosen["extra"] = sampling.extras(values)
+    return SamplingParameters(**chosen)

@@ -5,9 +5,8 @@ The server stores nothing, so every request must bring its whole conversation.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
-
-import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import NamedTool, StructuredOutputs
@@ -16,13 +15,7 @@ from lmi_server.dialects import constraints, fields
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.openai import messages as chats
-from lmi_server.dialects.openai.request import (
-    SHARED_FIELDS,
-    UNSUPPORTED,
-    envelope_of,
-    generation_request,
-    read,
-)
+from lmi_server.dialects.openai.request import SHARED_FIELDS, UNSUPPORTED, read
 from lmi_server.dialects.openai.responses_answer import RequestEcho, ResponseBody, ResponseStream
 
 _STORED = fields.off("send the whole conversation as input: responses are not stored")
@@ -188,39 +181,23 @@ _ECHOED = ("tools", "tool_choice", "metadata", "text", "reasoning")  # the answe
 
 def parse_response(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
     """Parse a body of /v1/responses. Raises RequestError."""
-    values, warnings = read(request, body, RESPONSE_FIELDS, served)
-    instructions = values.pop("instructions", None)
-    messages = _messages(values, instructions, served)
-    envelope = envelope_of("resp", values, served)
-    stream = values.pop("stream", False)
-    _check_truncation(values.pop("truncation", "disabled"))
-    _set_alternatives(values)
-    echo = RequestEcho(
-        {name: body[name] for name in _ECHOED if body.get(name)},
-        instructions,
-        values.get("max_output_tokens"),
-        values.get("logprobs"),
-    )
-    values.pop("metadata", None)
-    chat, tools = chats.chat_options(values), values.pop("tools", None)
-    generation = msgspec.structs.replace(
-        generation_request(request, envelope, values, values.pop("max_output_tokens", None), served),
-        messages=messages,
-        tools=tools,
-        chat=chat,
-        stream=stream,
-        add_special_tokens=False,
-    )
-    kind = ResponseStream if stream else ResponseBody
-    return kind(generation, envelope, warnings, echo)
+    asked = read(request, body, RESPONSE_FIELDS, served, "resp")
+    values = asked.values
+    messages = _messages(values, served)
+    _check_truncation(values.get("truncation", "disabled"))
+    alternatives, max_tokens = _alternatives(values), values.get("max_output_tokens")
+    generation = chats.chat_request(request, asked, messages, served, max_tokens, logprobs=alternatives)
+    repeated = {name: body[name] for name in _ECHOED if body.get(name)}
+    echo = RequestEcho(repeated, values.get("instructions"), max_tokens, alternatives)
+    return (ResponseStream if asked.stream else ResponseBody)(generation, asked.envelope, asked.warnings, echo)
 
 
-def _messages(values: dict[str, Any], instructions: str | None, served: ServedModel) -> list[dict[str, Any]]:
-    messages = values.pop("messages", None)
-    if messages is None:
+def _messages(values: Mapping[str, Any], served: ServedModel) -> list[dict[str, Any]]:
+    if "messages" not in values:
         raise RequestError("input is missing; send a string, or a list of messages")
-    if instructions is not None:
-        messages = [{"role": "system", "content": instructions}, *messages]
+    messages: list[dict[str, Any]] = values["messages"]
+    if "instructions" in values:
+        messages = [{"role": "system", "content": values["instructions"]}, *messages]
     return chats.for_model(messages, served)
 
 
@@ -229,8 +206,7 @@ def _check_truncation(truncation: str) -> None:
         raise fields.not_allowed("truncation", truncation, "send disabled: a prompt that does not fit is refused")
 
 
-def _set_alternatives(values: dict[str, Any]) -> None:
-    """Turn `top_logprobs` and `include` into the number of alternatives; either of them asks for log probabilities."""
-    top, include = values.pop("top_logprobs", None), values.pop("include", ())
-    if top is not None or _LOGPROBS in include:
-        values["logprobs"] = top or 0
+def _alternatives(values: Mapping[str, Any]) -> int | None:
+    """Return the number of alternatives; either of `top_logprobs` and `include` asks for log probabilities."""
+    top: int | None = values.get("top_logprobs")
+    return top or 0 if top is not None or _LOGPROBS in values.get("include", ()) else None

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import Delta, GenerationRequest, Token, ToolCallDelta
 from lmi_server.dialects.base import Exchange
-from lmi_server.dialects.errors import error_event
-from lmi_server.dialects.framing import SSE, encode
+from lmi_server.dialects.framing import SSE, encode, named_event
 from lmi_server.dialects.openai.answer import finite
 from lmi_server.dialects.openai.request import Envelope
 from lmi_server.dialects.routes import RESPONSES
@@ -130,24 +128,19 @@ class _Output:
             part = {"type": "reasoning_text", "text": ""}
             value = {"id": self._next_id("rs"), "type": kind, "summary": [], "content": []}
             events = "reasoning_text"
-        return self._begin(_TextItem(self._added(value), part, events, len(self.items) - 1, self._emit))
+        return self._begin(_TextItem(self._append(value), part, events, len(self.items) - 1, self._emit))
 
     def _take_call(self, call: ToolCallDelta) -> None:
         if not isinstance(self._open, _CallItem) or call.index != self._call_index:
-            value = {
-                "id": self._next_id("fc"),
-                "type": "function_call",
-                "call_id": call.id or "",
-                "name": call.name or "",
-            }
-            value["arguments"] = ""
+            value = {"id": self._next_id("fc"), "type": "function_call", "call_id": call.id or ""}
+            value |= {"name": call.name or "", "arguments": ""}
             self._call_index = call.index
-            self._begin(_CallItem(self._added(value), len(self.items) - 1, self._emit))
+            self._begin(_CallItem(self._append(value), len(self.items) - 1, self._emit))
         assert isinstance(self._open, _CallItem)
         if call.arguments:
             self._open.add(call.arguments)
 
-    def _added(self, value: dict[str, Any]) -> dict[str, Any]:
+    def _append(self, value: dict[str, Any]) -> dict[str, Any]:
         self._close("completed")
         value["status"] = "in_progress"
         self.items.append(value)
@@ -185,6 +178,8 @@ class _Output:
 class _Response(Exchange):
     """What whole answers and streams share."""
 
+    error_route = RESPONSES
+
     def __init__(
         self, request: GenerationRequest, envelope: Envelope, warnings: tuple[str, ...], echo: RequestEcho
     ) -> None:
@@ -205,12 +200,12 @@ class _Response(Exchange):
         self._output.add(delta)
         if delta.finish_reason is not None:
             self._last = delta
+        return self._flush()
+
+    def _flush(self) -> bytes:
         data = b"".join(self._events)
         self._events.clear()
         return data
-
-    def error_chunk(self, error: LmiServerError) -> bytes:
-        return error_event(RESPONSES, self.content_type, error)
 
     def _object(self) -> dict[str, Any]:
         """Return the response object in its current state."""
@@ -273,16 +268,13 @@ class ResponseStream(_Response):
     content_type = SSE.content_type
 
     def _emit(self, kind: str, event: dict[str, Any]) -> None:
-        numbered = {"type": kind, "sequence_number": self._count, **event}
+        self._events.append(named_event(kind, {"type": kind, "sequence_number": self._count, **event}))
         self._count += 1
-        self._events.append(b"event: " + kind.encode() + b"\n" + SSE.frame(numbered))
 
     def first(self) -> bytes:
         for kind in ("response.created", "response.in_progress"):
             self._emit(kind, {"response": self._object()})
-        data = b"".join(self._events)
-        self._events.clear()
-        return data
+        return self._flush()
 
     def last(self) -> bytes:
         response = self._object()

@@ -200,7 +200,7 @@ def answer(
         chat=ChatOptions(tool_choice="auto", **chat),
         stream=stream,
     )
-    form = AnswerFormat.of(tools and TOOL_FORMATS[tools], reasoning and REASONING_FORMATS[reasoning])  # type: ignore[arg-type]
+    form = AnswerFormat.from_formats(tools and TOOL_FORMATS[tools], reasoning and REASONING_FORMATS[reasoning])  # type: ignore[arg-type]
     parser = AnswerParser(form, request, hides_special=True)
     deltas = [Delta(piece, (Token(1, piece),), prompt_text=None if at else prompt) for at, piece in enumerate(pieces)]
     if cut is not None:
