@@ -20,9 +20,9 @@ from frontend.observability.server_log import LogTail
 from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.contract.sendable import json_bytes
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.pool.engine_metrics import summed_gauges
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.serving.worker_metrics import summed_gauges
 
 _INTERVAL_S = 0.8  # so that a page shows within a second what has happened, with some time for the way
 _QUIET_INTERVAL_S = 4.0  # without a page

@@ -12,7 +12,7 @@ from frontend.observability.request_record import FAILED, RequestRecord
 from frontend.observability.tracing import RequestTrace, Tracing, trace_id_in
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.protocol import CANCELLED, Error
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
 from lmi_server.supervisor.job import Job
 
 _PROMPT_BYTES = 8192  # of a body, in the access log

@@ -20,7 +20,7 @@ from lmi_server.machine.inventory import Machine
 from lmi_server.ray.deployments.deployment import Deployment, plain
 from lmi_server.ray.deployments.model_files import deployments, inspect_deployments
 from lmi_server.ray.serve_config import serve_config
-from lmi_server.serving.model_store import Startup, startup_sources
+from lmi_server.serving.models.model_store import Startup, startup_sources
 
 pytest.importorskip("yaml")
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from frontend.observability.request_record import CLIENT_GONE
 from lmi_server.contract.errors import ConfigurationError, HandlerError, LmiServerError, RequestError, ServingError
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 
 # Upper bounds of buckets, in seconds: from a cached embedding to a long generation.
 _DURATIONS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)

@@ -19,11 +19,11 @@ from frontend.observability.metrics.model_metrics import ModelMetrics
 from frontend.observability.metrics.recorded import HOST
 from lmi_server.contract.histogram import Histogram
 from lmi_server.processes.tree import tree_resident_bytes
-from lmi_server.serving.models import Model
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.reload import ReloadStatus
+from lmi_server.serving.pool.engine_metrics import summed_gauges
+from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.serving.reload import ReloadStatus
-from lmi_server.serving.worker_metrics import summed_gauges
 
 _MODEL = ("model",)
 _ADAPTER = ("model", "adapter")

@@ -1,6 +1,6 @@
 """The request router of a model's deployment: it hears from Ray which replicas run, and tells the ingress.
 
-Requests go from the front end to a replica without Ray, and `lmi_server.serving.dispatcher` chooses the replica. Calls
+Requests go from the front end to a replica without Ray, and `lmi_server.serving.dispatch.dispatcher` chooses the replica. Calls
 by a handle, which are rare, go to any replica.
 """
 
