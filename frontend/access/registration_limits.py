@@ -37,7 +37,7 @@ from lmi_server.configuration.server_settings import ServerSettings, server_home
 from lmi_server.contract.errors import PermissionDeniedError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.environment import is_multi_model
-from lmi_server.serving.adapters import adapter_base
+from lmi_server.serving.adapters.adapters import adapter_base
 from lmi_server.serving.model_store import ModelSource
 
 _PLAIN = re.compile(r"[+-]?\d{1,20}(\.\d{1,20})?|true|false", re.IGNORECASE | re.ASCII)

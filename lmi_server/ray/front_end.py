@@ -40,8 +40,8 @@ from lmi_server.contract.protocol import (
     Submit,
     ToWorker,
 )
-from lmi_server.serving.adapter_store import OnDemand
-from lmi_server.serving.adapters import RegisteredAdapter
+from lmi_server.serving.adapters.adapter_store import OnDemand
+from lmi_server.serving.adapters.adapters import RegisteredAdapter
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.supervisor.job import Job, ReplySlot
 

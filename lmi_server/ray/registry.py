@@ -21,8 +21,8 @@ from lmi_server.contract.errors import BadParameterError, ModelNotReadyError
 from lmi_server.contract.protocol import Adapter, Load
 from lmi_server.ray.messages import Described, FromFrontEnd, Listening, Models, Replicas, Wanted, line
 from lmi_server.ray.remote_replicas import ClusterPool
-from lmi_server.serving.adapter_store import LoadedElsewhere
-from lmi_server.serving.adapters import RegisteredAdapter
+from lmi_server.serving.adapters.adapter_store import LoadedElsewhere
+from lmi_server.serving.adapters.adapters import RegisteredAdapter
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool

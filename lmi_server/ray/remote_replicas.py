@@ -11,7 +11,7 @@ from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import MetricSink
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.ray.messages import Replicas as Announced
-from lmi_server.serving.adapters import RegisteredAdapter
+from lmi_server.serving.adapters.adapters import RegisteredAdapter
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.supervisor.remote import RemotePlace

@@ -10,7 +10,7 @@ import msgspec
 
 from lmi_server.contract.protocol import Load
 from lmi_server.machine.devices import DeviceSet
-from lmi_server.serving.adapters import RegisteredAdapter
+from lmi_server.serving.adapters.adapters import RegisteredAdapter
 from lmi_server.supervisor.worker_process import MpiLauncher
 
 

@@ -14,8 +14,8 @@ import pytest
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.contract.errors import DeadlineError, ModelNotFoundError, ModelNotReadyError, QueueFullError
 from lmi_server.contract.protocol import ADAPTER_HEADER, AddAdapter, Command, Input, RemoveAdapter
-from lmi_server.serving.adapter_store import AdapterStore, fetch_from_store, hold_in_time
-from lmi_server.serving.adapters import Adapters
+from lmi_server.serving.adapters.adapter_store import AdapterStore, fetch_from_store, hold_in_time
+from lmi_server.serving.adapters.adapters import Adapters
 from lmi_server.supervisor.job import Deadline
 
 

@@ -11,7 +11,7 @@ import pytest
 from artifact_helpers import BUCKET, s3_server
 
 from lmi_server.artifacts.fetch import artifact_settings
-from lmi_server.serving.store_listing import StoreListing
+from lmi_server.serving.adapters.store_listing import StoreListing
 
 
 def listed(store: str, model_dir: Path, variables: dict[str, str] | None = None) -> Sequence[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lmi_server.artifacts.fetch import ArtifactSettings, fetched_folders
 from lmi_server.contract.errors import ArtifactError
-from lmi_server.serving.adapter_store import S3, is_adapter_name
+from lmi_server.serving.adapters.adapter_store import S3, is_adapter_name
 
 logger = logging.getLogger(__name__)
 

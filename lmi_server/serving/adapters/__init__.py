@@ -1,0 +1,1 @@
+"""The LoRA adapters of one model: registered with its workers, loaded on demand, and listed from their store."""
