@@ -2,7 +2,7 @@
 
     python -m benchmarks.ray_simulation [--replicas 1000] [--minutes 10] [--front-ends 4]
 
-Needs the extra `ray` and no cluster. Requests are given to `lmi_server.serving.dispatcher.Dispatcher` (sessions,
+Needs the extra `ray` and no cluster. Requests are given to `lmi_server.serving.dispatch.dispatcher.Dispatcher` (sessions,
 prefixes, the cap of the queue), one per front end, whose workers are simulated. How many replicas there are decides
 `lmi_server.ray.autoscaling.desired_replicas` under Ray's own factors and delays. Times in the table with "us" or "ms"
 are processor time of the real code, all others are virtual.
@@ -40,9 +40,9 @@ from lmi_server.contract.protocol import Input, Load, Message, Reply, Stats, Sub
 from lmi_server.ray.autoscaling import ONGOING, desired_replicas
 from lmi_server.ray.deployment import ONGOING_SHARE
 from lmi_server.ray.messages import Models, Replicas, line
-from lmi_server.serving.dispatcher import Dispatcher
+from lmi_server.serving.dispatch.dispatcher import Dispatcher
+from lmi_server.serving.dispatch.roster import WorkerRoster
 from lmi_server.serving.pool_settings import PoolSettings
-from lmi_server.serving.roster import WorkerRoster
 from lmi_server.supervisor.launch import WorkerLaunch
 from lmi_server.supervisor.remote import RemotePlace
 from lmi_server.supervisor.worker_process import WorkerProcess

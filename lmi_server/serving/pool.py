@@ -28,10 +28,10 @@ from lmi_server.machine.devices import DeviceSet
 from lmi_server.serving.adapters.adapter_store import OnDemand, hold_in_time
 from lmi_server.serving.adapters.adapters import Adapters, RegisteredAdapter
 from lmi_server.serving.adapters.store_listing import StoreListing
-from lmi_server.serving.dispatcher import Dispatcher
+from lmi_server.serving.dispatch.dispatcher import Dispatcher
+from lmi_server.serving.dispatch.roster import WorkerRoster
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
 from lmi_server.serving.progress_watch import ProgressWatch
-from lmi_server.serving.roster import WorkerRoster
 from lmi_server.serving.scaling import WorkerScaling
 from lmi_server.serving.worker_metrics import engine_metrics, worker_gauges
 from lmi_server.supervisor.job import Deadline, Job, ReplySlot

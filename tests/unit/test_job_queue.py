@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_server.contract.errors import QueueFullError
-from lmi_server.serving.job_queue import JobQueue
+from lmi_server.serving.dispatch.job_queue import JobQueue
 
 
 @dataclass

@@ -4,7 +4,7 @@ import pytest
 
 from lmi_server.contract.errors import QuarantinedError
 from lmi_server.contract.protocol import Input
-from lmi_server.serving.quarantine import Quarantine, fingerprint
+from lmi_server.serving.dispatch.quarantine import Quarantine, fingerprint
 
 
 def request(body: bytes, **headers: str) -> Input:

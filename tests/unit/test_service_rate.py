@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmi_server.serving.service_rate import ServiceRate, retry_after
+from lmi_server.serving.dispatch.service_rate import ServiceRate, retry_after
 
 
 def saturated(places: int, service_s: float, generations: int, begin: float = 0.0) -> ServiceRate:

@@ -46,15 +46,15 @@ from lmi_server.contract.protocol import (
     Input,
     Reply,
 )
-from lmi_server.serving.adapter_affinity import AdapterAffinity
-from lmi_server.serving.batch_forming import BatchForming
-from lmi_server.serving.job_queue import JobQueue
+from lmi_server.serving.dispatch.adapter_affinity import AdapterAffinity
+from lmi_server.serving.dispatch.batch_forming import BatchForming
+from lmi_server.serving.dispatch.job_queue import JobQueue
+from lmi_server.serving.dispatch.prefix_affinity import PrefixAffinity
+from lmi_server.serving.dispatch.quarantine import Quarantine, fingerprint
+from lmi_server.serving.dispatch.roster import WorkerRoster
+from lmi_server.serving.dispatch.service_rate import ServiceRate, retry_after
+from lmi_server.serving.dispatch.sticky_sessions import StickySessions
 from lmi_server.serving.pool_settings import PoolSettings
-from lmi_server.serving.prefix_affinity import PrefixAffinity
-from lmi_server.serving.quarantine import Quarantine, fingerprint
-from lmi_server.serving.roster import WorkerRoster
-from lmi_server.serving.service_rate import ServiceRate, retry_after
-from lmi_server.serving.sticky_sessions import StickySessions
 from lmi_server.supervisor.job import Deadline, Job, ReplySlot
 from lmi_server.supervisor.worker_process import WorkerProcess
 from lmi_server.supervisor.worker_requests import WorkerRequests

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lmi_server.serving.job_queue import JobQueue
+from lmi_server.serving.dispatch.job_queue import JobQueue
 from lmi_server.supervisor.job import Job
 
 if TYPE_CHECKING:
