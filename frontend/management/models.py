@@ -24,7 +24,7 @@ from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS, masked_url
 from lmi_server.serving.model_store import ModelSource, name_of, named_by_file
 from lmi_server.serving.models import Endpoint, Model
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.registry import ModelRegistry
 from lmi_server.supervisor.replicas import Replicas

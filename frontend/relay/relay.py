@@ -51,7 +51,7 @@ from lmi_server.dialects.errors import error_event, error_reply
 from lmi_server.dialects.forms import form_fields, is_form, split_pairs
 from lmi_server.dialects.routes import ANTHROPIC_ROUTES, MODEL_IN_BODY, PREDICTIONS, TGI, means_any_model
 from lmi_server.serving.models import Model
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.registry import ModelRegistry
 from lmi_server.supervisor.job import Deadline, Job
 

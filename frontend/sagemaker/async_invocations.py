@@ -29,7 +29,7 @@ from lmi_server.contract.errors import LmiServerError, ModelNotReadyError, NoRoo
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
 from lmi_server.dialects.errors import error_reply
-from lmi_server.serving.pool import SHUTTING_DOWN
+from lmi_server.serving.pool.worker_pool import SHUTTING_DOWN
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from lmi_server.contract.protocol import (
 )
 from lmi_server.serving.adapters.adapter_store import OnDemand
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.supervisor.job import Job, ReplySlot
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from lmi_server.serving.adapters.adapter_store import LoadedElsewhere
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.models import Model
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
 from lmi_server.serving.registry import ModelRegistry
 

@@ -12,7 +12,7 @@ from lmi_server.contract.metrics import MetricSink
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.ray.messages import Replicas as Announced
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.supervisor.remote import RemotePlace
 from lmi_server.supervisor.replicas import Backoff, LoadPlan, Owner, Replicas

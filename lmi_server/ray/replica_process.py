@@ -26,7 +26,7 @@ from lmi_server.ray.front_end import FrontEnd
 from lmi_server.ray.messages import Described, FromReplica, NotServing, Ongoing, Serving, Start, line
 from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.models import Model
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.registry import ModelRegistry
 from lmi_server.supervisor.orphans import Orphans
 from lmi_server.supervisor.remote import TOKEN_BYTES, RemotePlace

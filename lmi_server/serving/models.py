@@ -14,7 +14,7 @@ from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, Model
 from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.file_state import FileState
 from lmi_server.serving.model_store import ModelSource
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.reload import Reload, ReloadStatus
 

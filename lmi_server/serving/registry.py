@@ -42,7 +42,7 @@ from lmi_server.serving.model_memory import memory_shortage
 from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.serving.models import Endpoint, Model
 from lmi_server.serving.plan_pool import plan_pool, refuse_adapters_without_lora
-from lmi_server.serving.pool import SHUTTING_DOWN, WORKER_STOP_S, WorkerPool
+from lmi_server.serving.pool.worker_pool import SHUTTING_DOWN, WORKER_STOP_S, WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.reload import Reload, configuration_state
 from lmi_server.supervisor.log import LEVELS

@@ -175,7 +175,11 @@ def test_a_log_in_json_is_json_from_the_first_line(tmp_path: Path) -> None:
     assert {line["log"] for line in lines} == {"server"}
     assert [line for line in lines if "no_such_setting" in line["message"]]
     ready = next(line for line in lines if line["message"].startswith("ready: process"))
-    assert (ready["model"], ready["worker"], ready["logger"]) == ("model", "model-0", "lmi_server.serving.pool")
+    assert (ready["model"], ready["worker"], ready["logger"]) == (
+        "model",
+        "model-0",
+        "lmi_server.serving.pool.worker_pool",
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from forked_servers import forked_workers
 from relay_helpers import HANDLERS, on_loop, pool_settings
 
 from lmi_server.contract.protocol import End, Error, Input, Load, Reply
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.supervisor.job import Job
 

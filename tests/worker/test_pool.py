@@ -27,7 +27,7 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.protocol import End, Error, Input, Reply
 from lmi_server.machine.devices import plan_devices
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.supervisor.job import Deadline, Job
 from lmi_server.supervisor.replicas import Backoff, CrashLoopDetector

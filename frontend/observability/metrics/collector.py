@@ -29,7 +29,7 @@ from frontend.observability.metrics.vllm import vllm_families
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.metrics import Metric
 from lmi_server.serving.models import Model
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 
 PLAIN = "text/plain"
 """What a scraper accepts that says nothing else: Prometheus' text format."""

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric as Family
 from frontend.observability.metrics.families import Labels, counter, gauge, histogram
 from lmi_server.machine.process_tree import tree_resident_bytes
 from lmi_server.serving.models import Model
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.serving.reload import ReloadStatus
 

@@ -12,7 +12,7 @@ from prometheus_client.core import Metric as Family
 
 from frontend.observability.metrics.families import counter, gauge, histogram
 from frontend.observability.metrics.model_metrics import ModelMetrics
-from lmi_server.serving.pool import WorkerPool
+from lmi_server.serving.pool.worker_pool import WorkerPool
 
 # What vLLM calls the end of a request.
 _REASONS = {"eos_token": "stop", "stop_sequence": "stop", "length": "length", "cancelled": "abort", "error": "error"}

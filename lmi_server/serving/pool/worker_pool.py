@@ -30,10 +30,10 @@ from lmi_server.serving.adapters.adapters import Adapters, RegisteredAdapter
 from lmi_server.serving.adapters.store_listing import StoreListing
 from lmi_server.serving.dispatch.dispatcher import Dispatcher
 from lmi_server.serving.dispatch.roster import WorkerRoster
+from lmi_server.serving.pool.progress_watch import ProgressWatch
+from lmi_server.serving.pool.scaling import WorkerScaling
+from lmi_server.serving.pool.worker_metrics import engine_metrics, worker_gauges
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
-from lmi_server.serving.progress_watch import ProgressWatch
-from lmi_server.serving.scaling import WorkerScaling
-from lmi_server.serving.worker_metrics import engine_metrics, worker_gauges
 from lmi_server.supervisor.job import Deadline, Job, ReplySlot
 from lmi_server.supervisor.remote import RemotePlace
 from lmi_server.supervisor.replicas import CrashLoopDetector, LoadPlan, Replicas, ReplicaSet
