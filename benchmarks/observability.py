@@ -41,8 +41,8 @@ from frontend.observability.request_reports import RequestReports
 from frontend.observability.traces import spans, tracing
 from frontend.relay.relay import Relay
 from lmi_server.configuration.server_settings import ServerSettings, resolve_server
-from lmi_server.serving.model_store import ModelSource
-from lmi_server.serving.registry import ModelRegistry
+from lmi_server.serving.models.model_store import ModelSource
+from lmi_server.serving.models.registry import ModelRegistry
 
 CONNECTIONS, TOKENS = 64, 4
 SCRAPE = b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: application/openmetrics-text;version=1.0.0\r\n\r\n"

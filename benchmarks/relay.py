@@ -71,7 +71,7 @@ def serve_bare(port: int) -> None:
 def serve_relay(directory: Path, port: int) -> None:
     from frontend.server import run
     from lmi_server.configuration.server_settings import resolve_server
-    from lmi_server.serving.model_store import ModelSource
+    from lmi_server.serving.models.model_store import ModelSource
 
     settings, _ = resolve_server({}, {"port": port, "log_level": "warning"})
     sys.exit(run([ModelSource(str(directory), "echo")], settings, {}))

@@ -37,9 +37,9 @@ from lmi_server.contract.errors import BadParameterError, LmiServerError, RouteN
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
 from lmi_server.dialects.forms import MAX_FIELDS, too_many_fields
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.serving.registry import ModelRegistry
 
 _EXACT = {
     "/invocations": routes.INVOCATIONS,

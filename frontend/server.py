@@ -51,10 +51,10 @@ from lmi_server.machine.descriptors import open_standard_files
 from lmi_server.machine.environment import process_environment, without_secrets_of_server
 from lmi_server.machine.hidden_variables import keep_memory_private, parents_with_secrets
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
-from lmi_server.serving.fetch_model import Inspect
-from lmi_server.serving.model_store import ModelSource
-from lmi_server.serving.models import Model
-from lmi_server.serving.registry import ModelRegistry
+from lmi_server.serving.models.fetch_model import Inspect
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.model_store import ModelSource
+from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.supervisor.orphans import Orphans, kill_left
 
 logger = logging.getLogger(__name__)

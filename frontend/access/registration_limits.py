@@ -38,7 +38,7 @@ from lmi_server.contract.errors import PermissionDeniedError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.environment import is_multi_model
 from lmi_server.serving.adapters.adapters import adapter_base
-from lmi_server.serving.model_store import ModelSource
+from lmi_server.serving.models.model_store import ModelSource
 
 _PLAIN = re.compile(r"[+-]?\d{1,20}(\.\d{1,20})?|true|false", re.IGNORECASE | re.ASCII)
 _KEY = re.compile(r"[\w.-]{1,100}", re.ASCII)

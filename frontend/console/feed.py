@@ -20,7 +20,7 @@ from frontend.observability.server_log import LogTail
 from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.contract.sendable import json_bytes
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
 from lmi_server.serving.pool_settings import ModelStatus
 
 _INTERVAL_S = 0.8  # so that a page shows within a second what has happened, with some time for the way

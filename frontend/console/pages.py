@@ -30,8 +30,8 @@ from lmi_server.explain.explanation import explain_values, memory_of_running
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.machine.process_tree import tree_resident_bytes
-from lmi_server.serving.models import Model
-from lmi_server.serving.registry import ModelRegistry
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.registry import ModelRegistry
 
 PAGE = "/console"
 CHAT = "/console/chat/completions"

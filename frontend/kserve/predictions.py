@@ -19,9 +19,9 @@ from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.contract.errors import MethodNotAllowedError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.serving.registry import ModelRegistry
 
 MODELS = "/v2/models/"
 _ACTIONS = {

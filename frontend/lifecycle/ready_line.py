@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from frontend.console.pages import PAGE
 from frontend.http.listeners import Listener
 from lmi_server.configuration.server_settings import UNIX, ServerSettings
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
 from lmi_server.serving.pool_settings import ModelStatus
 
 

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool.worker_pool import SHUTTING_DOWN, WORKER_STOP_S
-from lmi_server.serving.registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from lmi_server.contract.protocol import Adapter
 from lmi_server.contract.secrets import masked_url
 from lmi_server.dialects.adapters import ALIAS_HEADER
 from lmi_server.serving.adapters.adapters import Adapters, RegisteredAdapter, fetch_adapter
-from lmi_server.serving.models import Model
-from lmi_server.serving.registry import ModelRegistry
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from frontend.access.registration_limits import RegistrationLimits, leads_up
 from frontend.management.models import model_source
 from lmi_server.contract.errors import ModelNotFoundError
 from lmi_server.contract.quoting import excerpt
-from lmi_server.serving.models import Model
-from lmi_server.serving.registry import ModelRegistry
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.registry import ModelRegistry
 
 # LMI's names in requests, and the parameters of a registration that they stand for.
 _PARAMETERS = {

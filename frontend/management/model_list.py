@@ -16,9 +16,9 @@ from frontend.http.responses import error_response, json_response
 from lmi_server.contract.errors import BadParameterError, ModelNotFoundError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects.routes import MESSAGES
-from lmi_server.serving.models import Endpoint, Model
+from lmi_server.serving.models.model import Endpoint, Model
+from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.serving.registry import ModelRegistry
 
 _ABLE = (ModelStatus.HEALTHY, ModelStatus.UNHEALTHY)  # the workers of the latter are started again
 _ANTHROPIC = "anthropic-version"  # the header that Anthropic's clients send with every request

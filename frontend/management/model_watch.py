@@ -9,9 +9,9 @@ from pathlib import Path
 
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.machine.file_state import FileState
-from lmi_server.serving.models import Model
-from lmi_server.serving.registry import ModelRegistry
-from lmi_server.serving.reload import configuration_state
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.registry import ModelRegistry
+from lmi_server.serving.models.reload import configuration_state
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
 from lmi_server.contract.quoting import excerpt
 from lmi_server.contract.secrets import SECRETS, masked_url
-from lmi_server.serving.model_store import ModelSource, name_of, named_by_file
-from lmi_server.serving.models import Endpoint, Model
+from lmi_server.serving.models.model import Endpoint, Model
+from lmi_server.serving.models.model_store import ModelSource, name_of, named_by_file
+from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.serving.registry import ModelRegistry
 from lmi_server.supervisor.replicas import Replicas
 
 _UNCHANGED = -1

@@ -24,7 +24,7 @@ from frontend.observability.traces.trace_context import RequestTrace, trace_id_o
 from frontend.observability.traces.tracing import Tracing
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.protocol import CANCELLED, Error
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
 from lmi_server.supervisor.job import Job
 
 _PROMPT_BYTES = 8192  # of a body, in the access log

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lmi_server.dialects.openai.request import unknown_model
 from lmi_server.dialects.routes import means_any_model
-from lmi_server.serving.models import Model
-from lmi_server.serving.registry import ModelRegistry
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.registry import ModelRegistry
 
 
 def refuse_unknown(models: ModelRegistry, model: Model, name: str) -> None:

@@ -50,9 +50,9 @@ from lmi_server.dialects.adapters import naming_adapter
 from lmi_server.dialects.errors import error_event, error_reply
 from lmi_server.dialects.forms import form_fields, is_form, split_pairs
 from lmi_server.dialects.routes import ANTHROPIC_ROUTES, MODEL_IN_BODY, PREDICTIONS, TGI, means_any_model
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool.worker_pool import WorkerPool
-from lmi_server.serving.registry import ModelRegistry
 from lmi_server.supervisor.job import Deadline, Job
 
 logger = logging.getLogger(__name__)

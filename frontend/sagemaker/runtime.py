@@ -28,7 +28,7 @@ from lmi_server.contract.errors import (
     QueueFullError,
 )
 from lmi_server.dialects import routes
-from lmi_server.serving.registry import ModelRegistry
+from lmi_server.serving.models.registry import ModelRegistry
 
 Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]

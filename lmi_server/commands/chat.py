@@ -24,7 +24,7 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.whole_files import write_text
-from lmi_server.serving.model_store import name_of
+from lmi_server.serving.models.model_store import name_of
 from lmi_server.tune.server import LoadFailedError, trial_server
 
 _URL = re.compile(r"https?://.*|(\[[\da-fA-F:.]+\]|[\w.-]+):\d+(/.*)?", re.ASCII)

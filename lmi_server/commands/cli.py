@@ -47,7 +47,7 @@ from lmi_server.machine.environment import is_multi_model, log_format, log_strea
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.ray.recommendation import CONTEXT, DEGREES, Goal, find_accelerator, find_model, own_accelerator
 from lmi_server.ray.recommendation import recommend as recommend_settings
-from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startup_sources
+from lmi_server.serving.models.model_store import ModelSource, Startup, is_spec, startup_sources
 
 app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 app.add_typer(ray.app)

@@ -14,8 +14,8 @@ from lmi_server.artifacts.progress import shown_progress
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 from lmi_server.machine.inventory import Machine
-from lmi_server.serving.fetch_model import fetch_directory
-from lmi_server.serving.model_store import ModelSource, is_spec, named_source
+from lmi_server.serving.models.fetch_model import fetch_directory
+from lmi_server.serving.models.model_store import ModelSource, is_spec, named_source
 
 
 def local_model(argument: str, environment: Mapping[str, str]) -> ModelSource:

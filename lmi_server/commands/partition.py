@@ -21,8 +21,8 @@ from lmi_server.configuration.model_layers import SERVING_PROPERTIES
 from lmi_server.configuration.properties import decode_properties, edited_properties
 from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.serving.model_store import ModelSource
-from lmi_server.serving.registry import ModelRegistry
+from lmi_server.serving.models.model_store import ModelSource
+from lmi_server.serving.models.registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 

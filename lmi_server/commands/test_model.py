@@ -16,8 +16,8 @@ from lmi_server.contract.errors import ConfigurationError, LmiServerError, error
 from lmi_server.contract.protocol import End, Error, Input, Reply
 from lmi_server.dialects.errors import error_reply
 from lmi_server.dialects.routes import INVOCATIONS
-from lmi_server.serving.model_store import ModelSource
-from lmi_server.serving.registry import ModelRegistry
+from lmi_server.serving.models.model_store import ModelSource
+from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.supervisor.job import Job
 
 

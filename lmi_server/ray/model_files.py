@@ -31,7 +31,7 @@ from lmi_server.ray.deployment import (
     in_bundles,
     with_workers,
 )
-from lmi_server.serving.model_store import discover, is_one_model
+from lmi_server.serving.models.model_store import discover, is_one_model
 
 _AUTO_REPLICAS = 100  # most replicas of num_replicas: auto, as in Ray Serve
 _ACCELERATOR = "accelerator_type:"

@@ -23,11 +23,11 @@ from lmi_server.ray.messages import Described, FromFrontEnd, Listening, Models, 
 from lmi_server.ray.remote_replicas import ClusterPool
 from lmi_server.serving.adapters.adapter_store import LoadedElsewhere
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
-from lmi_server.serving.model_store import ModelSource
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.model_store import ModelSource
+from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
-from lmi_server.serving.registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 

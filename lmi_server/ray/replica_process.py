@@ -24,10 +24,10 @@ from lmi_server.contract.link import Arrival, FrontendLink
 from lmi_server.machine.environment import process_environment
 from lmi_server.ray.front_end import FrontEnd
 from lmi_server.ray.messages import Described, FromReplica, NotServing, Ongoing, Serving, Start, line
-from lmi_server.serving.model_store import ModelSource
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.model_store import ModelSource
+from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool.worker_pool import WorkerPool
-from lmi_server.serving.registry import ModelRegistry
 from lmi_server.supervisor.orphans import Orphans
 from lmi_server.supervisor.remote import TOKEN_BYTES, RemotePlace
 

@@ -32,7 +32,7 @@ from lmi_server.artifacts.progress import Progress
 from lmi_server.artifacts.unpacking.limits import ArchiveLimits
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 from lmi_server.ray.model_files import deployments
-from lmi_server.serving.fetch_model import fetch_model
+from lmi_server.serving.models.fetch_model import fetch_model
 
 BROKEN_INDEX = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:1/simple"}
 

@@ -17,7 +17,7 @@ from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.commands.partition import _other_files, partition
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import ConfigurationError, ModelLoadError
-from lmi_server.serving.model_store import named_source
+from lmi_server.serving.models.model_store import named_source
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from lmi_server.configuration.model_file.application import models_of
 from lmi_server.configuration.model_file.read import ModelFile, read_model_file
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.ray.model_files import deployments
-from lmi_server.serving.model_store import Startup, startup_sources
+from lmi_server.serving.models.model_store import Startup, startup_sources
 
 pytest.importorskip("yaml")
 

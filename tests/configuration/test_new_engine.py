@@ -18,8 +18,8 @@ from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.protocol import Input, Reply
 from lmi_server.explain.explanation import explain
 from lmi_server.machine.inventory import Machine
-from lmi_server.serving.model_store import ModelSource
-from lmi_server.serving.registry import ModelRegistry
+from lmi_server.serving.models.model_store import ModelSource
+from lmi_server.serving.models.registry import ModelRegistry
 
 OPTIONS = """
 from typing import Literal

@@ -14,7 +14,7 @@ SERVER = """
 import gc, http.client, os, signal, sys, threading, time
 from frontend.server import run
 from lmi_server.configuration.server_settings import resolve_server
-from lmi_server.serving.model_store import ModelSource
+from lmi_server.serving.models.model_store import ModelSource
 
 directory, port, path, body, ends = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5]
 

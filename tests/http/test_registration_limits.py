@@ -14,7 +14,7 @@ from server_helpers import Server, make_model, running
 from frontend.access.registration_limits import RegistrationLimits
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import PermissionDeniedError
-from lmi_server.serving.model_store import ModelSource
+from lmi_server.serving.models.model_store import ModelSource
 
 REMOTE = {"x-forwarded-for": "203.0.113.7"}
 FAR = {"client": ("203.0.113.7", 1), "server": ("10.0.0.1", 8080), "headers": []}

@@ -29,7 +29,7 @@ from frontend.server import run
 from lmi_server.commands.cli import app
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.configuration.server_settings import resolve_server
-from lmi_server.serving.model_store import Startup, startup_sources
+from lmi_server.serving.models.model_store import Startup, startup_sources
 
 
 def inspect(directory: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> Inspection:

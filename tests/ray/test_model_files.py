@@ -20,7 +20,7 @@ from lmi_server.machine.inventory import Machine
 from lmi_server.ray.deployment import Deployment
 from lmi_server.ray.model_files import deployments, described
 from lmi_server.ray.serve_config import plain, serve_config
-from lmi_server.serving.model_store import Startup, startup_sources
+from lmi_server.serving.models.model_store import Startup, startup_sources
 
 pytest.importorskip("yaml")
 

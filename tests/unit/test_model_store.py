@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.serving.model_store import (
+from lmi_server.serving.models.model_store import (
     ModelSource,
     Startup,
     discover,

@@ -28,7 +28,7 @@ from frontend.observability.metrics.request_families import request_families
 from frontend.observability.metrics.vllm import vllm_families
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.metrics import Metric
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
 from lmi_server.serving.pool.worker_pool import WorkerPool
 
 PLAIN = "text/plain"

@@ -17,7 +17,7 @@ from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.model_metrics import ModelMetrics
 from frontend.observability.server_log import WrittenLines
 from lmi_server.contract.histogram import Histogram, quantile
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
 
 _LOGGER = "emf"
 _INTERVAL_S = 60.0

@@ -14,10 +14,10 @@ from prometheus_client.core import Metric as Family
 
 from frontend.observability.metrics.families import Labels, counter, gauge, histogram
 from lmi_server.machine.process_tree import tree_resident_bytes
-from lmi_server.serving.models import Model
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.reload import ReloadStatus
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.serving.reload import ReloadStatus
 
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _MODEL = ("model",)

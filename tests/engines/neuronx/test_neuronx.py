@@ -33,7 +33,7 @@ from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, RequestError
 from lmi_server.contract.generation import Delta, GenerationRequest, SamplingParameters
 from lmi_server.explain.explanation import explain
-from lmi_server.serving.model_store import named_source
+from lmi_server.serving.models.model_store import named_source
 
 
 @pytest.fixture(scope="module", autouse=True)

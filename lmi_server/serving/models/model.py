@@ -13,10 +13,10 @@ from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.file_state import FileState
-from lmi_server.serving.model_store import ModelSource
+from lmi_server.serving.models.model_store import ModelSource
+from lmi_server.serving.models.reload import Reload, ReloadStatus
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.serving.reload import Reload, ReloadStatus
 
 
 class Model:

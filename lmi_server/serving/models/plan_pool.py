@@ -15,8 +15,8 @@ from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine
 from lmi_server.machine.mpi import NO_MPIRUN, find_mpirun
 from lmi_server.serving.adapters.adapters import RegisteredAdapter, adapters_in
-from lmi_server.serving.fetch_model import FetchedModel
-from lmi_server.serving.model_store import ModelSource
+from lmi_server.serving.models.fetch_model import FetchedModel
+from lmi_server.serving.models.model_store import ModelSource
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.supervisor.worker_process import MpiLauncher
 

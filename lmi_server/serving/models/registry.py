@@ -37,14 +37,14 @@ from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.environment import is_multi_model
 from lmi_server.serving.adapters.adapter_store import AdapterStore, fetch_from_store
 from lmi_server.serving.adapters.store_listing import StoreListing
-from lmi_server.serving.fetch_model import FetchedModel, Inspect, fetch_directory, fetch_model
-from lmi_server.serving.model_memory import memory_shortage
-from lmi_server.serving.model_store import HUB_VARIABLES, ModelSource
-from lmi_server.serving.models import Endpoint, Model
-from lmi_server.serving.plan_pool import plan_pool, refuse_adapters_without_lora
+from lmi_server.serving.models.fetch_model import FetchedModel, Inspect, fetch_directory, fetch_model
+from lmi_server.serving.models.model import Endpoint, Model
+from lmi_server.serving.models.model_memory import memory_shortage
+from lmi_server.serving.models.model_store import HUB_VARIABLES, ModelSource
+from lmi_server.serving.models.plan_pool import plan_pool, refuse_adapters_without_lora
+from lmi_server.serving.models.reload import Reload, configuration_state
 from lmi_server.serving.pool.worker_pool import SHUTTING_DOWN, WORKER_STOP_S, WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
-from lmi_server.serving.reload import Reload, configuration_state
 from lmi_server.supervisor.log import LEVELS
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The models of a server: found, registered, fetched, loaded, loaded again, chosen and unregistered."""
