@@ -2,8 +2,8 @@
 
     python -m benchmarks.ray_simulation [--replicas 1000] [--minutes 10] [--front-ends 4]
 
-Needs the extra `ray` and no cluster. Requests are given to `lmi_server.serving.dispatch.dispatcher.Dispatcher` (sessions,
-prefixes, the cap of the queue), one per front end, whose workers are simulated. How many replicas there are decides
+Needs the extra `ray` and no cluster. Requests are given to a `Dispatcher` of `lmi_server.serving` (sessions, prefixes,
+the cap of the queue), one per front end, whose workers are simulated. How many replicas there are decides
 `lmi_server.ray.autoscaling.desired_replicas` under Ray's own factors and delays. Times in the table with "us" or "ms"
 are processor time of the real code, all others are virtual.
 

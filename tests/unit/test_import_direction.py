@@ -41,7 +41,8 @@ MAY_IMPORT = {
     # Public names for code of one's own; nothing of this project imports them.
     **{name: {"contract"} for name in ("errors", "generation", "handler", "protocol")},
 }
-# The same for the folders inside the front end and the rolling batch. The modules beside them may import any folder.
+# The same for the folders inside the front end, the queue side and the rolling batch. The modules beside them may
+# import any folder.
 _HTTP = {"http"}
 _WATCHED = {*_HTTP, "access", "observability"}
 INSIDE_MAY_IMPORT = {
@@ -57,6 +58,12 @@ INSIDE_MAY_IMPORT = {
         "console": {*_WATCHED, "management", "relay"},
         "lifecycle": {*_HTTP, "console"},
         "ray": {"observability", "server"},
+    },
+    "lmi_server.serving": {
+        "adapters": set[str](),
+        "dispatch": {"pool_settings"},
+        "pool": {"adapters", "dispatch", "pool_settings"},
+        "models": {"adapters", "pool", "pool_settings"},
     },
     "handlers.rolling_batch": {
         "schedule": set[str](),
