@@ -1,0 +1,75 @@
+"""The way of an answer from the reply slot of its job to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from frontend.observability.metrics.lmi import CLIENT_GONE
+from frontend.relay.request import RelayedRequest
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.protocol import CANCELLED, End, Error, Head, Reply
+from lmi_server.dialects.errors import error_event, error_reply
+from lmi_server.supervisor.job import Job
+
+Statuses = Mapping[type[LmiServerError], int]
+
+
+async def relay_answer(request: RelayedRequest, job: Job, statuses: Statuses) -> int:
+    """Send the answer of `job` as it arrives; return its status."""
+    reply, response = job.reply, request.response
+    await reply.wait()
+    head = reply.head
+    if head is None:
+        return await _send_whole(request, reply.terminal, statuses)
+    await response.begin(head)
+    while True:
+        terminal = reply.terminal
+        data = reply.take()
+        if terminal is not None and not reply.unread:
+            if isinstance(terminal, End) and terminal.message:
+                data = response.shown_answer(data, terminal.message)
+            await response.end(data + _ending(request, head, terminal))
+            return _status_of_end(request.route, terminal, statuses)
+        if data:
+            await response.chunk(data)
+        if reply.is_held:
+            job.release()
+        await reply.wait()
+
+
+async def _send_whole(request: RelayedRequest, terminal: Reply | End | Error | None, statuses: Statuses) -> int:
+    if isinstance(terminal, Reply):
+        response, data, reason = request.response, terminal.data, terminal.reason
+        if terminal.message:
+            data, reason = response.shown_answer(data, terminal.message), response.shown_text(reason)
+        await response.whole(terminal.status, terminal.headers, data, reason)
+        return terminal.status
+    assert isinstance(terminal, Error), "a stream has a head before its end"
+    if terminal.kind == CANCELLED:
+        return CLIENT_GONE
+    status, headers, data = reply_with_error(request, terminal.exception(), statuses)
+    await request.response.whole(status, headers, data)
+    return status
+
+
+def reply_with_error(
+    request: RelayedRequest, error: LmiServerError, statuses: Statuses
+) -> tuple[int, list[tuple[str, str]], bytes]:
+    """Return status, headers and body of an error as the client of this request may read it."""
+    return error_reply(request.route, request.response.shown(error), statuses, request.request_id)
+
+
+def _status_of_end(route: str, terminal: Reply | End | Error, statuses: Statuses) -> int:
+    """Return the status under which the metrics count a stream: that of the error that ended it, if one did."""
+    if not isinstance(terminal, Error):
+        return terminal.status
+    return CLIENT_GONE if terminal.kind == CANCELLED else error_reply(route, terminal.exception(), statuses)[0]
+
+
+def _ending(request: RelayedRequest, head: Head, terminal: Reply | End | Error) -> bytes:
+    """Return the bytes after the last chunk of a stream: an error event if an error ended it, otherwise nothing."""
+    if not isinstance(terminal, Error):
+        return b""
+    content_type = next((value for name, value in head.headers if name == "content-type"), "")
+    error = request.response.shown(terminal.exception())
+    return error_event(request.route, content_type, error, request.request_id)
