@@ -41,8 +41,8 @@ from lmi_server.ray.autoscaling import ONGOING, desired_replicas
 from lmi_server.ray.deployment import ONGOING_SHARE
 from lmi_server.ray.messages import Models, Replicas, line
 from lmi_server.serving.dispatch.dispatcher import Dispatcher
-from lmi_server.serving.dispatch.roster import WorkerRoster
 from lmi_server.serving.pool_settings import PoolSettings
+from lmi_server.serving.roster import WorkerRoster
 from lmi_server.supervisor.launch import WorkerLaunch
 from lmi_server.supervisor.remote import RemotePlace
 from lmi_server.supervisor.worker_process import WorkerProcess
@@ -129,7 +129,7 @@ class FrontEnd:
     def leave(self, replica: Replica) -> None:
         worker = cast(WorkerProcess, self.workers.pop(replica))
         self.roster.leave(worker)
-        self.dispatcher.forget_sessions(worker)
+        self.dispatcher.router.forget(worker)
 
 
 class Cluster:
@@ -354,7 +354,7 @@ def main() -> None:
         cluster.run()
     size, read_ms = table_sizes(arguments.replicas)
     waits = sorted(cluster.waits)
-    blocks = sum(len(front_end.dispatcher._prefixes._workers) for front_end in cluster.front_ends)  # type: ignore[union-attr]
+    blocks = sum(len(front_end.dispatcher.router.prefixes._workers) for front_end in cluster.front_ends)  # type: ignore[union-attr]
     rows = {
         "requests served": f"{cluster.served:,}",
         "refused by the cap of the queue (503)": f"{cluster.refused:,}",

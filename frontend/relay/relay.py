@@ -173,11 +173,11 @@ class Relay:
 
     async def _answer(self, request: RelayedRequest, model: Model, pool: WorkerPool, job: Job) -> None:
         connection = request.connection
-        connection.watch(lambda: pool.cancel(job), job.reply)
+        connection.watch(lambda: pool.dispatcher.cancel(job), job.reply)
         try:
             status = await relay_answer(request, job, self._statuses)
         finally:
-            pool.cancel(job)
+            pool.dispatcher.cancel(job)
             connection.unwatch()
             if pool.on_demand is not None:
                 pool.on_demand.release(job.request)

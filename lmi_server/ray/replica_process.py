@@ -127,7 +127,7 @@ class _Replica:
                 return model.failure.message
             for front_end in self._front_ends:
                 front_end.report()
-            self._tell(Ongoing(pool.queued + pool.in_flight))
+            self._tell(Ongoing(pool.dispatcher.queued + pool.dispatcher.in_flight))
             await asyncio.wait([ending], timeout=_REPORT_S)
         return None
 
@@ -135,7 +135,7 @@ class _Replica:
         """Finish what the front ends have sent, within the limit; they give what comes now to other replicas."""
         for front_end in list(self._front_ends):
             front_end.leave()
-        logger.info("draining: %d requests", pool.queued + pool.in_flight)
+        logger.info("draining: %d requests", pool.dispatcher.queued + pool.dispatcher.in_flight)
         deadline = asyncio.get_running_loop().time() + self._start.drain_timeout_s
         while self._front_ends and asyncio.get_running_loop().time() < deadline:
             for front_end in self._front_ends:

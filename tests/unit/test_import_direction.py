@@ -61,8 +61,8 @@ INSIDE_MAY_IMPORT = {
     },
     "lmi_server.serving": {
         "adapters": set[str](),
-        "dispatch": {"pool_settings"},
-        "pool": {"adapters", "dispatch", "pool_settings"},
+        "dispatch": {"pool_settings", "roster"},
+        "pool": {"adapters", "dispatch", "pool_settings", "roster"},
         "models": {"adapters", "pool", "pool_settings"},
     },
     "handlers.rolling_batch": {

@@ -29,6 +29,7 @@ from frontend.observability.metrics.vllm import vllm_families
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.metrics import Metric
 from lmi_server.serving.models.model import Model
+from lmi_server.serving.pool.engine_metrics import engine_metrics
 from lmi_server.serving.pool.worker_pool import WorkerPool
 
 PLAIN = "text/plain"
@@ -106,7 +107,7 @@ class Metrics:
         content_type = choose_encoder(accept)[1]
         pools = [model.pool for model in self._models() if model.pool is not None]
         memory = asyncio.create_task(asyncio.to_thread(memory_families, _processes(pools)))
-        measured = await asyncio.gather(*(pool.engine_metrics() for pool in pools))
+        measured = await asyncio.gather(*(engine_metrics(pool.roster.ready) for pool in pools))
         self.before_reading()
         engines = [
             *text_string_to_metric_families(joined(self._engine_texts(pools, measured)).decode()),
@@ -188,4 +189,4 @@ def _merged(families: Iterable[Family]) -> Iterable[Family]:
 
 
 def _processes(pools: Sequence[WorkerPool]) -> dict[tuple[str, str], int]:
-    return {(pool.label, worker): pid for pool in pools for worker, pid in pool.worker_pids.items()}
+    return {(pool.label, worker): pid for pool in pools for worker, pid in pool.roster.pids.items()}

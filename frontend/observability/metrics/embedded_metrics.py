@@ -55,7 +55,7 @@ class EmbeddedMetrics:
         values = after.since(self._before.get(model.label))
         self._before[model.label] = after
         if model.pool is not None:
-            gauges = (model.pool.queued, model.pool.in_flight, model.pool.ready_workers)
+            gauges = (model.pool.dispatcher.queued, model.pool.dispatcher.in_flight, len(model.pool.roster.ready))
             names = ("QueueDepth", "RequestsInFlight", "WorkersReady")
             values |= {name: (value, "Count") for name, value in zip(names, gauges, strict=True)}
         described = {

@@ -31,14 +31,18 @@ def pool_families(models: Sequence[Model]) -> Iterator[Family]:
     def by_pool(value: Callable[[WorkerPool], float]) -> list[tuple[tuple[str], float]]:
         return [((pool.label,), value(pool)) for pool in pools]
 
-    yield gauge("lmi_queue_depth", "Requests that wait for a worker.", _MODEL, by_pool(lambda pool: pool.queued))
-    yield gauge("lmi_requests_in_flight", "Requests that workers hold.", _MODEL, by_pool(lambda pool: pool.in_flight))
-    yield gauge("lmi_workers_ready", "Workers that can serve.", _MODEL, by_pool(lambda pool: pool.ready_workers))
+    yield gauge(
+        "lmi_queue_depth", "Requests that wait for a worker.", _MODEL, by_pool(lambda pool: pool.dispatcher.queued)
+    )
+    yield gauge(
+        "lmi_requests_in_flight", "Requests that workers hold.", _MODEL, by_pool(lambda pool: pool.dispatcher.in_flight)
+    )
+    yield gauge("lmi_workers_ready", "Workers that can serve.", _MODEL, by_pool(lambda pool: len(pool.roster.ready)))
     yield gauge(
         "lmi_workers",
         "Workers by state: ready, leaving (they finish their requests), starting.",
         ("model", "state"),
-        [((pool.label, state), count) for pool in pools for state, count in pool.worker_states.items()],
+        [((pool.label, state), count) for pool in pools for state, count in pool.roster.states.items()],
     )
     yield gauge(
         "lmi_model_ready",
@@ -59,13 +63,12 @@ def pool_families(models: Sequence[Model]) -> Iterator[Family]:
     yield counter(
         "lmi_worker_deaths", "Workers that ended although nobody asked.", _MODEL, by_pool(lambda pool: pool.deaths)
     )
-    yield counter(
-        "lmi_requests_retried", "Requests that were sent to a worker again.", _MODEL, by_pool(lambda pool: pool.retries)
-    )
+    retries = by_pool(lambda pool: pool.dispatcher.recovery.retries)
+    yield counter("lmi_requests_retried", "Requests that were sent to a worker again.", _MODEL, retries)
     yield histogram(
         "lmi_batch_size",
         "Requests of a batch; without batches, those that a worker had with each that it got.",
-        {pool.label: pool.batch_sizes for pool in pools},
+        {pool.label: pool.dispatcher.batch_sizes for pool in pools},
     )
     yield histogram(
         "lmi_model_load_seconds",
@@ -104,7 +107,7 @@ def _handler_families(pools: Sequence[WorkerPool]) -> Iterator[Family]:
     """Yield what the handlers report: counters if their names end with _total, otherwise gauges."""
     values: dict[str, list[tuple[Labels, float]]] = {}
     for pool in pools:
-        for worker, reported in pool.worker_gauges().items():
+        for worker, reported in pool.roster.gauges.items():
             for key, value in reported.items():
                 values.setdefault(_NOT_A_NAME.sub("_", key), []).append(((pool.label, worker), value))
     for key, by_worker in values.items():

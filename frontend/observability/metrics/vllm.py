@@ -34,12 +34,12 @@ def vllm_families(metrics: ModelMetrics, pool: WorkerPool) -> Iterator[Family]:
     """Yield the families of one model; its label is `model_name`, as vLLM has it."""
     key = (metrics.name,)
     gauges = _summed(pool)
-    running = gauges.get("running_requests", float(pool.in_flight))
-    waiting = pool.queued + gauges.get("waiting_requests", 0.0)
+    running = gauges.get("running_requests", float(pool.dispatcher.in_flight))
+    waiting = pool.dispatcher.queued + gauges.get("waiting_requests", 0.0)
     yield gauge("vllm:num_requests_running", "Requests that are computed.", _LABEL, [(key, running)])
     yield gauge("vllm:num_requests_waiting", "Requests that wait.", _LABEL, [(key, waiting)])
     if "kv_cache_usage" in gauges:
-        usage = gauges["kv_cache_usage"] / max(pool.ready_workers, 1)
+        usage = gauges["kv_cache_usage"] / max(len(pool.roster.ready), 1)
         yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 for all.", _LABEL, [(key, usage)])
     for name, (text, attribute) in _HISTOGRAMS.items():
         yield histogram(f"vllm:{name}", text, {metrics.name: getattr(metrics, attribute)}, "model_name")
@@ -73,7 +73,7 @@ def _ended(metrics: ModelMetrics) -> Family:
 def _summed(pool: WorkerPool) -> Counter[str]:
     """Return the gauges of the handler, summed over the workers."""
     total: Counter[str] = Counter()
-    for gauges in pool.worker_gauges().values():
+    for gauges in pool.roster.gauges.values():
         for name, value in gauges.items():
             total[name] += value  # type: ignore[assignment]
     return total

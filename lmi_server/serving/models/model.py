@@ -59,12 +59,19 @@ class Model:
     def status(self) -> ModelStatus:
         if self.failed is not None:
             return ModelStatus.FAILED
-        return ModelStatus.PENDING if self.pool is None else self.pool.status
+        return ModelStatus.PENDING if self.pool is None else self.pool.availability.status
 
     @property
     def failure(self) -> LmiServerError | None:
         """Return why the model is FAILED."""
-        return self.failed or (None if self.pool is None else self.pool.failure)
+        return self.failed or (None if self.pool is None else self.pool.availability.failure)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the model can serve and has no request."""
+        if self.pool is None or self.status is not ModelStatus.HEALTHY:
+            return False
+        return not (self.pool.dispatcher.queued or self.pool.dispatcher.in_flight)
 
     @property
     def runs_user_code(self) -> bool:

@@ -43,6 +43,7 @@ from lmi_server.serving.models.model_memory import memory_shortage
 from lmi_server.serving.models.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.serving.models.plan_pool import plan_pool, refuse_adapters_without_lora
 from lmi_server.serving.models.reload import Reload, configuration_state
+from lmi_server.serving.pool.succession import successor_settings
 from lmi_server.serving.pool.worker_pool import SHUTTING_DOWN, WORKER_STOP_S, WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.supervisor.log import LEVELS
@@ -339,7 +340,7 @@ class ModelRegistry:
             model.pool = await self._make_pool(model)
             made_at = time.monotonic()
             model.pool.start()
-            await model.pool.settled()
+            await model.pool.availability.settled.wait()
             if isinstance(model.failure, RollingBatchError):
                 await self._batch_statically(model, model.failure)
             if model.failure is None:
@@ -379,7 +380,7 @@ class ModelRegistry:
             model.label, refusal, _ROLLING_BATCH,
         )  # fmt: skip
         model.pool.start()
-        await model.pool.settled()
+        await model.pool.availability.settled.wait()
 
     async def _make_pool(self, model: Model, before: WorkerPool | None = None) -> WorkerPool:
         """Fetch `model` and return its pool, not started yet, which may take the place of another one.
@@ -394,7 +395,7 @@ class ModelRegistry:
         await self._make_room(model, fetched.resolved)
         settings = plan_pool(model.source, fetched, self._environment, self._log_levels)
         if before is not None:
-            settings = await before.succeed(settings)
+            settings = await successor_settings(before, settings)
             refuse_adapters_without_lora(settings, fetched.resolved)
         pool = WorkerPool(settings, self._on_metric)
         pool.on_demand = self._adapter_store(pool, fetched.resolved)
@@ -452,9 +453,9 @@ class ModelRegistry:
     def _idle_models(self) -> list[Model]:
         """Return the models that may be unloaded to make room, the one without a request for longest first."""
         idle = [
-            (model.pool.used_at, model)
+            (model.pool.dispatcher.used_at, model)
             for model in self.models
-            if self._may_be_unloaded(model) and model.pool is not None and model.pool.is_idle
+            if self._may_be_unloaded(model) and model.pool is not None and model.is_idle
         ]
         return [model for _, model in sorted(idle, key=lambda pair: pair[0])]
 
@@ -547,7 +548,7 @@ class ModelRegistry:
     def kill(self) -> None:
         """End every worker at once."""
         for pool in self._pools():
-            pool.kill()
+            pool.roster.kill()
 
     def _pools(self) -> list[WorkerPool]:
         models = [*self.models, *self._coming.values()]

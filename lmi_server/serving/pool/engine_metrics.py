@@ -1,9 +1,9 @@
-"""What workers measure of themselves and of their engines, for `/metrics`."""
+"""What the engines of workers measure, for `/metrics`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lmi_server.contract.errors import LmiServerError
@@ -15,16 +15,13 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 1.0
 
 
-def worker_gauges(workers: Sequence[WorkerProcess]) -> dict[str, Mapping[str, float]]:
-    """Return the gauges that each worker last reported, by the worker's name."""
-    return {worker.name: worker.gauges for worker in workers}
-
-
 async def engine_metrics(workers: Sequence[WorkerProcess]) -> dict[str, bytes]:
     """Return the metrics of each worker's engine in Prometheus' text format, by the worker's name.
 
     Workers whose engine has no metrics, or that do not answer within a second, are left out: no scrape waits for them.
     """
+
+    workers = list(workers)  # it may change meanwhile
 
     async def ask(worker: WorkerProcess) -> bytes:
         try:
