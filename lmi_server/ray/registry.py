@@ -121,7 +121,7 @@ class ClusterRegistry(ModelRegistry):
         self._served[model.name] = described
         pool = ClusterPool(settings, self._on_metric, lambda: _want(model.name))
         pool.on_demand = LoadedElsewhere() if settings.adapter_affinity else None
-        pool.store_listing = self._store_listing(resolved)
+        pool.store_listing = self._loader.store_listing(resolved)
         pool.replicas.update(replicas.places)
         return pool
 
