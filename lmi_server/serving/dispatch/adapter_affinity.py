@@ -22,7 +22,7 @@ class AdapterAffinity(Generic[W]):
         self._max = most
         self._adapters: dict[W, OrderedDict[str, None]] = {}
 
-    def narrowed(self, adapter: str, held: Mapping[W, int]) -> Mapping[W, int]:
+    def narrow(self, adapter: str, held: Mapping[W, int]) -> Mapping[W, int]:
         """Return those of `held` (workers with how many requests each holds) that a request for `adapter` may go to.
 
         These are the workers that have it, unless they have too much to do. Otherwise they are the ones that would
@@ -39,7 +39,7 @@ class AdapterAffinity(Generic[W]):
         fewest = min(self._count(worker) for worker in idle)
         return {worker: count for worker, count in idle.items() if self._count(worker) == fewest}
 
-    def sent(self, adapter: str, worker: W) -> None:
+    def record(self, adapter: str, worker: W) -> None:
         """Record that `worker` gets a request for `adapter`."""
         if len(adapter) > _LONGEST_NAME:
             return

@@ -209,7 +209,7 @@ class Dispatcher:
     def _send(self, jobs: list[Job], worker: WorkerProcess) -> None:
         """Send one batch."""
         for job in jobs:
-            self.router.sent(job.request, worker)
+            self.router.record(job.request, worker)
         requests = worker.requests
         requests.submit(jobs)
         if requests.batch_size is None:
@@ -270,10 +270,10 @@ class Dispatcher:
                     if job.is_ahead:  # refused, or cancelled, before it had a place
                         self._queue.remove(job)
                     else:
-                        self._rate.served(now - job.sent_at)
+                        self._rate.add_service(now - job.sent_at)
                         served += 1
                 if self.router.sessions is not None and isinstance(item, Reply | Head):
-                    self.router.sessions.answered(item.headers, worker)
+                    self.router.sessions.read_answer(item.headers, worker)
                 if isinstance(item, Reply | End):
                     requests.has_answered = True
                     self.recovery.acquit(job)
@@ -285,7 +285,7 @@ class Dispatcher:
         for job in sorted(recalled, key=lambda job: -job.id):
             self._requeue(job)
         if served and self._rate.is_measuring:
-            self._rate.ended(served, self.router.places, now)
+            self._rate.add_ended(served, self.router.places, now)
         if moved:
             self.dispatch()
 
@@ -328,7 +328,7 @@ class Dispatcher:
 
     # --- the end ---
 
-    async def drained(self) -> None:
+    async def until_idle(self) -> None:
         """Wait until nothing waits and nothing is in flight. No request may be submitted from now on."""
         self._draining = True
         self._check_idle()

@@ -116,7 +116,7 @@ class JobQueue(Generic[J]):
         level = self._levels[priority]
         _, job = level[tenant].popitem(last=False)
         level.move_to_end(tenant)
-        self._removed(job)
+        self._drop_empty(job)
         return job
 
     def peek(self) -> J:
@@ -133,7 +133,7 @@ class JobQueue(Generic[J]):
         flow = None if level is None else level.get(job.tenant)
         if flow is None or flow.pop(job.id, None) is None:
             return False
-        self._removed(job)
+        self._drop_empty(job)
         return True
 
     def ahead_of(self, job: J) -> int:
@@ -164,7 +164,7 @@ class JobQueue(Generic[J]):
             flow = level[job.tenant] = OrderedDict()
         return flow
 
-    def _removed(self, job: J) -> None:
+    def _drop_empty(self, job: J) -> None:
         """Drop what is empty now that `job` has been removed."""
         self._length -= 1
         level = self._levels[job.priority]
@@ -189,7 +189,7 @@ class JobQueue(Generic[J]):
             self._length -= 1
             return self._lent.popitem()[1]
         _, job = self._levels[priority][tenant].popitem()
-        self._removed(job)
+        self._drop_empty(job)
         return job
 
     def _used_priorities(self) -> set[int]:

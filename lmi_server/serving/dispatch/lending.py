@@ -29,7 +29,7 @@ class Lending:
         """Record that a worker has a place for a job that it got ahead."""
         worker.requests.begun(job, now)
         self._queue.remove(job)
-        self._router.sent(job.request, worker)
+        self._router.record(job.request, worker)
 
     def make_way(self, job: Job) -> None:
         """Recall the jobs that workers have ahead if `job` may have its turn before them."""

@@ -45,17 +45,17 @@ class PrefixAffinity(Generic[W]):
                 return worker
         return min((worker for worker, count in held.items() if count == least), key=self._blocks.__getitem__)
 
-    def sent(self, body: bytes, worker: W) -> None:
+    def record(self, body: bytes, worker: W) -> None:
         """Record that `worker` gets a request with this body."""
         for block in _blocks(body):
-            self._lost(self._workers.pop(block, None))
+            self._count_lost(self._workers.pop(block, None))
             self._workers[block] = worker
             self._blocks[worker] += 1
         most = max(_REMEMBERED, _REMEMBERED_PER_WORKER * len(self._blocks))
         while len(self._workers) > most:
-            self._lost(self._workers.popitem(last=False)[1])
+            self._count_lost(self._workers.popitem(last=False)[1])
 
-    def _lost(self, worker: W | None) -> None:
+    def _count_lost(self, worker: W | None) -> None:
         if worker is not None and worker in self._blocks:
             self._blocks[worker] -= 1
 

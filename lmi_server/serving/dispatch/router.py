@@ -41,7 +41,7 @@ class Router:
         able = [worker for worker in self._roster.ready if self.has_room(worker.requests)]
         held: Mapping[WorkerProcess, int] = {worker: len(worker.requests.in_flight) for worker in able}
         if self._adapters is not None and (adapter := request.properties.get(ADAPTER_HEADER)):
-            held = self._adapters.narrowed(adapter, held)
+            held = self._adapters.narrow(adapter, held)
         return self.prefixes.choose(request.body(), held)
 
     def window_for(self, request: Input) -> WorkerRequests | None:
@@ -67,14 +67,14 @@ class Router:
         """Return how many more requests the workers take, if they serve requests concurrently."""
         return sum(max(0, self._max_in_flight - len(worker.requests.in_flight)) for worker in self._roster.ready)
 
-    def sent(self, request: Input, worker: WorkerProcess) -> None:
+    def record(self, request: Input, worker: WorkerProcess) -> None:
         """Record where a request goes, for those that are like it."""
         if self.sessions is not None:
-            self.sessions.sent(request, worker)
+            self.sessions.record(request, worker)
         if self.prefixes is not None:
-            self.prefixes.sent(request.body(), worker)
+            self.prefixes.record(request.body(), worker)
         if self._adapters is not None and (adapter := request.properties.get(ADAPTER_HEADER)):
-            self._adapters.sent(adapter, worker)
+            self._adapters.record(adapter, worker)
 
     def forget(self, worker: WorkerProcess) -> None:
         """Let what was sent to a worker that takes no more requests go to any other worker."""

@@ -39,7 +39,7 @@ class ServiceRate:
             self.is_measuring = False
             self._seconds += now - self._since
 
-    def ended(self, count: int, places: int, now: float) -> None:
+    def add_ended(self, count: int, places: int, now: float) -> None:
         """Note that `count` requests have ended on workers that take `places` requests at a time."""
         keep = max(0.0, 1 - count / max(_GENERATIONS * places, _FEWEST))
         self._ended = self._ended * keep + count
@@ -47,7 +47,7 @@ class ServiceRate:
         self._since = now
         self._seen += count
 
-    def served(self, seconds: float) -> None:
+    def add_service(self, seconds: float) -> None:
         """Note that a worker had a request for this time."""
         if self._service_s is None:
             self._service_s = seconds

@@ -34,13 +34,13 @@ class StickySessions:
         session = request.properties.get(_SESSION)
         return None if session is None else self._workers.get(session)
 
-    def sent(self, request: Input, worker: WorkerProcess) -> None:
+    def record(self, request: Input, worker: WorkerProcess) -> None:
         """Record that `worker` gets `request`."""
         session = request.properties.get(_SESSION)
         if session is not None:
             self._remember(session, worker)
 
-    def answered(self, headers: Iterable[tuple[str, str]], worker: WorkerProcess) -> None:
+    def read_answer(self, headers: Iterable[tuple[str, str]], worker: WorkerProcess) -> None:
         """Record the sessions that the headers of an answer open and close."""
         for name, value in headers:
             if len(name) < len(_SESSION):  # most headers are shorter, and are not worth lower()

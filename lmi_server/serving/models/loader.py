@@ -69,7 +69,7 @@ class ModelLoader:
             )
         environment = {**self._environment, **source.variables}
         with shown_progress(source.label, sys.stderr) as show:
-            on_progress = _recorded(model, show)
+            on_progress = _recorder(model, show)
             model.directory, more = await fetch_directory(location, source.url, self._artifacts, on_progress)
             model.configured_by = configuration_state(model.directory)
             settings = {**source.settings, **more, **(_STATIC if model.batches_statically else {})}
@@ -123,7 +123,7 @@ def _adapter_store(resolved: ResolvedModel) -> str | None:
     return resolved.options.dynamic_lora_loading_path if resolved.options.adapters_on_demand else None
 
 
-def _recorded(model: Model, show: OnProgress) -> OnProgress:
+def _recorder(model: Model, show: OnProgress) -> OnProgress:
     """Return a callback that shows progress and keeps it with the model."""
 
     def report(progress: Progress) -> None:

@@ -115,7 +115,7 @@ class Model:
     async def until_reloaded(self) -> None:
         """Wait until the model is not being loaded again: what changes its pool now would be lost then."""
         while self.reload is not None and self.is_reloading:
-            await self.reload.ended()
+            await self.reload.wait()
 
     def loaded(self) -> WorkerPool:
         """Return the pool. Raises ModelNotReadyError if there is none yet, or never will be."""

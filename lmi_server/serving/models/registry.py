@@ -100,7 +100,7 @@ class ModelRegistry(ModelCatalog):
             await self._remove([model])
             raise model.failure
         if model.pool is None or model not in self.models:
-            raise _unregistered(model)
+            raise _unregistered_error(model)
         return model
 
     async def unregister(self, name: str, version: str | None = None) -> None:
@@ -163,18 +163,18 @@ class ModelRegistry(ModelCatalog):
         await model.settled.wait()
         await model.until_reloaded()
         if model not in self.models:
-            raise _unregistered(model)
+            raise _unregistered_error(model)
         self._refuse_if_draining()
         model.reload = reload = Reload()
         model.task = asyncio.create_task(self._reload(model, reload))
-        await reload.ended()
+        await reload.wait()
         if reload.failure is not None:
             raise reload.failure
 
     async def _reload(self, model: Model, reload: Reload) -> None:
         logger.info("model %s: loading it again beside its workers", model.label)
         self._coming[model.label] = after = Model(model.source, model.at_startup)
-        failure: LmiServerError | None = _unregistered(model)  # unless something else happens
+        failure: LmiServerError | None = _unregistered_error(model)  # unless something else happens
         try:
             after.pool = await self._make_pool(after, model.pool)
             after.pool.start()
@@ -368,5 +368,5 @@ def _fail(model: Model, error: LmiServerError) -> None:
     model.failed = error
 
 
-def _unregistered(model: Model) -> ModelNotFoundError:
+def _unregistered_error(model: Model) -> ModelNotFoundError:
     return ModelNotFoundError(f"Model {model.label} was unregistered while it was loading")

@@ -282,7 +282,7 @@ class WorkerPool:
         closing = self._close(reason)
         try:
             async with asyncio.timeout(timeout_s):
-                await self.dispatcher.drained()
+                await self.dispatcher.until_idle()
         except TimeoutError:
             unfinished = self.dispatcher.queued + self.dispatcher.in_flight
             logger.warning("model %s: %d requests are not finished", self.name, unfinished)
