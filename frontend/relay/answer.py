@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from frontend.http.clients import shown_answer, shown_error, shown_text
 from frontend.observability.metrics.lmi import CLIENT_GONE
 from frontend.relay.request import RelayedRequest
 from lmi_server.contract.errors import LmiServerError
@@ -27,7 +28,7 @@ async def relay_answer(request: RelayedRequest, job: Job, statuses: Statuses) ->
         data = reply.take()
         if terminal is not None and not reply.unread:
             if isinstance(terminal, End) and terminal.message:
-                data = response.shown_answer(data, terminal.message)
+                data = shown_answer(data, terminal.message, request.scope)
             await response.end(data + _ending(request, head, terminal))
             return _status_of_end(request.route, terminal, statuses)
         if data:
@@ -39,10 +40,10 @@ async def relay_answer(request: RelayedRequest, job: Job, statuses: Statuses) ->
 
 async def _send_whole(request: RelayedRequest, terminal: Reply | End | Error | None, statuses: Statuses) -> int:
     if isinstance(terminal, Reply):
-        response, data, reason = request.response, terminal.data, terminal.reason
+        data, reason = terminal.data, terminal.reason
         if terminal.message:
-            data, reason = response.shown_answer(data, terminal.message), response.shown_text(reason)
-        await response.whole(terminal.status, terminal.headers, data, reason)
+            data, reason = shown_answer(data, terminal.message, request.scope), shown_text(reason, request.scope)
+        await request.response.whole(terminal.status, terminal.headers, data, reason)
         return terminal.status
     assert isinstance(terminal, Error), "a stream has a head before its end"
     if terminal.kind == CANCELLED:
@@ -56,7 +57,7 @@ def reply_with_error(
     request: RelayedRequest, error: LmiServerError, statuses: Statuses
 ) -> tuple[int, list[tuple[str, str]], bytes]:
     """Return status, headers and body of an error as the client of this request may read it."""
-    return error_reply(request.route, request.response.shown(error), statuses, request.request_id)
+    return error_reply(request.route, shown_error(error, request.scope), statuses, request.request_id)
 
 
 def _status_of_end(route: str, terminal: Reply | End | Error, statuses: Statuses) -> int:
@@ -71,5 +72,5 @@ def _ending(request: RelayedRequest, head: Head, terminal: Reply | End | Error) 
     if not isinstance(terminal, Error):
         return b""
     content_type = next((value for name, value in head.headers if name == "content-type"), "")
-    error = request.response.shown(terminal.exception())
+    error = shown_error(terminal.exception(), request.scope)
     return error_event(request.route, content_type, error, request.request_id)

@@ -106,7 +106,7 @@ class Relay:
             headers = [(b"traceparent", request.trace.header.encode()), *headers]
         if request.route in ANTHROPIC_ROUTES:  # by which Anthropic's clients log the request
             headers = [(b"request-id", request.request_id.encode("latin-1")), *headers]
-        request.response = Response(request.connection, send, request.request_id, headers, request.scope)
+        request.response = Response(request.connection, send, request.request_id, headers)
 
     def _check_page(self, request: RelayedRequest) -> None:
         """Raise PermissionDeniedError for a web page of another site."""
@@ -196,7 +196,7 @@ class Relay:
         status, headers, data = reply_with_error(request, error, self._statuses)
         if closes:
             headers.append(("connection", "close"))
-            request.response.linger()
+            request.connection.linger()
         counts = self._metrics.of(request.model)
         counts.refused(status)
         counts.turned_away(error)

@@ -75,7 +75,7 @@ def answer(headers: list[tuple[str, str]], body: bytes = b"{}") -> tuple[Recordi
     async def send(message: Any) -> None:
         messages.append(message)
 
-    response = Response(cast(Any, connection), send, "id-1", [(b"pragma", b"no-cache")], {})
+    response = Response(cast(Any, connection), send, "id-1", [(b"pragma", b"no-cache")])
     asyncio.run(response.whole(200, headers, body))
     return connection, messages
 
