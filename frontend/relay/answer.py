@@ -15,13 +15,25 @@ from lmi_server.supervisor.job import Job
 Statuses = Mapping[type[LmiServerError], int]
 
 
-async def relay_answer(request: RelayedRequest, job: Job, statuses: Statuses) -> int:
-    """Send the answer of `job` as it arrives; return its status."""
+async def send_whole(request: RelayedRequest, terminal: Reply | End | Error | None, statuses: Statuses) -> int:
+    """Send an answer that came at once; return its status."""
+    if isinstance(terminal, Reply):
+        data, reason = terminal.data, terminal.reason
+        if terminal.message:
+            data, reason = shown_answer(data, terminal.message, request.scope), shown_text(reason, request.scope)
+        await request.response.whole(terminal.status, terminal.headers, data, reason)
+        return terminal.status
+    assert isinstance(terminal, Error), "a stream has a head before its end"
+    if terminal.kind == CANCELLED:
+        return CLIENT_GONE
+    status, headers, data = reply_with_error(request, terminal.exception(), statuses)
+    await request.response.whole(status, headers, data)
+    return status
+
+
+async def relay_stream(request: RelayedRequest, job: Job, head: Head, statuses: Statuses) -> int:
+    """Send a stream as it arrives; return its status."""
     reply, response = job.reply, request.response
-    await reply.wait()
-    head = reply.head
-    if head is None:
-        return await _send_whole(request, reply.terminal, statuses)
     await response.begin(head)
     while True:
         terminal = reply.terminal
@@ -36,21 +48,6 @@ async def relay_answer(request: RelayedRequest, job: Job, statuses: Statuses) ->
         if reply.is_held:
             job.release()
         await reply.wait()
-
-
-async def _send_whole(request: RelayedRequest, terminal: Reply | End | Error | None, statuses: Statuses) -> int:
-    if isinstance(terminal, Reply):
-        data, reason = terminal.data, terminal.reason
-        if terminal.message:
-            data, reason = shown_answer(data, terminal.message, request.scope), shown_text(reason, request.scope)
-        await request.response.whole(terminal.status, terminal.headers, data, reason)
-        return terminal.status
-    assert isinstance(terminal, Error), "a stream has a head before its end"
-    if terminal.kind == CANCELLED:
-        return CLIENT_GONE
-    status, headers, data = reply_with_error(request, terminal.exception(), statuses)
-    await request.response.whole(status, headers, data)
-    return status
 
 
 def reply_with_error(

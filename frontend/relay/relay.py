@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from random import random
+from typing import Any
 
-from frontend.access.api_keys import TENANT
 from frontend.access.management_access import Access
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.compression import decoded_body
-from frontend.http.deadlines import deadline_of
 from frontend.http.held_bytes import HeldBytes
 from frontend.http.protocol import keep_held
 from frontend.http.request_ids import new_request_id
@@ -23,7 +22,7 @@ from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.lmi import CLIENT_GONE
 from frontend.observability.request_reports import AnsweredRequest, RequestReports
-from frontend.relay.answer import relay_answer, reply_with_error
+from frontend.relay.answer import relay_stream, reply_with_error, send_whole
 from frontend.relay.model_choice import ModelChoice
 from frontend.relay.request import ClientGoneError, RelayedRequest, sent_request_id
 from frontend.relay.response import Response
@@ -67,13 +66,17 @@ class Relay:
         held = keep_held(scope)
         try:
             request = RelayedRequest(route, scope, receive, self._request_id_header)
-            self._begin_trace(request)
-            self._prepare_response(request, send)
+            self._prepare_response(request, send, is_traced=self._tracing is not None)
             try:
                 self._check_page(request)
                 request.read_query()
                 model = await self._find_model(request, name, version, held)
-                pool, job = await self._submit(request, model)
+                submission = request.submission()
+                pool = model.loaded()
+                if pool.on_demand is None:
+                    job = pool.submit(*submission)
+                else:
+                    pool, job = await _submit_holding(model, *submission)
             except LmiServerError as error:
                 await self._refuse(request, error)
             except ClientGoneError:
@@ -93,17 +96,15 @@ class Relay:
         """Return the id that the client gives the request, here or to SageMaker, or a new one."""
         return sent_request_id(scope, self._request_id_header) or new_request_id()
 
-    # --- the steps of a request ---
+    # --- the steps ---
 
-    def _begin_trace(self, request: RelayedRequest) -> None:
-        tracing = self._tracing
-        if tracing is not None and ("traceparent" in request.properties or random() < tracing.ratio):
-            request.trace = tracing.begin(request.properties, request.scope)
-
-    def _prepare_response(self, request: RelayedRequest, send: Send) -> None:
+    def _prepare_response(self, request: RelayedRequest, send: Send, is_traced: bool = False) -> None:
         headers = self.headers
-        if request.trace is not None:
-            headers = [(b"traceparent", request.trace.header.encode()), *headers]
+        if is_traced:
+            tracing = self._tracing
+            if tracing is not None and ("traceparent" in request.properties or random() < tracing.ratio):
+                request.trace = trace = tracing.begin(request.properties, request.scope)
+                headers = headers if trace is None else [(b"traceparent", trace.header.encode()), *headers]
         if request.route in ANTHROPIC_ROUTES:  # by which Anthropic's clients log the request
             headers = [(b"request-id", request.request_id.encode("latin-1")), *headers]
         request.response = Response(request.connection, send, request.request_id, headers)
@@ -146,47 +147,24 @@ class Relay:
             raise missing
         return model
 
-    async def _submit(self, request: RelayedRequest, model: Model) -> tuple[WorkerPool, Job]:
-        """Have a pool of the model accept the request, once its adapter is loaded if requests bring adapters."""
-        body = request.body or b""
-        content = [*request.query, ("data", body)]
-        received = Input(
-            *(request.route, request.properties, content, request.request_id, request.priority(body)),
-            *(request.names, request.attributes),
-        )
-        limits = (
-            request.connection.abort,
-            deadline_of(request.properties, request.arrived),
-            request.scope.get(TENANT, b""),
-        )
-        while True:
-            pool = model.loaded()
-            if pool.on_demand is None:
-                return pool, pool.submit(received, *limits)
-            assert model.resolved is not None, "a loaded model has a configuration"
-            named = naming_adapter(received, model.resolved.served_names)
-            try:
-                return pool, await pool.submit_holding(pool.on_demand, named, *limits)
-            except ModelNotReadyError:
-                if pool is model.pool:  # otherwise the model has got another one meanwhile
-                    raise
-
     async def _answer(self, request: RelayedRequest, model: Model, pool: WorkerPool, job: Job) -> None:
-        connection = request.connection
-        connection.watch(lambda: pool.dispatcher.cancel(job), job.reply)
+        connection, reply = request.connection, job.reply
+        connection.watch(lambda: pool.dispatcher.cancel(job), reply)
         try:
-            status = await relay_answer(request, job, self._statuses)
+            await reply.wait()
+            if reply.head is None:
+                status = await send_whole(request, reply.terminal, self._statuses)
+            else:
+                status = await relay_stream(request, job, reply.head, self._statuses)
         finally:
             pool.dispatcher.cancel(job)
             connection.unwatch()
             if pool.on_demand is not None:
                 pool.on_demand.release(job.request)
-        self.reports.answered(
-            AnsweredRequest(
-                *(status, request.arrived, time.monotonic(), model, job, request.body or b"", request.scope["client"]),
-                *(request.trace, request.properties.get("traceparent")),
-            )
-        )
+        arrived, body, client, trace = request.arrived, request.body or b"", request.scope["client"], request.trace
+        ended, traceparent = time.monotonic(), request.properties.get("traceparent")
+        answered = AnsweredRequest(status, arrived, ended, model, job, body, client, trace, traceparent)
+        self.reports.answered(answered)
 
     # --- requests that no worker gets ---
 
@@ -213,3 +191,18 @@ class Relay:
     def _report_refused(self, request: RelayedRequest, status: int, kind: str = "") -> None:
         model, route, trace = request.model, request.route, request.trace
         self.reports.refused(status, request.arrived, request.request_id, model, route, request.scope, trace, kind)
+
+
+async def _submit_holding(model: Model, received: Input, *limits: Any) -> tuple[WorkerPool, Job]:
+    """Have `model` accept a request once its adapter is loaded; while that is awaited it may get another pool."""
+    while True:
+        pool = model.loaded()
+        if pool.on_demand is None:
+            return pool, pool.submit(received, *limits)
+        assert model.resolved is not None, "a loaded model has a configuration"
+        named = naming_adapter(received, model.resolved.served_names)
+        try:
+            return pool, await pool.submit_holding(pool.on_demand, named, *limits)
+        except ModelNotReadyError:
+            if pool is model.pool:
+                raise

@@ -6,21 +6,25 @@ import codecs
 import io
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from frontend.access.api_keys import TENANT
 from frontend.http.clients import Receive, Scope
+from frontend.http.deadlines import deadline_of
 from frontend.http.protocol import RelayProtocol, connection_of, header_names
 from frontend.http.request_ids import new_request_id
 from frontend.observability.traces.trace_context import RequestTrace
 from frontend.relay.response import Response
 from lmi_server.contract.errors import MalformedUrlError, PayloadTooLargeError, RequestError
-from lmi_server.contract.protocol import DEFAULT_PRIORITY
+from lmi_server.contract.protocol import DEFAULT_PRIORITY, Input
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects.forms import is_form, split_pairs
 from lmi_server.dialects.routes import MODEL_IN_BODY
 from lmi_server.serving.models.model import Model
+from lmi_server.supervisor.job import Deadline
 
 _INFERENCE_ID = "x-amzn-sagemaker-inference-id"
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
@@ -120,7 +124,8 @@ class RelayedRequest:
 
     def priority(self, body: bytes) -> int:
         """Return the priority of the request: that in its body, or else that of its header. Raises RequestError."""
-        default = parse_priority(self.properties.get("x-priority"))
+        header = self.properties.get("x-priority")
+        default = DEFAULT_PRIORITY if header is None else parse_priority(header)
         if self.route not in MODEL_IN_BODY or (self._fields is None and b'"priority"' not in body):
             return default
         try:
@@ -128,6 +133,14 @@ class RelayedRequest:
         except RequestError:  # the user's own code may be able to read the body
             return default
         return default if in_body is None else in_body
+
+    def submission(self) -> tuple[Input, Callable[[], None], Deadline | None, bytes]:
+        """Return the arguments with which a pool accepts the request. Raises RequestError for wrong headers."""
+        body, properties, query = self.body or b"", self.properties, self.query
+        content = [*query, ("data", body)] if query else [("data", body)]
+        priority = self.priority(body)
+        received = Input(self.route, properties, content, self.request_id, priority, self.names, self.attributes)
+        return received, self.connection.abort, deadline_of(properties, self.arrived), self.scope.get(TENANT, b"")
 
     async def read_body(self, max_size: int) -> bytes:
         """Return the body. Raises PayloadTooLargeError if it is longer than `max_size`, and ClientGoneError."""
@@ -204,13 +217,11 @@ def model_and_priority(body: bytes) -> tuple[str | None, int | None]:
     return model if isinstance(model, str) else None, priority if is_allowed else None
 
 
-def parse_priority(value: str | None) -> int:
-    """Return the value of an `x-priority` header: lower is served sooner, 3 if there is none.
+def parse_priority(value: str) -> int:
+    """Return the value of an `x-priority` header: lower is served sooner.
 
     Raises RequestError if it is not an integer of 32 bits.
     """
-    if value is None:
-        return DEFAULT_PRIORITY
     if _INTEGER.fullmatch(value) is None or int(value) not in _PRIORITIES:
         raise RequestError(
             f"Header x-priority is '{excerpt(value)}'; it takes an integer (lower is served sooner) "

@@ -28,7 +28,6 @@ def test_a_body_that_is_nested_too_deeply() -> None:
 
 
 def test_the_priority_header() -> None:
-    assert parse_priority(None) == 3
     assert parse_priority("-5") == -5
     assert parse_priority("2147483647") == 2**31 - 1
 
@@ -39,15 +38,16 @@ def test_a_priority_header_that_is_no_integer(value: str) -> None:
         parse_priority(value)
 
 
-def priority(body: bytes, header: bytes) -> int:
+def priority(body: bytes, header: bytes | None) -> int:
     scope = {
-        "headers": [(b"x-priority", header)],
+        "headers": [] if header is None else [(b"x-priority", header)],
         "extensions": {"lmi_server.connection": None, "lmi_server.header_names": [b"X-Priority"]},
     }
     return RelayedRequest("chat/completions", scope, cast(Any, None), "x-request-id").priority(body)
 
 
 def test_the_priority_in_the_body() -> None:
+    assert priority(b"{}", None) == 3
     assert priority(b'{"priority": -7, "messages": []}', b"3") == -7
     assert priority(b'{"messages": [{"content": "\\"priority\\": 1"}]}', b"3") == 3
     assert model_and_priority(b'{"priority": -7, "model": 1}') == (None, -7)

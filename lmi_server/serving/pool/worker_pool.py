@@ -76,7 +76,6 @@ class WorkerPool:
         self._crash_loop = CrashLoopDetector(settings.retry_threshold, settings.death_window_s)
         self.replica_sets = self._make_replica_sets(LoadPlan(settings.load, settings.model_loading_timeout_s))
         self.roster = roster = WorkerRoster(settings.reserved_numbers)
-        self.forget = roster.remove
         self.availability = Availability(self.name, roster, self.replica_sets)
         self.scaling = WorkerScaling(self.label, self.replica_sets, settings)
         self.dispatcher = Dispatcher(settings, roster, self._on_no_room, on_metric)
@@ -244,6 +243,9 @@ class WorkerPool:
             self.roster.drop(worker)
             self.dispatcher.take_back(worker)
             self._fail_stranded()
+
+    def forget(self, worker: WorkerProcess) -> None:
+        self.roster.remove(worker)
 
     def died(self) -> None:
         self.deaths += 1
