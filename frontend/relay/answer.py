@@ -58,7 +58,7 @@ def reply_with_error(
 
 
 def _status_of_end(route: str, terminal: Reply | End | Error, statuses: Statuses) -> int:
-    """Return the status under which the metrics count a stream: that of the error that ended it, if one did."""
+    """Return the status under which the metrics count a stream; an error that ended it decides."""
     if not isinstance(terminal, Error):
         return terminal.status
     return CLIENT_GONE if terminal.kind == CANCELLED else error_reply(route, terminal.exception(), statuses)[0]

@@ -22,7 +22,7 @@ class ModelChoice:
     def by_head(self, request: RelayedRequest, name: str | None, version: str | None) -> Model | None:
         """Return the model that path, query or headers name, or the default one; None if only the body can name it.
 
-        `name` and `version` are those of the path.
+        The path has `name` and `version`.
         """
         asked = version or request.parameter("model_version")
         if name is not None and version is None and request.route == PREDICTIONS:
@@ -37,7 +37,7 @@ class ModelChoice:
         return None
 
     def by_body(self, request: RelayedRequest, body: bytes, version: str | None) -> Model:
-        """Return the model that the body names, or the default one; that of the head if it has named one.
+        """Return the model of the head, or the one that the body names, or the default one.
 
         An OpenAI request names it in `model`, also if it is a form; another form names it in `model_name`. Raises
         ModelNotFoundError if `model` is a name of another model.

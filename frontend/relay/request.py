@@ -123,7 +123,7 @@ class RelayedRequest:
         return self._fields
 
     def priority(self, body: bytes) -> int:
-        """Return the priority of the request: that in its body, or else that of its header. Raises RequestError."""
+        """Return the priority in the body, or else in the header. Raises RequestError."""
         header = self.properties.get("x-priority")
         default = DEFAULT_PRIORITY if header is None else parse_priority(header)
         if self.route not in MODEL_IN_BODY or (self._fields is None and b'"priority"' not in body):

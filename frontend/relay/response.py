@@ -47,7 +47,7 @@ class Response:
         await self._send({"type": "http.response.body", "body": data[last:]})
 
     def _write_at_once(self, status: int, headers: list[tuple[str, str]], data: bytes) -> bool:
-        """Write head and body of a usual answer, and return True; do nothing and return False for any other one."""
+        """Write head and body of a usual answer, and return True; return False if uvicorn must check the headers."""
         lines = _checked_lines(tuple(headers))
         if lines is None or HEADER_VALUE_RE.search(self._request_id):
             return False

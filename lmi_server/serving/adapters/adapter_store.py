@@ -80,8 +80,8 @@ class _Entry:
 class AdapterStore(OnDemand):
     """Keeps up to `max_loaded` adapters loaded; the least recently used one makes room for the next.
 
-    An adapter that requests hold stays. If all are held, a request for another one waits, and so may `max_waiting`
-    requests. `fetch` returns the directory of an adapter, `until_ready` returns once a worker can take it.
+    An adapter that requests hold stays. While all are held, up to `max_waiting` requests for others wait. `fetch`
+    returns the directory of an adapter, `until_ready` returns once a worker can take it.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class AdapterStore(OnDemand):
         self._max = max_loaded
         self._max_waiting = max_waiting
         self._waiting = 0
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the one that was used last is at the end
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the most recently used is at the end
         self._leaving: str | None = None
         self._turn = asyncio.Lock()
         self._let_go = asyncio.Event()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FETCHED = "s3://"  # what the server brings to this machine, whoever reads it
+_FETCHED = "s3://"  # what the server fetches for the user's own code as well
 
 
 class RegisteredAdapter(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Which workers have a LoRA adapter loaded, as far as this process can tell: those that had requests for it.
+"""Which workers have a LoRA adapter loaded, judging by the requests that they had.
 
 Plain data: no I/O, no clock, no asyncio.
 """
@@ -16,17 +16,17 @@ W = TypeVar("W", bound=Hashable)
 
 
 class AdapterAffinity(Generic[W]):
-    """Remembers the last `most` adapters of each worker, as a worker keeps `most` adapters."""
+    """Remembers the last `max_adapters` of each worker, as many as a worker keeps."""
 
-    def __init__(self, most: int) -> None:
-        self._max = most
+    def __init__(self, max_adapters: int) -> None:
+        self._max = max_adapters
         self._adapters: dict[W, OrderedDict[str, None]] = {}
 
     def narrow(self, adapter: str, held: Mapping[W, int]) -> Mapping[W, int]:
-        """Return those of `held` (workers with how many requests each holds) that a request for `adapter` may go to.
+        """Return the workers in `held` (with how many requests each holds) that a request for `adapter` may go to.
 
-        These are the workers that have it, unless they have too much to do. Otherwise they are the ones that would
-        remove the fewest adapters for it, of the least loaded.
+        These have the adapter, unless they have too much to do. Otherwise they are the least loaded workers, and among
+        them the ones with the fewest adapters.
         """
         if not held:
             return held

@@ -1,4 +1,4 @@
-"""The requests of one model: those that wait in its queue and those that its workers hold.
+"""The requests of one model, in its queue and in its workers.
 
 Every accepted job gets exactly one terminal item in its reply slot:
 
@@ -304,7 +304,7 @@ class Dispatcher:
     # --- workers that go ---
 
     def take_back(self, worker: WorkerProcess) -> None:
-        """Take the jobs of a dead worker: retry those of which no client has seen a byte, and fail the rest."""
+        """Take the jobs of a dead worker: retry what no client has seen a byte of, and fail the rest."""
         self.router.forget(worker)
         for job in self.recovery.take_from(worker):  # each goes to the head of the queue, so the oldest is last
             self._requeue(job)

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from lmi_server.contract.errors import QueueFullError
 
-_BY_PRIORITY = 9  # so many jobs leave by priority, then the one that came first, so that none waits for ever
+_BY_PRIORITY = 9  # jobs leave by priority before the oldest one has its turn, so that none waits for ever
 
 
 class Queueable(Protocol):
@@ -196,7 +196,7 @@ class JobQueue(Generic[J]):
         return {*self._priorities, self._lent_flow[0]} if self._lent else set(self._priorities)
 
     def _waiting(self, priority: int) -> Counter[bytes]:
-        """Return the number of waiting jobs of each tenant in a priority, with those that are lent."""
+        """Return the number of waiting jobs of each tenant in a priority, with the lent ones."""
         waiting = Counter({tenant: len(flow) for tenant, flow in self._levels.get(priority, {}).items()})
         if self._lent and self._lent_flow[0] == priority:
             waiting[self._lent_flow[1]] += len(self._lent)

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 _BLOCK = 256  # bytes
 _MAX_BLOCKS = 64  # of a body: what is behind 16 KiB does not count
-_REMEMBERED = 200_000  # blocks, of 130 bytes each; the ones without a request for longest are forgotten first
+_REMEMBERED = 200_000  # blocks of 130 bytes; the least recently used are forgotten first
 _REMEMBERED_PER_WORKER = 1_000  # if that is more: many workers serve many conversations at a time
 _MIN_SHARE = 0.5  # of a body that must be known: many bodies begin alike, and differ in what is long
 _MAX_AHEAD = 8  # requests that a worker may hold beyond the least loaded one
@@ -31,7 +31,7 @@ class PrefixAffinity(Generic[W]):
         """Return the worker for a request, of those in `held` (with how many requests each holds); None without any.
 
         It is the worker that knows the longest beginning of `body`, unless that is short or the worker has too much to
-        do. Otherwise it is the least loaded one; of several the one that knows the fewest prefixes.
+        do. Otherwise it is the least loaded worker, or among several the one with the fewest prefixes.
         """
         if not held:
             return None

@@ -65,7 +65,7 @@ class Recovery:
     def _is_tried_again(self, worker: WorkerProcess, job: Job, suspects: int) -> bool:
         """Return whether `job` goes back to the queue at once; otherwise hold it back, or fail it.
 
-        `suspects` is how many of those that were running had been there when another worker died.
+        `suspects` is how many of the running jobs had been running in another worker that died.
         """
         if not worker.requests.has_begun(job):
             job.may_go_ahead = not job.is_ahead
@@ -91,7 +91,7 @@ class Recovery:
         job.come_back()
 
     def next_suspect(self) -> Job | None:
-        """Return a suspect that may run now, None while another one runs."""
+        """Return a suspect that may run now, None while another suspect runs."""
         running = self._running_suspect
         if not self._suspects or (running is not None and running.reply.terminal is None):
             return None

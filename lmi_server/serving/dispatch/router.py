@@ -1,4 +1,4 @@
-"""Which worker gets a request: that of its session, one that has its adapter or its prefix, or the least loaded one."""
+"""Which worker gets a request: by its session, its adapter, its prefix, or the load."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Router:
     def worker_for(self, request: Input) -> WorkerProcess | None:
         """Return a worker with room, None if there is none.
 
-        It is that of the session, otherwise the least loaded one. If the settings say so, a worker that has the adapter
-        and one that knows the beginning of the request come before that.
+        The worker of the session comes first, the least loaded one last. In between come a worker that has the adapter
+        and one that knows the beginning of the request, if the settings say so.
         """
         sticky = self._worker_of_session(request)
         if sticky is not None and self.has_room(sticky.requests):
@@ -45,7 +45,7 @@ class Router:
         return self.prefixes.choose(request.body(), held)
 
     def window_for(self, request: Input) -> WorkerRequests | None:
-        """Return the worker in which a request may wait: that of its session, otherwise the least loaded one."""
+        """Return where a request may wait: with the worker of its session, otherwise with the least loaded one."""
         able = [worker for worker in self._roster.ready if len(worker.requests.ahead) < worker.requests.window]
         sticky = self._worker_of_session(request)
         if sticky is not None and sticky in able:
@@ -68,7 +68,7 @@ class Router:
         return sum(max(0, self._max_in_flight - len(worker.requests.in_flight)) for worker in self._roster.ready)
 
     def record(self, request: Input, worker: WorkerProcess) -> None:
-        """Record where a request goes, for those that are like it."""
+        """Record where a request goes, so that similar ones follow."""
         if self.sessions is not None:
             self.sessions.record(request, worker)
         if self.prefixes is not None:

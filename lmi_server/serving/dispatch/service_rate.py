@@ -16,7 +16,7 @@ class ServiceRate:
     At other times the rate says how many requests come, and not how many the workers can take. A second estimate is the
     mean time that a request takes in a worker, by the number of requests there (Little's law). It is known before
     anything has waited. It also corrects a rate that is too high because requests which had begun before the
-    measurement ended right after its start. Times are those of one clock, in seconds.
+    measurement ended right after its start. All times come from one clock, in seconds.
     """
 
     def __init__(self) -> None:

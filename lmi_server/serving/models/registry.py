@@ -60,7 +60,7 @@ class ModelRegistry(ModelCatalog):
         on_metric: MetricSink = unrecorded,
     ) -> None:
         super().__init__()
-        self.unloads_idle = False  # models without requests, if another one finds too little memory
+        self.unloads_idle = False  # models without requests, to make room for others
         self.artifacts = artifacts
         self._environment = {name: value for name, value in environment.items() if name not in HUB_VARIABLES}
         self._drain_timeout_s = drain_timeout_s
@@ -138,7 +138,7 @@ class ModelRegistry(ModelCatalog):
         self._ending.discard(pool)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work` in a task that nobody has to wait for."""
+        """Do `work` in the background."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -149,8 +149,8 @@ class ModelRegistry(ModelCatalog):
         """Load one version of a model again, or all of them one after the other, and return them.
 
         Each is loaded from its source, with the configuration as it is now, beside the workers that serve it. Once
-        that has as many workers as it needs, it gets the requests; those that were accepted finish where they are. If
-        it cannot be loaded, the model serves on as before, and the reason is raised.
+        there are enough new workers, they get the requests; accepted requests finish where they are. If the model
+        cannot be loaded, it serves on as before, and the reason is raised.
         """
         endpoint = self.endpoint(name)
         models = list(endpoint.models) if version is None else [endpoint.version(version)]
@@ -273,7 +273,7 @@ class ModelRegistry(ModelCatalog):
         await model.pool.availability.settled.wait()
 
     async def _make_pool(self, model: Model, before: WorkerPool | None = None) -> WorkerPool:
-        """Fetch `model` and return its pool, not started yet, which may take the place of another one.
+        """Fetch `model` and return its pool, not started yet; `before` is the pool whose place it takes.
 
         Raises LmiServerError, such as ConfigurationError if another model has one of its names.
         """
@@ -315,7 +315,7 @@ class ModelRegistry(ModelCatalog):
     def set_log_level(self, level: str, name: str = "") -> None:
         """Set the level ("INFO", ...) of the logger `name` in this process and every worker, present and future.
 
-        Without a name it is that of all loggers that have none of their own.
+        Without a name it applies to all loggers without a level of their own.
         """
         logging.getLogger(name).setLevel(level)
         self._log_levels[name] = level
@@ -345,7 +345,7 @@ class ModelRegistry(ModelCatalog):
             raise ModelNotReadyError(SHUTTING_DOWN)
 
     async def stop(self, limit_s: float = WORKER_STOP_S) -> None:
-        """End every worker within `limit_s` seconds; those that are left then are killed."""
+        """End every worker within `limit_s` seconds, and kill what is left then."""
         loading = [model.task for model in self.models if model.task is not None and not model.task.done()]
         for task in loading:
             task.cancel()

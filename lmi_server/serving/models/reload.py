@@ -14,7 +14,7 @@ from lmi_server.machine.file_state import FileState, file_state
 
 
 class ReloadStatus(Enum):
-    """The words are those of the management API."""
+    """The words of the management API."""
 
     LOADING = "LOADING"
     DONE = "DONE"

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerScaling:
-    """Scales the replica sets of one model. `bounds` has those that calls have set, by the first device of a set."""
+    """Scales the replica sets of one model. `bounds` has what calls have set, by the first device of a set."""
 
     def __init__(self, name: str, replica_sets: Sequence[Replicas], settings: PoolSettings) -> None:
         self.bounds = dict(settings.bounds)

@@ -1,4 +1,4 @@
-"""What a pool that takes the place of another one is started with."""
+"""What the successor of a pool is started with."""
 
 from __future__ import annotations
 

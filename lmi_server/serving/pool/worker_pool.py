@@ -1,6 +1,6 @@
 """The workers of one model, from the start of the first to the end of the last.
 
-A pool is put together from parts, each of which owns one thing:
+A pool is put together from parts that own one thing each:
 
     WorkerRoster    which workers there are, and which of them serve
     Availability    whether the model can be served, and why not
@@ -56,7 +56,7 @@ class WorkerPool:
 
     `max_model_len` is in tokens, 0 before the model is loaded and if it has no such bound; `batch_size` is that of
     Ready. `on_demand` is what loads adapters that requests ask for, None if nothing does. `on_metric` gets what the
-    workers print and what the pool measures. `deaths` counts workers that ended although nobody asked for that,
+    workers print and what the pool measures. `deaths` counts workers that ended unasked,
     `load_times` has the seconds in which workers loaded the model.
     """
 
@@ -291,7 +291,7 @@ class WorkerPool:
             self.dispatcher.fail_all(closing)
 
     async def stop(self, deadline_s: float = WORKER_STOP_S) -> None:
-        """End the workers within `deadline_s` seconds, and kill those that are left then."""
+        """End the workers within `deadline_s` seconds, and kill what is left then."""
         self.dispatcher.fail_all(self._close(self.availability.closing or SHUTTING_DOWN))
         self.stopping = True
         self._watch.stop()
