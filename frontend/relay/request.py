@@ -187,11 +187,9 @@ class RelayedRequest:
 
 def sent_request_id(scope: Scope, id_header: str) -> str | None:
     """Return the id that the client gives the request, here or to SageMaker."""
-    for wanted in (id_header.encode("latin-1"), _INFERENCE_ID.encode()):
-        for name, value in scope["headers"]:
-            if name == wanted and value:
-                return str(value, "latin-1")
-    return None
+    headers = dict(scope["headers"])
+    sent = headers.get(id_header.encode("latin-1")) or headers.get(_INFERENCE_ID.encode())
+    return str(sent, "latin-1") if sent else None
 
 
 def last_of(entries: list[tuple[str, bytes]], key: str) -> str | None:

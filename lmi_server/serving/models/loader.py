@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
-from lmi_server.artifacts.progress import OnProgress, Progress, shown_progress
+from lmi_server.artifacts.progress import Progress, shown_progress
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.configuration.secure_mode import secure_mode
 from lmi_server.contract.errors import ConfigurationError, ModelNotFoundError
@@ -69,7 +69,11 @@ class ModelLoader:
             )
         environment = {**self._environment, **source.variables}
         with shown_progress(source.label, sys.stderr) as show:
-            on_progress = _recorder(model, show)
+
+            def on_progress(progress: Progress) -> None:
+                model.progress = progress
+                show(progress)
+
             model.directory, more = await fetch_directory(location, source.url, self._artifacts, on_progress)
             model.configured_by = configuration_state(model.directory)
             settings = {**source.settings, **more, **(_STATIC if model.batches_statically else {})}
@@ -121,13 +125,3 @@ class ModelLoader:
 def _adapter_store(resolved: ResolvedModel) -> str | None:
     """Return the store from which requests bring adapters, None if they do not."""
     return resolved.options.dynamic_lora_loading_path if resolved.options.adapters_on_demand else None
-
-
-def _recorder(model: Model, show: OnProgress) -> OnProgress:
-    """Return a callback that shows progress and keeps it with the model."""
-
-    def report(progress: Progress) -> None:
-        model.progress = progress
-        show(progress)
-
-    return report
