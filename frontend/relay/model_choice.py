@@ -42,7 +42,6 @@ class ModelChoice:
         An OpenAI request names it in `model`, also if it is a form; another form names it in `model_name`. Raises
         ModelNotFoundError if `model` is a name of another model.
         """
-        version = version or request.parameter("model_version")
         names_in_body = request.route in MODEL_IN_BODY
         name: str | None = None
         in_form: str | None = None
@@ -51,7 +50,9 @@ class ModelChoice:
             name, _ = request.fields_in(body)
         else:
             name, in_form = last_of(form, "model") if names_in_body else None, last_of(form, "model_name")
-        model = request.model or self._named(request.route, name, in_form, version)
+        model = request.model
+        if model is None:
+            model = self._named(request.route, name, in_form, version or request.parameter("model_version"))
         if name is not None and names_in_body:
             self._refuse_unknown(model, name)
         return model
