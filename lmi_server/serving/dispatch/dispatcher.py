@@ -125,18 +125,14 @@ class Dispatcher:
         try:
             loser = self._queue.push(job)
         except QueueFullError as error:
-            error.retry_after = self._retry_after(job.queued_at)
+            error.retry_after = self._rate.retry_after(self.in_flight, job.queued_at)
             raise
         if loser is not None:
             refusal = QueueFullError("The queue is full, and this API key has most of the requests in it")
-            refusal.retry_after = self._retry_after(job.queued_at)
+            refusal.retry_after = self._rate.retry_after(self.in_flight, job.queued_at)
             loser.fail(refusal)
             _cancel_in_worker(loser)
         self.lending.make_way(job)
-
-    def _retry_after(self, now: float) -> int:
-        """Return the seconds until the next request leaves the queue."""
-        return retry_after(self._rate.wait_s(0, self.in_flight, now))
 
     def _check_delay(self, job: Job, allowed_s: float) -> None:
         """Raise QueueDelayError if `job` would wait for longer than `allowed_s`."""
@@ -167,12 +163,9 @@ class Dispatcher:
         # The client's side ends now, but the place in the worker is free only once the worker says so. Its time to do
         # that begins here: `put` resets `progressed_at`, by which ProgressWatch finds workers that never free it.
         job.reply.put(Error(job.id, CANCELLED, "the client went away"), time.monotonic())
-        self._withdraw(job)
+        if not self.recovery.withdraw(job):
+            self._queue.remove(job)
         self._go_on_without(job)
-
-    def _withdraw(self, job: Job) -> bool:
-        """Take `job` out of what waits; return whether it was there."""
-        return self.recovery.withdraw(job) or self._queue.remove(job)
 
     def _go_on_without(self, job: Job) -> None:
         """Have the worker drop `job`, which has ended; it may have been what a suspect, or the end, waited for."""
@@ -229,7 +222,7 @@ class Dispatcher:
         """End `job`, whose timer has run off."""
         if deadline.at > time.monotonic():  # timers may be early by a millisecond
             deadlines.watch(job, deadline, self._expire)
-        elif self._withdraw(job):
+        elif self.recovery.withdraw(job) or self._queue.remove(job):  # it waits
             deadlines.fail_if_late(job)
             self._go_on_without(job)
         elif deadline.ends_running and job.reply.terminal is None and job.holder is not None:

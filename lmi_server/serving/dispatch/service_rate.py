@@ -74,6 +74,10 @@ class ServiceRate:
             per_request = max(per_request, seconds / self._ended)
         return (ahead + 1) * per_request
 
+    def retry_after(self, in_flight: int, now: float) -> int:
+        """Return the seconds until the next request leaves the queue, for a Retry-After header."""
+        return retry_after(self.wait_s(0, in_flight, now))
+
 
 def retry_after(wait_s: float | None) -> int:
     """Return the value of a Retry-After header for a wait that may not be known."""
