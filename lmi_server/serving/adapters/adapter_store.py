@@ -185,7 +185,7 @@ class AdapterStore(OnDemand):
                 await self._adapters.remove(name)
         finally:
             self._leaving = None
-        logger.info("evicted least recently used adapter %s", name)
+        logger.info("removed adapter %s, the least recently used one", name)
 
 
 def _read_error(task: asyncio.Task[None]) -> None:
