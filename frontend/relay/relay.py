@@ -127,25 +127,23 @@ class Relay:
                     request.body = body = await decoded_body(body, request.properties, self._max_request_size, held)
                 if model is None or request.route in MODEL_IN_BODY:
                     request.model = model = self._choice.by_body(request, body, version)
-        except ModelNotFoundError as error:
-            if request.model is not None:
+        except ModelNotFoundError:
+            if self._implicit is None or request.model is not None:
                 raise
-            request.model = model = await self._register(request, name, version, error)
+            model = await self._register(self._implicit, request, name, version)
+            if model is None:
+                raise
+            request.model = model
         return model
 
     async def _register(
-        self, request: RelayedRequest, name: str | None, version: str | None, missing: ModelNotFoundError
-    ) -> Model:
-        """Return the model that the request describes, once it is loaded. Raises `missing` if it describes none."""
-        if self._implicit is None:
-            raise missing
+        self, implicit: ImplicitRegistration, request: RelayedRequest, name: str | None, version: str | None
+    ) -> Model | None:
+        """Return the model that the request describes, once it is loaded; None if it describes none."""
         if request.body is None:
             request.body = await request.read_body(self._max_request_size)
         fields = form_fields(request.properties.get("content-type", ""), request.body, REGISTERED_IN_FORMS) or []
-        model = await self._implicit.register(name, version, request.properties, [*request.query, *fields])
-        if model is None:
-            raise missing
-        return model
+        return await implicit.register(name, version, request.properties, [*request.query, *fields])
 
     async def _answer(self, request: RelayedRequest, model: Model, pool: WorkerPool, job: Job) -> None:
         connection, reply = request.connection, job.reply
