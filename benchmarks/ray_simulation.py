@@ -2,8 +2,8 @@
 
     python -m benchmarks.ray_simulation [--replicas 1000] [--minutes 10] [--front-ends 4]
 
-Needs the extra `ray` and no cluster. Requests are given to `lmi_server.serving.dispatch.dispatcher.Dispatcher` (sessions,
-prefixes, the cap of the queue), one per front end, whose workers are simulated. How many replicas there are decides
+Needs the extra `ray` and no cluster. Requests are given to a `Dispatcher` of `lmi_server.serving` (sessions, prefixes,
+the cap of the queue), one per front end, whose workers are simulated. How many replicas there are decides
 `lmi_server.ray.autoscaling.desired_replicas` under Ray's own factors and delays. Times in the table with "us" or "ms"
 are processor time of the real code, all others are virtual.
 
@@ -129,7 +129,7 @@ class FrontEndConnection:
     def leave(self, replica: Replica) -> None:
         worker = cast(WorkerProcess, self.workers.pop(replica))
         self.roster.leave(worker)
-        self.dispatcher.forget_sessions(worker)
+        self.dispatcher.router.forget(worker)
 
 
 class Cluster:
@@ -354,7 +354,7 @@ def main() -> None:
         cluster.run()
     size, read_ms = table_sizes(arguments.replicas)
     waits = sorted(cluster.waits)
-    blocks = sum(len(front_end.dispatcher._prefixes._workers) for front_end in cluster.front_ends)  # type: ignore[union-attr]
+    blocks = sum(len(front_end.dispatcher.router.prefixes._workers) for front_end in cluster.front_ends)  # type: ignore[union-attr]
     rows = {
         "requests served": f"{cluster.served:,}",
         "refused by the cap of the queue (503)": f"{cluster.refused:,}",

@@ -130,18 +130,18 @@ class ConsoleFeed:
     def _row(self, model: Model, now: float) -> Row:
         pool = model.pool
         row = _state(model)
-        gauges = {} if pool is None else summed_gauges(pool.worker_gauges())
+        gauges = {} if pool is None else summed_gauges(pool.roster.gauges)
         window = self._windows.setdefault(model.label, Window())
         window.add(counts_of(self._metrics.find(model), gauges, now))
         if pool is None:
             return row
         used = gauges.get("kv_cache_usage")
         row |= {
-            "workers": pool.worker_states,
-            "queue": pool.queued,
-            "running": pool.in_flight,
+            "workers": pool.roster.states,
+            "queue": pool.dispatcher.queued,
+            "running": pool.dispatcher.in_flight,
             "adapters": len(pool.adapters.names),
-            "kv": None if used is None else rounded(used / max(pool.ready_workers, 1)),
+            "kv": None if used is None else rounded(used / max(len(pool.roster.ready), 1)),
         }
         if window.last.requests or window.last.tokens:
             row |= window.measured()

@@ -146,7 +146,7 @@ def _configuration(model: Model) -> dict[str, Any]:
     environment = process_environment()
     machine = with_gpu_memory(this_machine(environment), environment)
     needed = memory_of_running(resolved, machine)
-    pids = {} if model.pool is None else model.pool.worker_pids
+    pids = {} if model.pool is None else model.pool.roster.pids
     return {
         "handler": resolved.spec.title,
         "modelDir": resolved.model_dir,

@@ -300,7 +300,7 @@ def described(model: Model) -> dict[str, Any]:
         "modelName": model.name,
         "modelUrl": _url(model),
         **_serving(model),
-        "requestInQueue": 0 if model.pool is None else model.pool.queued,
+        "requestInQueue": 0 if model.pool is None else model.pool.dispatcher.queued,
         "status": model.status.value,
         **reason,
         "loadedAtStartup": model.at_startup,
@@ -334,16 +334,16 @@ def _serving(model: Model) -> dict[str, int]:
 
 
 def _replicas(replicas: Replicas, pool: WorkerPool) -> dict[str, Any]:
-    min_workers, max_workers = pool.bounds_of(replicas)
+    min_workers, max_workers = pool.scaling.bounds_of(replicas)
     return {
         "device": {"deviceType": replicas.devices.kind, "deviceId": replicas.devices.first},
         "minWorkers": min_workers,
         "maxWorkers": max_workers,
         "workers": [
             {
-                "id": pool.worker_number(worker) + 1,
+                "id": pool.roster.numbers[worker] + 1,
                 "startTime": _timestamp(worker.ready_at),
-                "status": "READY" if pool.is_ready(worker) else "UNLOADING",
+                "status": "READY" if worker in pool.roster.ready else "UNLOADING",
                 "pid": worker.pid,
                 "requestsInFlight": worker.requests.running,
             }

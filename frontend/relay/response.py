@@ -6,9 +6,8 @@ import functools
 
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 
-from frontend.http.clients import Scope, Send, shown_answer, shown_error, shown_text
+from frontend.http.clients import Send
 from frontend.http.protocol import RelayProtocol
-from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.protocol import Head
 
 _PART = 256 * 1024  # bytes of a whole answer that are written at once
@@ -19,35 +18,18 @@ _FRAMING = frozenset({"connection", "content-length", "transfer-encoding"})  # u
 
 
 class Response:
-    """Writes the answer to one request as ASGI messages."""
+    """Writes the answer to one request as ASGI messages. `headers` are added to every answer."""
 
-    __slots__ = ("_connection", "_has_body", "_headers", "_scope", "_send", "request_id")
+    __slots__ = ("_connection", "_has_body", "_headers", "_request_id", "_send")
 
     def __init__(
-        self, connection: RelayProtocol, send: Send, request_id: str, headers: list[tuple[bytes, bytes]], scope: Scope
+        self, connection: RelayProtocol, send: Send, request_id: str, headers: list[tuple[bytes, bytes]]
     ) -> None:
-        """`headers` are added to every answer."""
         self._connection = connection
         self._has_body = True
         self._headers = headers
+        self._request_id = request_id.encode("latin-1")
         self._send = send
-        self.request_id = request_id
-        self._scope = scope
-
-    def shown(self, error: LmiServerError) -> LmiServerError:
-        """Return the error as the client may read it."""
-        return shown_error(error, self._scope)
-
-    def shown_answer(self, data: bytes, message: str) -> bytes:
-        """Return an answer of a worker that reports an error with this message as the client may read it."""
-        return shown_answer(data, message, self._scope)
-
-    def shown_text(self, text: str) -> str:
-        return shown_text(text, self._scope)
-
-    def linger(self) -> None:
-        """Let a client that still sends its request read the answer, although the connection ends with it."""
-        self._connection.linger()
 
     async def whole(self, status: int, headers: list[tuple[str, str]], data: bytes, reason: str = "") -> None:
         if reason:
@@ -65,13 +47,12 @@ class Response:
         await self._send({"type": "http.response.body", "body": data[last:]})
 
     def _write_at_once(self, status: int, headers: list[tuple[str, str]], data: bytes) -> bool:
-        """Write head and body of a usual answer, and return True; do nothing and return False for any other one."""
+        """Write head and body of a usual answer, and return True; return False if uvicorn must check the headers."""
         lines = _checked_lines(tuple(headers))
-        request_id = self.request_id.encode("latin-1")
-        if lines is None or HEADER_VALUE_RE.search(request_id):
+        if lines is None or HEADER_VALUE_RE.search(self._request_id):
             return False
         own = b"".join([b"%b: %b\r\n" % header for header in self._headers])
-        head = b"%bcontent-length: %d\r\nx-request-id: %b\r\n%b\r\n" % (lines, len(data), request_id, own)
+        head = b"%bcontent-length: %d\r\nx-request-id: %b\r\n%b\r\n" % (lines, len(data), self._request_id, own)
         return self._connection.write_whole(self._send, status, head, data)
 
     async def begin(self, head: Head) -> None:
@@ -95,13 +76,13 @@ class Response:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*raw, *more, (b"x-request-id", self.request_id.encode("latin-1")), *self._headers],
+                "headers": [*raw, *more, (b"x-request-id", self._request_id), *self._headers],
             }
         )
 
 
 def _latin(text: str) -> bytes:
-    """Return the bytes of a handler's header, with a question mark for what it cannot hold, as LMI does."""
+    """Return a handler's header as bytes, with a question mark for what Latin-1 lacks, as LMI does."""
     return text.encode("latin-1", "replace")
 
 

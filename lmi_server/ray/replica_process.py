@@ -22,7 +22,15 @@ from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.link import Arrival, FrontendLink
 from lmi_server.machine.environment import process_environment
-from lmi_server.ray.messages import FromReplica, ModelDescription, Ongoing, ReplicaFailed, ReplicaReady, Start, line
+from lmi_server.ray.messages import (
+    FromReplica,
+    ModelDescription,
+    Ongoing,
+    ReplicaFailed,
+    ReplicaReady,
+    Start,
+    line,
+)
 from lmi_server.ray.processes.front_end import FrontEndConnection
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.model_store import ModelSource
@@ -126,7 +134,7 @@ class _ReplicaProcess:
                 return model.failure.message
             for front_end in self._front_ends:
                 front_end.report()
-            self._tell(Ongoing(pool.queued + pool.in_flight))
+            self._tell(Ongoing(pool.dispatcher.queued + pool.dispatcher.in_flight))
             await asyncio.wait([ending], timeout=_REPORT_S)
         return None
 
@@ -134,7 +142,7 @@ class _ReplicaProcess:
         """Finish what the front ends have sent, within the limit; they give what comes now to other replicas."""
         for front_end in list(self._front_ends):
             front_end.leave()
-        logger.info("draining: %d requests", pool.queued + pool.in_flight)
+        logger.info("draining: %d requests", pool.dispatcher.queued + pool.dispatcher.in_flight)
         deadline = asyncio.get_running_loop().time() + self._start.drain_timeout_s
         while self._front_ends and asyncio.get_running_loop().time() < deadline:
             for front_end in self._front_ends:

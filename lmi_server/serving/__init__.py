@@ -1,1 +1,1 @@
-"""The queue side of a model, in the front end's process: registry, job queue, worker pool, adapters, sessions."""
+"""The queue side, in the front end's process: `models` have a `pool` of workers, and `dispatch` gives it requests."""

@@ -15,7 +15,7 @@ from lmi_server.supervisor.worker_process import MpiLauncher
 
 
 class ModelStatus(Enum):
-    """The words are those of LMI's `/ping`; from the best state to the worst."""
+    """The words of LMI's `/ping`, from the best state to the worst."""
 
     HEALTHY = "Healthy"
     UNHEALTHY = "Unhealthy"
@@ -24,19 +24,19 @@ class ModelStatus(Enum):
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the pool needs to know of a model. Times are in seconds; numbers of workers are those of each device set.
+    """What the pool needs to know of a model. Times are in seconds; numbers of workers count for each device set.
 
     With `sessions` the requests of a session go to one worker. With `prefix_affinity` a request goes to a worker that
-    had one with the same beginning, and with `adapter_affinity` to one that had a request for the same adapter; it is
-    the number of adapters that a worker keeps.
+    had one with the same beginning. `adapter_affinity` is the number of adapters that a worker keeps; above 0, a
+    request goes to a worker that had one for the same adapter.
 
     `version` distinguishes the versions of one model. `python` is the interpreter of the workers. `environment` is
     added to that of each worker; with an `mpi` launcher each worker is a group of ranks. What a user may configure has
-    no default here: the defaults are those of `ServingOptions` and `ModelOptions`.
+    no default here: `ServingOptions` and `ModelOptions` have the defaults.
 
-    A pool that takes the place of another one has what calls have changed there: `bounds` has numbers of workers, the
-    least and the most, by the first device of a set; `own_adapters` are those of the model's directory, if `adapters`
-    differ from them. No worker gets a number of `reserved_numbers`, which workers of the other pool have.
+    The successor of a pool also gets what calls have changed there. `bounds` has the minimum and the maximum of workers
+    by the first device of a set; `own_adapters` are in the model's directory, if `adapters` differ from them. No worker
+    gets a number of `reserved_numbers`, which workers of the old pool have.
     """
 
     load: Load

@@ -1,9 +1,9 @@
-"""The workers of one model by what they do: those that take requests, those that only finish, and all the others."""
+"""The workers of one model by what they do: some take requests, some only finish theirs, and others do neither."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class WorkerRoster:
         self._reserved = reserved
         self.ready: list[WorkerProcess] = []
         self.leaving: set[WorkerProcess] = set()
-        self._numbers: dict[WorkerProcess, int] = {}
+        self.numbers: dict[WorkerProcess, int] = {}  # no two workers have the same
 
     @property
     def serving(self) -> list[WorkerProcess]:
@@ -30,29 +30,36 @@ class WorkerRoster:
 
     @property
     def everyone(self) -> list[WorkerProcess]:
-        return list(self._numbers)
+        return list(self.numbers)
 
     @property
-    def numbers(self) -> frozenset[int]:
-        """Return the numbers that the workers have."""
-        return frozenset(self._numbers.values())
+    def ready_workers(self) -> int:
+        return len(self.ready)
 
-    def number_of(self, worker: WorkerProcess) -> int:
-        """Return the number of `worker`; no two workers have the same."""
-        return self._numbers[worker]
+    @property
+    def states(self) -> Mapping[str, int]:
+        """Return how many workers take requests, only finish theirs, or do neither (yet, or any more)."""
+        ready, leaving = len(self.ready), len(self.leaving)
+        return {"ready": ready, "leaving": leaving, "starting": len(self.numbers) - ready - leaving}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Return the process of each worker on this machine, by the worker's name."""
+        return {worker.name: worker.pid for worker in self.numbers if worker.is_local and worker.pid}
+
+    @property
+    def gauges(self) -> dict[str, Mapping[str, float]]:
+        """Return the gauges that each ready worker last reported, by the worker's name."""
+        return {worker.name: worker.gauges for worker in self.ready}
 
     def free_number(self) -> int:
         """Return the lowest number that no worker has."""
-        taken = {*self._numbers.values(), *self._reserved}
+        taken = {*self.numbers.values(), *self._reserved}
         return next(number for number in itertools.count() if number not in taken)
-
-    def add(self, worker: WorkerProcess, number: int) -> None:
-        """Add a worker that is about to be spawned."""
-        self._numbers[worker] = number
 
     def remove(self, worker: WorkerProcess) -> None:
         """Remove a worker whose process is reaped."""
-        del self._numbers[worker]
+        del self.numbers[worker]
 
     def leave(self, worker: WorkerProcess) -> bool:
         """Give `worker` no more requests; return False if it took none."""
@@ -62,9 +69,13 @@ class WorkerRoster:
         self.leaving.add(worker)
         return True
 
-    def drop(self, workers: Iterable[WorkerProcess]) -> None:
-        """Take dead workers, or those that are being stopped, out of service."""
-        for worker in workers:
-            if worker in self.ready:
-                self.ready.remove(worker)
-            self.leaving.discard(worker)
+    def drop(self, worker: WorkerProcess) -> None:
+        """Take a worker that is dead, or is being stopped, out of service."""
+        if worker in self.ready:
+            self.ready.remove(worker)
+        self.leaving.discard(worker)
+
+    def kill(self) -> None:
+        """End the workers at once, whatever they do."""
+        for worker in self.everyone:
+            worker.kill()

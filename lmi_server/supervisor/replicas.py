@@ -106,8 +106,11 @@ class Owner(Protocol):
     """What a replica set needs of its pool."""
 
     loading_turns: asyncio.Semaphore
-    was_ready: bool
     stopping: bool
+
+    @property
+    def was_ready(self) -> bool:
+        """Return whether a worker has loaded the model before."""
 
     def new_worker(self, devices: DeviceSet, remote: RemotePlace | None = None) -> WorkerProcess:
         """Return a worker that is not spawned yet; one at a `remote` place is not connected to yet."""

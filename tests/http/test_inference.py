@@ -7,28 +7,27 @@ from uuid import RFC_4122, UUID
 import pytest
 
 from frontend.http.request_ids import new_request_id
-from frontend.relay.relay import model_named_in, parse_priority, priority_named_in
+from frontend.relay.request import RelayedRequest, model_and_priority, parse_priority
 from frontend.relay.response import Response
 from lmi_server.contract.errors import RequestError
 
 
 def test_the_body_names_the_model() -> None:
-    assert model_named_in(b'{"model": "first"}') == "first"
-    assert model_named_in(b'\xef\xbb\xbf{"x": [1], "model": "alias"}') == "alias"
+    assert model_and_priority(b'{"model": "first"}') == ("first", None)
+    assert model_and_priority(b'\xef\xbb\xbf{"x": [1], "model": "alias"}') == ("alias", None)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"model": 1}', b'{"model": "\xff"}'])
 def test_a_body_that_names_none(body: bytes) -> None:
-    assert model_named_in(body) is None
+    assert model_and_priority(body) == (None, None)
 
 
 def test_a_body_that_is_nested_too_deeply() -> None:
     with pytest.raises(RequestError, match="nested too deeply"):
-        model_named_in(b'{"x": ' + b"[" * 100_000)
+        model_and_priority(b'{"x": ' + b"[" * 100_000)
 
 
 def test_the_priority_header() -> None:
-    assert parse_priority(None) == 3
     assert parse_priority("-5") == -5
     assert parse_priority("2147483647") == 2**31 - 1
 
@@ -39,15 +38,25 @@ def test_a_priority_header_that_is_no_integer(value: str) -> None:
         parse_priority(value)
 
 
+def priority(body: bytes, header: bytes | None) -> int:
+    scope = {
+        "headers": [] if header is None else [(b"x-priority", header)],
+        "extensions": {"lmi_server.connection": None, "lmi_server.header_names": [b"X-Priority"]},
+    }
+    return RelayedRequest("chat/completions", scope, cast(Any, None), "x-request-id").priority(body)
+
+
 def test_the_priority_in_the_body() -> None:
-    assert priority_named_in(b'{"priority": -7, "messages": []}', 3) == -7
-    assert priority_named_in(b'{"messages": [{"content": "\\"priority\\": 1"}]}', 3) == 3
+    assert priority(b"{}", None) == 3
+    assert priority(b'{"priority": -7, "messages": []}', b"3") == -7
+    assert priority(b'{"messages": [{"content": "\\"priority\\": 1"}]}', b"3") == 3
+    assert model_and_priority(b'{"priority": -7, "model": 1}') == (None, -7)
 
 
-@pytest.mark.parametrize("value", [b"null", b'"1"', b"1.5", b"2147483648", b"1", b"[" * 100_000])
+@pytest.mark.parametrize("value", [b"null", b"true", b'"1"', b"1.5", b"2147483648", b"1", b"[" * 100_000])
 def test_a_priority_in_a_body_that_the_worker_refuses_changes_nothing(value: bytes) -> None:
     body = b'{"priority": %b' % value if value == b"1" else b'{"priority": %b}' % value
-    assert priority_named_in(body, 5) == 5
+    assert priority(body, b"5") == 5
 
 
 class RecordingConnection:
@@ -66,7 +75,7 @@ def answer(headers: list[tuple[str, str]], body: bytes = b"{}") -> tuple[Recordi
     async def send(message: Any) -> None:
         messages.append(message)
 
-    response = Response(cast(Any, connection), send, "id-1", [(b"pragma", b"no-cache")], {})
+    response = Response(cast(Any, connection), send, "id-1", [(b"pragma", b"no-cache")])
     asyncio.run(response.whole(200, headers, body))
     return connection, messages
 

@@ -17,9 +17,9 @@ from rayllm_files import AUTOSCALING
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.inventory import Machine
-from lmi_server.ray.deployments.deployment import Deployment, plain
+from lmi_server.ray.deployments.deployment import Deployment
 from lmi_server.ray.deployments.model_files import deployments, inspect_deployments
-from lmi_server.ray.serve_config import serve_config
+from lmi_server.ray.serve_config import plain, serve_config
 from lmi_server.serving.models.model_store import Startup, startup_sources
 
 pytest.importorskip("yaml")

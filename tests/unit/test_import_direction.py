@@ -72,6 +72,12 @@ INSIDE_MAY_IMPORT = {
         "processors": {"answers", "handler_loading"},
         "services": {"answers", "handler_loading", "memory_limit", "processors"},
     },
+    "lmi_server.serving": {
+        "adapters": set[str](),
+        "dispatch": {"pool_settings", "roster"},
+        "pool": {"adapters", "dispatch", "pool_settings", "roster"},
+        "models": {"adapters", "pool", "pool_settings"},
+    },
     "lmi_server.ray": {
         "deployments": set[str](),
         "actors": {"autoscaling", "messages"},

@@ -13,9 +13,9 @@ def saturated(places: int, service_s: float, generations: int, begin: float = 0.
     rate = ServiceRate()
     rate.begin(begin)
     for number in range(1, generations + 1):
-        rate.ended(places, places, number * service_s)
+        rate.add_ended(places, places, number * service_s)
         for _ in range(places):
-            rate.served(service_s)
+            rate.add_service(service_s)
     return rate
 
 
@@ -28,11 +28,11 @@ def test_nothing_is_known_before_a_request_has_ended() -> None:
 
 def test_before_anything_has_waited_the_time_that_requests_take_decides() -> None:
     rate = ServiceRate()
-    rate.served(2.0)
+    rate.add_service(2.0)
     assert rate.wait_s(39, 8, 0.0) == pytest.approx(10.0)
     assert rate.wait_s(39, 0, 0.0) is None, "the workers are gone"
     for _ in range(200):
-        rate.served(4.0)
+        rate.add_service(4.0)
     assert rate.wait_s(39, 8, 0.0) == pytest.approx(20.0, rel=0.01)
 
 
@@ -46,8 +46,8 @@ def test_the_wait_is_the_number_of_requests_ahead_by_the_rate(generations: int, 
 def test_a_few_requests_that_end_first_say_nothing_of_the_rate() -> None:
     rate = ServiceRate()
     rate.begin(0.0)
-    rate.ended(1, 8, 4.0)
-    rate.served(4.0)
+    rate.add_ended(1, 8, 4.0)
+    rate.add_service(4.0)
     assert rate.wait_s(7, 8, 4.0) == pytest.approx(4.0)
 
 
@@ -56,16 +56,16 @@ def test_time_without_waiting_requests_does_not_count() -> None:
     rate.end(20.0)
     assert rate.wait_s(9, 2, 5000.0) == pytest.approx(5.0)
     rate.begin(9000.0)
-    rate.ended(2, 2, 9001.0)
+    rate.add_ended(2, 2, 9001.0)
     assert rate.wait_s(9, 2, 9001.0) == pytest.approx(5.0)
 
 
 def test_a_new_rate_takes_the_place_of_the_old_one() -> None:
     rate = saturated(places=4, service_s=1.0, generations=50)
     for number in range(1, 41):
-        rate.ended(4, 4, 50 + number * 0.1)
+        rate.add_ended(4, 4, 50 + number * 0.1)
         for _ in range(4):
-            rate.served(0.1)
+            rate.add_service(0.1)
     assert rate.wait_s(39, 4, 54.0) == pytest.approx(1.0, rel=0.1)
 
 

@@ -21,21 +21,21 @@ def asking(session: str) -> Input:
 
 def test_a_session_keeps_the_worker_that_opened_it() -> None:
     sessions = StickySessions()
-    sessions.answered([("X-Amzn-SageMaker-Session-Id", "a; Expires=never")], WORKER)
+    sessions.read_answer([("X-Amzn-SageMaker-Session-Id", "a; Expires=never")], WORKER)
     assert sessions.worker_of(asking("a")) is WORKER
-    sessions.answered([("X-Amzn-SageMaker-Closed-Session-Id", "a")], WORKER)
+    sessions.read_answer([("X-Amzn-SageMaker-Closed-Session-Id", "a")], WORKER)
     assert sessions.worker_of(asking("a")) is None
 
 
 @pytest.mark.parametrize(("length", "worker"), [(256, WORKER), (257, None), (60_000, None)])
 def test_an_id_has_a_length(length: int, worker: Any) -> None:
     sessions = StickySessions()
-    sessions.sent(asking("a" * length), WORKER)
+    sessions.record(asking("a" * length), WORKER)
     assert sessions.worker_of(asking("a" * length)) is worker
 
 
 def test_the_session_without_a_request_for_longest_is_forgotten() -> None:
     sessions = StickySessions()
     for number in range(sticky_sessions.MAX_SESSIONS + 1):
-        sessions.sent(asking(str(number)), WORKER)
+        sessions.record(asking(str(number)), WORKER)
     assert [sessions.worker_of(asking(session)) for session in ("0", "1")] == [None, WORKER]

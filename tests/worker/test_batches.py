@@ -35,7 +35,7 @@ async def pool_of(
     with forked_workers():
         pool.start()
         try:
-            while pool.ready_workers < workers and pool.failure is None:  # noqa: ASYNC110 - the pool has no event for it
+            while len(pool.roster.ready) < workers and pool.availability.failure is None:  # noqa: ASYNC110 - the pool has no event for it
                 await asyncio.sleep(0.001)
             yield pool
         finally:
@@ -115,7 +115,7 @@ async def test_a_request_that_waits_in_the_queue_is_cancelled_at_once(tmp_path: 
     async with pool_of(tmp_path) as pool:
         running = submit(pool, "wait go")
         waiting = submit(pool, "a")
-        pool.cancel(waiting)
+        pool.dispatcher.cancel(waiting)
         assert (await answer(waiting)).error == "Cancelled"
         (tmp_path / "go").touch()
         assert (await answer(running)).status == 200
@@ -161,7 +161,7 @@ async def test_a_stream_ends_with_its_client(tmp_path: Path) -> None:
     async with pool_of(tmp_path) as pool:
         job = submit(pool, "stream forever")
         await job.reply.wait()
-        pool.cancel(job)
+        pool.dispatcher.cancel(job)
         assert (await answers(pool, "a"))[0].data == b"1 a"
         assert (tmp_path / "after").exists()
 
@@ -219,6 +219,6 @@ async def test_forks_and_signal_handlers_change_nothing(tmp_path: Path) -> None:
 @on_loop
 async def test_a_load_that_fails_says_why(tmp_path: Path, handler: str, reason: str) -> None:
     async with pool_of(tmp_path, f"request_handlers:{handler}") as pool:
-        assert pool.status is ModelStatus.FAILED
-        assert pool.failure is not None
-        assert reason in pool.failure.message
+        assert pool.availability.status is ModelStatus.FAILED
+        assert pool.availability.failure is not None
+        assert reason in pool.availability.failure.message

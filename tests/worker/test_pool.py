@@ -51,7 +51,7 @@ async def pool_of(
     with contextlib.nullcontext() if spawned else forked_workers():
         pool.start()
         try:
-            await pool.settled()
+            await pool.availability.settled.wait()
             yield pool
         finally:
             await pool.stop()
@@ -102,7 +102,7 @@ async def test_it_answers(tmp_path: Path) -> None:
         assert job.reply.head is not None
         assert job.reply.head.status == 200
         assert isinstance(await ended(job), End)
-        assert (pool.in_flight, pool.queued) == (0, 0)
+        assert (pool.dispatcher.in_flight, pool.dispatcher.queued) == (0, 0)
 
 
 @on_loop
@@ -110,15 +110,15 @@ async def test_no_worker_holds_more_than_it_has_room_for(tmp_path: Path) -> None
     async with pool_of(tmp_path, max_in_flight=2, job_queue_size=3) as pool:
         jobs = [submit(pool, "wait") for _ in range(2)]
         waiting = [submit(pool, "a", priority=priority) for priority in (3, 1, 3)]
-        assert (pool.in_flight, pool.queued) == (2, 3)
+        assert (pool.dispatcher.in_flight, pool.dispatcher.queued) == (2, 3)
         with pytest.raises(QueueFullError, match="capacity exceeded"):
             submit(pool, "b")
-        pool.cancel(jobs[0])
-        assert pool.in_flight == 2, "the place is free only once the worker says so"
+        pool.dispatcher.cancel(jobs[0])
+        assert pool.dispatcher.in_flight == 2, "the place is free only once the worker says so"
         for job in waiting:
             assert await answer(job) == " a a a"
         assert waiting[1].sent_at < waiting[0].sent_at < waiting[2].sent_at
-        assert (pool.in_flight, pool.queued) == (1, 0)
+        assert (pool.dispatcher.in_flight, pool.dispatcher.queued) == (1, 0)
 
 
 @on_loop
@@ -135,7 +135,7 @@ async def test_keys_take_turns_and_the_one_with_most_requests_gives_way(tmp_path
             terminal = await ended(job)
             assert isinstance(terminal, Error)
             assert (terminal.kind, terminal.retry_after) == ("QueueFullError", 1)
-        pool.cancel(running)
+        pool.dispatcher.cancel(running)
         order = [flood[0], others[0], flood[1], others[1]]
         for job in order:
             assert isinstance(await ended(job), Reply)
@@ -150,10 +150,10 @@ async def test_a_request_that_is_refused_for_its_wait_has_another_worker_started
         with pytest.raises(QueueDelayError, match=r"would wait for about 0\.0 seconds") as raised:
             submit(pool, "b")
         assert raised.value.retry_after == 1
-        assert pool.queued == 0
-        await until(lambda: pool.ready_workers == 2)
+        assert pool.dispatcher.queued == 0
+        await until(lambda: len(pool.roster.ready) == 2)
         assert await answer(submit(pool, "b")) == " b b b"
-        pool.cancel(running)
+        pool.dispatcher.cancel(running)
 
 
 @on_loop
@@ -167,9 +167,9 @@ async def test_a_deadline_ends_what_waits_and_what_runs_only_if_it_says_so(tmp_p
             terminal = await ended(job)
             assert isinstance(terminal, Error)
             assert (terminal.kind, job.sent_at) == ("DeadlineError", 0.0)
-        assert (pool.in_flight, pool.queued) == (1, 0)
+        assert (pool.dispatcher.in_flight, pool.dispatcher.queued) == (1, 0)
         assert running.reply.terminal is None
-        pool.cancel(running)
+        pool.dispatcher.cancel(running)
         late = submit(pool, "exit", deadline=Deadline(now - 1, "x=1", ends_running=True))
         assert isinstance(await ended(late), Error)
         stopped = submit(pool, "wait", deadline=Deadline(time.monotonic() + 0.3, "x=0.3", ends_running=True))
@@ -177,7 +177,7 @@ async def test_a_deadline_ends_what_waits_and_what_runs_only_if_it_says_so(tmp_p
         assert isinstance(terminal, Error)
         assert terminal.kind == "DeadlineError"
         assert await answer(submit(pool, "a")) == " a a a"
-        assert pool.in_flight == 0
+        assert pool.dispatcher.in_flight == 0
 
 
 @on_loop
@@ -185,15 +185,15 @@ async def test_the_job_of_a_client_that_left_ends_once_and_frees_its_place(tmp_p
     async with pool_of(tmp_path, max_in_flight=1) as pool:
         running, waiting = submit(pool, "token-then-wait", stream=True), submit(pool, "a")
         await started(running)
-        pool.cancel(waiting)
-        assert pool.queued == 0
-        pool.cancel(running)
-        pool.cancel(running)
+        pool.dispatcher.cancel(waiting)
+        assert pool.dispatcher.queued == 0
+        pool.dispatcher.cancel(running)
+        pool.dispatcher.cancel(running)
         for job in (waiting, running):
             terminal = await ended(job)
             assert isinstance(terminal, Error)
             assert terminal.kind == "Cancelled"
-        await until(lambda: pool.in_flight == 0)
+        await until(lambda: pool.dispatcher.in_flight == 0)
         assert await answer(submit(pool, "b")) == " b b b"
 
 
@@ -201,8 +201,8 @@ async def test_the_job_of_a_client_that_left_ends_once_and_frees_its_place(tmp_p
 async def test_a_job_that_is_cancelled_in_the_tick_of_its_submission_frees_its_place(tmp_path: Path) -> None:
     async with pool_of(tmp_path) as pool:
         for _ in range(20):
-            pool.cancel(submit(pool, "a"))
-        await until(lambda: pool.in_flight == 0)
+            pool.dispatcher.cancel(submit(pool, "a"))
+        await until(lambda: pool.dispatcher.in_flight == 0)
 
 
 @on_loop
@@ -211,7 +211,7 @@ async def test_a_dead_worker_costs_only_what_clients_have_seen(tmp_path: Path) -
         seen = submit(pool, "token-then-wait", stream=True)
         await started(seen)
         gone = submit(pool, "wait")
-        pool.cancel(gone)
+        pool.dispatcher.cancel(gone)
         unseen = submit(pool, "exit-once now")
         queued = [submit(pool, "a") for _ in range(3)]
         terminal = await ended(seen)
@@ -220,7 +220,7 @@ async def test_a_dead_worker_costs_only_what_clients_have_seen(tmp_path: Path) -
         assert await answer(unseen) == " exit-once now exit-once"
         assert [await answer(job) for job in queued] == [" a a a"] * 3
         assert isinstance(await ended(gone), Error)
-        assert (pool.in_flight, pool.queued) == (0, 0)
+        assert (pool.dispatcher.in_flight, pool.dispatcher.queued) == (0, 0)
 
 
 @on_loop
@@ -229,9 +229,9 @@ async def test_a_request_that_kills_its_worker_is_retried_once(tmp_path: Path) -
         terminal = await ended(submit(pool, "exit"))
         assert isinstance(terminal, Error)
         assert terminal.kind == "WorkerDiedError"
-        assert pool.status is ModelStatus.UNHEALTHY
+        assert pool.availability.status is ModelStatus.UNHEALTHY
         assert await answer(submit(pool, "a")) == " a a a"
-        assert pool.status is ModelStatus.HEALTHY
+        assert pool.availability.status is ModelStatus.HEALTHY
 
 
 @on_loop
@@ -247,7 +247,7 @@ async def test_a_request_that_kills_its_workers_costs_no_other(tmp_path: Path) -
         assert [await answer(job) for job in (*before, *after)] == [" a a a"] * 2 + [" b b b"] * 2
         assert [job.deaths for job in (*before, *after)] == [2] * 4
         assert killer.deaths == 3
-        assert pool.queued == 0
+        assert pool.dispatcher.queued == 0
 
 
 @on_loop
@@ -255,27 +255,27 @@ async def test_clients_that_leave_what_is_tried_one_by_one_let_the_rest_go_on(tm
     async with pool_of(tmp_path, options={"echo_delay_ms": "50"}, retry_threshold=9) as pool:
         jobs = [submit(pool, "a") for _ in range(4)]
         for deaths in (1, 2):
-            await until(lambda: pool.ready_workers == 1 and all(job.sent_at for job in jobs))
+            await until(lambda: len(pool.roster.ready) == 1 and all(job.sent_at for job in jobs))
             await until(lambda: all(job.holder is not None for job in jobs))
             os.kill(pids(pool)[0], signal.SIGKILL)
             await until(lambda deaths=deaths: all(job.deaths == deaths for job in jobs))
-        pool.cancel(jobs[2])  # it is held back
-        pool.cancel(jobs[0])  # it is the first to be tried
+        pool.dispatcher.cancel(jobs[2])  # it is held back
+        pool.dispatcher.cancel(jobs[0])  # it is the first to be tried
         assert await answer(jobs[1]) == " a a a"
         late = submit(pool, "b")
-        pool.cancel(jobs[3])
+        pool.dispatcher.cancel(jobs[3])
         assert await answer(late) == " b b b"
-        assert (pool.queued, pool.in_flight) == (0, 0)
+        assert (pool.dispatcher.queued, pool.dispatcher.in_flight) == (0, 0)
 
 
 @on_loop
 async def test_the_other_worker_takes_over_at_once(tmp_path: Path) -> None:
     async with pool_of(tmp_path, min_workers=2, max_workers=2, parallel_loading=True) as pool:
-        await until(lambda: pool.ready_workers == 2)
+        await until(lambda: len(pool.roster.ready) == 2)
         jobs = [submit(pool, "exit-once now"), submit(pool, "a")]
         assert await answer(jobs[0]) == " exit-once now exit-once"
         assert await answer(jobs[1]) == " a a a"
-        await until(lambda: pool.ready_workers == 2)
+        await until(lambda: len(pool.roster.ready) == 2)
 
 
 @on_loop
@@ -287,7 +287,7 @@ async def test_a_hung_worker_is_killed(tmp_path: Path, caplog: pytest.LogCapture
         hung = submit(pool, "hang")
         assert isinstance(await ended(stream), Error)
         assert pids(pool) != [pid]
-        pool.cancel(hung)
+        pool.dispatcher.cancel(hung)
         assert "no sign of life" in caplog.text
 
 
@@ -305,9 +305,9 @@ async def test_a_hung_worker_is_killed(tmp_path: Path, caplog: pytest.LogCapture
 @on_loop
 async def test_a_failed_load_is_final(tmp_path: Path, handler: str, reason: str) -> None:
     async with pool_of(tmp_path, handler, min_workers=2, max_workers=2) as pool:
-        assert pool.status is ModelStatus.FAILED
-        assert pool.failure is not None
-        assert reason in pool.failure.message
+        assert pool.availability.status is ModelStatus.FAILED
+        assert pool.availability.failure is not None
+        assert reason in pool.availability.failure.message
         with pytest.raises(ModelNotReadyError, match=r"Model is not ready: model: .*"):
             submit(pool, "a")
         await until(lambda: not children())
@@ -316,9 +316,9 @@ async def test_a_failed_load_is_final(tmp_path: Path, handler: str, reason: str)
 @on_loop
 async def test_a_load_that_takes_too_long_fails(tmp_path: Path) -> None:
     async with pool_of(tmp_path, "fault_handlers:GatedHandler", model_loading_timeout_s=0.5) as pool:
-        assert pool.status is ModelStatus.FAILED
-        assert pool.failure is not None
-        assert "model_loading_timeout=0.5" in pool.failure.message
+        assert pool.availability.status is ModelStatus.FAILED
+        assert pool.availability.failure is not None
+        assert "model_loading_timeout=0.5" in pool.availability.failure.message
 
 
 @on_loop
@@ -329,12 +329,13 @@ async def test_a_worker_that_cannot_be_started_is_a_failed_load(tmp_path: Path) 
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
     try:
         pool.start()
-        assert await pool.settled() is ModelStatus.FAILED
+        await pool.availability.settled.wait()
+        assert pool.availability.status is ModelStatus.FAILED
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert pool.failure is not None
-    assert "the worker process could not be started: " in pool.failure.message
-    assert "Too many open files" in pool.failure.message
+    assert pool.availability.failure is not None
+    assert "the worker process could not be started: " in pool.availability.failure.message
+    assert "Too many open files" in pool.availability.failure.message
     await pool.stop()
 
 
@@ -351,7 +352,7 @@ async def test_a_worker_that_cannot_be_started_again_fails_what_waits(tmp_path: 
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert isinstance(terminal, Error)
         assert terminal.kind == "ModelNotReadyError"
-        await until(lambda: pool.status is ModelStatus.HEALTHY)
+        await until(lambda: pool.availability.status is ModelStatus.HEALTHY)
         assert await answer(submit(pool, "a")) == " a a a"
 
 
@@ -360,7 +361,8 @@ async def test_a_fault_of_the_pool_itself_fails_the_model(tmp_path: Path, caplog
     unsendable: Any = {"model_id": object()}
     pool = WorkerPool(pool_settings(load_of(tmp_path, options=unsendable)))
     pool.start()
-    assert await pool.settled() is ModelStatus.FAILED
+    await pool.availability.settled.wait()
+    assert pool.availability.status is ModelStatus.FAILED
     assert "no longer supervised" in caplog.text
     with pytest.raises(ModelNotReadyError, match="TypeError"):
         submit(pool, "a")
@@ -403,11 +405,12 @@ async def test_nothing_is_accepted_while_the_model_loads(tmp_path: Path) -> None
     load = load_of(tmp_path, "fault_handlers:GatedHandler")
     pool = WorkerPool(pool_settings(load))
     pool.start()
-    assert pool.status is ModelStatus.PENDING
+    assert pool.availability.status is ModelStatus.PENDING
     with pytest.raises(ModelNotReadyError, match="it is loading"):
         submit(pool, "a")
     (tmp_path / "go").touch()
-    assert await pool.settled() is ModelStatus.HEALTHY
+    await pool.availability.settled.wait()
+    assert pool.availability.status is ModelStatus.HEALTHY
     assert await answer(submit(pool, "a")) == " a a a"
     await pool.stop()
 
@@ -417,7 +420,7 @@ async def test_a_model_that_cannot_be_loaded_again_is_tried_again(tmp_path: Path
     async with pool_of(tmp_path, "fault_handlers:OnceHandler") as pool:
         job = submit(pool, "a", tokens=100_000_000)
         os.kill(pids(pool)[0], signal.SIGKILL)
-        await until(lambda: pool.status is ModelStatus.UNHEALTHY)
+        await until(lambda: pool.availability.status is ModelStatus.UNHEALTHY)
         queued = submit(pool, "a")  # the restart may succeed
         for waiting in (job, queued):
             terminal = await ended(waiting)
@@ -427,7 +430,7 @@ async def test_a_model_that_cannot_be_loaded_again_is_tried_again(tmp_path: Path
         with pytest.raises(ModelNotReadyError, match="could not be loaded again"):
             submit(pool, "a")
         (tmp_path / "loaded").unlink()
-        await until(lambda: pool.status is ModelStatus.HEALTHY)
+        await until(lambda: pool.availability.status is ModelStatus.HEALTHY)
         assert await answer(submit(pool, "b")) == " b b b"
 
 
@@ -471,7 +474,7 @@ async def test_one_request_without_progress_among_others_does_not_cost_the_worke
         assert terminal.kind == "PredictTimeoutError"
         assert isinstance(await ended(stream), End)
         assert pids(pool) == [pid]
-        assert pool.in_flight == 0
+        assert pool.dispatcher.in_flight == 0
 
 
 @on_loop
@@ -479,7 +482,7 @@ async def test_a_worker_that_keeps_the_place_of_a_cancelled_request_is_killed(tm
     handler = "fault_handlers:StubbornHandler"
     async with pool_of(tmp_path, handler, predict_timeout_s=0.5, max_in_flight=1) as pool:
         stubborn = submit(pool, "stubborn")
-        pool.cancel(stubborn)
+        pool.dispatcher.cancel(stubborn)
         assert await answer(submit(pool, "a")) == " a a a"
 
 
@@ -490,11 +493,11 @@ async def test_a_worker_that_keeps_the_place_of_a_cancelled_request_is_killed(tm
 async def test_workers_are_added_while_requests_wait_and_end_when_idle(tmp_path: Path) -> None:
     async with pool_of(tmp_path, max_workers=3, max_in_flight=1, max_idle_s=0.5) as pool:
         waiting = [submit(pool, "wait") for _ in range(3)]
-        await until(lambda: pool.in_flight == 3)
-        assert pool.ready_workers == 3
+        await until(lambda: pool.dispatcher.in_flight == 3)
+        assert len(pool.roster.ready) == 3
         for job in waiting:
-            pool.cancel(job)
-        await until(lambda: pool.ready_workers == 1)
+            pool.dispatcher.cancel(job)
+        await until(lambda: len(pool.roster.ready) == 1)
         await until(lambda: len(children()) == 1)
         assert await answer(submit(pool, "a")) == " a a a"
 
@@ -505,9 +508,9 @@ async def test_a_worker_that_cannot_be_added_costs_nothing(tmp_path: Path, caplo
     async with pool_of(tmp_path, "fault_handlers:CrowdedHandler", **changes) as pool:
         running, waiting = submit(pool, "a", tokens=100_000_000), submit(pool, "b")
         await until(lambda: "could not load the model again" in caplog.text)
-        pool.cancel(running)
+        pool.dispatcher.cancel(running)
         assert await answer(waiting) == " b b b"
-        assert pool.status is ModelStatus.HEALTHY
+        assert pool.availability.status is ModelStatus.HEALTHY
         with pytest.raises(ModelMemoryError, match="17 GiB are not free"):
             await pool.scale(2, 2)
 
@@ -516,15 +519,15 @@ async def test_a_worker_that_cannot_be_added_costs_nothing(tmp_path: Path, caplo
 async def test_scaling(tmp_path: Path) -> None:
     async with pool_of(tmp_path) as pool:
         await pool.scale(3, None)
-        assert pool.ready_workers == 3
+        assert len(pool.roster.ready) == 3
         await pool.scale(None, 1)
-        assert pool.ready_workers == 1
+        assert len(pool.roster.ready) == 1
         await pool.scale(0, 0)
         with pytest.raises(ModelNotReadyError, match="All model workers has been shutdown: model"):
             submit(pool, "a")
-        assert pool.status is ModelStatus.UNHEALTHY
+        assert pool.availability.status is ModelStatus.UNHEALTHY
         await pool.scale(0, 1)
-        assert pool.status is ModelStatus.HEALTHY
+        assert pool.availability.status is ModelStatus.HEALTHY
         assert await answer(submit(pool, "a")) == " a a a"
         with pytest.raises(BadParameterError, match="min_worker is 3, max_worker 2"):
             await pool.scale(3, 2)
@@ -554,7 +557,7 @@ async def test_a_worker_that_is_too_much_finishes_its_requests(tmp_path: Path) -
         job = submit(pool, "a", stream=True, tokens=100)
         await started(job)
         await pool.scale(0, 0)
-        assert (pool.ready_workers, pool.in_flight) == (0, 1)
+        assert (len(pool.roster.ready), pool.dispatcher.in_flight) == (0, 1)
         assert isinstance(await ended(job), End)
         await until(lambda: not children())
 
@@ -568,7 +571,7 @@ async def test_each_group_has_its_devices_and_its_workers(tmp_path: Path) -> Non
     }
     async with pool_of(tmp_path, "fault_handlers:EnvironmentHandler", **changes) as pool:
         await pool.scale(1, 1)
-        assert list(pool.worker_gauges().values()) in (
+        assert list(pool.roster.gauges.values()) in (
             [{"gpu_0": 1, "gpu_1": 1, "threads": 7}, {"gpu_2": 1, "gpu_3": 1, "threads": 7}],
             [{"gpu_2": 1, "gpu_3": 1, "threads": 7}, {"gpu_0": 1, "gpu_1": 1, "threads": 7}],
         )
@@ -585,9 +588,9 @@ async def test_too_many_deaths_fail_the_model(tmp_path: Path) -> None:
         first = submit(pool, "exit")  # one death more than is allowed: it is tried twice
         terminal = await ended(first)
         assert isinstance(terminal, Error)
-        await until(lambda: pool.status is ModelStatus.FAILED)
-        assert pool.failure is not None
-        assert "more than retry_threshold=1 times within 600 seconds" in pool.failure.message
+        await until(lambda: pool.availability.status is ModelStatus.FAILED)
+        assert pool.availability.failure is not None
+        assert "more than retry_threshold=1 times within 600 seconds" in pool.availability.failure.message
         with pytest.raises(ModelNotReadyError, match="retry_threshold"):
             submit(pool, "a")
         with pytest.raises(ModelNotReadyError):
@@ -610,8 +613,8 @@ async def test_a_worker_waits_for_the_reader_of_its_answer(tmp_path: Path) -> No
             assert job.reply.terminal is None
             assert 1 << 20 < len(job.reply.take()) < 16 << 20
             job.release()
-        pool.cancel(job)
-        await until(lambda: pool.in_flight == 0)
+        pool.dispatcher.cancel(job)
+        await until(lambda: pool.dispatcher.in_flight == 0)
         assert await answer(submit(pool, "a")) == " a a a"
 
 
@@ -644,7 +647,7 @@ async def test_the_worker_ends_with_exit_code_0_and_leaves_nothing(
     caplog.set_level(logging.INFO)
     async with pool_of(tmp_path, spawned=True) as pool:
         assert len(children()) == 1
-        assert pool.worker_gauges()
+        assert pool.roster.gauges
     assert "exited with code 0" in caplog.text
     assert not children()
 
@@ -726,7 +729,7 @@ async def test_workers_load_in_steps(
 
 def held(pool: WorkerPool) -> list[WorkerRequests]:
     """Return what the ready workers hold, in the order in which they get requests."""
-    workers = [worker for replicas in pool.replica_sets for worker in replicas.workers if pool.is_ready(worker)]
+    workers = [worker for replicas in pool.replica_sets for worker in replicas.workers if worker in pool.roster.ready]
     return [worker.requests for worker in sorted(workers, key=lambda worker: worker.ready_at)]
 
 
@@ -743,56 +746,56 @@ async def test_the_scheduler_chooses_among_jobs_that_still_wait(tmp_path: Path) 
         (requests,) = held(pool)
         running = submit(pool, "wait")
         jobs = [submit(pool, prompt) for prompt in "aecdb"]
-        assert (pool.in_flight, pool.queued, len(requests.ahead)) == (1, 5, 4)
-        await until(lambda: [*pool.worker_gauges().values()] == [{"waiting_elsewhere": 1}])
+        assert (pool.dispatcher.in_flight, pool.dispatcher.queued, len(requests.ahead)) == (1, 5, 4)
+        await until(lambda: [*pool.roster.gauges.values()] == [{"waiting_elsewhere": 1}])
 
         # What the worker has ahead is cancelled, ends by its deadline and fills the queue like what waits elsewhere.
         late = submit(pool, "x", deadline=Deadline(time.monotonic() + 0.05, "0.05", ends_running=False))
         with pytest.raises(QueueFullError):
             submit(pool, "y")
-        pool.cancel(jobs[1])
-        assert pool.queued == 5
+        pool.dispatcher.cancel(jobs[1])
+        assert pool.dispatcher.queued == 5
         terminal = await ended(late)
         assert isinstance(terminal, Error)
         assert terminal.kind == "DeadlineError"
-        assert pool.queued == 4
+        assert pool.dispatcher.queued == 4
         await until(lambda: set(requests.ahead) == {job.id for job in jobs if job is not jobs[1]})
-        pool.cancel(running)
+        pool.dispatcher.cancel(running)
         assert await in_order([job for job in jobs if job is not jobs[1]]) == ["d", "c", "b", "a"]
-        assert (pool.in_flight, pool.queued) == (0, 0)
+        assert (pool.dispatcher.in_flight, pool.dispatcher.queued) == (0, 0)
 
         # A request that the worker refuses before it has a place is answered at once.
         running = submit(pool, "wait")
         refused = submit(pool, "a", tokens=-1)
         assert isinstance(await ended(refused), Reply)
-        assert (pool.in_flight, pool.queued) == (1, 0)
+        assert (pool.dispatcher.in_flight, pool.dispatcher.queued) == (1, 0)
 
         # The turns of keys and priorities are those of the queue.
         keys = [submit(pool, "a", tenant=b"1"), submit(pool, "z", tenant=b"1")]
         assert len(requests.ahead) == 2
         keys += [submit(pool, "b", tenant=b"2")]
         await until(lambda: not requests.ahead)
-        assert pool.queued == 3
-        pool.cancel(running)
+        assert pool.dispatcher.queued == 3
+        pool.dispatcher.cancel(running)
         assert await in_order(keys) == ["a", "b", "z"]
 
         running = submit(pool, "wait")
         urgent = [submit(pool, "y"), submit(pool, "z"), submit(pool, "a", priority=1)]
         await until(lambda: not requests.ahead)
-        pool.cancel(running)
+        pool.dispatcher.cancel(running)
         assert (await in_order(urgent))[0] == "a"
 
 
 @on_loop
 async def test_jobs_ahead_go_to_a_worker_that_is_free_or_lives(tmp_path: Path) -> None:
     async with pool_of(tmp_path, WINDOW, max_in_flight=1, min_workers=2, max_workers=2) as pool:
-        await until(lambda: pool.ready_workers == 2)
+        await until(lambda: len(pool.roster.ready) == 2)
         first, second = held(pool)
         running = [submit(pool, "wait") for _ in range(2)]
         jobs = [submit(pool, "a") for _ in range(4)]
         assert (len(first.ahead), len(second.ahead)) == (2, 2)
         for job in list(second.in_flight.values()):
-            pool.cancel(job)
+            pool.dispatcher.cancel(job)
         for job in jobs:
             if not job.cancelled:
                 assert await answer(job) == " a a a"
@@ -807,8 +810,8 @@ async def test_jobs_ahead_go_to_a_worker_that_is_free_or_lives(tmp_path: Path) -
         assert killed.pid is not None
         os.kill(killed.pid, signal.SIGKILL)
         await until(lambda: not first.in_flight)
-        pool.cancel(running[1])
-        pool.cancel(running[0])
+        pool.dispatcher.cancel(running[1])
+        pool.dispatcher.cancel(running[0])
         for job in jobs:
             assert await answer(job) == " a a a"
             assert not job.deaths

@@ -94,15 +94,17 @@ TOKENS = (
 """Counters by adapter: the attributes of `AdapterCounts`."""
 
 POOL_GAUGES = (
-    Quantity("queued", "lmi_queue_depth", "Requests that wait for a worker.", cloudwatch="QueueDepth"),
-    Quantity("in_flight", "lmi_requests_in_flight", "Requests that workers hold.", cloudwatch="RequestsInFlight"),
-    Quantity("ready_workers", "lmi_workers_ready", "Workers that can serve.", cloudwatch="WorkersReady"),
+    Quantity("dispatcher.queued", "lmi_queue_depth", "Requests that wait for a worker.", cloudwatch="QueueDepth"),
+    Quantity(
+        "dispatcher.in_flight", "lmi_requests_in_flight", "Requests that workers hold.", cloudwatch="RequestsInFlight"
+    ),
+    Quantity("roster.ready_workers", "lmi_workers_ready", "Workers that can serve.", cloudwatch="WorkersReady"),
 )
 """The attributes of `WorkerPool`, as those of the next two."""
 
 POOL_COUNTERS = (
     Quantity("deaths", "lmi_worker_deaths", "Workers that ended although nobody asked."),
-    Quantity("retries", "lmi_requests_retried", "Requests that were sent to a worker again."),
+    Quantity("dispatcher.recovery.retries", "lmi_requests_retried", "Requests that were sent to a worker again."),
 )
 POOL_HISTOGRAMS = (
     Quantity(
@@ -124,19 +126,19 @@ class VllmFigure(NamedTuple):
 def _cache_usage(pool: WorkerPool, gauges: Mapping[str, float]) -> float | None:
     """Return the mean of the workers."""
     used = gauges.get("kv_cache_usage")
-    return None if used is None else used / max(pool.ready_workers, 1)
+    return None if used is None else used / max(pool.roster.ready_workers, 1)
 
 
 VLLM_GAUGES = (
     VllmFigure(
         "num_requests_running",
         "Requests that are computed.",
-        lambda pool, gauges: gauges.get("running_requests", pool.in_flight),
+        lambda pool, gauges: gauges.get("running_requests", pool.dispatcher.in_flight),
     ),
     VllmFigure(
         "num_requests_waiting",
         "Requests that wait.",
-        lambda pool, gauges: pool.queued + gauges.get("waiting_requests", 0),
+        lambda pool, gauges: pool.dispatcher.queued + gauges.get("waiting_requests", 0),
     ),
     VllmFigure("kv_cache_usage_perc", "Share of the KV cache in use, 1 for all.", _cache_usage),
 )

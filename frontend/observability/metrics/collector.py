@@ -31,6 +31,7 @@ from frontend.observability.metrics.spellings import (
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.metrics import Metric
 from lmi_server.serving.models.model import Model
+from lmi_server.serving.pool.engine_metrics import engine_metrics
 from lmi_server.serving.pool.worker_pool import WorkerPool
 
 PLAIN = "text/plain"
@@ -104,9 +105,9 @@ class Metrics:
         """
         content_type = choose_encoder(accept)[1]
         pools = [model.pool for model in self._models() if model.pool is not None]
-        workers = {(pool.label, worker): pid for pool in pools for worker, pid in pool.worker_pids.items()}
+        workers = {(pool.label, worker): pid for pool in pools for worker, pid in pool.roster.pids.items()}
         processes = asyncio.create_task(asyncio.to_thread(process_families, workers))
-        texts = await asyncio.gather(*(pool.engine_metrics() for pool in pools))
+        texts = await asyncio.gather(*(engine_metrics(pool.roster.ready) for pool in pools))
         families = [*self._families(), *await processes, *self._engine_families(pools, texts)]
         write = text_format if content_type.startswith(PLAIN) else open_metrics
         return write(_choose(families, names)), content_type

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from frontend.observability.metrics.catalogue import HISTOGRAMS, POOL_GAUGES, TOKENS
@@ -56,7 +57,7 @@ class EmbeddedMetrics:
         values = after.since(self._before.get(model.label))
         self._before[model.label] = after
         if model.pool is not None:
-            values |= {row.cloudwatch: (getattr(model.pool, row.key), "Count") for row in POOL_GAUGES}
+            values |= {row.cloudwatch: (attrgetter(row.key)(model.pool), "Count") for row in POOL_GAUGES}
         described = {
             "Namespace": self._namespace,
             "Dimensions": [["Model"]],

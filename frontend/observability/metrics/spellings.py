@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
+from operator import attrgetter
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric as Family
@@ -70,14 +71,14 @@ def model_families(models: Sequence[Model]) -> Iterator[Family]:
     pools = [model.pool for model in models if model.pool is not None]
     for make, rows in ((gauge, catalogue.POOL_GAUGES), (counter, catalogue.POOL_COUNTERS)):
         for row in rows:
-            yield make(row.name, row.help, _MODEL, [((pool.label,), getattr(pool, row.key)) for pool in pools])
+            yield make(row.name, row.help, _MODEL, [((pool.label,), attrgetter(row.key)(pool)) for pool in pools])
     for row in catalogue.POOL_HISTOGRAMS:
-        yield histogram(row.name, row.help, _MODEL, [((pool.label,), getattr(pool, row.key)) for pool in pools])
+        yield histogram(row.name, row.help, _MODEL, [((pool.label,), attrgetter(row.key)(pool)) for pool in pools])
     yield gauge(
         "lmi_workers",
         "Workers by state: ready, leaving (they finish their requests), starting.",
         ("model", "state"),
-        [((pool.label, state), count) for pool in pools for state, count in pool.worker_states.items()],
+        [((pool.label, state), count) for pool in pools for state, count in pool.roster.states.items()],
     )
     yield gauge(
         "lmi_model_ready",
@@ -102,7 +103,7 @@ def _handler_families(pools: Sequence[WorkerPool]) -> Iterator[Family]:
     """Yield what the handlers report: counters if their names end with _total, otherwise gauges."""
     values: dict[str, list[tuple[Labels, float]]] = {}
     for pool in pools:
-        for worker, reported in pool.worker_gauges().items():
+        for worker, reported in pool.roster.gauges.items():
             for key, value in reported.items():
                 values.setdefault(_NOT_A_NAME.sub("_", key), []).append(((pool.label, worker), value))
     for key, by_worker in values.items():
@@ -139,7 +140,7 @@ def vllm_families(models: Sequence[tuple[ModelMetrics, WorkerPool]]) -> Iterator
     if not models:
         return
     keyed = [((metrics.name, pool.label), metrics, pool) for metrics, pool in models]
-    gauges = [(key, pool, summed_gauges(pool.worker_gauges())) for key, _, pool in keyed]
+    gauges = [(key, pool, summed_gauges(pool.roster.gauges)) for key, _, pool in keyed]
     for make, figures in ((gauge, catalogue.VLLM_GAUGES), (counter, catalogue.VLLM_COUNTERS)):
         for figure in figures:
             read = [(key, figure.read(pool, summed)) for key, pool, summed in gauges]

@@ -1,7 +1,7 @@
 """The request router of a model's deployment: it hears from Ray which replicas run, and tells the ingress.
 
-Requests go from the front end to a replica without Ray, and `lmi_server.serving.dispatch.dispatcher` chooses the replica. Calls
-by a handle, which are rare, go to any replica.
+Requests go from the front end to a replica without Ray; which replica that is, the dispatcher decides
+(`lmi_server.serving.dispatch.dispatcher`). Calls by a handle, which are rare, go to any replica.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ from lmi_server.contract.protocol import (
 )
 from lmi_server.serving.adapters.adapter_store import OnDemand
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
+from lmi_server.serving.pool.engine_metrics import engine_metrics
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.supervisor.job import Job, ReplySlot
 
@@ -88,7 +89,7 @@ class FrontEndConnection:
         since, self._reported_at = self._reported_at, time.monotonic()
         progressed = [number for number, job in self._jobs.items() if job.reply.progressed_at >= since]
         progressed += self._waiting
-        gauges = next(iter(self._pool.worker_gauges().values()), {})
+        gauges = next(iter(self._pool.roster.gauges.values()), {})
         self.link.send(Stats(dict(gauges), progressed))
 
     # --- what arrives ---
@@ -100,7 +101,7 @@ class FrontEndConnection:
             case Cancel(number):
                 job = self._jobs.get(number)
                 if job is not None:
-                    self._pool.cancel(job)
+                    self._pool.dispatcher.cancel(job)
                 elif number in self._waiting:
                     self._waiting.pop(number).cancel()
                     self.send(Error(number, CANCELLED, "the client went away"))
@@ -185,7 +186,7 @@ class FrontEndConnection:
 
     def _on_lost(self) -> None:
         for job in list(self._jobs.values()):
-            self._pool.cancel(job)
+            self._pool.dispatcher.cancel(job)
         self._jobs.clear()
         for task in self._waiting.values():
             task.cancel()
@@ -236,4 +237,4 @@ async def _command(pool: WorkerPool, command: Command) -> bytes:
         case RemoveAdapter(name):
             return (await pool.adapters.remove(name)).encode() if name in pool.adapters else b""
         case GetMetrics():
-            return next(iter((await pool.engine_metrics()).values()), b"")
+            return next(iter((await engine_metrics(pool.roster.ready)).values()), b"")

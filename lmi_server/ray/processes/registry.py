@@ -29,7 +29,7 @@ from lmi_server.ray.messages import (
     line,
 )
 from lmi_server.ray.processes.remote_replicas import ClusterPool
-from lmi_server.serving.adapters.adapter_store import RemoteAdapters
+from lmi_server.serving.adapters.adapter_store import OnDemand
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.model_store import ModelSource
@@ -128,8 +128,8 @@ class ClusterRegistry(ModelRegistry):
             settings = msgspec.structs.replace(settings, adapters=(*settings.adapters, *before.added_to(settings)))
         self._served[model.name] = described
         pool = ClusterPool(settings, self._on_metric, lambda: _want(model.name))
-        pool.on_demand = RemoteAdapters() if settings.adapter_affinity else None
-        pool.store_listing = self._store_listing(resolved)
+        pool.on_demand = OnDemand() if settings.adapter_affinity else None
+        pool.store_listing = self._loader.store_listing(resolved)
         pool.replicas.update(replicas.places)
         return pool
 

@@ -143,13 +143,15 @@ class ClusterPool(WorkerPool):
 
     def follow(self, replicas: ModelReplicas) -> None:
         """Connect to the replicas that there are now."""
-        self.replicas.scale(replicas.min_replicas, max(1, replicas.max_replicas))
+        bounds = replicas.min_replicas, max(1, replicas.max_replicas)
+        self.scaling.bounds[self.replicas.devices.first] = bounds
+        self.replicas.scale(*bounds)
         self.replicas.update(replicas.places)
-        self._dispatcher.dispatch()  # requests may wait for a replica that is gone
+        self.dispatcher.dispatch()  # requests may wait for a replica that is gone
 
     def added_to(self, settings: PoolSettings) -> Sequence[RegisteredAdapter]:
         """Return the adapters that calls have registered and `settings` lack."""
-        given = {each.name for each in (*self._settings.adapters, *settings.adapters)}
+        given = {each.name for each in (*self.settings.adapters, *settings.adapters)}
         return [self.adapters.get(name) for name in self.adapters.names if name not in given]
 
     async def scale(self, min_workers: int | None, max_workers: int | None, device: int | None = None) -> None:

@@ -8,8 +8,8 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from lmi_server.artifacts.fetch import ArtifactSettings, fetch_model_directory
 from lmi_server.contract.errors import (
@@ -32,8 +32,11 @@ _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,254}", re.ASCII)  # never a path that 
 S3 = "s3://"
 
 
-class OnDemand(Protocol):
-    """Sees to it that the adapter of a request, which a header names, is there while the request is served."""
+class OnDemand:
+    """Sees to it that the adapter of a request, which a header names, is there while the request is served.
+
+    This one leaves that to others: before a cluster, the replicas load adapters.
+    """
 
     async def hold(self, request: Input) -> None:
         """Load the adapter if it is not there, and keep it until `release`. Raises LmiServerError."""
@@ -43,6 +46,7 @@ class OnDemand(Protocol):
 
     def keeps(self, name: str) -> bool:
         """Return whether a request has brought the adapter `name`, and no call."""
+        return False
 
     def stop(self) -> None:
         """Give up what is being loaded."""
@@ -61,36 +65,23 @@ async def hold_in_time(on_demand: OnDemand, request: Input, deadline: Deadline |
         ) from None
 
 
-class RemoteAdapters:
-    """The adapters of a front end before a cluster, whose replicas load them."""
-
-    async def hold(self, request: Input) -> None: ...
-
-    def release(self, request: Input) -> None: ...
-
-    def keeps(self, name: str) -> bool:
-        return False
-
-    def stop(self) -> None: ...
-
-
+@dataclass(slots=True)
 class _Entry:
     """One adapter: the task that loads it, and the number of requests that hold it."""
 
-    def __init__(self, task: asyncio.Task[None], users: int) -> None:
-        self.task = task
-        self.users = users
+    task: asyncio.Task[None]
+    users: int
 
     @property
     def is_loaded(self) -> bool:
         return self.task.done()  # an entry whose task has failed is removed
 
 
-class AdapterStore:
-    """Keeps up to `most` adapters loaded; the one that nobody has asked for longest makes room for the next.
+class AdapterStore(OnDemand):
+    """Keeps up to `max_loaded` adapters loaded; the least recently used one makes room for the next.
 
-    An adapter that requests hold stays: if all are held, a request for another one waits. `max_waiting` requests may
-    wait. `fetch` returns the directory of an adapter, `until_ready` returns once a worker can take it.
+    An adapter that requests hold stays. While all are held, up to `max_waiting` requests for others wait. `fetch`
+    returns the directory of an adapter, `until_ready` returns once a worker can take it.
     """
 
     def __init__(
@@ -98,16 +89,16 @@ class AdapterStore:
         adapters: Adapters,
         fetch: Callable[[str], Awaitable[str]],
         until_ready: Callable[[], Awaitable[None]],
-        most: int,
+        max_loaded: int,
         max_waiting: int,
     ) -> None:
         self._adapters = adapters
         self._fetch = fetch
         self._until_ready = until_ready
-        self._max = most
+        self._max = max_loaded
         self._max_waiting = max_waiting
         self._waiting = 0
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the one that was used last is at the end
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the most recently used is at the end
         self._leaving: str | None = None
         self._turn = asyncio.Lock()
         self._let_go = asyncio.Event()
@@ -144,7 +135,7 @@ class AdapterStore:
         if self._waiting >= self._max_waiting:
             raise QueueFullError(f"job_queue_size={self._max_waiting} requests wait for adapters; send it again later")
         entry = self._entries[name] = _Entry(asyncio.create_task(self._load(name)), users)
-        entry.task.add_done_callback(_heard)
+        entry.task.add_done_callback(_read_error)
         return entry
 
     async def _wait(self, entry: _Entry) -> None:
@@ -194,11 +185,11 @@ class AdapterStore:
                 await self._adapters.remove(name)
         finally:
             self._leaving = None
-        logger.info("removed adapter %s, which nobody has asked for longest", name)
+        logger.info("removed adapter %s, the least recently used one", name)
 
 
-def _heard(task: asyncio.Task[None]) -> None:
-    """Look at the error, if any; asyncio would report it if nobody waits for the adapter any more."""
+def _read_error(task: asyncio.Task[None]) -> None:
+    """Read the error, if any: asyncio reports one that is never read, as when all its clients are gone."""
     if not task.cancelled():
         task.exception()
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FETCHED = "s3://"  # what the server brings to this machine, whoever reads it
+_FETCHED = "s3://"  # what the server fetches for the user's own code as well
 
 
 class RegisteredAdapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +146,9 @@ class Adapters:
                     raise ModelLoadError(f"adapter {registered.name}: {error.message}") from error
 
     async def _put(self, registered: RegisteredAdapter) -> str:
-        workers = self._ready()
+        workers = list(self._workers())
+        if not workers:
+            raise ModelNotReadyError("No worker of the model is ready to take adapters")
         outcomes = await self._everywhere(workers, AddAdapter(registered.adapter))
         dead = [outcome for outcome in outcomes if isinstance(outcome, WorkerDiedError)]
         refusals = _refusals(outcomes)
@@ -167,12 +169,6 @@ class Adapters:
             await self._everywhere(changed, RemoveAdapter(name))
         else:
             await self._everywhere(changed, AddAdapter(before.adapter))
-
-    def _ready(self) -> Sequence[WorkerProcess]:
-        workers = list(self._workers())
-        if not workers:
-            raise ModelNotReadyError("No worker of the model is ready to take adapters")
-        return workers
 
     async def _everywhere(
         self, workers: Sequence[WorkerProcess], command: AddAdapter | RemoveAdapter

@@ -42,14 +42,14 @@ class StoreListing:
 
     async def _list(self) -> None:
         try:
-            self._names = await self._listed()
+            self._names = await self._list_store()
         except (ArtifactError, OSError) as error:
             logger.warning("the adapters in %s cannot be listed: %s", self._store, error)
         finally:
             self._listed_at = time.monotonic()
             self._listing = None
 
-    async def _listed(self) -> Sequence[str]:
+    async def _list_store(self) -> Sequence[str]:
         if self._store.startswith(S3):
             found = await list_folders(self._store, self._settings)
             return sorted(islice(filter(is_adapter_name, found), _MAX))

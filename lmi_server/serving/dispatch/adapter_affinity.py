@@ -1,4 +1,4 @@
-"""Which workers have a LoRA adapter loaded, as far as this process can tell: those that had requests for it.
+"""Which workers have a LoRA adapter loaded, judging by the requests that they had.
 
 Plain data: no I/O, no clock, no asyncio.
 """
@@ -16,17 +16,17 @@ W = TypeVar("W", bound=Hashable)
 
 
 class AdapterAffinity(Generic[W]):
-    """Remembers the last `most` adapters of each worker, as a worker keeps `most` adapters."""
+    """Remembers the last `max_adapters` of each worker, as many as a worker keeps."""
 
-    def __init__(self, most: int) -> None:
-        self._max = most
+    def __init__(self, max_adapters: int) -> None:
+        self._max = max_adapters
         self._adapters: dict[W, OrderedDict[str, None]] = {}
 
-    def narrowed(self, adapter: str, held: Mapping[W, int]) -> Mapping[W, int]:
-        """Return those of `held` (workers with how many requests each holds) that a request for `adapter` may go to.
+    def narrow(self, adapter: str, held: Mapping[W, int]) -> Mapping[W, int]:
+        """Return the workers in `held` (with how many requests each holds) that a request for `adapter` may go to.
 
-        These are the workers that have it, unless they have too much to do. Otherwise they are the ones that would
-        remove the fewest adapters for it, of the least loaded.
+        These have the adapter, unless they have too much to do. Otherwise they are the least loaded workers, and among
+        them the ones with the fewest adapters.
         """
         if not held:
             return held
@@ -39,7 +39,7 @@ class AdapterAffinity(Generic[W]):
         fewest = min(self._count(worker) for worker in idle)
         return {worker: count for worker, count in idle.items() if self._count(worker) == fewest}
 
-    def sent(self, adapter: str, worker: W) -> None:
+    def record(self, adapter: str, worker: W) -> None:
         """Record that `worker` gets a request for `adapter`."""
         if len(adapter) > _LONGEST_NAME:
             return

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from lmi_server.contract.errors import QueueFullError
 
-_BY_PRIORITY = 9  # so many jobs leave by priority, then the one that came first, so that none waits for ever
+_BY_PRIORITY = 9  # jobs leave by priority before the oldest one has its turn, so that none waits for ever
 
 
 class Queueable(Protocol):
@@ -116,7 +116,7 @@ class JobQueue(Generic[J]):
         level = self._levels[priority]
         _, job = level[tenant].popitem(last=False)
         level.move_to_end(tenant)
-        self._removed(job)
+        self._drop_empty(job)
         return job
 
     def peek(self) -> J:
@@ -133,7 +133,7 @@ class JobQueue(Generic[J]):
         flow = None if level is None else level.get(job.tenant)
         if flow is None or flow.pop(job.id, None) is None:
             return False
-        self._removed(job)
+        self._drop_empty(job)
         return True
 
     def ahead_of(self, job: J) -> int:
@@ -164,7 +164,7 @@ class JobQueue(Generic[J]):
             flow = level[job.tenant] = OrderedDict()
         return flow
 
-    def _removed(self, job: J) -> None:
+    def _drop_empty(self, job: J) -> None:
         """Drop what is empty now that `job` has been removed."""
         self._length -= 1
         level = self._levels[job.priority]
@@ -189,14 +189,14 @@ class JobQueue(Generic[J]):
             self._length -= 1
             return self._lent.popitem()[1]
         _, job = self._levels[priority][tenant].popitem()
-        self._removed(job)
+        self._drop_empty(job)
         return job
 
     def _used_priorities(self) -> set[int]:
         return {*self._priorities, self._lent_flow[0]} if self._lent else set(self._priorities)
 
     def _waiting(self, priority: int) -> Counter[bytes]:
-        """Return the number of waiting jobs of each tenant in a priority, with those that are lent."""
+        """Return the number of waiting jobs of each tenant in a priority, with the lent ones."""
         waiting = Counter({tenant: len(flow) for tenant, flow in self._levels.get(priority, {}).items()})
         if self._lent and self._lent_flow[0] == priority:
             waiting[self._lent_flow[1]] += len(self._lent)

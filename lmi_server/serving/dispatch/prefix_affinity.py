@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 _BLOCK = 256  # bytes
 _MAX_BLOCKS = 64  # of a body: what is behind 16 KiB does not count
-_REMEMBERED = 200_000  # blocks, of 130 bytes each; the ones without a request for longest are forgotten first
+_REMEMBERED = 200_000  # blocks of 130 bytes; the least recently used are forgotten first
 _REMEMBERED_PER_WORKER = 1_000  # if that is more: many workers serve many conversations at a time
 _MIN_SHARE = 0.5  # of a body that must be known: many bodies begin alike, and differ in what is long
 _MAX_AHEAD = 8  # requests that a worker may hold beyond the least loaded one
@@ -31,7 +31,7 @@ class PrefixAffinity(Generic[W]):
         """Return the worker for a request, of those in `held` (with how many requests each holds); None without any.
 
         It is the worker that knows the longest beginning of `body`, unless that is short or the worker has too much to
-        do. Otherwise it is the least loaded one; of several the one that knows the fewest prefixes.
+        do. Otherwise it is the least loaded worker, or among several the one with the fewest prefixes.
         """
         if not held:
             return None
@@ -45,17 +45,17 @@ class PrefixAffinity(Generic[W]):
                 return worker
         return min((worker for worker, count in held.items() if count == least), key=self._blocks.__getitem__)
 
-    def sent(self, body: bytes, worker: W) -> None:
+    def record(self, body: bytes, worker: W) -> None:
         """Record that `worker` gets a request with this body."""
         for block in _blocks(body):
-            self._lost(self._workers.pop(block, None))
+            self._count_lost(self._workers.pop(block, None))
             self._workers[block] = worker
             self._blocks[worker] += 1
         most = max(_REMEMBERED, _REMEMBERED_PER_WORKER * len(self._blocks))
         while len(self._workers) > most:
-            self._lost(self._workers.popitem(last=False)[1])
+            self._count_lost(self._workers.popitem(last=False)[1])
 
-    def _lost(self, worker: W | None) -> None:
+    def _count_lost(self, worker: W | None) -> None:
         if worker is not None and worker in self._blocks:
             self._blocks[worker] -= 1
 

@@ -35,7 +35,7 @@ class _Suspect:
 class Quarantine:
     """Remembers the requests that workers held when they died, each for `seconds`; 0 remembers none.
 
-    A worker that dies may have held many requests, of which one is to blame. So a request is quarantined only if it is
+    A worker that dies may have held many requests, and one is to blame. So a request is quarantined only if it is
     the only one that has been there `_DEATHS` times, and forgotten once it gets an answer. It is false while there is
     nothing to remember, so that `check` need not be called.
     """

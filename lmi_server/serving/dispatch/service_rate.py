@@ -16,7 +16,7 @@ class ServiceRate:
     At other times the rate says how many requests come, and not how many the workers can take. A second estimate is the
     mean time that a request takes in a worker, by the number of requests there (Little's law). It is known before
     anything has waited. It also corrects a rate that is too high because requests which had begun before the
-    measurement ended right after its start. Times are those of one clock, in seconds.
+    measurement ended right after its start. All times come from one clock, in seconds.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class ServiceRate:
             self.is_measuring = False
             self._seconds += now - self._since
 
-    def ended(self, count: int, places: int, now: float) -> None:
+    def add_ended(self, count: int, places: int, now: float) -> None:
         """Note that `count` requests have ended on workers that take `places` requests at a time."""
         keep = max(0.0, 1 - count / max(_GENERATIONS * places, _FEWEST))
         self._ended = self._ended * keep + count
@@ -47,7 +47,7 @@ class ServiceRate:
         self._since = now
         self._seen += count
 
-    def served(self, seconds: float) -> None:
+    def add_service(self, seconds: float) -> None:
         """Note that a worker had a request for this time."""
         if self._service_s is None:
             self._service_s = seconds
@@ -73,6 +73,10 @@ class ServiceRate:
             seconds = self._seconds + (now - self._since if self.is_measuring else 0.0)
             per_request = max(per_request, seconds / self._ended)
         return (ahead + 1) * per_request
+
+    def retry_after(self, in_flight: int, now: float) -> int:
+        """Return the seconds until the next request leaves the queue, for a Retry-After header."""
+        return retry_after(self.wait_s(0, in_flight, now))
 
 
 def retry_after(wait_s: float | None) -> int:

@@ -1,6 +1,6 @@
 """To which worker the requests of a session go: the one that opened it, or that had its last request.
 
-The sessions are those of SageMaker: the header `X-Amzn-SageMaker-Session-Id` of requests names them, and headers of
+It is about the sessions of SageMaker: the header `X-Amzn-SageMaker-Session-Id` of requests names them, and headers of
 answers open and close them. The front end reads these headers, and nothing else of an answer.
 """
 
@@ -20,7 +20,7 @@ _NEW_SESSION = "x-amzn-sagemaker-new-session-id"
 _CLOSED_SESSION = "x-amzn-sagemaker-closed-session-id"
 _TO_BE_OPENED = "NEW_SESSION"
 _MAX_LENGTH = 256  # characters of an id, as in SageMaker's API; a longer one is not remembered
-MAX_SESSIONS = 100_000  # the one without a request for longest is forgotten first
+MAX_SESSIONS = 100_000  # the least recently used is forgotten first
 
 
 class StickySessions:
@@ -34,13 +34,13 @@ class StickySessions:
         session = request.properties.get(_SESSION)
         return None if session is None else self._workers.get(session)
 
-    def sent(self, request: Input, worker: WorkerProcess) -> None:
+    def record(self, request: Input, worker: WorkerProcess) -> None:
         """Record that `worker` gets `request`."""
         session = request.properties.get(_SESSION)
         if session is not None:
             self._remember(session, worker)
 
-    def answered(self, headers: Iterable[tuple[str, str]], worker: WorkerProcess) -> None:
+    def read_answer(self, headers: Iterable[tuple[str, str]], worker: WorkerProcess) -> None:
         """Record the sessions that the headers of an answer open and close."""
         for name, value in headers:
             if len(name) < len(_SESSION):  # most headers are shorter, and are not worth lower()

@@ -58,7 +58,7 @@ async def fetch_model(
     without one. If weights were fetched it is read again, because much depends on the config.json that came with them.
     Raises ConfigurationError and ArtifactError.
     """
-    found = await _inspected(inspect, model_dir, environment, registration)
+    found = await _inspect(inspect, model_dir, environment, registration)
     if found.problems or found.unavailable:
         raise ConfigurationError("\n".join((*found.problems, *found.unavailable)))
     artifacts = await fetch_artifacts(
@@ -74,13 +74,13 @@ async def fetch_model(
     fetched = [model_dir] if model_dir.is_relative_to(settings.root) else []
     if artifacts.model_id != found.location:
         registration = {**registration, "option.model_id": artifacts.model_id}
-        found = await _inspected(inspect, model_dir, environment, registration)
+        found = await _inspect(inspect, model_dir, environment, registration)
         fetched.append(Path(artifacts.model_id))
     await in_own_thread(_refuse_unsafe_files, fetched, environment)
     return FetchedModel(found.resolved(), artifacts.python, artifacts.python_path)
 
 
-async def _inspected(
+async def _inspect(
     inspect: Inspect, model_dir: Path, environment: Mapping[str, str], registration: Mapping[str, str]
 ) -> Inspection:
     """Return what `inspect` finds. Raises ConfigurationError if a file cannot be read to its end: it may be a pipe."""

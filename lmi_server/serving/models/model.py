@@ -59,12 +59,19 @@ class Model:
     def status(self) -> ModelStatus:
         if self.failed is not None:
             return ModelStatus.FAILED
-        return ModelStatus.PENDING if self.pool is None else self.pool.status
+        return ModelStatus.PENDING if self.pool is None else self.pool.availability.status
 
     @property
     def failure(self) -> LmiServerError | None:
         """Return why the model is FAILED."""
-        return self.failed or (None if self.pool is None else self.pool.failure)
+        return self.failed or (None if self.pool is None else self.pool.availability.failure)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the model can serve and has no request."""
+        if self.pool is None or self.status is not ModelStatus.HEALTHY:
+            return False
+        return not (self.pool.dispatcher.queued or self.pool.dispatcher.in_flight)
 
     @property
     def runs_user_code(self) -> bool:
@@ -108,7 +115,7 @@ class Model:
     async def until_reloaded(self) -> None:
         """Wait until the model is not being loaded again: what changes its pool now would be lost then."""
         while self.reload is not None and self.is_reloading:
-            await self.reload.ended()
+            await self.reload.wait()
 
     def loaded(self) -> WorkerPool:
         """Return the pool. Raises ModelNotReadyError if there is none yet, or never will be."""

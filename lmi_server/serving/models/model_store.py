@@ -62,7 +62,7 @@ class Startup:
 
     @property
     def store(self) -> Path | None:
-        """Return the directory of which all models are loaded; None if specs or `load_models` say what is loaded."""
+        """Return the directory whose models are all loaded; None if specs or `load_models` say what is loaded."""
         if self.specs or self.load_models.strip().upper() != LOAD_ALL:
             return None
         nothing_named = self.model_store is None and not self.directories
@@ -212,7 +212,7 @@ def _directory_source(directory: Path) -> ModelSource:
 
 
 def named_by_file(source: ModelSource) -> ModelSource:
-    """Return a model to which nobody has given a name with the one that its model file of Ray says, if it has one."""
+    """Return a model without a name from the user under the name in its model file of Ray, if it has such a file."""
     url = path_of_file_url(source.url) if source.url.startswith("file:") else source.url
     file = _model_file(url)
     name = name_of_member(url) if file is None else name_in_file(file)

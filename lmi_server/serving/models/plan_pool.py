@@ -91,7 +91,7 @@ def refuse_adapters_without_lora(settings: PoolSettings, resolved: ResolvedModel
 
 
 def _adapters_beside(source: ModelSource, resolved: ResolvedModel) -> tuple[RegisteredAdapter, ...]:
-    """Return the adapters in the directory of the model and in that of its weights, if LoRA is enabled."""
+    """Return the adapters in the directories of the model and of its weights, if LoRA is enabled."""
     options = resolved.options
     places = dict.fromkeys([resolved.model_dir, *([options.model_id] if options.model_id else [])])
     adapters = adapters_in([Path(place, options.adapters) for place in places])

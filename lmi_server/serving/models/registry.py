@@ -1,4 +1,4 @@
-"""The models of a server: registered, loaded, chosen by name and version, loaded again, and unregistered.
+"""The models of a server: registered, loaded, loaded again, and unregistered.
 
 Each version of a model has its own configuration, devices, workers, queue and failure. Everything but the reading of
 files runs on one event loop.
@@ -8,54 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from lmi_server.artifacts.fetch import ArtifactSettings
-from lmi_server.artifacts.location import HubModel, parse_location
-from lmi_server.artifacts.progress import OnProgress, Progress, show_progress
-from lmi_server.configuration.checks.secure_mode import secure_mode
 from lmi_server.configuration.layers import DERIVED
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import (
     ConfigurationError,
     LmiServerError,
-    ModelExistsError,
     ModelLoadError,
     ModelMemoryError,
     ModelNotFoundError,
     ModelNotReadyError,
     RollingBatchError,
 )
-from lmi_server.contract.metrics import Metric, MetricSink, unrecorded
+from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.environment import is_multi_model
-from lmi_server.serving.adapters.adapter_store import AdapterStore, fetch_from_store
-from lmi_server.serving.adapters.store_listing import StoreListing
-from lmi_server.serving.models.fetch_model import FetchedModel, Inspect, fetch_directory, fetch_model
-from lmi_server.serving.models.model import Endpoint, Model
+from lmi_server.serving.models.catalog import ModelCatalog
+from lmi_server.serving.models.fetch_model import Inspect
+from lmi_server.serving.models.loader import ROLLING_BATCH, ModelLoader
+from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.model_memory import memory_shortage
 from lmi_server.serving.models.model_store import HUB_VARIABLES, ModelSource
-from lmi_server.serving.models.plan_pool import plan_pool, refuse_adapters_without_lora
-from lmi_server.serving.models.reload import Reload, configuration_state
+from lmi_server.serving.models.reload import Reload
 from lmi_server.serving.pool.worker_pool import SHUTTING_DOWN, WORKER_STOP_S, WorkerPool
-from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.supervisor.log import LEVELS
 
 logger = logging.getLogger(__name__)
 
-_ROLLING_BATCH = "option.rolling_batch"
-_STATIC = {_ROLLING_BATCH: "disable"}
 _RELOAD_DRAIN_S = 600.0  # for the requests of the workers that a reload replaces; as when a model is scaled down
 
 
-class ModelRegistry:
-    """Every model of a server.
+class ModelRegistry(ModelCatalog):
+    """Every model of a server, from its registration to its end.
 
     `environment` has the variables that configure models; `inspect` reads the configuration of one. The requests of an
     unregistered model get `drain_timeout_s` seconds to finish. `on_metric` gets the metrics that workers print, and
@@ -71,97 +59,25 @@ class ModelRegistry:
         log_level: str = "INFO",
         on_metric: MetricSink = unrecorded,
     ) -> None:
-        self.only: Endpoint | None = None
-        self.default: Endpoint | None = None
-        self.unloads_idle = False  # models without requests, if another one finds too little memory
-        self._environment = {name: value for name, value in environment.items() if name not in HUB_VARIABLES}
+        super().__init__()
+        self.unloads_idle = False  # models without requests, to make room for others
         self.artifacts = artifacts
-        self._inspect = inspect
+        self._environment = {name: value for name, value in environment.items() if name not in HUB_VARIABLES}
         self._drain_timeout_s = drain_timeout_s
         self._log_levels = {"": log_level}
         self._on_metric = on_metric
-        self._endpoints: dict[str, Endpoint] = {}
-        self._aliases: dict[str, Endpoint] = {}
+        self._loader = ModelLoader(self._environment, artifacts, inspect, self._log_levels, on_metric)
+        self.refuse_unsafe_adapter = self._loader.refuse_unsafe_adapter
         self._ending: set[WorkerPool] = set()  # of models that are unregistered, or have another pool now
         self._coming: dict[str, Model] = {}  # what is to take the place of a model, by the model's label
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
 
     async def follow(self) -> None:
-        """Follow what another process says of the models. Nobody does of the models of a single server."""
+        """Follow what another process says of the models; a single server has none to follow."""
 
     async def until_told(self) -> None:
         """Return once it is known which models there are; a single server knows it from the start."""
-
-    def refuse_if_untold(self) -> None:
-        """Raise ModelNotReadyError while it is not known which models there are."""
-
-    # --- look-ups ---
-
-    @property
-    def endpoints(self) -> list[Endpoint]:
-        """Return every model with its versions, by name."""
-        return [self._endpoints[name] for name in sorted(self._endpoints)]
-
-    @property
-    def models(self) -> list[Model]:
-        return [model for endpoint in self.endpoints for model in endpoint.models]
-
-    @property
-    def names(self) -> list[str]:
-        """Return every name under which requests may ask for a model: each model's own name, then its aliases."""
-        return [name for endpoint in self.endpoints for name in self._names_of(endpoint)]
-
-    def has(self, name: str) -> bool:
-        """Return whether a model or an adapter has that name."""
-        own = name in self._endpoints or name in self._aliases
-        return own or any(model.pool is not None and name in model.pool.adapters for model in self.models)
-
-    def _names_of(self, endpoint: Endpoint) -> Iterator[str]:
-        yield endpoint.name
-        yield from (alias for alias, target in self._aliases.items() if target is endpoint)
-
-    def endpoint(self, name: str) -> Endpoint:
-        """Return the model of that name or alias. Raises ModelNotFoundError."""
-        endpoint = self._endpoints.get(name) or self._aliases.get(name)
-        if endpoint is None:
-            self.refuse_if_untold()
-            raise ModelNotFoundError(f"Model or workflow not found: {excerpt(name)}")
-        return endpoint
-
-    def named_as_model(self, name: str, version: str | None = None) -> Model:
-        """Return the model that an OpenAI request means by `model`, which may also be the name of an adapter."""
-        for model in () if name in self._endpoints or name in self._aliases else self.models:
-            if model.pool is not None and name in model.pool.adapters and version in (None, model.version):
-                return model
-        base, _, adapter = name.rpartition(":")
-        if adapter and base in self.names and name not in self.names:
-            return self.named(base, version)  # model:adapter, as with Ray Serve LLM; the worker knows its adapters
-        return self.named(name, version)
-
-    def named(self, name: str, version: str | None = None) -> Model:
-        """Return the model that a request names. Raises ModelNotFoundError."""
-        return self.endpoint(name).choose(version)
-
-    def reads_by_code(self, model: Model) -> bool:
-        """Return whether code of the user may read the bodies for `model`, and so take any name of a model in them."""
-        return model.runs_user_code or model.has_code
-
-    @property
-    def startup_statuses(self) -> set[ModelStatus]:
-        """Return the statuses that models of the start have."""
-        return {model.status for model in self.models if model.at_startup}
-
-    def refuse_unsafe_adapter(self, directory: str) -> None:
-        """Raise ConfigurationError if secure mode forbids the adapter in `directory`."""
-        secure = secure_mode(self._environment)
-        if secure is None:
-            return
-        if not os.path.isdir(directory):
-            raise ConfigurationError(f"src = {directory} is not allowed in secure mode; allowed: a directory")
-        problems = list(secure.adapter_problems(Path(directory)))
-        if problems:
-            raise ConfigurationError("\n".join(problems))
 
     # --- registration ---
 
@@ -171,15 +87,8 @@ class ModelRegistry:
         Raises ModelExistsError if it is registered already, ModelNotReadyError if the server ends.
         """
         self._refuse_if_draining()
-        endpoint = self._endpoints.get(source.name) or Endpoint(source.name)
-        # Nothing could name a model without a version that stands beside its versions.
-        taken = any(model.label == source.label for model in self.models)
-        if taken or source.name in self._aliases or (source.version is None and endpoint.models):
-            raise ModelExistsError(f"Workflow {source.label} is already registered.")
         model = Model(source, at_startup)
-        endpoint.models.append(model)
-        self._endpoints[source.name] = endpoint
-        self._choose_default()
+        self._add(model)
         model.task = asyncio.create_task(self._load(model))
         return model
 
@@ -191,7 +100,7 @@ class ModelRegistry:
             await self._remove([model])
             raise model.failure
         if model.pool is None or model not in self.models:
-            raise _unregistered(model)
+            raise _unregistered_error(model)
         return model
 
     async def unregister(self, name: str, version: str | None = None) -> None:
@@ -209,17 +118,6 @@ class ModelRegistry:
         for model in models:
             self._forget(model)  # first, so that no request finds a model that is about to end
         await asyncio.gather(*(self._end(model) for model in models))
-
-    def _forget(self, model: Model) -> None:
-        endpoint = self._endpoints.get(model.name)
-        if endpoint is None or model not in endpoint.models:
-            return
-        endpoint.models.remove(model)
-        if not endpoint.models:
-            del self._endpoints[model.name]
-            self._aliases = {alias: target for alias, target in self._aliases.items() if target is not endpoint}
-        self._choose_default()
-        logger.info("model %s is unregistered", model.label)
 
     async def _end(self, model: Model) -> None:
         if model.task is not None and not model.task.done():
@@ -240,17 +138,10 @@ class ModelRegistry:
         self._ending.discard(pool)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work` in a task that nobody has to wait for."""
+        """Do `work` in the background."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _choose_default(self) -> None:
-        """Choose the model for requests that name none: the only one from the start of the server, or the only one."""
-        everyone = list(self._endpoints.values())
-        at_startup = [endpoint for endpoint in everyone if any(model.at_startup for model in endpoint.models)]
-        self.only = everyone[0] if len(everyone) == 1 else None
-        self.default = at_startup[0] if len(at_startup) == 1 else self.only
 
     # --- loading again ---
 
@@ -258,8 +149,8 @@ class ModelRegistry:
         """Load one version of a model again, or all of them one after the other, and return them.
 
         Each is loaded from its source, with the configuration as it is now, beside the workers that serve it. Once
-        that has as many workers as it needs, it gets the requests; those that were accepted finish where they are. If
-        it cannot be loaded, the model serves on as before, and the reason is raised.
+        there are enough new workers, they get the requests; accepted requests finish where they are. If the model
+        cannot be loaded, it serves on as before, and the reason is raised.
         """
         endpoint = self.endpoint(name)
         models = list(endpoint.models) if version is None else [endpoint.version(version)]
@@ -272,18 +163,18 @@ class ModelRegistry:
         await model.settled.wait()
         await model.until_reloaded()
         if model not in self.models:
-            raise _unregistered(model)
+            raise _unregistered_error(model)
         self._refuse_if_draining()
         model.reload = reload = Reload()
         model.task = asyncio.create_task(self._reload(model, reload))
-        await reload.ended()
+        await reload.wait()
         if reload.failure is not None:
             raise reload.failure
 
     async def _reload(self, model: Model, reload: Reload) -> None:
         logger.info("model %s: loading it again beside its workers", model.label)
         self._coming[model.label] = after = Model(model.source, model.at_startup)
-        failure: LmiServerError | None = _unregistered(model)  # unless something else happens
+        failure: LmiServerError | None = _unregistered_error(model)  # unless something else happens
         try:
             after.pool = await self._make_pool(after, model.pool)
             after.pool.start()
@@ -324,10 +215,10 @@ class ModelRegistry:
         """Have `model` served as `after` is; what its workers hold finishes there."""
         assert after.resolved is not None
         assert after.pool is not None
-        self._refuse_taken_names(model.name, after.resolved.options.served_model_name)  # others may have come meanwhile
+        self.refuse_taken_names(model.name, after.resolved.options.served_model_name)  # others may have come meanwhile
         before = model.pool
         model.pool, model.resolved, model.directory, model.failed = after.pool, after.resolved, after.directory, None
-        self._renew_aliases(self._endpoints[model.name])
+        self.renew_aliases(model.name)
         if before is not None:
             self._retire(before, _RELOAD_DRAIN_S, f"Model {model.label} has other workers now")
 
@@ -339,17 +230,17 @@ class ModelRegistry:
             model.pool = await self._make_pool(model)
             made_at = time.monotonic()
             model.pool.start()
-            await model.pool.settled()
+            await model.pool.availability.settled.wait()
             if isinstance(model.failure, RollingBatchError):
                 await self._batch_statically(model, model.failure)
             if model.failure is None:
-                self._measure("LoadModel", model, made_at)
-                self._measure("RegisterWorkflow", model, began)
+                self._loader.measure("LoadModel", model, made_at)
+                self._loader.measure("RegisterWorkflow", model, began)
         except LmiServerError as error:
-            self._fail(model, error)
+            _fail(model, error)
         except Exception as error:  # the border to users' files, which may raise anything; the model fails with it
             logger.exception("model %s cannot be read", model.label)
-            self._fail(model, ModelLoadError(f"{type(error).__name__}: {error}"))
+            _fail(model, ModelLoadError(f"{type(error).__name__}: {error}"))
         finally:
             model.settled.set()
 
@@ -363,7 +254,7 @@ class ModelRegistry:
         failed, refused = model.pool, model.resolved
         assert failed is not None
         assert refused is not None
-        if refused.sources[_ROLLING_BATCH].layer not in DERIVED:
+        if refused.sources[ROLLING_BATCH].layer not in DERIVED:
             raise refusal
         model.pool, model.batches_statically = None, True
         await failed.stop()
@@ -376,62 +267,25 @@ class ModelRegistry:
             raise refusal
         logger.warning(
             "model %s is loaded again, for static batches: %s; %s=disable says so without this warning",
-            model.label, refusal, _ROLLING_BATCH,
+            model.label, refusal, ROLLING_BATCH,
         )  # fmt: skip
         model.pool.start()
-        await model.pool.settled()
+        await model.pool.availability.settled.wait()
 
     async def _make_pool(self, model: Model, before: WorkerPool | None = None) -> WorkerPool:
-        """Fetch `model` and return its pool, not started yet, which may take the place of another one.
+        """Fetch `model` and return its pool, not started yet; `before` is the pool whose place it takes.
 
-        Raises LmiServerError.
+        Raises LmiServerError, such as ConfigurationError if another model has one of its names.
         """
-        began = time.monotonic()
-        fetched = await self._fetch(model)
-        self._measure("DownloadModel", model, began)
-        fetched = replace(fetched, resolved=replace(fetched.resolved, name=model.name))
-        self._settle_configuration(model, fetched.resolved)
-        await self._make_room(model, fetched.resolved)
-        settings = plan_pool(model.source, fetched, self._environment, self._log_levels)
-        if before is not None:
-            settings = await before.succeed(settings)
-            refuse_adapters_without_lora(settings, fetched.resolved)
-        pool = WorkerPool(settings, self._on_metric)
-        pool.on_demand = self._adapter_store(pool, fetched.resolved)
-        pool.store_listing = self._store_listing(fetched.resolved)
-        return pool
-
-    def _adapter_store(self, pool: WorkerPool, resolved: ResolvedModel) -> AdapterStore | None:
-        options = resolved.options
-        store = options.dynamic_lora_loading_path
-        if store is None or not options.adapters_on_demand:
-            return None
-
-        async def fetch(name: str) -> str:
-            directory = await fetch_from_store(store, name, resolved.model_dir, self.artifacts)
-            await asyncio.to_thread(self.refuse_unsafe_adapter, directory)
-            return directory
-
-        max_waiting = resolved.serving.job_queue_size
-        return AdapterStore(pool.adapters, fetch, pool.until_ready, options.adapters_on_demand, max_waiting)
-
-    def _store_listing(self, resolved: ResolvedModel) -> StoreListing | None:
-        store = resolved.options.dynamic_lora_loading_path
-        is_store = store is not None and resolved.options.adapters_on_demand
-        return StoreListing(store or "", resolved.model_dir, self.artifacts) if is_store else None
-
-    def _settle_configuration(self, model: Model, resolved: ResolvedModel) -> None:
-        """Record the configuration of `model`. Raises ConfigurationError if another model has one of its names."""
-        self._refuse_taken_names(model.name, resolved.options.served_model_name)
+        fetched = await self._loader.fetch(model)
+        resolved = fetched.resolved
+        self.refuse_taken_names(model.name, resolved.options.served_model_name)
         model.resolved = resolved
-        self._renew_aliases(self._endpoints[model.name])
+        self.renew_aliases(model.name)
         for warning in resolved.warnings:
             logger.warning("model %s: %s", model.label, warning)
-
-    def _measure(self, name: str, model: Model, since: float) -> None:
-        """Report the microseconds since `since`, a time of time.monotonic(), under LMI's name."""
-        spent = round((time.monotonic() - since) * 1e6)
-        self._on_metric(Metric(name, "Microseconds", spent, (("Model", model.name),)))
+        await self._make_room(model, resolved)
+        return await self._loader.make_pool(model, fetched, before)
 
     async def _make_room(self, model: Model, resolved: ResolvedModel) -> None:
         """Raise ModelMemoryError if less memory is free than `model` asks for, and unloading others does not help.
@@ -452,61 +306,16 @@ class ModelRegistry:
     def _idle_models(self) -> list[Model]:
         """Return the models that may be unloaded to make room, the one without a request for longest first."""
         idle = [
-            (model.pool.used_at, model)
-            for model in self.models
-            if self._may_be_unloaded(model) and model.pool is not None and model.pool.is_idle
+            (model.pool.dispatcher.used_at, model)
+            for model in (self.models if self.unloads_idle else ())
+            if not (model.at_startup or model.is_reloading) and model.pool is not None and model.is_idle
         ]
         return [model for _, model in sorted(idle, key=lambda pair: pair[0])]
-
-    def _may_be_unloaded(self, model: Model) -> bool:
-        return self.unloads_idle and not model.at_startup and not model.is_reloading
-
-    def _fail(self, model: Model, error: LmiServerError) -> None:
-        logger.error("model %s could not be loaded: %s", model.label, error)
-        model.failed = error
-
-    async def _fetch(self, model: Model) -> FetchedModel:
-        """Fetch everything that the model needs, and read its configuration."""
-        source = model.source
-        try:
-            location = await asyncio.to_thread(parse_location, source.url, Path.cwd())
-        except ValueError as error:
-            raise ModelNotFoundError(f'url = "{excerpt(source.url, 200)}" {error}') from error
-        if isinstance(location, HubModel) and "/" not in source.url and not model.at_startup:
-            raise ModelNotFoundError(
-                f'url = "{excerpt(source.url, 200)}" is not allowed; there is no such directory; a registration '
-                "names one, also of the model store, by its full path, and a model of the Hugging Face Hub by "
-                "owner/name"
-            )
-        environment = {**self._environment, **source.variables}
-        with show_progress(source.label, sys.stderr) as show:
-            on_progress = _recorded(model, show)
-            model.directory, more = await fetch_directory(location, source.url, self.artifacts, on_progress)
-            model.configured_by = configuration_state(model.directory)
-            settings = {**source.settings, **more, **(_STATIC if model.batches_statically else {})}
-            return await fetch_model(
-                model.directory, environment, settings, self.artifacts, inspect=self._inspect, on_progress=on_progress
-            )
-
-    def _refuse_taken_names(self, name: str, aliases: Sequence[str]) -> None:
-        endpoint = self._endpoints[name]
-        for alias in aliases:
-            owner = self._endpoints.get(alias) or self._aliases.get(alias) or endpoint
-            if owner is not endpoint:
-                raise ConfigurationError(
-                    f'option.served_model_name = "{alias}" is a name of model {owner.name}; choose another'
-                )
-
-    def _renew_aliases(self, endpoint: Endpoint) -> None:
-        """Give a model the names that the configurations of its versions have now."""
-        given = [model.resolved.options.served_model_name for model in endpoint.models if model.resolved is not None]
-        others = {alias: target for alias, target in self._aliases.items() if target is not endpoint}
-        self._aliases = others | {alias: endpoint for names in given for alias in names if alias != endpoint.name}
 
     def set_log_level(self, level: str, name: str = "") -> None:
         """Set the level ("INFO", ...) of the logger `name` in this process and every worker, present and future.
 
-        Without a name it is that of all loggers that have none of their own.
+        Without a name it applies to all loggers without a level of their own.
         """
         logging.getLogger(name).setLevel(level)
         self._log_levels[name] = level
@@ -536,7 +345,7 @@ class ModelRegistry:
             raise ModelNotReadyError(SHUTTING_DOWN)
 
     async def stop(self, limit_s: float = WORKER_STOP_S) -> None:
-        """End every worker within `limit_s` seconds; those that are left then are killed."""
+        """End every worker within `limit_s` seconds, and kill what is left then."""
         loading = [model.task for model in self.models if model.task is not None and not model.task.done()]
         for task in loading:
             task.cancel()
@@ -547,22 +356,17 @@ class ModelRegistry:
     def kill(self) -> None:
         """End every worker at once."""
         for pool in self._pools():
-            pool.kill()
+            pool.roster.kill()
 
     def _pools(self) -> list[WorkerPool]:
         models = [*self.models, *self._coming.values()]
         return [*(model.pool for model in models if model.pool is not None), *self._ending]
 
 
-def _recorded(model: Model, show: OnProgress) -> OnProgress:
-    """Return a callback that shows progress and keeps it with the model."""
-
-    def report(progress: Progress) -> None:
-        model.progress = progress
-        show(progress)
-
-    return report
+def _fail(model: Model, error: LmiServerError) -> None:
+    logger.error("model %s could not be loaded: %s", model.label, error)
+    model.failed = error
 
 
-def _unregistered(model: Model) -> ModelNotFoundError:
+def _unregistered_error(model: Model) -> ModelNotFoundError:
     return ModelNotFoundError(f"Model {model.label} was unregistered while it was loading")

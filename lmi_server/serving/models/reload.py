@@ -14,7 +14,7 @@ from lmi_server.files.file_state import FileState, file_state
 
 
 class ReloadStatus(Enum):
-    """The words are those of the management API."""
+    """The words of the management API."""
 
     LOADING = "LOADING"
     DONE = "DONE"
@@ -39,11 +39,11 @@ class Reload:
         return ReloadStatus.DONE if self.failure is None else ReloadStatus.FAILED
 
     def end(self, failure: LmiServerError | None = None) -> None:
-        """Say how it ended, and wake those that wait for it."""
+        """Say how it ended, and wake who waits for it."""
         self.failure = failure
         self._ended.set()
 
-    async def ended(self) -> None:
+    async def wait(self) -> None:
         """Return once it has ended."""
         await self._ended.wait()
 

@@ -30,6 +30,8 @@ async def engine_metrics(workers: Sequence[WorkerProcess]) -> dict[str, bytes]:
     Workers whose engine has no metrics, or that do not answer within a second, are left out: no scrape waits for them.
     """
 
+    workers = list(workers)  # it may change meanwhile
+
     async def ask(worker: WorkerProcess) -> bytes:
         try:
             async with asyncio.timeout(_TIMEOUT_S):

@@ -7,18 +7,30 @@ import logging
 from collections.abc import Sequence
 
 from lmi_server.contract.errors import BadParameterError, LmiServerError
+from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.supervisor.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 
 
 class WorkerScaling:
-    """Scales the replica sets of one model."""
+    """Scales the replica sets of one model. `bounds` has what calls have set, by the first device of a set."""
 
-    def __init__(self, name: str, replica_sets: Sequence[Replicas]) -> None:
+    def __init__(self, name: str, replica_sets: Sequence[Replicas], settings: PoolSettings) -> None:
+        self.bounds = dict(settings.bounds)
+        self._configured = (settings.min_workers, settings.max_workers)
         self._name = name
         self._replica_sets = replica_sets
         self._waiting: list[asyncio.Future[None]] = []
+
+    def start(self) -> None:
+        """Start the workers that have to run."""
+        for replicas in self._replica_sets:
+            replicas.scale(*self.bounds_of(replicas))
+
+    def bounds_of(self, replicas: Replicas) -> tuple[int, int]:
+        """Return minWorkers and maxWorkers of a device set; they stay the same if the model is given up."""
+        return self.bounds.get(replicas.devices.first, self._configured)
 
     def set_bounds(self, min_workers: int | None, max_workers: int | None, device: int | None = None) -> None:
         """Set the bounds of each replica set (of the one whose first device is `device`); None keeps a bound.
@@ -31,6 +43,7 @@ class WorkerScaling:
         bounds = [_bounds(replicas, min_workers, max_workers) for replicas in chosen]
         for replicas, (least, most) in zip(chosen, bounds, strict=True):
             replicas.scale(least, most)
+            self.bounds[replicas.devices.first] = (least, most)
 
     async def complete(self) -> None:
         """Wait until every replica set has its least number of workers. Raises the error that `notify` gets."""

@@ -1,0 +1,72 @@
+"""Whether a model can be served, and if not, why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from lmi_server.contract.errors import LmiServerError, ModelNotReadyError
+from lmi_server.serving.pool_settings import ModelStatus
+from lmi_server.serving.roster import WorkerRoster
+from lmi_server.supervisor.replicas import Replicas
+
+
+class Availability:
+    """The state of one model, by its workers and by what became of them.
+
+    `failure` says why the model is given up for good; None while it is not. `closing` is the message for new requests
+    from the start of the drain on. `settled` is set once the model is loaded, or cannot be.
+    """
+
+    def __init__(self, name: str, roster: WorkerRoster, replica_sets: Sequence[Replicas]) -> None:
+        self.failure: LmiServerError | None = None
+        self.was_ready = False
+        self.closing: str | None = None
+        self.settled = asyncio.Event()
+        self._name = name
+        self._roster = roster
+        self._replica_sets = replica_sets
+
+    @property
+    def status(self) -> ModelStatus:
+        if self.failure is not None:
+            return ModelStatus.FAILED
+        if self._roster.ready or self.starts_on_demand:
+            return ModelStatus.HEALTHY
+        return ModelStatus.UNHEALTHY if self.was_ready else ModelStatus.PENDING
+
+    @property
+    def starts_on_demand(self) -> bool:
+        """Return whether the next request starts a worker, because none has to run and some may."""
+        asleep = all(replicas.min_workers == 0 for replicas in self._replica_sets)
+        return asleep and self.may_have_workers
+
+    @property
+    def may_have_workers(self) -> bool:
+        return any(replicas.max_workers for replicas in self._replica_sets)
+
+    def check(self) -> None:
+        """Raise ModelNotReadyError if the model takes no requests."""
+        refusal = self.refusal() if self.closing is None else ModelNotReadyError(self.closing)
+        if refusal is not None:
+            raise refusal
+
+    def refusal(self) -> ModelNotReadyError | None:
+        """Return why the model takes no requests, None if it does. It takes some while a worker is being restarted."""
+        if self.failure is not None:
+            return self._not_ready(self.failure.message)
+        if self._roster.ready:
+            return None
+        if not self.was_ready and not self.starts_on_demand:
+            return self._not_ready("it is loading")
+        if not self.may_have_workers:
+            return self.without_workers()
+        if all(replicas.is_failing for replicas in self._replica_sets if replicas.max_workers):
+            return self._not_ready("it could not be loaded again; see the log")
+        return None
+
+    def without_workers(self) -> ModelNotReadyError:
+        return ModelNotReadyError(f"All model workers has been shutdown: {self._name}")  # LMI's words
+
+    def _not_ready(self, reason: str) -> ModelNotReadyError:
+        return ModelNotReadyError(f"Model is not ready: {self._name}: {reason}")
