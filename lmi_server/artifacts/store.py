@@ -18,7 +18,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +104,27 @@ def claim(place: Entry, activity: Activity) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def fill(
+    place: Entry, manifest_type: type[msgspec.Struct], activity: Activity, make: Callable[[int], msgspec.Struct]
+) -> Path:
+    """Return the files of `place`; without a complete entry, `make` fills its partial directory.
+
+    `make` gets the descriptor of the lock, and returns the manifest. Raises ArtifactError.
+    """
+    with claim(place, activity) as lock:
+        if place.manifest(manifest_type) is None:
+            place.discard_partial()
+            with file_errors(place.directory):
+                place.partial_files.mkdir(parents=True)
+            try:
+                manifest = make(lock)
+                with file_errors(place.directory):
+                    place.publish(manifest)
+            finally:
+                place.discard_partial()
+    return place.files
 
 
 def require_room(directory: Path, needed: int, keep_free: int) -> None:
