@@ -61,7 +61,7 @@ def install_requirements(model_dir: Path, installer: Installer, activity: Activi
     def install(lock: int) -> RequirementsManifest:
         activity.report(f"installing {source}")
         pip = _Pip(source, model_dir, place, installer, activity, lock)
-        return RequirementsManifest(str(source), pip.install_from_first_that_works(_where_to_look(model_dir)))
+        return RequirementsManifest(str(source), pip.install(_where_to_look(model_dir)))
 
     return fill(place, RequirementsManifest, activity, install)
 
@@ -93,18 +93,18 @@ class _Pip:
         self._installer = installer
         self._lock = lock
 
-    def install_from_first_that_works(self, places: Sequence[Sequence[str]]) -> list[str]:
+    def install(self, places: Sequence[Sequence[str]]) -> list[str]:
         """Install from the first of `places` (pip's arguments) that has all packages; return their URLs."""
         *attempts, last = places
         for look in attempts:
             try:
-                return self._install(look)
+                return self._install_from(look)
             except ArtifactError:
                 lacking = f"{_LMI_WHEELHOUSE}/ does not hold all of {self._source}"
                 self._activity.report(f"{lacking}; asking the package index")
-        return self._install(last)
+        return self._install_from(last)
 
-    def _install(self, look: Sequence[str]) -> list[str]:
+    def _install_from(self, look: Sequence[str]) -> list[str]:
         """Install the missing packages; return their URLs."""
         report = self._place.partial / "report.json"
         self._run(["--dry-run", "--report", str(report), "-r", str(self._source), *look])
