@@ -167,7 +167,7 @@ class NeuronxOptions(ModelOptions):
     """Compute queries, keys and values in one operation."""
     on_device_embedding: bool = False
     """Look embeddings up on the device."""
-    collectives_layout: Literal["BSH", "HSB", "SBH"] | None = None
+    collectives_layout: Layout | None = None
     """Layout of collective operations."""
     partition_schema: Literal["legacy", "optimum", "safetensors", "compile_only"] | None = None
     """Format in which a compiled model is saved."""
@@ -197,9 +197,9 @@ class NeuronxOptions(ModelOptions):
     """Layout of attention."""
     cache_layout: Literal["SBH", "BSH"] | None = None
     """Layout of the KV cache."""
-    all_reduce_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    all_reduce_dtype: TensorDtype | None = None
     """Data type of all-reduce."""
-    cast_logits_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    cast_logits_dtype: TensorDtype | None = None
     """Data type of logits."""
     sequence_parallel_norm_threshold: PositiveInt | None = None
     """Number of tokens from which norms use sequence parallelism."""
