@@ -11,7 +11,15 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
 from lmi_server.configuration.engine import EngineDescription
-from lmi_server.configuration.options import LONG_DTYPES, ModelOptions, ParallelDegree, PositiveInt, lower, short_dtype
+from lmi_server.configuration.options import (
+    LONG_DTYPES,
+    Lengths,
+    ModelOptions,
+    ParallelDegree,
+    PositiveInt,
+    lower,
+    short_dtype,
+)
 from lmi_server.configuration.references import NAMES_DRAFT, NAMES_MODEL, NAMES_NOTHING, NAMES_PATH
 from lmi_server.configuration.tasks import Workload
 
@@ -30,11 +38,6 @@ NeuronDtype = Annotated[
     Literal["fp32", "fp16", "bf16"],
     BeforeValidator(lambda value: _OF_AMP.get(value, short_dtype(value))),
     Allowed("fp32 (float32), fp16 (float16), bf16 (bfloat16)"),
-]
-Lengths = Annotated[
-    tuple[Annotated[int, Field(ge=1)], ...],
-    BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value),
-    Allowed("integers of 1 or more, separated by commas"),
 ]
 Layout = Literal["BSH", "HSB", "SBH"]
 TensorDtype = Literal["float32", "float16", "bfloat16"]

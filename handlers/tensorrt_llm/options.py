@@ -18,6 +18,7 @@ from lmi_server.configuration.options import (
     Names,
     NonNegativeInt,
     ParallelDegree,
+    PositiveFloat,
     PositiveInt,
     Share,
     lower,
@@ -181,7 +182,7 @@ class TensorRtLlmOptions(_ModelOptions):
     """Split long KV sequences into blocks; not for Qwen."""
     use_fused_mlp: bool = False
     """Fuse the gated MLP; for Llama only."""
-    rotary_base: Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")] = 10000.0
+    rotary_base: PositiveFloat = 10000.0
     """Base of the rotary embedding; for Llama, InternLM and Qwen."""
     rotary_dim: PositiveInt = 64
     """Dimensions of the rotary embedding; for GPT-J only."""

@@ -90,6 +90,17 @@ def _variables(pairs: str) -> dict[str, str]:
     return {name.strip(): value for name, _, value in split}
 
 
+def one_of(names: Collection[str | None]) -> AfterValidator:
+    """Return the check of a text that must be one of `names`."""
+
+    def check(name: str | None) -> str | None:
+        if name not in names:
+            raise ValueError("not one of the names")
+        return name
+
+    return AfterValidator(check)
+
+
 PositiveInt = Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")]
 NonNegativeInt = Annotated[int, Field(ge=0), Allowed("an integer of 0 or more")]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
@@ -101,6 +112,11 @@ MAX_WORKERS = 1000
 """Most workers of a model on one device set: more than any machine can run."""
 Workers = Annotated[int, Field(ge=1, le=MAX_WORKERS), Allowed(f"an integer from 1 to {MAX_WORKERS}")]
 WorkersOrZero = Annotated[int, Field(ge=0, le=MAX_WORKERS), Allowed(f"an integer from 0 to {MAX_WORKERS}")]
+Lengths = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...],
+    BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value),
+    Allowed("integers of 1 or more, separated by commas"),
+]
 Fraction = Annotated[float, Field(gt=0, lt=1), Allowed("a number between 0 and 1")]
 Share = Annotated[float, Field(gt=0, le=1), Allowed("a number above 0, at most 1")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_comma_separated), Allowed("names separated by commas")]
