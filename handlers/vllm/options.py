@@ -194,7 +194,7 @@ class VllmEngineOptions(ModelOptions):
         return engine_fields.names()
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of vLLM's EngineArgs; those that serving.properties gives by vLLM's names are text."""
+        """Return the arguments of vLLM's EngineArgs; arguments under vLLM's own names are text."""
         arguments = {
             "scheduling_policy": "priority",  # vLLM's own default, fcfs, does not look at the priority of a request
             **self.passed_to_engine(),

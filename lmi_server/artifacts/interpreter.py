@@ -1,7 +1,7 @@
 """The Python interpreter that the workers of a model run in.
 
-It is the server's own unless the model names another one or asks for a virtual environment of its own. The code of the
-workers is that of this server in each case. Another interpreter must bring the packages that this code imports.
+It is the server's own unless the model names an interpreter or asks for its own virtual environment. The workers always
+run the code of this server. Another interpreter must bring the packages that this code imports.
 """
 
 from __future__ import annotations

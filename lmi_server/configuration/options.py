@@ -426,8 +426,8 @@ class ModelOptions(Options):
     def passed_through(self) -> Mapping[str, str]:
         """Return values as they were written, by key without "option.".
 
-        These are the values of undeclared keys, some of which the engine may know (`engine_names`). If the handler is
-        the user's own code, every value that somebody decided is among them.
+        These are the values of undeclared keys; the engine may know some of them (`engine_names`). If the handler is
+        the user's own code, they also hold the values of declared keys.
         """
         return self._passed_through
 
@@ -502,7 +502,7 @@ class ModelOptions(Options):
 
     @property
     def default_stops(self) -> tuple[str, ...]:
-        """Return the texts that end every output, beside those that a request names."""
+        """Return the texts that end every output, beside the stop sequences of the request."""
         return ()
 
     def context_length(self) -> int | None:
@@ -523,6 +523,6 @@ class ModelOptions(Options):
 
     @property
     def adapters_on_demand(self) -> int:
-        """Return how many adapters a worker keeps of those that it loads on demand; 0 if it loads none."""
+        """Return how many adapters a worker keeps when it loads them on demand; 0 if it does not."""
         loads = self.enable_lora and self.dynamic_lora_loading_path is not None
         return self.max_num_adapters_per_replica if loads else 0

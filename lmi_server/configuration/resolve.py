@@ -190,7 +190,7 @@ def inspect_model(
 def _complete(options: ModelOptions, spec: HandlerSpec, location: str, merged: SortedKeys) -> ModelOptions:
     """Return the options with the model's location, and with the texts that the engine or the user's code reads.
 
-    The user's code also reads the keys of the model server that somebody wrote, as it does under LMI.
+    The user's code also reads the keys of the model server, as it does under LMI.
     """
     # If a key is given with and without "option.", the former wins; a declared key wins over both.
     bare = {key: source.raw for key, source in merged.unknown.items() if not key.startswith("option.")}

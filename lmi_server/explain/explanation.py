@@ -141,7 +141,7 @@ def explain(found: Inspection) -> Explanation:
 
 
 def explain_values(model: ResolvedModel) -> tuple[Explained, ...]:
-    """Explain the values that a running model was loaded with, secrets hidden; keys that nobody declares come last."""
+    """Explain the values that a running model was loaded with, secrets hidden; undeclared keys come last."""
     declared = _explain_options(model, model.options.model_id or model.model_dir)
     keys = {explained.key for explained in declared}
     unknown = [_unknown(model, key, source) for key, source in model.sources.items() if key not in keys]

@@ -30,8 +30,8 @@ from lmi_server.machine.inventory import Machine
 class ModelChecks:
     """A model with merged and typed values, before it is known whether they are right.
 
-    `choice` is how its handler was chosen from `handlers`; `spec` is that handler, or the default one if the choice
-    failed. `misplaced` is the problem if option.model_id does not name a place.
+    `choice` says how its handler was chosen from `handlers`. `spec` is that handler, or the default one if the choice
+    failed. `misplaced` is the problem if option.model_id names no location.
     """
 
     checkpoint: Checkpoint
@@ -47,7 +47,7 @@ class ModelChecks:
     def problems(self, wrong: Mapping[str, str]) -> Iterator[str]:
         """Yield a line for each error; `wrong` are those of single values, by key in full."""
         workflow = next((path for path in self._workflows() if path.is_file()), None)
-        if workflow is not None:  # the rest would be about a model, which this is none
+        if workflow is not None:  # a workflow is not a model: skip the model checks
             yield f"{workflow}: {NO_WORKFLOWS}"
             return
         known = self.merged.known

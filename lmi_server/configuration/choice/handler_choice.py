@@ -40,10 +40,10 @@ def engine_alias(engine: Source | None, own_code: bool = False) -> Given:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The handler, and the `key` and `source` that decided it; no key if nobody named a handler.
+    """The handler, and the `key` and `source` that decided it, if a key did.
 
     If the entry point names no handler, `spec` is None and `problem` says why. `note` is a warning about the choice.
-    `reason` is a text: a key with its place, a file of the model, or what is known of the model.
+    `reason` says in words what decided: a key with its place, a file of the model, or its architecture.
     """
 
     spec: HandlerSpec | None
@@ -214,7 +214,7 @@ class _Chooser:
         return Choice(spec) if keys.rolling_batch is None else self._by_key(spec, ROLLING_BATCH)
 
     def _without_rolling_batch(self, chosen: Choice, workload: Workload) -> Choice:
-        """Return who serves an architecture that the rolling batch of the chosen handler cannot serve, with a note.
+        """Choose another handler if the rolling batch of the chosen one cannot serve the architecture, and note that.
 
         An engine that can batch it comes first. But as with LMI, a user who names huggingface and no rolling batch gets
         the handler of that name.
