@@ -22,8 +22,8 @@ from lmi_server.artifacts.location import (
     HubModel,
     LocalArchive,
     LocalDirectory,
+    LocalModelFile,
     Location,
-    ModelFile,
     S3Location,
     archive_stem,
     parse_location,
@@ -189,7 +189,7 @@ def _bring(location: Location, revision: str | None, settings: ArtifactSettings,
             return _extract(path, settings, activity)
         case GgufFile(path):
             return path
-        case ModelFile(path, member):
+        case LocalModelFile(path, member):
             return _directory_of_model_file(path, member, settings)
         case HubModel():
             return fetch_hub_model(location, revision, activity)

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.artifacts.child_process import ChildTimeoutError, Ended, run_child
+from lmi_server.artifacts.child_process import ChildResult, ChildTimeoutError, run_child
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.store import Entry, entry, file_errors, fill, no_room
+from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill, no_room
 from lmi_server.contract.errors import ArtifactError
 
 REQUIREMENTS = "requirements.txt"
@@ -84,7 +84,7 @@ class _Pip:
     """
 
     def __init__(
-        self, source: Path, model_dir: Path, place: Entry, installer: Installer, activity: Activity, lock: int
+        self, source: Path, model_dir: Path, place: StoreEntry, installer: Installer, activity: Activity, lock: int
     ) -> None:
         self._source = source
         self._model_dir = model_dir
@@ -137,7 +137,7 @@ class _Pip:
         if ended.code != 0:
             raise self._error_of(ended)
 
-    def _error_of(self, ended: Ended) -> ArtifactError:
+    def _error_of(self, ended: ChildResult) -> ArtifactError:
         if "No space left on device" in ended.stderr:
             return ArtifactError(no_room(self._place.directory))
         return ArtifactError(f"{self._source}: pip could not install it (exit code {ended.code}): {_reason(ended)}")
@@ -165,7 +165,7 @@ def _url(item: dict[str, Any]) -> str:
     return f"{name} @ {download['url']}{fragment}"
 
 
-def _reason(ended: Ended) -> str:
+def _reason(ended: ChildResult) -> str:
     """Return pip's error messages without the rest of its output."""
     lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]

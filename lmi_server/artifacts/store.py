@@ -36,7 +36,7 @@ _Manifest = TypeVar("_Manifest", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoreEntry:
     """One entry of the store: `directory` is its final path, `name` the directory of files in it."""
 
     directory: Path
@@ -78,16 +78,16 @@ class Entry:
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
-def entry(root: Path, kind: str, identity: str, name: str) -> Entry:
+def entry(root: Path, kind: str, identity: str, name: str) -> StoreEntry:
     """Return the entry under `root` for `identity`, a URL or a path with its version."""
     # The digest keeps apart models of the same name; 20 digits are 80 bits, and keep paths readable.
     digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
     plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII).lstrip(".") or "model"
-    return Entry(root / kind / digest, plain)
+    return StoreEntry(root / kind / digest, plain)
 
 
 @contextmanager
-def claim(place: Entry, activity: Activity) -> Iterator[int]:
+def claim(place: StoreEntry, activity: Activity) -> Iterator[int]:
     """Lock `place` against other servers; yield the descriptor of the lock, for children that write there.
 
     Waits while another server holds the lock. Raises ArtifactError if the root is not writable.
@@ -107,7 +107,7 @@ def claim(place: Entry, activity: Activity) -> Iterator[int]:
 
 
 def fill(
-    place: Entry, manifest_type: type[msgspec.Struct], activity: Activity, make: Callable[[int], msgspec.Struct]
+    place: StoreEntry, manifest_type: type[msgspec.Struct], activity: Activity, make: Callable[[int], msgspec.Struct]
 ) -> Path:
     """Return the files of `place`; without a complete entry, `make` fills its partial directory.
 

@@ -450,10 +450,10 @@ class ModelOptions(Options):
         """Return the arguments of the engine, by the engine's own names."""
         return {}
 
-    def reserved_kv_bytes(self, wanted: int, least: int, available: int) -> int | None:
+    def reserved_kv_bytes(self, wanted: int, minimum: int, available: int) -> int | None:
         """Return the bytes of KV cache that a worker without GPU reserves; None if it allocates them on demand.
 
-        All arguments are in bytes: `wanted` holds max_rolling_batch_size sequences of full length, `least` holds one,
+        All arguments are in bytes: `wanted` holds max_rolling_batch_size sequences of full length, `minimum` holds one,
         and `available` is the free memory.
         """
         return None

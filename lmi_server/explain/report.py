@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lmi_server.configuration.declaration import written
 from lmi_server.configuration.model_directory.memory_estimate import gib
-from lmi_server.explain.explanation import Explained, Explanation
+from lmi_server.explain.explanation import ExplainedOption, Explanation
 
 _INDENT = "  "
 _MEANING = "      "
@@ -65,7 +65,7 @@ def _indent(lines: Iterable[str]) -> Iterator[str]:
     return (f"{_INDENT}{line}" for line in lines)
 
 
-def _values(options: Sequence[Explained], model_dir: str, width: int) -> Iterator[str]:
+def _values(options: Sequence[ExplainedOption], model_dir: str, width: int) -> Iterator[str]:
     """Yield key, value and origin of each option, and what it means below."""
     widest = max((len(option.key) for option in options if len(option.key) <= _WIDEST_KEY), default=0)
     for option in options:
@@ -88,7 +88,7 @@ def _values(options: Sequence[Explained], model_dir: str, width: int) -> Iterato
         )
 
 
-def _origin(option: Explained, model_dir: str) -> str:
+def _origin(option: ExplainedOption, model_dir: str) -> str:
     """Return file and line, or the layer; nothing for a default."""
     if option.layer == "default":
         return ""

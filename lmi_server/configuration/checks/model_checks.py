@@ -15,11 +15,11 @@ from lmi_server.configuration.checks.values import (
     value_warnings,
 )
 from lmi_server.configuration.choice.deciding_keys import ROLLING_BATCH
-from lmi_server.configuration.choice.handler_choice import Choice
+from lmi_server.configuration.choice.handler_choice import HandlerChoice
 from lmi_server.configuration.declaration import Option
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import DERIVED, Given, SortedKeys, nearest_key, spellings, unknown_key_warning
-from lmi_server.configuration.model_directory.checkpoint import READS_MORE, Checkpoint, is_causal_lm
+from lmi_server.configuration.model_directory.checkpoint import READS_MORE, CheckpointFacts, is_causal_lm
 from lmi_server.configuration.model_directory.gguf import gguf_files, read_gguf
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import ModelOptions, ServingOptions
@@ -34,9 +34,9 @@ class ModelChecks:
     failed. `misplaced` is the problem if option.model_id names no location.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: CheckpointFacts
     misplaced: str | None
-    choice: Choice
+    choice: HandlerChoice
     spec: HandlerSpec
     handlers: HandlerTable
     merged: SortedKeys

@@ -280,19 +280,19 @@ def _add_variables(keys: _Keys, environment: Mapping[str, Any], path: KeyPath) -
         keys.add("option.env", variables, here, ",".join(f"{name}={as_text(text)}" for name, text in variables.items()))
 
 
-def _add_adapters(keys: _Keys, most: int, path: KeyPath) -> None:
-    keys.add("option.enable_lora", most, path, "true")
-    keys.add("option.max_cpu_loras", most, path)
+def _add_adapters(keys: _Keys, max_adapters: int, path: KeyPath) -> None:
+    keys.add("option.enable_lora", max_adapters, path, "true")
+    keys.add("option.max_cpu_loras", max_adapters, path)
 
 
 def _add_lora(keys: _Keys, lora: LoraSection) -> None:
-    most, path = lora.max_num_adapters_per_replica, ("lora_config", "max_num_adapters_per_replica")
-    _add_adapters(keys, most, path)
+    max_adapters, path = lora.max_num_adapters_per_replica, ("lora_config", "max_num_adapters_per_replica")
+    _add_adapters(keys, max_adapters, path)
     store = lora.dynamic_lora_loading_path
     if store is not None:
         here = ("lora_config", "dynamic_lora_loading_path")
         keys.add("option.dynamic_lora_loading_path", store, here, _beside(keys, store))
-        keys.add("option.max_num_adapters_per_replica", most, path)
+        keys.add("option.max_num_adapters_per_replica", max_adapters, path)
 
 
 def _beside(keys: _Keys, text: str) -> str:
@@ -303,10 +303,10 @@ def _beside(keys: _Keys, text: str) -> str:
 
 def _add_limits(keys: _Keys, content: RayLlmFile | LlmConfigFile) -> None:
     """Add what one replica takes at a time, which holds for the workers of one machine too."""
-    most, queued = content.deployment_config.max_ongoing_requests, content.deployment_config.max_queued_requests
+    max_ongoing, queued = content.deployment_config.max_ongoing_requests, content.deployment_config.max_queued_requests
     batch = keys.given.get("option.max_rolling_batch_size")
-    if most is not None and (batch is None or (batch.raw.isdecimal() and int(batch.raw) > most)):
-        keys.add("option.max_rolling_batch_size", most, ("deployment_config", "max_ongoing_requests"))
+    if max_ongoing is not None and (batch is None or (batch.raw.isdecimal() and int(batch.raw) > max_ongoing)):
+        keys.add("option.max_rolling_batch_size", max_ongoing, ("deployment_config", "max_ongoing_requests"))
     if queued is not None and queued > 0:
         keys.add("job_queue_size", queued, ("deployment_config", "max_queued_requests"))
 
