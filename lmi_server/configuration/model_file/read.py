@@ -16,7 +16,7 @@ from lmi_server.configuration.model_file.application import MEMBER, is_applicati
 from lmi_server.configuration.model_file.chat_template import chat_template
 from lmi_server.configuration.model_file.checking import validate, without_effect
 from lmi_server.configuration.model_file.llm_config import LlmConfigFile, LoraSection
-from lmi_server.configuration.model_file.positions import Document, KeyPath, read_document
+from lmi_server.configuration.model_file.positions import YamlDocument, KeyPath, read_document
 from lmi_server.configuration.model_file.rayllm import RayLlmFile
 from lmi_server.configuration.model_file.serve_sections import MirrorSection
 from lmi_server.configuration.options import ModelOptions
@@ -54,7 +54,7 @@ class ModelFile:
     """
 
     content: RayLlmFile | LlmConfigFile
-    document: Document
+    document: YamlDocument
     given: Given
     warnings: tuple[str, ...]
     only_on_clusters: tuple[str, ...]
@@ -125,7 +125,7 @@ def _allowed_name(model_id: str) -> str | None:
     return name if _NAME.fullmatch(name := path_name(model_id)) else None
 
 
-def _kind(document: Document) -> type[RayLlmFile | LlmConfigFile]:
+def _kind(document: YamlDocument) -> type[RayLlmFile | LlmConfigFile]:
     data = document.data if isinstance(document.data, dict) else {}
     if "workflow" in data:
         raise ConfigurationError(f"{document.file}: {NO_WORKFLOWS}")
@@ -142,7 +142,7 @@ def _kind(document: Document) -> type[RayLlmFile | LlmConfigFile]:
 class _LayerKeys:
     """Collects the layer: each key in full with the place in the file that it comes from."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: YamlDocument) -> None:
         self.document = document
         self.given: dict[str, Source] = {}
 
@@ -311,7 +311,7 @@ def _add_limits(keys: _LayerKeys, content: RayLlmFile | LlmConfigFile) -> None:
         keys.add("job_queue_size", queued, ("deployment_config", "max_queued_requests"))
 
 
-def _only_on_clusters(document: Document, environment: KeyPath) -> Iterator[str]:
+def _only_on_clusters(document: YamlDocument, environment: KeyPath) -> Iterator[str]:
     """Yield a warning for each part of Ray's runtime environment that one machine does not honour."""
     top = document.data
     for part in environment:
