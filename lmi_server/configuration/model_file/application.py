@@ -15,7 +15,7 @@ from pydantic import Field
 
 from lmi_server.configuration.declaration import Allowed, NoEffect, Unavailable
 from lmi_server.configuration.model_file.checking import validate, without_effect
-from lmi_server.configuration.model_file.positions import YamlDocument, KeyPath, read_document
+from lmi_server.configuration.model_file.positions import KeyPath, YamlDocument, read_document
 from lmi_server.configuration.model_file.serve_sections import Anything, Section
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.quoting import excerpt

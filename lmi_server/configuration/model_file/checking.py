@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from lmi_server.configuration.declaration import NoEffect, Unavailable, allowed_values
 from lmi_server.configuration.layers import nearest_key
-from lmi_server.configuration.model_file.positions import YamlDocument, KeyPath
+from lmi_server.configuration.model_file.positions import KeyPath, YamlDocument
 from lmi_server.configuration.model_file.serve_sections import Section, section_of
 from lmi_server.contract.errors import ConfigurationError
 

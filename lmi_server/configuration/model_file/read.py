@@ -16,7 +16,7 @@ from lmi_server.configuration.model_file.application import MEMBER, is_applicati
 from lmi_server.configuration.model_file.chat_template import chat_template
 from lmi_server.configuration.model_file.checking import validate, without_effect
 from lmi_server.configuration.model_file.llm_config import LlmConfigFile, LoraSection
-from lmi_server.configuration.model_file.positions import YamlDocument, KeyPath, read_document
+from lmi_server.configuration.model_file.positions import KeyPath, YamlDocument, read_document
 from lmi_server.configuration.model_file.rayllm import RayLlmFile
 from lmi_server.configuration.model_file.serve_sections import MirrorSection
 from lmi_server.configuration.options import ModelOptions
