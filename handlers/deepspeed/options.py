@@ -13,7 +13,7 @@ from handlers.checkpoints.options import TransformersOptions
 from handlers.rolling_batch.options import RECORDING, RollingBatchOptions
 from handlers.tasks.options import PipelineOptions, generates
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
-from lmi_server.configuration.engine import EngineDescription
+from lmi_server.configuration.engine import EngineDescription, without_keys
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     MPI_MODE_DESCRIPTION,
@@ -197,9 +197,9 @@ class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
             return "set option.dtype=fp32, fp16 or bf16, the data type of the written weights"
         if self.options.quantize is None and degree == 1:
             return "set option.tensor_parallel_degree above 1, or option.quantize"
-        removed = ("model_id", "revision", "quantize", "smoothquant_alpha", "save_mp_checkpoint_path")
-        kept = {"option.checkpoint": SHARDS_MANIFEST, "option.tensor_parallel_degree": str(degree)}
-        return {**{f"option.{name}": None for name in removed}, **kept}
+        changed = {"option.checkpoint": SHARDS_MANIFEST, "option.tensor_parallel_degree": str(degree)}
+        quantization = ("quantize", "smoothquant_alpha")
+        return without_keys("model_id", "revision", "save_mp_checkpoint_path", *quantization) | changed
 
 
 def runs_whole_tasks(workload: Workload) -> bool:

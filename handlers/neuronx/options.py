@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
-from lmi_server.configuration.engine import EngineDescription
+from lmi_server.configuration.engine import EngineDescription, without_keys
 from lmi_server.configuration.options import (
     LONG_DTYPES,
     Lengths,
@@ -390,9 +390,9 @@ class NeuronxEngine(EngineDescription[NeuronxOptions]):
         if self.options.load_split_model:
             return "the model has been split already; remove option.load_split_model"
         if self.options.partition_schema == "compile_only":
-            return {"option.save_mp_checkpoint_path": None, "option.partition_schema": None}
-        removed = ("model_id", "revision", "save_mp_checkpoint_path", "partition_schema", "compiled_graph_path")
-        return {f"option.{name}": None for name in removed}
+            return without_keys("save_mp_checkpoint_path", "partition_schema")
+        paths = ("save_mp_checkpoint_path", "compiled_graph_path")
+        return without_keys("model_id", "revision", "partition_schema", *paths)
 
     def is_plain_checkpoint(self, directory: Path) -> bool:
         compiled = any((directory / name).exists() for name in (CHECKPOINT, COMPILED_BY_OPTIMUM))

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from handlers.tensorrt_llm import engine_arguments, engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
-from lmi_server.configuration.engine import EngineDescription
+from lmi_server.configuration.engine import EngineDescription, without_keys
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     FloatDtype,
@@ -420,7 +420,7 @@ class TensorRtLlmEngine(EngineDescription[TensorRtLlmOptions]):
         if self.options.backend != "tensorrt":
             return "option.backend=pytorch builds no engine; use option.backend=tensorrt, or serve the model as it is"
         degree = {"option.tensor_parallel_degree": str(self.options.devices_per_worker or 1)}
-        return {f"option.{name}": None for name in _BUILT_IN} | degree
+        return without_keys(*_BUILT_IN) | degree
 
 
 def _instead_on_pytorch(key: str) -> str:
