@@ -22,7 +22,7 @@ from frontend.http.clients import Scope, is_local
 from lmi_server.artifacts.fetch import only_archive
 from lmi_server.artifacts.location import (
     HubModel,
-    ModelFile,
+    LocalModelFile,
     S3Location,
     has_scheme,
     is_hub_id,
@@ -123,7 +123,7 @@ class _Allowed:
             location = None
         if isinstance(location, S3Location):
             return self._place(name, text)
-        if isinstance(location, ModelFile) and location.member is not None:
+        if isinstance(location, LocalModelFile) and location.member is not None:
             raise refusal(name, text)  # its links would not be followed: FILE#MODEL is no path
         if isinstance(location, HubModel):
             if os.path.exists(text):  # an engine would take it for this path

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Protocol
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from handlers.chats.templates import AUTO, REASONING_PARSERS, TOOL_PARSERS, stored_template, takes_tools, tool_parser_of
 from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION, read_chat_template
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented
-from lmi_server.configuration.options import ModelOptions
+from lmi_server.configuration.options import ModelOptions, one_of
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_TEMPLATE
 from lmi_server.contract.errors import ModelLoadError
 
 PARSER_KEY = "option.tool_call_parser"
 TOOL_PARSER_NOTE = Documented(None, "agents send tools without asking for a parser")
-
-
-def _one_of(names: Collection[str]) -> AfterValidator:
-    def check(name: str) -> str:
-        if name not in names:
-            raise ValueError("not a parser of this handler")
-        return name
-
-    return AfterValidator(check)
 
 
 _MORE = "option.rolling_batch=vllm has further parsers"
@@ -39,7 +30,7 @@ class ParserOptions(ModelOptions):
     """Let the model choose tools; if false, only requests that demand a call may send tools."""
     tool_call_parser: Annotated[
         str,
-        _one_of((AUTO, *TOOL_PARSERS)),
+        one_of((AUTO, *TOOL_PARSERS)),
         Allowed(f"auto, {', '.join(TOOL_PARSERS)}; {_MORE}"),
         TOOL_PARSER_NOTE,
         NAMES_NOTHING,
@@ -48,7 +39,7 @@ class ParserOptions(ModelOptions):
     enable_reasoning: bool = False
     """Answer with the reasoning apart from the content; requires reasoning_parser."""
     reasoning_parser: Annotated[
-        Annotated[str, _one_of(REASONING_PARSERS), Allowed(f"{', '.join(REASONING_PARSERS)}; {_MORE}")] | None,
+        Annotated[str, one_of(REASONING_PARSERS), Allowed(f"{', '.join(REASONING_PARSERS)}; {_MORE}")] | None,
         NAMES_NOTHING,
     ] = None
     """Form in which the model writes its reasoning, by the name of vLLM's parser."""

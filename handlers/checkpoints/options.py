@@ -17,7 +17,7 @@ from lmi_server.configuration.declaration import (
     Documented,
     NoEffect,
 )
-from lmi_server.configuration.engine import EngineDescription
+from lmi_server.configuration.engine import EngineDescription, without_keys
 from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.machine.environment import THREAD_VARIABLES
@@ -31,7 +31,7 @@ QUANTIZATION_PACKAGES = {
 }
 # nf4, because fp4, bitsandbytes' default for 4 bits, loses more: on the demo model half a nat of log probability per
 # token instead of a quarter.
-_QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
+QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
     "bitsandbytes4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "bitsandbytes8": {"load_in_8bit": True},
     "bitsandbytes": {"load_in_8bit": True},
@@ -156,7 +156,7 @@ class TransformersOptions(ModelOptions):
 
         A checkpoint that is quantised already brings its own settings.
         """
-        return _QUANTIZATION.get(self.quantize or "")
+        return QUANTIZATION.get(self.quantize or "")
 
 
 class TransformersEngine(EngineDescription[TransformersOptions]):
@@ -175,5 +175,5 @@ class TransformersEngine(EngineDescription[TransformersOptions]):
     def partition(self) -> Mapping[str, str | None] | str:
         if self.options.quantization_config() is None:
             return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
-        removed = ("model_id", "revision", "quantize", "load_in_4bit", "load_in_8bit", "save_mp_checkpoint_path")
-        return {f"option.{name}": None for name in removed}
+        quantization = ("quantize", "load_in_4bit", "load_in_8bit")
+        return without_keys("model_id", "revision", "save_mp_checkpoint_path", *quantization)

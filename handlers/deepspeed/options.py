@@ -6,22 +6,24 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from handlers.chats.options import ParserOptions, tool_parser_note
 from handlers.checkpoints.options import TransformersOptions
 from handlers.rolling_batch.options import RECORDING, RollingBatchOptions
 from handlers.tasks.options import PipelineOptions, generates
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
-from lmi_server.configuration.engine import EngineDescription
+from lmi_server.configuration.engine import EngineDescription, without_keys
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     MPI_MODE_DESCRIPTION,
     Dtype,
     ModelOptions,
+    NonNegativeInt,
     ParallelDegree,
     PositiveInt,
     lower,
+    one_of,
 )
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.configuration.tasks import TEXT_GENERATION, Workload, canonical_task
@@ -43,12 +45,6 @@ TASKS = (
     "translation",
     "zero-shot-classification",
 )
-
-
-def _known_task(task: str) -> str:
-    if task not in TASKS:
-        raise ValueError("not a task of this handler")
-    return task
 
 
 class DeepSpeedOptions(RollingBatchOptions):
@@ -75,7 +71,7 @@ class DeepSpeedOptions(RollingBatchOptions):
     task: Annotated[
         str | None,
         BeforeValidator(canonical_task),
-        AfterValidator(lambda task: task if task is None else _known_task(task)),
+        one_of((None, *TASKS)),
         Allowed(", ".join(TASKS)),
         Documented(TEXT_GENERATION, "the architecture in config.json determines the task"),
         NAMES_NOTHING,
@@ -108,12 +104,7 @@ class DeepSpeedOptions(RollingBatchOptions):
     deepspeed_config_path: Annotated[str | None, NAMES_PATH] = None
     """JSON file with DeepSpeed's configuration, relative to the model directory. It replaces the whole configuration
     that these keys make."""
-    device: Annotated[
-        int,
-        Field(ge=0),
-        Allowed("an integer of 0 or more"),
-        NoEffect("each process uses the GPU of its rank"),
-    ] = 0
+    device: Annotated[NonNegativeInt, NoEffect("each process uses the GPU of its rank")] = 0
     """GPU of the process."""
     threads: PositiveInt | None = None
     """Threads of an operation on the CPU, per rank. By default all ranks of the model's workers (maxWorkers) divide the
@@ -206,9 +197,9 @@ class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
             return "set option.dtype=fp32, fp16 or bf16, the data type of the written weights"
         if self.options.quantize is None and degree == 1:
             return "set option.tensor_parallel_degree above 1, or option.quantize"
-        removed = ("model_id", "revision", "quantize", "smoothquant_alpha", "save_mp_checkpoint_path")
-        kept = {"option.checkpoint": SHARDS_MANIFEST, "option.tensor_parallel_degree": str(degree)}
-        return {**{f"option.{name}": None for name in removed}, **kept}
+        changed = {"option.checkpoint": SHARDS_MANIFEST, "option.tensor_parallel_degree": str(degree)}
+        quantization = ("quantize", "smoothquant_alpha")
+        return without_keys("model_id", "revision", "save_mp_checkpoint_path", *quantization) | changed
 
 
 def runs_whole_tasks(workload: Workload) -> bool:

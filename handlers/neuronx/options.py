@@ -10,8 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
-from lmi_server.configuration.engine import EngineDescription
-from lmi_server.configuration.options import LONG_DTYPES, ModelOptions, ParallelDegree, PositiveInt, lower, short_dtype
+from lmi_server.configuration.engine import EngineDescription, without_keys
+from lmi_server.configuration.options import (
+    LONG_DTYPES,
+    Lengths,
+    ModelOptions,
+    ParallelDegree,
+    PositiveInt,
+    lower,
+    short_dtype,
+)
 from lmi_server.configuration.references import NAMES_DRAFT, NAMES_MODEL, NAMES_NOTHING, NAMES_PATH
 from lmi_server.configuration.tasks import Workload
 
@@ -30,11 +38,6 @@ NeuronDtype = Annotated[
     Literal["fp32", "fp16", "bf16"],
     BeforeValidator(lambda value: _OF_AMP.get(value, short_dtype(value))),
     Allowed("fp32 (float32), fp16 (float16), bf16 (bfloat16)"),
-]
-Lengths = Annotated[
-    tuple[Annotated[int, Field(ge=1)], ...],
-    BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value),
-    Allowed("integers of 1 or more, separated by commas"),
 ]
 Layout = Literal["BSH", "HSB", "SBH"]
 TensorDtype = Literal["float32", "float16", "bfloat16"]
@@ -167,7 +170,7 @@ class NeuronxOptions(ModelOptions):
     """Compute queries, keys and values in one operation."""
     on_device_embedding: bool = False
     """Look embeddings up on the device."""
-    collectives_layout: Literal["BSH", "HSB", "SBH"] | None = None
+    collectives_layout: Layout | None = None
     """Layout of collective operations."""
     partition_schema: Literal["legacy", "optimum", "safetensors", "compile_only"] | None = None
     """Format in which a compiled model is saved."""
@@ -197,9 +200,9 @@ class NeuronxOptions(ModelOptions):
     """Layout of attention."""
     cache_layout: Literal["SBH", "BSH"] | None = None
     """Layout of the KV cache."""
-    all_reduce_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    all_reduce_dtype: TensorDtype | None = None
     """Data type of all-reduce."""
-    cast_logits_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    cast_logits_dtype: TensorDtype | None = None
     """Data type of logits."""
     sequence_parallel_norm_threshold: PositiveInt | None = None
     """Number of tokens from which norms use sequence parallelism."""
@@ -387,9 +390,9 @@ class NeuronxEngine(EngineDescription[NeuronxOptions]):
         if self.options.load_split_model:
             return "the model has been split already; remove option.load_split_model"
         if self.options.partition_schema == "compile_only":
-            return {"option.save_mp_checkpoint_path": None, "option.partition_schema": None}
-        removed = ("model_id", "revision", "save_mp_checkpoint_path", "partition_schema", "compiled_graph_path")
-        return {f"option.{name}": None for name in removed}
+            return without_keys("save_mp_checkpoint_path", "partition_schema")
+        paths = ("save_mp_checkpoint_path", "compiled_graph_path")
+        return without_keys("model_id", "revision", "partition_schema", *paths)
 
     def is_plain_checkpoint(self, directory: Path) -> bool:
         compiled = any((directory / name).exists() for name in (CHECKPOINT, COMPILED_BY_OPTIMUM))

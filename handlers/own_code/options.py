@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from lmi_server.configuration.declaration import Allowed, Key
-from lmi_server.configuration.options import ModelOptions, lower
+from lmi_server.configuration.declaration import Key
+from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt, lower
 from lmi_server.configuration.references import FOR_OPERATOR, NAMES_NOTHING
 
 
@@ -22,18 +22,14 @@ class OwnCodeOptions(ModelOptions):
     dtype: Annotated[str, Key(also=("option.data_type",)), NAMES_NOTHING] = Field(  # type: ignore[assignment]
         "auto", description="For the code to read."
     )
-    tensor_parallel_degree: Annotated[
-        Annotated[int, Field(ge=1)] | Literal[-1, "max"],
-        BeforeValidator(lambda value: int(value) if value == "-1" else lower(value)),
-        Allowed("an integer of 1 or more, or max"),
-    ] = 1
+    tensor_parallel_degree: ParallelDegree = 1
     """GPUs that each worker sees."""
     handler: Annotated[str, NAMES_NOTHING] = "handle"
     """Function of the entry point that takes the requests."""
     rolling_batch: Annotated[str, BeforeValidator(lower), NAMES_NOTHING] = Field(  # type: ignore[assignment]
         "disable", description="Anything but disable: the function is called once per step with all running requests."
     )
-    max_rolling_batch_size: Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")] = 32
+    max_rolling_batch_size: PositiveInt = 32
     """Requests that a worker holds at once, if it does not take one batch after the other."""
     async_mode: bool = False
     """Call the function for each request as it arrives, as an async function is in any case."""

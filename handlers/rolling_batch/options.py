@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from handlers.chats.options import ParserOptions
 from handlers.structured_output.options import WhiteSpaceLimit
 from lmi_server.configuration.declaration import Allowed
-from lmi_server.configuration.options import Fraction, PositiveFloat, PositiveInt, lower
+from lmi_server.configuration.options import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, lower
 from lmi_server.configuration.references import NAMES_DRAFT
 
 SchedulePolicy = Annotated[Literal["lpm", "fcfs"], BeforeValidator(lower)]
@@ -33,7 +33,7 @@ class RollingBatchOptions(ParserOptions):
     schedule_policy: SchedulePolicy = "lpm"
     """Which waiting request comes first: the one with the longest prefix in the KV cache (lpm), or the one that came
     first (fcfs)."""
-    schedule_window: Annotated[int, Field(ge=0), Allowed("an integer of 0 or more")] = 64
+    schedule_window: NonNegativeInt = 64
     """Waiting requests of the job queue that the scheduler sees, for each worker, so that lpm can choose among them.
     While requests of several API keys or priorities wait, it sees none of them: the order is that of the queue then."""
     schedule_conservativeness: PositiveFloat = 1.0

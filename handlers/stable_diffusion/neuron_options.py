@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from handlers.stable_diffusion.options import IMAGE_TO_IMAGE, INPAINTING, TEXT_TO_IMAGE, StableDiffusionOptions
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
-from lmi_server.configuration.engine import EngineDescription
+from lmi_server.configuration.engine import EngineDescription, without_keys
 from lmi_server.configuration.options import LONG_DTYPES, ParallelDegree, PositiveInt, lower, short_dtype
 from lmi_server.configuration.tasks import Workload
 
@@ -86,4 +86,4 @@ class NeuronImageEngine(EngineDescription[NeuronImageOptions]):
     """optimum-neuron, which compiles a pipeline for fixed shapes."""
 
     def partition(self) -> Mapping[str, str | None] | str:
-        return {f"option.{name}": None for name in ("model_id", "revision", "save_mp_checkpoint_path")}
+        return without_keys("model_id", "revision", "save_mp_checkpoint_path")

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from handlers.checkpoints.options import QUANTIZATION
 from lmi_server.configuration.declaration import Conflict, Documented, Key, NoEffect, Unavailable
-from lmi_server.configuration.engine import EngineDescription
+from lmi_server.configuration.engine import EngineDescription, without_keys
 from lmi_server.configuration.options import (
     LONG_DTYPES,
     FloatDtype,
@@ -25,10 +26,6 @@ TEXT_TO_IMAGE = "text-to-image"
 IMAGE_TO_IMAGE = "image-to-image"
 INPAINTING = "inpainting"
 
-_QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
-    "bitsandbytes4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "bitsandbytes8": {"load_in_8bit": True},
-}
 _ONE_PROCESS = "one process computes with all GPUs of a worker"
 
 
@@ -103,7 +100,7 @@ class StableDiffusionOptions(ModelOptions):
 
     def quantization_config(self) -> Mapping[str, Any] | None:
         """Return the settings with which bitsandbytes quantises while weights load; None if it does not."""
-        return _QUANTIZATION.get(self.quantize or "")
+        return QUANTIZATION.get(self.quantize or "")
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.width and self.height and self.width * self.height > self.max_image_pixels:
@@ -141,4 +138,4 @@ class StableDiffusionEngine(EngineDescription[StableDiffusionOptions]):
     def partition(self) -> Mapping[str, str | None] | str:
         if self.options.quantize is None:
             return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
-        return {f"option.{name}": None for name in ("model_id", "revision", "quantize", "save_mp_checkpoint_path")}
+        return without_keys("model_id", "revision", "quantize", "save_mp_checkpoint_path")

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from handlers.tensorrt_llm import engine_arguments, engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
-from lmi_server.configuration.engine import EngineDescription
+from lmi_server.configuration.engine import EngineDescription, without_keys
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     FloatDtype,
@@ -18,6 +18,7 @@ from lmi_server.configuration.options import (
     Names,
     NonNegativeInt,
     ParallelDegree,
+    PositiveFloat,
     PositiveInt,
     Share,
     lower,
@@ -181,7 +182,7 @@ class TensorRtLlmOptions(_ModelOptions):
     """Split long KV sequences into blocks; not for Qwen."""
     use_fused_mlp: bool = False
     """Fuse the gated MLP; for Llama only."""
-    rotary_base: Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")] = 10000.0
+    rotary_base: PositiveFloat = 10000.0
     """Base of the rotary embedding; for Llama, InternLM and Qwen."""
     rotary_dim: PositiveInt = 64
     """Dimensions of the rotary embedding; for GPT-J only."""
@@ -419,7 +420,7 @@ class TensorRtLlmEngine(EngineDescription[TensorRtLlmOptions]):
         if self.options.backend != "tensorrt":
             return "option.backend=pytorch builds no engine; use option.backend=tensorrt, or serve the model as it is"
         degree = {"option.tensor_parallel_degree": str(self.options.devices_per_worker or 1)}
-        return {f"option.{name}": None for name in _BUILT_IN} | degree
+        return without_keys(*_BUILT_IN) | degree
 
 
 def _instead_on_pytorch(key: str) -> str:

@@ -77,7 +77,7 @@ class LmiDistOptions(InWorkerOptions):
         return None if method is None else _VLLM_NAMES.get(method, method)
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of vLLM's EngineArgs; those that serving.properties gives by vLLM's names are text."""
+        """Return the arguments of vLLM's EngineArgs; arguments under vLLM's own names are text."""
         arguments = {**super().engine_arguments(), "distributed_executor_backend": "external_launcher"}
         if self.vllm_quantization is not None:
             arguments["quantization"] = self.vllm_quantization

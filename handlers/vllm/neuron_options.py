@@ -6,19 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from handlers.vllm.options import VllmEngine, VllmEngineOptions
 from lmi_server.configuration.declaration import Allowed, Key
-from lmi_server.configuration.options import JsonObject, ParallelDegree, PositiveInt, lower
+from lmi_server.configuration.options import JsonObject, Lengths, ParallelDegree, PositiveInt, lower
 from lmi_server.configuration.references import NUMBERS_ONLY
 from lmi_server.machine.inventory import Machine
-
-_Lengths = Annotated[
-    tuple[Annotated[int, Field(ge=1)], ...],
-    BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value),
-    Allowed("integers of 1 or more, separated by commas"),
-]
 
 
 class NeuronVllmOptions(VllmEngineOptions):
@@ -32,7 +26,7 @@ class NeuronVllmOptions(VllmEngineOptions):
     """Neuron cores that one model is split over."""
     max_model_len: Annotated[PositiveInt | None, Key(also=("option.n_positions",))] = None
     """Maximum number of tokens of prompt and output together; without it the limit in config.json."""
-    context_length_estimate: _Lengths | None = None
+    context_length_estimate: Lengths | None = None
     """Prompt lengths for which graphs are compiled (context_encoding_buckets)."""
     fuse_qkv: bool = False
     """Compute queries, keys and values in one operation (fused_qkv)."""

@@ -194,7 +194,7 @@ class VllmEngineOptions(ModelOptions):
         return engine_fields.names()
 
     def engine_arguments(self) -> Mapping[str, Any]:
-        """Return the arguments of vLLM's EngineArgs; those that serving.properties gives by vLLM's names are text."""
+        """Return the arguments of vLLM's EngineArgs; arguments under vLLM's own names are text."""
         arguments = {
             "scheduling_policy": "priority",  # vLLM's own default, fcfs, does not look at the priority of a request
             **self.passed_to_engine(),
@@ -257,18 +257,18 @@ class VllmEngineOptions(ModelOptions):
             return False
         return self.engine_process == "worker" and self.devices_per_worker == 1
 
-    def reserved_kv_bytes(self, wanted: int, least: int, available: int) -> int | None:
+    def reserved_kv_bytes(self, wanted: int, minimum: int, available: int) -> int | None:
         """Return bytes of KV cache for a machine without a GPU; None lets vLLM decide.
 
-        `wanted` is enough for a full batch of requests at full length, `least` for one such request; `available` is the
-        free memory. Unless one request needs more, the cache gets a quarter of that at most: the rest is for weights,
-        activations and other programs.
+        `wanted` is enough for a full batch of requests at full length, `minimum` for one such request. `available` is
+        the free memory. Unless one request needs more, the cache gets a quarter of that at most: the rest is for
+        weights, activations and other programs.
         """
         if self.kv_cache_memory_gb is not None:
             return int(self.kv_cache_memory_gb * 2**30)
         if "gpu_memory_utilization" in self.model_fields_set:
             return None
-        return max(min(wanted, available // 4), least)
+        return max(min(wanted, available // 4), minimum)
 
     def _core_binding(self) -> Mapping[str, str]:
         """Return the variable that gives each of several processes its own cores, on a machine without GPUs.

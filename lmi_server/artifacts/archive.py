@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lmi_server.artifacts.child_process import Ended, run_child
+from lmi_server.artifacts.child_process import ChildResult, run_child
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import file_errors
 from lmi_server.artifacts.unpacking.limits import ArchiveLimits
@@ -40,7 +40,7 @@ def extract_archive(
     """
     # A file in memory: a container may have no directory for temporary files.
     with open(os.memfd_create("unpacking"), "w+b") as progress:
-        seen = _Progress(progress, archive.name, archive.stat().st_size, activity)
+        seen = _UnpackingProgress(progress, archive.name, archive.stat().st_size, activity)
         try:
             ended = run_child(
                 _command(archive, target, limits, progress.fileno()),
@@ -71,7 +71,7 @@ def _environment(given: Mapping[str, str]) -> Mapping[str, str]:
 
 
 @dataclass(slots=True)
-class _Progress:
+class _UnpackingProgress:
     """Reports what the program has written to the file `source` since the last time: how far it is in the archive.
 
     What the files take in all is known only at the end.
@@ -108,7 +108,7 @@ def _raise_problem(problem: Mapping[str, Any], archive: Path, target: Path) -> N
         raise OSError(problem["errno"], os.strerror(problem["errno"]))
 
 
-def _why_ended(ended: Ended, archive: Path, limits: ArchiveLimits) -> str:
+def _why_ended(ended: ChildResult, archive: Path, limits: ArchiveLimits) -> str:
     if ended.code == -signal.SIGXCPU:
         seconds = limits.processor_seconds(archive.stat().st_size)
         return f"takes more than {seconds} seconds of processor time to be unpacked; it is refused as a bomb"

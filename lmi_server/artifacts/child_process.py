@@ -22,7 +22,7 @@ class ChildTimeoutError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ChildResult:
     """Exit code and output of a program that has ended."""
 
     code: int
@@ -40,7 +40,7 @@ def run_child(
     limit_s: float | None = None,
     inherited: Sequence[int] = (),
     on_tick: Callable[[], None] = lambda: None,
-) -> Ended:
+) -> ChildResult:
     """Run `command`, call `on_tick` every 0.2 seconds, and return how it ended.
 
     The child inherits the open descriptors `inherited`. Raises ChildTimeoutError after `limit_s` seconds, OSError if
@@ -66,7 +66,7 @@ def run_child(
             _kill(process)
         out.seek(0)
         problems.seek(0)
-        return Ended(code, out.read().decode(errors="replace"), problems.read().decode(errors="replace"))
+        return ChildResult(code, out.read().decode(errors="replace"), problems.read().decode(errors="replace"))
 
 
 def _wait(

@@ -22,8 +22,8 @@ from lmi_server.artifacts.location import (
     HubModel,
     LocalArchive,
     LocalDirectory,
+    LocalModelFile,
     Location,
-    ModelFile,
     S3Location,
     archive_stem,
     parse_location,
@@ -33,7 +33,7 @@ from lmi_server.artifacts.progress import Activity, OnProgress, Progress
 from lmi_server.artifacts.requirements import Installer, install_requirements
 from lmi_server.artifacts.s3 import fetch_s3
 from lmi_server.artifacts.s3_clients import find_client
-from lmi_server.artifacts.store import claim, entry, file_errors
+from lmi_server.artifacts.store import entry, file_errors, fill
 from lmi_server.artifacts.unpacking.limits import ArchiveLimits
 from lmi_server.contract.errors import ArtifactError
 
@@ -189,7 +189,7 @@ def _bring(location: Location, revision: str | None, settings: ArtifactSettings,
             return _extract(path, settings, activity)
         case GgufFile(path):
             return path
-        case ModelFile(path, member):
+        case LocalModelFile(path, member):
             return _directory_of_model_file(path, member, settings)
         case HubModel():
             return fetch_hub_model(location, revision, activity)
@@ -235,17 +235,11 @@ def _extract(archive: Path, settings: ArtifactSettings, activity: Activity) -> P
     # An archive that is replaced under the same name is another entry of the store.
     identity = f"{archive}\0{state.st_size}\0{state.st_mtime_ns}"
     place = entry(settings.root, "archives", identity, archive_stem(archive.name) or archive.name)
-    with claim(place, activity) as lock:
-        if place.manifest(_ArchiveManifest) is None:
-            place.discard_partial()
-            try:
-                with file_errors(place.directory):
-                    place.partial_files.mkdir(parents=True)
-                    target, environment = place.partial_files, settings.environment
-                    extract_archive(
-                        archive, target, settings.limits, activity, environment=environment, inherited=(lock,)
-                    )
-                    place.publish(_ArchiveManifest(str(archive)))
-            finally:
-                place.discard_partial()
-    return content_root(place.files)
+
+    def extract(lock: int) -> _ArchiveManifest:
+        target, environment = place.partial_files, settings.environment
+        with file_errors(place.directory):
+            extract_archive(archive, target, settings.limits, activity, environment=environment, inherited=(lock,))
+        return _ArchiveManifest(str(archive))
+
+    return content_root(fill(place, _ArchiveManifest, activity, extract))

@@ -1,7 +1,7 @@
 """The Python interpreter that the workers of a model run in.
 
-It is the server's own unless the model names another one or asks for a virtual environment of its own. The code of the
-workers is that of this server in each case. Another interpreter must bring the packages that this code imports.
+It is the server's own unless the model names an interpreter or asks for its own virtual environment. The workers always
+run the code of this server. Another interpreter must bring the packages that this code imports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from lmi_server.artifacts.child_process import ChildTimeoutError, run_child
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.store import claim, entry, file_errors
+from lmi_server.artifacts.store import entry, file_errors, fill
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 
 WORKER_PACKAGES: Mapping[str, str] = {"msgspec": "msgspec", "pydantic": "pydantic>=2.7", "uvloop": "uvloop"}
@@ -172,14 +172,13 @@ class Interpreters:
     def _venv(self, python: str, model_dir: Path) -> str:
         """Return the interpreter of the model's virtual environment, which also sees the packages of `python`."""
         place = entry(self._root, "venv", f"{model_dir}\0{python}\0{Path(python).stat().st_mtime_ns}", "venv")
-        with claim(place, self._activity):
-            if place.manifest(_Venv) is None:
-                self._activity.report(f"making a virtual environment for {model_dir}")
-                place.discard_partial()
-                self._make_venv(python, place.partial_files)
-                with file_errors(place.directory):
-                    place.publish(_Venv(python, str(model_dir)))
-        return str(place.files / "bin" / "python")
+
+        def make(_: int) -> _Venv:
+            self._activity.report(f"making a virtual environment for {model_dir}")
+            self._make_venv(python, place.partial_files)
+            return _Venv(python, str(model_dir))
+
+        return str(fill(place, _Venv, self._activity, make) / "bin" / "python")
 
     def _make_venv(self, python: str, directory: Path) -> None:
         self._run([python, "-m", "venv", "--without-pip", str(directory)], {})

@@ -54,7 +54,7 @@ class GgufFile:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFile:
+class LocalModelFile:
     """A model file of Ray, by its absolute path: YAML that describes a model and says where its weights are.
 
     Of an application file, which describes several, `member` names one.
@@ -89,7 +89,7 @@ class S3Location:
         return f"s3://{self.bucket}/{self.prefix}"
 
 
-Location = LocalDirectory | LocalArchive | GgufFile | ModelFile | HubModel | S3Location
+Location = LocalDirectory | LocalArchive | GgufFile | LocalModelFile | HubModel | S3Location
 
 
 def parse_location(text: str, base: Path) -> Location:
@@ -110,7 +110,7 @@ def parse_location(text: str, base: Path) -> Location:
 def names_model_file(text: str) -> bool:
     """Return whether `text` names a model file of Ray, or a model of an application file."""
     try:
-        return isinstance(parse_location(text, Path.cwd()), ModelFile)
+        return isinstance(parse_location(text, Path.cwd()), LocalModelFile)
     except ValueError:
         return False
 
@@ -180,7 +180,7 @@ def refuse_remote_entry_point(entry_point: str) -> None:
         )
 
 
-def _local(path: str, base: Path) -> LocalDirectory | LocalArchive | GgufFile | ModelFile:
+def _local(path: str, base: Path) -> LocalDirectory | LocalArchive | GgufFile | LocalModelFile:
     local = Path(os.path.abspath(base / path))  # an absolute path replaces base
     # Functions of os.path return False for a text that is too long for a path; methods of Path raise OSError.
     if os.path.isdir(local):
@@ -188,10 +188,10 @@ def _local(path: str, base: Path) -> LocalDirectory | LocalArchive | GgufFile | 
     if local.suffix == _GGUF and os.path.isfile(local):
         return GgufFile(local)
     if local.suffix in MODEL_FILE_SUFFIXES and os.path.isfile(local):
-        return ModelFile(local)  # whether it is one, or a workflow, says its reader
+        return LocalModelFile(local)  # whether it is one, or a workflow, says its reader
     file, _, member = path.partition("#")
     if member and file.endswith(MODEL_FILE_SUFFIXES) and os.path.isfile(base / file):
-        return ModelFile(Path(os.path.abspath(base / file)), member)
+        return LocalModelFile(Path(os.path.abspath(base / file)), member)
     if local.suffix in WORKFLOW_SUFFIXES and os.path.isfile(local):
         raise ValueError(f"is not available: {local} defines a workflow; {NO_WORKFLOWS}")
     if archive_stem(local.name) is None:

@@ -1,6 +1,6 @@
 """Work in a thread of its own, for what may take any time: a download, or a file that is no file.
 
-The threads of `asyncio.to_thread` are few and shared. Whoever holds them for long has everybody else wait.
+The threads of `asyncio.to_thread` are few and shared. A call that holds one for long makes all others wait.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.artifacts.child_process import ChildTimeoutError, Ended, run_child
+from lmi_server.artifacts.child_process import ChildResult, ChildTimeoutError, run_child
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.store import Entry, claim, entry, file_errors, no_room
+from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill, no_room
 from lmi_server.contract.errors import ArtifactError
 
 REQUIREMENTS = "requirements.txt"
@@ -57,34 +57,13 @@ def install_requirements(model_dir: Path, installer: Installer, activity: Activi
     with file_errors(source):
         identity = _identity(source, model_dir, installer.python)
     place = entry(installer.root, "requirements", identity, "site-packages")
-    with claim(place, activity) as lock:
-        if place.manifest(RequirementsManifest) is None:
-            activity.report(f"installing {source}")
-            _install(_Pip(source, model_dir, place, installer, activity, lock))
-    return place.files
 
+    def install(lock: int) -> RequirementsManifest:
+        activity.report(f"installing {source}")
+        pip = _Pip(source, model_dir, place, installer, activity, lock)
+        return RequirementsManifest(str(source), pip.install(_where_to_look(model_dir)))
 
-def _install(pip: _Pip) -> None:
-    place = pip.place
-    place.discard_partial()
-    with file_errors(place.directory):
-        place.partial_files.mkdir(parents=True)
-    try:
-        installed = _first_that_works(pip)
-        with file_errors(place.directory):
-            place.publish(RequirementsManifest(str(pip.source), installed))
-    finally:
-        place.discard_partial()
-
-
-def _first_that_works(pip: _Pip) -> list[str]:
-    *attempts, last = _where_to_look(pip.model_dir)
-    for look in attempts:
-        try:
-            return pip.install(look)
-        except ArtifactError:
-            pip.activity.report(f"{_LMI_WHEELHOUSE}/ does not hold all of {pip.source}; asking the package index")
-    return pip.install(last)
+    return fill(place, RequirementsManifest, activity, install)
 
 
 def _where_to_look(model_dir: Path) -> Sequence[Sequence[str]]:
@@ -105,23 +84,34 @@ class _Pip:
     """
 
     def __init__(
-        self, source: Path, model_dir: Path, place: Entry, installer: Installer, activity: Activity, lock: int
+        self, source: Path, model_dir: Path, place: StoreEntry, installer: Installer, activity: Activity, lock: int
     ) -> None:
-        self.source = source
-        self.model_dir = model_dir
-        self.place = place
-        self.activity = activity
+        self._source = source
+        self._model_dir = model_dir
+        self._place = place
+        self._activity = activity
         self._installer = installer
         self._lock = lock
 
-    def install(self, look: Sequence[str]) -> list[str]:
+    def install(self, places: Sequence[Sequence[str]]) -> list[str]:
+        """Install from the first of `places` (pip's arguments) that has all packages; return their URLs."""
+        *attempts, last = places
+        for look in attempts:
+            try:
+                return self._install_from(look)
+            except ArtifactError:
+                lacking = f"{_LMI_WHEELHOUSE}/ does not hold all of {self._source}"
+                self._activity.report(f"{lacking}; asking the package index")
+        return self._install_from(last)
+
+    def _install_from(self, look: Sequence[str]) -> list[str]:
         """Install the missing packages; return their URLs."""
-        report = self.place.partial / "report.json"
-        self._run(["--dry-run", "--report", str(report), "-r", str(self.source), *look])
+        report = self._place.partial / "report.json"
+        self._run(["--dry-run", "--report", str(report), "-r", str(self._source), *look])
         missing = _missing(report)  # without what the interpreter has, because the dry run had no --target
         report.unlink()
         if missing:
-            self._run(["--no-deps", "--target", str(self.place.partial_files), *look, *missing])
+            self._run(["--no-deps", "--target", str(self._place.partial_files), *look, *missing])
         return missing
 
     def _run(self, arguments: Sequence[str]) -> None:
@@ -131,26 +121,26 @@ class _Pip:
             ended = run_child(
                 command,
                 environment=self._installer.environment,
-                activity=self.activity,
-                directory=self.model_dir,  # a line "./wheels/x.whl" means a file of the model
+                activity=self._activity,
+                directory=self._model_dir,  # a line "./wheels/x.whl" means a file of the model
                 limit_s=self._installer.limit_s,
                 inherited=(self._lock,),
-                on_tick=lambda: self.activity.report(f"installing {self.source}"),
+                on_tick=lambda: self._activity.report(f"installing {self._source}"),
             )
         except ChildTimeoutError:
             raise ArtifactError(
-                f"{self.source}: pip did not end within model_loading_timeout={self._installer.limit_s:g} seconds; "
-                f"raise it, or put the wheels into {self.model_dir / _WHEELHOUSE}"
+                f"{self._source}: pip did not end within model_loading_timeout={self._installer.limit_s:g} seconds; "
+                f"raise it, or put the wheels into {self._model_dir / _WHEELHOUSE}"
             ) from None
         except OSError as error:
-            raise ArtifactError(f"{self.source}: {self._installer.python} cannot be started: {error}") from error
+            raise ArtifactError(f"{self._source}: {self._installer.python} cannot be started: {error}") from error
         if ended.code != 0:
             raise self._error_of(ended)
 
-    def _error_of(self, ended: Ended) -> ArtifactError:
+    def _error_of(self, ended: ChildResult) -> ArtifactError:
         if "No space left on device" in ended.stderr:
-            return ArtifactError(no_room(self.place.directory))
-        return ArtifactError(f"{self.source}: pip could not install it (exit code {ended.code}): {_reason(ended)}")
+            return ArtifactError(no_room(self._place.directory))
+        return ArtifactError(f"{self._source}: pip could not install it (exit code {ended.code}): {_reason(ended)}")
 
 
 _QUIET = ("--no-input", "--disable-pip-version-check", "--no-color", "--progress-bar=off", "--root-user-action=ignore")
@@ -175,7 +165,7 @@ def _url(item: dict[str, Any]) -> str:
     return f"{name} @ {download['url']}{fragment}"
 
 
-def _reason(ended: Ended) -> str:
+def _reason(ended: ChildResult) -> str:
     """Return pip's error messages without the rest of its output."""
     lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]

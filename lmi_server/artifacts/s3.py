@@ -14,7 +14,7 @@ from lmi_server.artifacts.etag import Verdict, compare, md5
 from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.s3_clients import Download, S3Client, S3Object, S3UnreachableError
-from lmi_server.artifacts.store import Entry, claim, entry, file_errors, require_room
+from lmi_server.artifacts.store import StoreEntry, claim, entry, file_errors, require_room
 from lmi_server.contract.errors import ArtifactError, ArtifactMissingError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def fetch_s3(location: S3Location, client: S3Client, root: Path, keep_free: int,
     return place.files
 
 
-def _use_offline_copy(place: Entry, error: S3UnreachableError) -> Path:
+def _use_offline_copy(place: StoreEntry, error: S3UnreachableError) -> Path:
     """Return the complete copy of an earlier start, for a machine that is offline. Raises `error` without one."""
     manifest = place.manifest(S3Manifest)
     if manifest is None or not _sizes_match(place, manifest):
@@ -58,12 +58,12 @@ def _use_offline_copy(place: Entry, error: S3UnreachableError) -> Path:
     return place.files
 
 
-def _is_current(place: Entry, location: S3Location, objects: list[S3Object]) -> bool:
+def _is_current(place: StoreEntry, location: S3Location, objects: list[S3Object]) -> bool:
     manifest = place.manifest(S3Manifest)
     return manifest is not None and manifest.objects == objects and _sizes_match(place, manifest)
 
 
-def _sizes_match(place: Entry, manifest: S3Manifest) -> bool:
+def _sizes_match(place: StoreEntry, manifest: S3Manifest) -> bool:
     return all(
         download.path.is_file() and download.path.stat().st_size == download.source.size
         for download in _downloads(place.files, manifest.url, manifest.objects)
@@ -71,7 +71,7 @@ def _sizes_match(place: Entry, manifest: S3Manifest) -> bool:
 
 
 def _refresh(
-    place: Entry,
+    place: StoreEntry,
     location: S3Location,
     client: S3Client,
     objects: list[S3Object],
@@ -119,7 +119,7 @@ def _remove_all_but(directory: Path, wanted: set[Path]) -> None:
                 path.unlink()
 
 
-def _link_unchanged(place: Entry, download: Download) -> None:
+def _link_unchanged(place: StoreEntry, download: Download) -> None:
     """Give a file of the last copy a second name (a hard link), so that it is fetched again only if it changed."""
     last = place.files / download.path.relative_to(place.partial_files)
     if not download.path.exists() and last.is_file():

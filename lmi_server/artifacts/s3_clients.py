@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from lmi_server.artifacts.child_process import Ended, run_child
+from lmi_server.artifacts.child_process import ChildResult, run_child
 from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import file_errors, no_room
@@ -170,7 +170,7 @@ def _bytes_on_disk(path: Path) -> int:
         return 0
 
 
-def _s5cmd_reason(ended: Ended) -> str:
+def _s5cmd_reason(ended: ChildResult) -> str:
     """Return the first error that s5cmd reports as JSON, or all of its stderr."""
     for line in ended.stderr.splitlines():
         try:
@@ -180,7 +180,7 @@ def _s5cmd_reason(ended: Ended) -> str:
     return ended.stderr.strip() or f"s5cmd ended with code {ended.code}"
 
 
-def _s5cmd_error(location: S3Location, ended: Ended, directory: Path | None, at: str) -> ArtifactError:
+def _s5cmd_error(location: S3Location, ended: ChildResult, directory: Path | None, at: str) -> ArtifactError:
     reason = _s5cmd_reason(ended)
     if directory is not None and "no space left on device" in reason:
         return ArtifactError(no_room(directory))

@@ -18,7 +18,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ _Manifest = TypeVar("_Manifest", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoreEntry:
     """One entry of the store: `directory` is its final path, `name` the directory of files in it."""
 
     directory: Path
@@ -78,16 +78,16 @@ class Entry:
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
-def entry(root: Path, kind: str, identity: str, name: str) -> Entry:
+def entry(root: Path, kind: str, identity: str, name: str) -> StoreEntry:
     """Return the entry under `root` for `identity`, a URL or a path with its version."""
     # The digest keeps apart models of the same name; 20 digits are 80 bits, and keep paths readable.
     digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
     plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII).lstrip(".") or "model"
-    return Entry(root / kind / digest, plain)
+    return StoreEntry(root / kind / digest, plain)
 
 
 @contextmanager
-def claim(place: Entry, activity: Activity) -> Iterator[int]:
+def claim(place: StoreEntry, activity: Activity) -> Iterator[int]:
     """Lock `place` against other servers; yield the descriptor of the lock, for children that write there.
 
     Waits while another server holds the lock. Raises ArtifactError if the root is not writable.
@@ -104,6 +104,27 @@ def claim(place: Entry, activity: Activity) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def fill(
+    place: StoreEntry, manifest_type: type[msgspec.Struct], activity: Activity, make: Callable[[int], msgspec.Struct]
+) -> Path:
+    """Return the files of `place`; without a complete entry, `make` fills its partial directory.
+
+    `make` gets the descriptor of the lock, and returns the manifest. Raises ArtifactError.
+    """
+    with claim(place, activity) as lock:
+        if place.manifest(manifest_type) is None:
+            place.discard_partial()
+            with file_errors(place.directory):
+                place.partial_files.mkdir(parents=True)
+            try:
+                manifest = make(lock)
+                with file_errors(place.directory):
+                    place.publish(manifest)
+            finally:
+                place.discard_partial()
+    return place.files
 
 
 def require_room(directory: Path, needed: int, keep_free: int) -> None:

@@ -172,7 +172,7 @@ def _declared_by(options: type[Options]) -> tuple[Option, ...]:
 
 @functools.cache
 def _docstrings(declaring: type) -> Mapping[str, str]:
-    """Return the docstring of each field of a class. Its source is read, and so only when somebody asks for one."""
+    """Return the docstring of each field of a class. This reads its source, so no start of a server should ask."""
     try:
         module = ast.parse(inspect.getsource(sys.modules[declaring.__module__]))
     except OSError:  # installed without sources

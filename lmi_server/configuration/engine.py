@@ -72,6 +72,11 @@ class EngineDescription(Generic[_AnyOptions]):
         return True
 
 
+def without_keys(*names: str) -> dict[str, str | None]:
+    """Return the changes that remove these keys, named without "option."."""
+    return {f"option.{name}": None for name in names}
+
+
 def load_engine_type(spec: HandlerSpec) -> type[EngineDescription[ModelOptions]]:
     """Import the description of the engine of `spec`."""
     if spec.description is None:

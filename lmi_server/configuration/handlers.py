@@ -50,7 +50,7 @@ class HandlerSpec:
     - `mpi_architectures`: beginnings of the architectures that it serves under the MPI engine if nothing names it.
     - `variants`: the handlers that take its place for other workloads; the first one that serves it counts.
     - `generates`: "module:function" that takes architectures and a kind of device (`Machine.device_kind`), and returns
-      whether the engine generates text with one of them; None if the handler takes over no model from another one.
+      whether the engine generates text with one of them; None if it takes over no model from another handler.
     - `unbatched`: "module:function" that takes a `Workload`, and returns what of its config.json the rolling batch of
       the handler cannot serve.
 
@@ -145,7 +145,7 @@ class HandlerSpec:
 
 @dataclass(frozen=True, slots=True)
 class HandlerTable:
-    """Every handler: `specs` are those that an entry point or a file can mean.
+    """Every handler. An entry point or a file of the model can mean one of `specs`.
 
     `default` serves a model without an entry point, `user_code` code of the user's own, `java` what LMI serves with an
     engine in Java. `formatters` and `custom_handler` are "module:function" that load the formatters, or the function

@@ -114,6 +114,8 @@ def merge(layers: Sequence[Given]) -> Given:
 
 def sort_keys(layer: Given, declared: Sequence[Option]) -> SortedKeys:
     """Separate declared from unknown keys, and put other spellings under the option's own key."""
+    if not layer:  # as most are
+        return SortedKeys({}, {}, (), ())
     known: dict[str, Source] = {}
     warnings: list[str] = []
     problems: list[str] = []
@@ -142,19 +144,14 @@ def build(options_type: type[_AnyOptions], sources: Given) -> tuple[_AnyOptions,
     """
     declared = {option.field: option for option in options_type.declared() if option.key in sources}
     values = {field: sources[option.key].raw for field, option in declared.items()}
-    wrong = _wrong_fields(options_type, values)
+    try:
+        return options_type.model_validate(values), {}
+    except ValidationError as error:
+        # One key may have several errors: each member of a union reports its own.
+        wrong = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors())
     sound = {field: value for field, value in values.items() if field not in wrong}
     bad = [declared[field] for field in wrong]
     return options_type.model_validate(sound), {option.key: _bad_value(option, sources) for option in bad}
-
-
-def _wrong_fields(options_type: type[Options], values: Mapping[str, str]) -> list[str]:
-    try:
-        options_type.model_validate(values)
-    except ValidationError as error:
-        # One key may have several errors: each member of a union reports its own.
-        return list(dict.fromkeys(str(detail["loc"][0]) for detail in error.errors()))
-    return []
 
 
 def _bad_value(option: Option, sources: Given) -> str:

@@ -90,6 +90,17 @@ def _variables(pairs: str) -> dict[str, str]:
     return {name.strip(): value for name, _, value in split}
 
 
+def one_of(names: Collection[str | None]) -> AfterValidator:
+    """Return the check of a text that must be one of `names`."""
+
+    def check(name: str | None) -> str | None:
+        if name not in names:
+            raise ValueError("not one of the names")
+        return name
+
+    return AfterValidator(check)
+
+
 PositiveInt = Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")]
 NonNegativeInt = Annotated[int, Field(ge=0), Allowed("an integer of 0 or more")]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
@@ -101,6 +112,11 @@ MAX_WORKERS = 1000
 """Most workers of a model on one device set: more than any machine can run."""
 Workers = Annotated[int, Field(ge=1, le=MAX_WORKERS), Allowed(f"an integer from 1 to {MAX_WORKERS}")]
 WorkersOrZero = Annotated[int, Field(ge=0, le=MAX_WORKERS), Allowed(f"an integer from 0 to {MAX_WORKERS}")]
+Lengths = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...],
+    BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value),
+    Allowed("integers of 1 or more, separated by commas"),
+]
 Fraction = Annotated[float, Field(gt=0, lt=1), Allowed("a number between 0 and 1")]
 Share = Annotated[float, Field(gt=0, le=1), Allowed("a number above 0, at most 1")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_comma_separated), Allowed("names separated by commas")]
@@ -410,8 +426,8 @@ class ModelOptions(Options):
     def passed_through(self) -> Mapping[str, str]:
         """Return values as they were written, by key without "option.".
 
-        These are the values of undeclared keys, some of which the engine may know (`engine_names`). If the handler is
-        the user's own code, every value that somebody decided is among them.
+        These are the values of undeclared keys; the engine may know some of them (`engine_names`). If the handler is
+        the user's own code, they also hold the values of declared keys.
         """
         return self._passed_through
 
@@ -434,10 +450,10 @@ class ModelOptions(Options):
         """Return the arguments of the engine, by the engine's own names."""
         return {}
 
-    def reserved_kv_bytes(self, wanted: int, least: int, available: int) -> int | None:
+    def reserved_kv_bytes(self, wanted: int, minimum: int, available: int) -> int | None:
         """Return the bytes of KV cache that a worker without GPU reserves; None if it allocates them on demand.
 
-        All arguments are in bytes: `wanted` holds max_rolling_batch_size sequences of full length, `least` holds one,
+        All arguments are in bytes: `wanted` holds max_rolling_batch_size sequences of full length, `minimum` holds one,
         and `available` is the free memory.
         """
         return None
@@ -486,7 +502,7 @@ class ModelOptions(Options):
 
     @property
     def default_stops(self) -> tuple[str, ...]:
-        """Return the texts that end every output, beside those that a request names."""
+        """Return the texts that end every output, beside the stop sequences of the request."""
         return ()
 
     def context_length(self) -> int | None:
@@ -507,6 +523,6 @@ class ModelOptions(Options):
 
     @property
     def adapters_on_demand(self) -> int:
-        """Return how many adapters a worker keeps of those that it loads on demand; 0 if it loads none."""
+        """Return how many adapters a worker keeps when it loads them on demand; 0 if it does not."""
         loads = self.enable_lora and self.dynamic_lora_loading_path is not None
         return self.max_num_adapters_per_replica if loads else 0

@@ -23,7 +23,7 @@ from lmi_server.configuration.declaration import Option, written
 from lmi_server.configuration.engine import EngineDescription, describe_engine
 from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import Given, SortedKeys, Source, build
-from lmi_server.configuration.model_directory.checkpoint import Checkpoint, locate_model, read_config
+from lmi_server.configuration.model_directory.checkpoint import CheckpointFacts, locate_model, read_config
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.secrets import SECRETS
@@ -153,7 +153,7 @@ def inspect_model(
     layers = read_layers(model_dir, environment, registration)
     keys = layers.deciding_keys()
     location, misplaced = _locate(keys, model_dir)
-    checkpoint = Checkpoint(model_dir, layers.has_config, location, read_config(location))
+    checkpoint = CheckpointFacts(model_dir, layers.has_config, location, read_config(location))
     choice = choose_handler(keys, checkpoint, machine, handlers)
     spec = choice.spec or handlers.default
     declared = declared_options(spec)
@@ -190,7 +190,7 @@ def inspect_model(
 def _complete(options: ModelOptions, spec: HandlerSpec, location: str, merged: SortedKeys) -> ModelOptions:
     """Return the options with the model's location, and with the texts that the engine or the user's code reads.
 
-    The user's code also reads the keys of the model server that somebody wrote, as it does under LMI.
+    The user's code also reads the keys of the model server, as it does under LMI.
     """
     # If a key is given with and without "option.", the former wins; a declared key wins over both.
     bare = {key: source.raw for key, source in merged.unknown.items() if not key.startswith("option.")}

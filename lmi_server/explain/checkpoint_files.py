@@ -114,7 +114,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _shards_by_name(weights: Sequence[Path]) -> list[Path]:
-    """Return the files that must be there because the name of another one says how many there are."""
+    """Return all shards of the weights: the name of each says how many there are."""
     matches = [(path, found) for path in weights if (found := _SHARD.fullmatch(path.name)) is not None]
     return [
         path.with_name(f"{found[1]}-{number:05}-of-{found[3]}{found[4]}")

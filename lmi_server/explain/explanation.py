@@ -42,7 +42,7 @@ _ANY_MPIRUN = MpiRun("mpirun", OPEN_MPI, "5")
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
+class ExplainedOption:
     """One key: its typed value and default, and the origin of the value (`place`: file and line, or a variable)."""
 
     key: str
@@ -69,8 +69,8 @@ class Explanation:
     model: str
     division: str | None
     can_be_served: bool
-    options: tuple[Explained, ...]
-    unknown: tuple[Explained, ...]
+    options: tuple[ExplainedOption, ...]
+    unknown: tuple[ExplainedOption, ...]
     devices: tuple[Mapping[str, Any], ...]
     worker_command: tuple[str, ...]
     worker_environment: Mapping[str, str]
@@ -93,7 +93,7 @@ class Explanation:
         return replace(self, **hidden)
 
 
-def _without_secret(explained: Explained) -> Explained:
+def _without_secret(explained: ExplainedOption) -> ExplainedOption:
     value = HIDDEN if explained.value and is_secret(explained.key) else SECRETS.masked_all(explained.value)
     return replace(explained, value=value)
 
@@ -140,8 +140,8 @@ def explain(found: Inspection) -> Explanation:
     ).without_secrets()
 
 
-def explain_values(model: ResolvedModel) -> tuple[Explained, ...]:
-    """Explain the values that a running model was loaded with, secrets hidden; keys that nobody declares come last."""
+def explain_values(model: ResolvedModel) -> tuple[ExplainedOption, ...]:
+    """Explain the values that a running model was loaded with, secrets hidden; undeclared keys come last."""
     declared = _explain_options(model, model.options.model_id or model.model_dir)
     keys = {explained.key for explained in declared}
     unknown = [_unknown(model, key, source) for key, source in model.sources.items() if key not in keys]
@@ -160,7 +160,7 @@ def memory_of_running(model: ResolvedModel, machine: Machine) -> Estimate:
     return estimate(model.options, location, read_config(location), model.engine.devices_per_worker(machine), machine)
 
 
-def _explain_options(found: Inspection | ResolvedModel, location: str) -> Sequence[Explained]:
+def _explain_options(found: Inspection | ResolvedModel, location: str) -> Sequence[ExplainedOption]:
     notes = found.engine.notes(Path(found.model_dir), Path(location))
     classes = ((ServingOptions, found.serving), (load_options_type(found.spec), found.options))
     return [
@@ -170,8 +170,8 @@ def _explain_options(found: Inspection | ResolvedModel, location: str) -> Sequen
     ]
 
 
-def _with_origin(option: Option, value: Any, source: Source, notes: Mapping[str, str]) -> Explained:
-    return Explained(
+def _with_origin(option: Option, value: Any, source: Source, notes: Mapping[str, str]) -> ExplainedOption:
+    return ExplainedOption(
         key=option.key,
         value=value,
         layer="cluster" if source is _ELSEWHERE else source.layer,
@@ -198,13 +198,13 @@ def _note(option: Option, source: Source) -> str:
     return ""
 
 
-def _unknown(found: Inspection | ResolvedModel, key: str, source: Source) -> Explained:
+def _unknown(found: Inspection | ResolvedModel, key: str, source: Source) -> ExplainedOption:
     note = "not an option of this handler"
     if key.removeprefix("option.") in found.options.passed_to_engine():
         note = "passed on to the engine"
     elif found.spec.runs_user_code:
         note = "passed on to the handler"
-    return Explained(key, source.raw, source.layer, _place(source), "", "", None, note)
+    return ExplainedOption(key, source.raw, source.layer, _place(source), "", "", None, note)
 
 
 def _devices(found: Inspection) -> tuple[tuple[DeviceSet, ...], tuple[str, ...]]:

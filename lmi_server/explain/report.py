@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lmi_server.configuration.declaration import written
 from lmi_server.configuration.model_directory.memory_estimate import gib
-from lmi_server.explain.explanation import Explained, Explanation
+from lmi_server.explain.explanation import ExplainedOption, Explanation
 
 _INDENT = "  "
 _MEANING = "      "
@@ -65,7 +65,7 @@ def _indent(lines: Iterable[str]) -> Iterator[str]:
     return (f"{_INDENT}{line}" for line in lines)
 
 
-def _values(options: Sequence[Explained], model_dir: str, width: int) -> Iterator[str]:
+def _values(options: Sequence[ExplainedOption], model_dir: str, width: int) -> Iterator[str]:
     """Yield key, value and origin of each option, and what it means below."""
     widest = max((len(option.key) for option in options if len(option.key) <= _WIDEST_KEY), default=0)
     for option in options:
@@ -88,7 +88,7 @@ def _values(options: Sequence[Explained], model_dir: str, width: int) -> Iterato
         )
 
 
-def _origin(option: Explained, model_dir: str) -> str:
+def _origin(option: ExplainedOption, model_dir: str) -> str:
     """Return file and line, or the layer; nothing for a default."""
     if option.layer == "default":
         return ""
@@ -110,22 +110,16 @@ def _pairs(pairs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _memory(memory: Mapping[str, Any]) -> Mapping[str, str]:
-    per_token = memory["kv_bytes_per_token"]
-    return {
+    per_token, fit = memory["kv_bytes_per_token"], memory["kv_tokens_that_fit"]
+    unquantized, reserved = memory["unquantized_bytes"], memory["kv_reserved_bytes"]
+    rows = {
         "devices": f"{memory['devices']} ({memory['device_kind']})",
         "weights": gib(memory["weights_bytes"]),
-        **_quantised(memory["unquantized_bytes"]),
+        "weights without quantisation": unquantized and gib(unquantized),
         "KV cache per token": "unknown" if per_token is None else f"{per_token} bytes",
         "KV cache that is needed at most": f"{gib(memory['kv_bytes'])} for {memory['kv_tokens'] or '?'} tokens",
-        **_reserved(memory["kv_reserved_bytes"]),
-        "KV cache that fits": f"{'?' if memory['kv_tokens_that_fit'] is None else memory['kv_tokens_that_fit']} tokens",
+        "KV cache that the worker reserves": reserved and gib(reserved),
+        "KV cache that fits": f"{'?' if fit is None else fit} tokens",
         "free": gib(memory["available_bytes"]),
     }
-
-
-def _quantised(unquantized: int | None) -> Mapping[str, str]:
-    return {} if unquantized is None else {"weights without quantisation": gib(unquantized)}
-
-
-def _reserved(size: int | None) -> Mapping[str, str]:
-    return {} if size is None else {"KV cache that the worker reserves": gib(size)}
+    return {name: text for name, text in rows.items() if text}

@@ -42,11 +42,11 @@ def main() -> None:
             _fail(errno=error.errno)  # without the name, which is the archive's
 
 
-def _bound(kind: int, most: int, spare: int = 0) -> None:
-    """Set the soft limit to `most`, and the hard one `spare` above it; neither is raised."""
+def _bound(kind: int, limit: int, spare: int = 0) -> None:
+    """Set the soft limit to `limit`, and the hard one `spare` above it; neither is raised."""
     _, hard = resource.getrlimit(kind)
-    ceiling = most + spare if hard == resource.RLIM_INFINITY else min(most + spare, hard)
-    resource.setrlimit(kind, (min(most, ceiling), ceiling))
+    ceiling = limit + spare if hard == resource.RLIM_INFINITY else min(limit + spare, hard)
+    resource.setrlimit(kind, (min(limit, ceiling), ceiling))
 
 
 def _address_space() -> int:

@@ -15,11 +15,11 @@ from lmi_server.configuration.checks.values import (
     value_warnings,
 )
 from lmi_server.configuration.choice.deciding_keys import ROLLING_BATCH
-from lmi_server.configuration.choice.handler_choice import Choice
+from lmi_server.configuration.choice.handler_choice import HandlerChoice
 from lmi_server.configuration.declaration import Option
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import DERIVED, Given, SortedKeys, nearest_key, spellings, unknown_key_warning
-from lmi_server.configuration.model_directory.checkpoint import READS_MORE, Checkpoint, is_causal_lm
+from lmi_server.configuration.model_directory.checkpoint import READS_MORE, CheckpointFacts, is_causal_lm
 from lmi_server.configuration.model_directory.gguf import gguf_files, read_gguf
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import ModelOptions, ServingOptions
@@ -30,13 +30,13 @@ from lmi_server.machine.inventory import Machine
 class ModelChecks:
     """A model with merged and typed values, before it is known whether they are right.
 
-    `choice` is how its handler was chosen from `handlers`; `spec` is that handler, or the default one if the choice
-    failed. `misplaced` is the problem if option.model_id does not name a place.
+    `choice` says how its handler was chosen from `handlers`. `spec` is that handler, or the default one if the choice
+    failed. `misplaced` is the problem if option.model_id names no location.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: CheckpointFacts
     misplaced: str | None
-    choice: Choice
+    choice: HandlerChoice
     spec: HandlerSpec
     handlers: HandlerTable
     merged: SortedKeys
@@ -47,7 +47,7 @@ class ModelChecks:
     def problems(self, wrong: Mapping[str, str]) -> Iterator[str]:
         """Yield a line for each error; `wrong` are those of single values, by key in full."""
         workflow = next((path for path in self._workflows() if path.is_file()), None)
-        if workflow is not None:  # the rest would be about a model, which this is none
+        if workflow is not None:  # a workflow is not a model: skip the model checks
             yield f"{workflow}: {NO_WORKFLOWS}"
             return
         known = self.merged.known

@@ -63,7 +63,7 @@ option.use_custom_all_reduce option.use_fp8_context_fmha option.use_fused_mlp
 ALLOWED_KEYS = frozenset(_KEYS.split())
 """DJL Serving's list: no other key may be set in secure mode."""
 
-# The layers that whoever brings the model can write. The others are the platform's, or follow from these.
+# Layers that the author of the model can write. The others are the platform's, or follow from these.
 _WRITTEN: tuple[Layer, ...] = ("registration", "serving.properties", "environment")
 # DJL Serving looks for the first five; the others are pickles too.
 _PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle|joblib|cloudpkl|dill)", re.IGNORECASE)
@@ -154,7 +154,7 @@ def _is_built_in(entry_point: str) -> bool:
 def secure_mode(environment: Mapping[str, str]) -> SecureMode | None:
     """Return what SageMaker's variables ask for; None if secure mode is off.
 
-    Raises ConfigurationError if a variable has a value that is not known: nobody could say whether it is safe to serve.
+    Raises ConfigurationError if a variable has an unknown value: then the model may not be safe to serve.
     """
     switch = environment.get(SECURE_MODE, "").strip().lower()
     if switch not in ("", "true", "false"):
@@ -229,7 +229,7 @@ def _holds_pickle(path: Path) -> bool:
     except zipfile.BadZipFile:
         return False
     except OSError:
-        return True  # nobody knows
+        return True  # what cannot be read may be a pickle
 
 
 def _chat_templates(files: Iterable[Path]) -> Iterator[str]:
@@ -239,7 +239,7 @@ def _chat_templates(files: Iterable[Path]) -> Iterator[str]:
 
 
 def _has_chat_template(path: Path) -> bool:
-    """Return whether the file has a chat template in a field; one that cannot be read counts, because nobody knows."""
+    """Return whether the file has, or may have, a chat template in a field: a file that cannot be read counts."""
     if path.suffix.lower() == ".gguf":
         return _has_template_in_header(path)
     if path.suffix != _JSON:

@@ -15,7 +15,7 @@ from lmi_server.configuration.choice.deciding_keys import ENTRY_POINT, MPI_MODE,
 from lmi_server.configuration.choice.recommender import recommend_rolling_batch
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable
 from lmi_server.configuration.layers import Given, Source
-from lmi_server.configuration.model_directory.checkpoint import READS_MORE, Checkpoint, is_causal_lm
+from lmi_server.configuration.model_directory.checkpoint import READS_MORE, CheckpointFacts, is_causal_lm
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, takes_requests
 from lmi_server.configuration.tasks import Workload
 from lmi_server.machine.inventory import Machine
@@ -39,11 +39,11 @@ def engine_alias(engine: Source | None, own_code: bool = False) -> Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The handler, and the `key` and `source` that decided it; no key if nobody named a handler.
+class HandlerChoice:
+    """The handler, and the `key` and `source` that decided it, if a key did.
 
     If the entry point names no handler, `spec` is None and `problem` says why. `note` is a warning about the choice.
-    `reason` is a text: a key with its place, a file of the model, or what is known of the model.
+    `reason` says in words what decided: a key with its place, a file of the model, or its architecture.
     """
 
     spec: HandlerSpec | None
@@ -58,7 +58,7 @@ class Choice:
         """Return place, key and value of what decided; None if no key did."""
         return None if self.source is None or self.key is None else self.source.describe(self.key)
 
-    def missing(self, checkpoint: Checkpoint, handlers: HandlerTable) -> str | None:
+    def missing(self, checkpoint: CheckpointFacts, handlers: HandlerTable) -> str | None:
         """Return why this version cannot serve with the handler; None if it can."""
         if self.spec is None or self.spec.handler is not None:
             return None
@@ -67,7 +67,9 @@ class Choice:
         return f"{place} is not available in this version; missing: {self.spec.title}; served are {served}"
 
 
-def choose_handler(keys: DecidingKeys, checkpoint: Checkpoint, machine: Machine, handlers: HandlerTable) -> Choice:
+def choose_handler(
+    keys: DecidingKeys, checkpoint: CheckpointFacts, machine: Machine, handlers: HandlerTable
+) -> HandlerChoice:
     """Choose the handler of a model from the table `handlers`; keys decide before the files of the model do."""
     chooser = _Chooser(keys, checkpoint, machine, handlers)
     choice = chooser.choose()
@@ -77,11 +79,11 @@ def choose_handler(keys: DecidingKeys, checkpoint: Checkpoint, machine: Machine,
 @dataclass(frozen=True, slots=True)
 class _Chooser:
     keys: DecidingKeys
-    checkpoint: Checkpoint
+    checkpoint: CheckpointFacts
     machine: Machine
     handlers: HandlerTable
 
-    def choose(self) -> Choice:
+    def choose(self) -> HandlerChoice:
         engine = self.keys.engine
         served_elsewhere = None if engine is None else self.handlers.by_engine(engine)
         if served_elsewhere is not None:
@@ -100,7 +102,7 @@ class _Chooser:
             return replace(chosen, key=ROLLING_BATCH, source=self.keys.source(ROLLING_BATCH))
         return chosen
 
-    def reason_in_files(self, choice: Choice) -> str:
+    def reason_in_files(self, choice: HandlerChoice) -> str:
         """Return what chose the handler if no key did."""
         if choice.spec is self.handlers.user_code:
             return f"{MODEL_CODE} takes the requests"
@@ -128,10 +130,10 @@ class _Chooser:
             max_model_len=self.keys.max_model_len,
         )
 
-    def _by_key(self, spec: HandlerSpec | None, key: str, problem: str | None = None) -> Choice:
-        return Choice(spec, key, self.keys.source(key), problem)
+    def _by_key(self, spec: HandlerSpec | None, key: str, problem: str | None = None) -> HandlerChoice:
+        return HandlerChoice(spec, key, self.keys.source(key), problem)
 
-    def _by_entry_point(self) -> Choice | None:
+    def _by_entry_point(self) -> HandlerChoice | None:
         """Choose by option.entryPoint; None if no layer gives one that decides."""
         name, source = self.keys.entry_point, self.keys.source(ENTRY_POINT)
         if name is None or source is None or (source.layer == _ALIAS and self._is_handler_file()):
@@ -165,10 +167,10 @@ class _Chooser:
         in_model = os.path.isdir(directory / package) or os.path.isfile(directory / f"{package}.py")
         return in_model or find_spec(package) is not None
 
-    def _by_model(self) -> Choice:
+    def _by_model(self) -> HandlerChoice:
         if self._is_handler_file():
-            return Choice(self.handlers.user_code)
-        return Choice(self._by_files() or self.handlers.by_task(self._task) or self.handlers.default)
+            return HandlerChoice(self.handlers.user_code)
+        return HandlerChoice(self._by_files() or self.handlers.by_task(self._task) or self.handlers.default)
 
     def _by_files(self) -> HandlerSpec | None:
         places = (self.checkpoint.directory, self.checkpoint.weights)
@@ -188,11 +190,11 @@ class _Chooser:
         has_model = self.keys.model_id is not None or in_directory
         return self.keys.handler is not None or not has_model or takes_requests(path)
 
-    def _variant(self, chosen: Choice, workload: Workload) -> Choice:
+    def _variant(self, chosen: HandlerChoice, workload: Workload) -> HandlerChoice:
         title = None if chosen.spec is None else chosen.spec.variant_for(workload)
         return chosen if title is None else replace(chosen, spec=self.handlers.by_title(title))
 
-    def _by_rolling_batch(self, chosen: Choice, default: HandlerSpec) -> Choice:
+    def _by_rolling_batch(self, chosen: HandlerChoice, default: HandlerSpec) -> HandlerChoice:
         """Choose among the handlers that one entry point stands for (LMI's huggingface), by option.rolling_batch."""
         keys, handlers = self.keys, self.handlers
         if keys.rolling_batch is not None and not self._batches_by_auto:
@@ -211,10 +213,10 @@ class _Chooser:
             return chosen
         if keys.mpi_mode:
             return self._by_key(spec, MPI_MODE)
-        return Choice(spec) if keys.rolling_batch is None else self._by_key(spec, ROLLING_BATCH)
+        return HandlerChoice(spec) if keys.rolling_batch is None else self._by_key(spec, ROLLING_BATCH)
 
-    def _without_rolling_batch(self, chosen: Choice, workload: Workload) -> Choice:
-        """Return who serves an architecture that the rolling batch of the chosen handler cannot serve, with a note.
+    def _without_rolling_batch(self, chosen: HandlerChoice, workload: Workload) -> HandlerChoice:
+        """Choose another handler if the rolling batch of the chosen one cannot serve the architecture, and note that.
 
         An engine that can batch it comes first. But as with LMI, a user who names huggingface and no rolling batch gets
         the handler of that name.
@@ -239,7 +241,7 @@ class _Chooser:
         disable, vllm = "option.rolling_batch=disable says so", "option.rolling_batch=vllm serves it if vLLM can"
         return replace(static, note=f"{cannot} in static batches; {disable} without this warning, and {vllm}")
 
-    def _reads_more_than_text(self, chosen: Choice, workload: Workload) -> bool:
+    def _reads_more_than_text(self, chosen: HandlerChoice, workload: Workload) -> bool:
         """Return whether the model reads images or sounds too, and its handler, chosen by auto, decodes text alone."""
         names = workload.architectures
         text_alone = chosen.spec is not None and chosen.spec.causal_lm_only and not is_causal_lm(names)

@@ -104,10 +104,10 @@ def _threads(options_type: type[ModelOptions], keys: DecidingKeys, machine: Mach
 
 def _max_workers(spec: HandlerSpec, keys: DecidingKeys, machine: Machine, one_worker: bool) -> Mapping[str, str]:
     """Return maxWorkers: as many as minWorkers, and for code of users on the CPU as many as LMI starts under load."""
-    least = [] if keys.min_workers is None else [keys.min_workers]
+    counts = [] if keys.min_workers is None else [keys.min_workers]
     if spec.runs_user_code and machine.device_kind == "cpu" and not one_worker:
-        least.append(machine.cpu_workers)
-    return {"maxWorkers": str(max(1, *least))} if least else {}
+        counts.append(machine.cpu_workers)
+    return {"maxWorkers": str(max(1, *counts))} if counts else {}
 
 
 def with_max_resolved(known: Given, spec: HandlerSpec, machine: Machine) -> Given:

@@ -13,7 +13,7 @@ from lmi_server.artifacts.location import (
     HubModel,
     LocalArchive,
     LocalDirectory,
-    ModelFile,
+    LocalModelFile,
     S3Location,
     parse_location,
 )
@@ -34,7 +34,7 @@ READS_MORE = "ForConditionalGeneration"
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointFacts:
     """What the files of a model say.
 
     - `directory`: the model directory; `holds_config`: it has a config.json itself.
@@ -83,7 +83,7 @@ def locate_model(model_id: str | None, model_dir: Path) -> str:
             return _own_model(path)
         case LocalArchive(path) | GgufFile(path):
             return str(path)
-        case ModelFile():
+        case LocalModelFile():
             raise ValueError("is not allowed; a model file holds no weights; name it in place of the model directory")
         case HubModel() as model:
             return model.id

@@ -121,10 +121,10 @@ def read_gguf(path: Path) -> GgufHeader:
 @lru_cache(maxsize=16)  # a header lists every token of the vocabulary, and one start asks for it several times
 def _read(path: Path, size: int, changed_at: int) -> GgufHeader:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _Reader(data).header()
+        return _HeaderReader(data).header()
 
 
-class _Reader:
+class _HeaderReader:
     """A position in the header."""
 
     def __init__(self, data: mmap.mmap) -> None:

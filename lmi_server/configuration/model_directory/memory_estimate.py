@@ -63,9 +63,7 @@ class Estimate:
             return ()
         place = "main memory" if self.device_kind == "cpu" else "the memory of each device"
         if self.weights_bytes > self.available_bytes:
-            return (
-                f"the weights take about {_gib(self.weights_bytes)}, {place} has {_gib(self.available_bytes)} free",
-            )
+            return (f"the weights take about {gib(self.weights_bytes)}, {place} has {gib(self.available_bytes)} free",)
         fit = self.kv_tokens_that_fit
         if fit is not None and self.context_length is not None and fit < self.context_length:
             return (f"beside the weights, {place} has room for {fit} tokens of KV cache, less than one full context",)
@@ -151,11 +149,7 @@ def estimate_of_files(directories: Collection[str]) -> int:
 
 def gib(size: int | None) -> str:
     """Return `size`, in bytes, as "1.00 GiB"; "unknown" for None."""
-    return "unknown" if size is None else _gib(size)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return "unknown" if size is None else f"{size / 2**30:.2f} GiB"
 
 
 def _share(size: int | None, devices: int) -> int | None:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from lmi_server.configuration.declaration import Allowed, NoEffect, Unavailable
 from lmi_server.configuration.model_file.checking import validate, without_effect
-from lmi_server.configuration.model_file.positions import Document, KeyPath, read_document
+from lmi_server.configuration.model_file.positions import KeyPath, YamlDocument, read_document
 from lmi_server.configuration.model_file.serve_sections import Anything, Section
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.quoting import excerpt
@@ -67,7 +67,7 @@ class ApplicationFile(Section):
     target_capacity: Annotated[float | int | None, _BY_MODEL] = Field(None, description="Share of the replicas.")
 
 
-def is_application(document: Document) -> bool:
+def is_application(document: YamlDocument) -> bool:
     return isinstance(document.data, dict) and not document.data.keys().isdisjoint(("applications", "llm_configs"))
 
 
@@ -89,7 +89,7 @@ def models_of(file: Path) -> list[str]:
     return urls
 
 
-def member(document: Document, name: str | None) -> tuple[Document, tuple[str, ...]]:
+def member(document: YamlDocument, name: str | None) -> tuple[YamlDocument, tuple[str, ...]]:
     """Return the LLMConfig of the model `name` in an application file, or that of its only one, and warnings.
 
     Raises ConfigurationError if there is no such model.
@@ -113,7 +113,7 @@ class _Member:
     warnings: tuple[str, ...]
 
 
-def _members(document: Document, file: str) -> Iterator[_Member]:
+def _members(document: YamlDocument, file: str) -> Iterator[_Member]:
     for arguments, path, environment, warnings in _arguments(document):
         for index, entry in enumerate(arguments.llm_configs):
             here = (*path, "llm_configs", index)
@@ -122,7 +122,9 @@ def _members(document: Document, file: str) -> Iterator[_Member]:
             yield _Member(url, name, here, environment, warnings)
 
 
-def _arguments(document: Document) -> Iterator[tuple[ServingArguments, KeyPath, Mapping[str, Any], tuple[str, ...]]]:
+def _arguments(
+    document: YamlDocument,
+) -> Iterator[tuple[ServingArguments, KeyPath, Mapping[str, Any], tuple[str, ...]]]:
     """Yield the arguments of each application, where they are, its runtime environment, and warnings."""
     if "applications" not in document.data:
         alone, checked = validate(document, ServingArguments)
@@ -146,7 +148,7 @@ def _name(config: Any, place: str) -> str:
     return name
 
 
-def _with_environment(config: Document, environment: Mapping[str, Any]) -> Document:
+def _with_environment(config: YamlDocument, environment: Mapping[str, Any]) -> YamlDocument:
     """Return an LLMConfig with the runtime environment of its application below its own, as Ray merges the two."""
     own = config.data.get("runtime_env") or {}
     if not environment or not isinstance(own, dict):

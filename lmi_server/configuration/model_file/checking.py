@@ -11,14 +11,14 @@ from pydantic.fields import FieldInfo
 
 from lmi_server.configuration.declaration import NoEffect, Unavailable, allowed_values
 from lmi_server.configuration.layers import nearest_key
-from lmi_server.configuration.model_file.positions import Document, KeyPath
+from lmi_server.configuration.model_file.positions import KeyPath, YamlDocument
 from lmi_server.configuration.model_file.serve_sections import Section, section_of
 from lmi_server.contract.errors import ConfigurationError
 
 _AnySection = TypeVar("_AnySection", bound=Section)
 
 
-def validate(document: Document, section: type[_AnySection]) -> tuple[_AnySection, Document]:
+def validate(document: YamlDocument, section: type[_AnySection]) -> tuple[_AnySection, YamlDocument]:
     """Return the typed document, and the document under present names, without keys that say null.
 
     Raises ConfigurationError with all problems, one per line, in the order of the file.
@@ -36,7 +36,7 @@ def validate(document: Document, section: type[_AnySection]) -> tuple[_AnySectio
     return typed, document
 
 
-def without_effect(document: Document, section: Section, path: KeyPath = ()) -> Iterator[str]:
+def without_effect(document: YamlDocument, section: Section, path: KeyPath = ()) -> Iterator[str]:
     """Yield a warning for each key that is given and that nothing here reads."""
     for name, field, value in _given_fields(section):
         here = (*path, name)
@@ -47,7 +47,7 @@ def without_effect(document: Document, section: Section, path: KeyPath = ()) -> 
             yield from without_effect(document, value, here)
 
 
-def _unavailable(document: Document, section: Section, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+def _unavailable(document: YamlDocument, section: Section, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
     for name, field, value in _given_fields(section):
         here = (*path, name)
         marks = [mark for mark in field.metadata if isinstance(mark, Unavailable) and mark.applies(value)]
@@ -62,7 +62,9 @@ def _given_fields(section: Section) -> Iterator[tuple[str, FieldInfo, Any]]:
         yield name, type(section).model_fields[name], getattr(section, name)
 
 
-def _under_present_names(document: Document, section: type[Section], problems: list[tuple[int, str]]) -> Document:
+def _under_present_names(
+    document: YamlDocument, section: type[Section], problems: list[tuple[int, str]]
+) -> YamlDocument:
     """Return the document with the names that its keys have today, and without keys that say null."""
     lines, renamed = dict(document.lines), dict[KeyPath, str]()
 
@@ -96,7 +98,7 @@ def _former_names(field: FieldInfo) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def _problem(document: Document, section: type[Section], error: dict[str, Any]) -> tuple[int, str]:
+def _problem(document: YamlDocument, section: type[Section], error: dict[str, Any]) -> tuple[int, str]:
     path, field, holder = _find_declaration(section, tuple(error["loc"]))
     line, place, name = document.line(path), document.place(path), document.name(path)
     if error["type"] == "missing":

@@ -17,7 +17,7 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class YamlDocument:
     """The content of a file, or of a part of it, which begins in the line `first`.
 
     `lines` has the line of each key, and of each item of a list.
@@ -30,13 +30,13 @@ class Document:
     renamed: Mapping[KeyPath, str] = field(default_factory=dict)
     first: int = 1
 
-    def within(self, path: KeyPath) -> Document:
+    def within(self, path: KeyPath) -> YamlDocument:
         """Return the part of the document at `path`."""
         data, depth = self.data, len(path)
         for key in path:
             data = data[key]
         lines = {key[depth:]: line for key, line in self.lines.items() if len(key) > depth and key[:depth] == path}
-        return Document(self.file, data, lines, first=self.line(path))
+        return YamlDocument(self.file, data, lines, first=self.line(path))
 
     def line(self, path: KeyPath) -> int:
         """Return the line of the value at `path`, or of the nearest that stands in the file."""
@@ -54,7 +54,7 @@ class Document:
         return f"{self.file}:{self.line(path)}"
 
 
-def read_document(path: Path) -> Document:
+def read_document(path: Path) -> YamlDocument:
     """Read a file in YAML. Raises ConfigurationError if it cannot be read, or if a key is given twice."""
     file = str(path.resolve())
     lines: dict[KeyPath, int] = {}
@@ -63,7 +63,7 @@ def read_document(path: Path) -> Document:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{file}: cannot be read: {error}") from error
     data = None if node is None else _value(node, (), lines, file)
-    return Document(file, data, lines)
+    return YamlDocument(file, data, lines)
 
 
 def _compose(text: str, file: str) -> Node | None:

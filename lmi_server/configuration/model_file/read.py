@@ -16,7 +16,7 @@ from lmi_server.configuration.model_file.application import MEMBER, is_applicati
 from lmi_server.configuration.model_file.chat_template import chat_template
 from lmi_server.configuration.model_file.checking import validate, without_effect
 from lmi_server.configuration.model_file.llm_config import LlmConfigFile, LoraSection
-from lmi_server.configuration.model_file.positions import Document, KeyPath, read_document
+from lmi_server.configuration.model_file.positions import KeyPath, YamlDocument, read_document
 from lmi_server.configuration.model_file.rayllm import RayLlmFile
 from lmi_server.configuration.model_file.serve_sections import MirrorSection
 from lmi_server.configuration.options import ModelOptions
@@ -54,7 +54,7 @@ class ModelFile:
     """
 
     content: RayLlmFile | LlmConfigFile
-    document: Document
+    document: YamlDocument
     given: Given
     warnings: tuple[str, ...]
     only_on_clusters: tuple[str, ...]
@@ -75,7 +75,7 @@ def read_model_file(path: Path) -> ModelFile:
         document, of_application = member(document, _named_beside(path))
     kind = _kind(document)
     content, document = validate(document, kind)
-    keys = _Keys(document)
+    keys = _LayerKeys(document)
     rayllm = isinstance(content, RayLlmFile)
     problems = list(_of_rayllm(content, keys) if isinstance(content, RayLlmFile) else _of_llm_config(content, keys))
     if problems:
@@ -125,7 +125,7 @@ def _allowed_name(model_id: str) -> str | None:
     return name if _NAME.fullmatch(name := path_name(model_id)) else None
 
 
-def _kind(document: Document) -> type[RayLlmFile | LlmConfigFile]:
+def _kind(document: YamlDocument) -> type[RayLlmFile | LlmConfigFile]:
     data = document.data if isinstance(document.data, dict) else {}
     if "workflow" in data:
         raise ConfigurationError(f"{document.file}: {NO_WORKFLOWS}")
@@ -139,10 +139,10 @@ def _kind(document: Document) -> type[RayLlmFile | LlmConfigFile]:
     )
 
 
-class _Keys:
+class _LayerKeys:
     """Collects the layer: each key in full with the place in the file that it comes from."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: YamlDocument) -> None:
         self.document = document
         self.given: dict[str, Source] = {}
 
@@ -160,7 +160,7 @@ class _Keys:
         return path in self.document.lines
 
 
-def _of_rayllm(content: RayLlmFile, keys: _Keys) -> Iterator[str]:
+def _of_rayllm(content: RayLlmFile, keys: _LayerKeys) -> Iterator[str]:
     """Add the keys of RayLLM's file; yield problems."""
     engine = content.engine_config
     top = ("engine_config",)
@@ -190,7 +190,7 @@ def _of_rayllm(content: RayLlmFile, keys: _Keys) -> Iterator[str]:
     _add_limits(keys, content)
 
 
-def _of_llm_config(content: LlmConfigFile, keys: _Keys) -> Iterator[str]:
+def _of_llm_config(content: LlmConfigFile, keys: _LayerKeys) -> Iterator[str]:
     """Add the keys of an LLMConfig; yield problems."""
     loading = content.model_loading_config
     top = ("model_loading_config",)
@@ -215,13 +215,13 @@ def _of_llm_config(content: LlmConfigFile, keys: _Keys) -> Iterator[str]:
     _add_limits(keys, content)
 
 
-def _add_location(keys: _Keys, places: Mapping[KeyPath, str | None]) -> None:
+def _add_location(keys: _LayerKeys, places: Mapping[KeyPath, str | None]) -> None:
     """Add where the weights are: the first of `places` that is given; a path is relative to the file."""
     path, text = next((path, text) for path, text in places.items() if text is not None)
     keys.add("option.model_id", text, path, _beside(keys, text))
 
 
-def _add_engine_arguments(keys: _Keys, arguments: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
+def _add_engine_arguments(keys: _LayerKeys, arguments: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
     known = _engine_argument_names()
     for name, value in arguments.items():
         here = (*path, name)
@@ -242,7 +242,7 @@ def _engine_argument_names() -> frozenset[str]:
     return engines | (declared - of_all) | _COMMON if engines else frozenset()
 
 
-def _add_workers(keys: _Keys, content: RayLlmFile) -> Iterator[str]:
+def _add_workers(keys: _LayerKeys, content: RayLlmFile) -> Iterator[str]:
     """Add the degree of tensor parallelism, unless engine_kwargs has it; both must agree."""
     path = ("scaling_config", "num_workers")
     if not keys.has(*path):
@@ -257,7 +257,7 @@ def _add_workers(keys: _Keys, content: RayLlmFile) -> Iterator[str]:
         keys.add("option.tensor_parallel_degree", workers, path, str(degree))
 
 
-def _add_generation(keys: _Keys, content: RayLlmFile) -> None:
+def _add_generation(keys: _LayerKeys, content: RayLlmFile) -> None:
     generation, path = content.engine_config.generation, ("engine_config", "generation")
     if generation.prompt_format is not None:
         template = chat_template(generation.prompt_format)
@@ -266,7 +266,7 @@ def _add_generation(keys: _Keys, content: RayLlmFile) -> None:
         keys.add("option.stop_sequence", generation.stopping_sequences, (*path, "stopping_sequences"))
 
 
-def _add_variables(keys: _Keys, environment: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
+def _add_variables(keys: _LayerKeys, environment: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
     """Add the environment variables of the workers, as option.env has them."""
     variables = environment.get("env_vars") or {}
     here = (*path, "env_vars")
@@ -280,38 +280,38 @@ def _add_variables(keys: _Keys, environment: Mapping[str, Any], path: KeyPath) -
         keys.add("option.env", variables, here, ",".join(f"{name}={as_text(text)}" for name, text in variables.items()))
 
 
-def _add_adapters(keys: _Keys, most: int, path: KeyPath) -> None:
-    keys.add("option.enable_lora", most, path, "true")
-    keys.add("option.max_cpu_loras", most, path)
+def _add_adapters(keys: _LayerKeys, max_adapters: int, path: KeyPath) -> None:
+    keys.add("option.enable_lora", max_adapters, path, "true")
+    keys.add("option.max_cpu_loras", max_adapters, path)
 
 
-def _add_lora(keys: _Keys, lora: LoraSection) -> None:
-    most, path = lora.max_num_adapters_per_replica, ("lora_config", "max_num_adapters_per_replica")
-    _add_adapters(keys, most, path)
+def _add_lora(keys: _LayerKeys, lora: LoraSection) -> None:
+    max_adapters, path = lora.max_num_adapters_per_replica, ("lora_config", "max_num_adapters_per_replica")
+    _add_adapters(keys, max_adapters, path)
     store = lora.dynamic_lora_loading_path
     if store is not None:
         here = ("lora_config", "dynamic_lora_loading_path")
         keys.add("option.dynamic_lora_loading_path", store, here, _beside(keys, store))
-        keys.add("option.max_num_adapters_per_replica", most, path)
+        keys.add("option.max_num_adapters_per_replica", max_adapters, path)
 
 
-def _beside(keys: _Keys, text: str) -> str:
+def _beside(keys: _LayerKeys, text: str) -> str:
     """Return the path that `text` is relative to the file, or `text` if there is no such file."""
     local = Path(keys.document.file).parent / text
     return str(local) if "://" not in text and local.exists() else text
 
 
-def _add_limits(keys: _Keys, content: RayLlmFile | LlmConfigFile) -> None:
+def _add_limits(keys: _LayerKeys, content: RayLlmFile | LlmConfigFile) -> None:
     """Add what one replica takes at a time, which holds for the workers of one machine too."""
-    most, queued = content.deployment_config.max_ongoing_requests, content.deployment_config.max_queued_requests
+    max_ongoing, queued = content.deployment_config.max_ongoing_requests, content.deployment_config.max_queued_requests
     batch = keys.given.get("option.max_rolling_batch_size")
-    if most is not None and (batch is None or (batch.raw.isdecimal() and int(batch.raw) > most)):
-        keys.add("option.max_rolling_batch_size", most, ("deployment_config", "max_ongoing_requests"))
+    if max_ongoing is not None and (batch is None or (batch.raw.isdecimal() and int(batch.raw) > max_ongoing)):
+        keys.add("option.max_rolling_batch_size", max_ongoing, ("deployment_config", "max_ongoing_requests"))
     if queued is not None and queued > 0:
         keys.add("job_queue_size", queued, ("deployment_config", "max_queued_requests"))
 
 
-def _only_on_clusters(document: Document, environment: KeyPath) -> Iterator[str]:
+def _only_on_clusters(document: YamlDocument, environment: KeyPath) -> Iterator[str]:
     """Yield a warning for each part of Ray's runtime environment that one machine does not honour."""
     top = document.data
     for part in environment:
