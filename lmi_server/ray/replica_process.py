@@ -28,8 +28,8 @@ from lmi_server.serving.model_store import ModelSource
 from lmi_server.serving.models import Model
 from lmi_server.serving.pool import WorkerPool
 from lmi_server.serving.registry import ModelRegistry
+from lmi_server.supervisor.launch.remote import TOKEN_BYTES, RemotePlace
 from lmi_server.supervisor.orphans import Orphans
-from lmi_server.supervisor.remote import TOKEN_BYTES, RemotePlace
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from lmi_server.serving.scaling import WorkerScaling
 from lmi_server.serving.store_listing import StoreListing
 from lmi_server.serving.worker_metrics import engine_metrics, worker_gauges
 from lmi_server.supervisor.job import Deadline, Job, ReplySlot
-from lmi_server.supervisor.remote import RemotePlace
+from lmi_server.supervisor.launch.remote import RemotePlace
 from lmi_server.supervisor.replicas import CrashLoopDetector, LoadPlan, Replicas, ReplicaSet
 from lmi_server.supervisor.worker_process import WorkerProcess
 

@@ -11,7 +11,7 @@ import msgspec
 from lmi_server.ray.child import Child
 from lmi_server.ray.directory import Directory
 from lmi_server.ray.messages import Described, Replicas, Serving, Wanted
-from lmi_server.supervisor.remote import RemotePlace
+from lmi_server.supervisor.launch.remote import RemotePlace
 
 
 def model(url: str) -> Described:

@@ -61,6 +61,7 @@ INSIDE_MAY_IMPORT = {
         "lifecycle": {*_HTTP, "console"},
         "ray": {"observability", "server"},
     },
+    "lmi_server.supervisor": {"launch": set[str]()},
     "lmi_server.worker": {
         "answers": set[str](),
         "processors": {"answers", "handler_loading"},
