@@ -43,8 +43,8 @@ from lmi_server.ray.messages import ClusterModels, ModelReplicas, line
 from lmi_server.serving.dispatch.dispatcher import Dispatcher
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.serving.roster import WorkerRoster
-from lmi_server.supervisor.launch import WorkerLaunch
-from lmi_server.supervisor.remote import RemotePlace
+from lmi_server.supervisor.launch.remote import RemotePlace
+from lmi_server.supervisor.launch.worker_launch import WorkerLaunch
 from lmi_server.supervisor.worker_process import WorkerProcess
 from lmi_server.supervisor.worker_requests import WorkerRequests
 

@@ -28,7 +28,7 @@ from lmi_server.explain.checkpoint_files import file_faults, gguf_fault, pipelin
 from lmi_server.machine.devices import DeviceSet, plan_devices
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
-from lmi_server.supervisor.command import mpi_worker_command, worker_command
+from lmi_server.supervisor.launch.command import mpi_worker_command, worker_command
 
 # Placeholders: the numbers of descriptors and the directory of a group of ranks are made when a worker starts.
 _FD = "fd:N"

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from lmi_server.contract.sendable import json_bytes
-from lmi_server.supervisor.remote import RemotePlace
+from lmi_server.supervisor.launch.remote import RemotePlace
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):

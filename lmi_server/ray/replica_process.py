@@ -36,8 +36,8 @@ from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.model_store import ModelSource
 from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool.worker_pool import WorkerPool
+from lmi_server.supervisor.launch.remote import TOKEN_BYTES, RemotePlace
 from lmi_server.supervisor.orphans import Orphans
-from lmi_server.supervisor.remote import TOKEN_BYTES, RemotePlace
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from lmi_server.contract.metrics import MetricSink
 from lmi_server.contract.protocol import Load
 from lmi_server.machine.memory import oom_kills
 from lmi_server.processes.tree import WORKER_VARIABLE, kill_family
-from lmi_server.supervisor.launch import WorkerLaunch
+from lmi_server.supervisor.launch.worker_launch import WorkerLaunch
 from lmi_server.supervisor.log import WorkerLog
 
 logger = logging.getLogger(__name__)

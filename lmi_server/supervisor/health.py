@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.processes.tree import is_stopped
-from lmi_server.supervisor.launch import WorkerLaunch
+from lmi_server.supervisor.launch.worker_launch import WorkerLaunch
 
 logger = logging.getLogger(__name__)
 

@@ -47,8 +47,8 @@ from lmi_server.supervisor.child_process import EXIT_GRACE_S, ChildProcess
 from lmi_server.supervisor.control_calls import ControlCalls
 from lmi_server.supervisor.crash_report import crash_report, requests_inside
 from lmi_server.supervisor.health import HealthChecks
-from lmi_server.supervisor.launch import MpiGroup, SingleProcess, WorkerLaunch
-from lmi_server.supervisor.remote import RemoteLaunch, RemotePlace, RemoteProcess
+from lmi_server.supervisor.launch.remote import RemoteLaunch, RemotePlace, RemoteProcess
+from lmi_server.supervisor.launch.worker_launch import MpiGroup, SingleProcess, WorkerLaunch
 from lmi_server.supervisor.worker_requests import WorkerRequests
 
 logger = logging.getLogger(__name__)

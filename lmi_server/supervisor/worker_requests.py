@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lmi_server.contract.link import WorkerLink
 from lmi_server.contract.protocol import Cancel, Hold, Recall, Submit, Waiting
 from lmi_server.supervisor.job import Job
-from lmi_server.supervisor.launch import WorkerLaunch
+from lmi_server.supervisor.launch.worker_launch import WorkerLaunch
 
 _RECALL_AFTER_S = 0.02  # a batch that runs for longer than this counts as slow
 

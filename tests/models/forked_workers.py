@@ -1,6 +1,7 @@
 """Workers as forks of their server, which has imported what they need: a start costs no imports. For tests only.
 
-`install` replaces how lmi_server/supervisor/launch.py starts a process. A group of MPI ranks starts as ever.
+`install` replaces how lmi_server/supervisor/launch/worker_launch.py starts a process. A group of MPI ranks starts as
+ever.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lmi_server.configuration.handlers import load as load_class
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine
 from lmi_server.processes import model_imports
-from lmi_server.supervisor import launch
+from lmi_server.supervisor.launch.worker_launch import worker_launch as launch
 from lmi_server.worker import __main__ as worker_program
 
 LIBRARIES = {

@@ -11,7 +11,7 @@ import msgspec
 from lmi_server.ray.actors.child import Child
 from lmi_server.ray.actors.directory import Directory
 from lmi_server.ray.messages import ModelDescription, ModelReplicas, ReplicaNeeded, ReplicaReady
-from lmi_server.supervisor.remote import RemotePlace
+from lmi_server.supervisor.launch.remote import RemotePlace
 
 
 def model(url: str) -> ModelDescription:

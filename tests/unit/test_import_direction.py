@@ -67,6 +67,7 @@ INSIDE_MAY_IMPORT = {
         "choice": {*_VALUES, "engine", "handlers", "model_directory", "model_file", "properties", "tasks"},
         "checks": {*_VALUES, "choice", "handlers", "model_directory", "references"},
     },
+    "lmi_server.supervisor": {"launch": set[str]()},
     "lmi_server.worker": {
         "answers": set[str](),
         "processors": {"answers", "handler_loading"},

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from lmi_server.ray.messages import ClusterModels, ModelReplicas, ReplicaReady
-from lmi_server.supervisor.remote import RemotePlace
+from lmi_server.supervisor.launch.remote import RemotePlace
 
 
 class Directory:

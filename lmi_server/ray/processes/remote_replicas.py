@@ -14,7 +14,7 @@ from lmi_server.ray.messages import ModelReplicas
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import PoolSettings
-from lmi_server.supervisor.remote import RemotePlace
+from lmi_server.supervisor.launch.remote import RemotePlace
 from lmi_server.supervisor.replicas import Backoff, LoadPlan, Owner, Replicas
 from lmi_server.supervisor.worker_process import WorkerProcess
 

@@ -34,7 +34,7 @@ from lmi_server.serving.pool.scaling import WorkerScaling
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.supervisor.job import Deadline, Job, ReplySlot
-from lmi_server.supervisor.remote import RemotePlace
+from lmi_server.supervisor.launch.remote import RemotePlace
 from lmi_server.supervisor.replicas import CrashLoopDetector, LoadPlan, Replicas, ReplicaSet
 from lmi_server.supervisor.worker_process import WorkerProcess
 

@@ -20,8 +20,8 @@ from lmi_server.machine.environment import process_environment, safe_ports
 from lmi_server.machine.mpi import MpiRun, rank_of_line
 from lmi_server.machine.ports import free_port
 from lmi_server.processes.tree import session_members
-from lmi_server.supervisor.command import mpi_worker_command, progress_path, socket_path, worker_command
-from lmi_server.supervisor.group_directory import SHARED_MEMORY, GroupDirectory, remove_abandoned
+from lmi_server.supervisor.launch.command import mpi_worker_command, progress_path, socket_path, worker_command
+from lmi_server.supervisor.launch.group_directory import SHARED_MEMORY, GroupDirectory, remove_abandoned
 
 logger = logging.getLogger(__name__)
 

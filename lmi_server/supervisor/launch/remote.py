@@ -12,7 +12,7 @@ import msgspec
 
 from lmi_server.contract.link import WorkerLink
 from lmi_server.contract.protocol import Load
-from lmi_server.supervisor.launch import WorkerLaunch
+from lmi_server.supervisor.launch.worker_launch import WorkerLaunch
 
 TOKEN_BYTES = 32
 _ENDED = "is gone: its connection has ended"
