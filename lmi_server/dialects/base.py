@@ -50,8 +50,8 @@ class Exchange(ABC):
     error_route = INVOCATIONS
 
     requests: tuple[GenerationRequest, ...]
-    stream: bool
-    content_type: str
+    stream: bool = False
+    content_type: str = "application/json"
     warnings: tuple[str, ...] = ()
     headers: Sequence[tuple[str, str]] = ()
 

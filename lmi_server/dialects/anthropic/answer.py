@@ -184,9 +184,6 @@ def _counts(computed: int, cached: int, output: int) -> dict[str, Any]:
 class MessageBody(_Message):
     """A whole message."""
 
-    stream = False
-    content_type = "application/json"
-
     def add(self, index: int, delta: Delta) -> bytes:
         self._blocks.add(delta)
         if delta.finish_reason is not None:

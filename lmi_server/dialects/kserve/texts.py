@@ -126,8 +126,6 @@ def _text(name: str, value: Any) -> str:
 class TensorExchange(Exchange):
     """Answers with the tensor `text_output`, an element per prompt."""
 
-    stream = False
-
     def __init__(self, infer: InferRequest, generations: _Generations, model: str) -> None:
         self.requests = generations.requests
         self.warnings = generations.warnings

@@ -200,8 +200,6 @@ class LmiExchange(Exchange):
 class JsonExchange(LmiExchange):
     """One JSON object at the end, or a list of one, as text-generation-inference answers `POST /`."""
 
-    stream = False
-    content_type = "application/json"
     answer_type: type[WholeAnswer] | type[AsyncAnswer] = WholeAnswer
 
     def add(self, index: int, delta: Delta) -> bytes:

@@ -14,6 +14,7 @@ from lmi_server.dialects.adapters import adapter_name, registered_adapter
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.choices import CHOICES, choices_of
 from lmi_server.dialects.fields import Field
+from lmi_server.dialects.framing import SSE
 from lmi_server.dialects.lmi.answer import (
     BestLinesExchange,
     JsonExchange,
@@ -204,7 +205,9 @@ def _parse(
     stream = values.get("stream", False)
     as_tgi = wants_tgi(request, served)
     asynchronous = served.async_service and not as_tgi
-    framing, formatter_warnings = choose_framing(request, served, stream, as_tgi)
+    framing, formatter_warnings = choose_framing(request, served, stream)
+    if as_tgi:  # that server knows no option.output_formatter
+        framing, formatter_warnings = SSE if stream else None, ()
     unusual = not _UNUSUAL.isdisjoint(parameters)  # most requests have none of them
     beams = _beam_search(parameters) if unusual else None
     options = _answer_options(request.route, values["inputs"], parameters, beams, served, as_tgi)

@@ -14,8 +14,8 @@ from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.choices import choices_of
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
-from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
-from lmi_server.dialects.lmi.formatters import formatter_warnings
+from lmi_server.dialects.framing import SSE, Framing
+from lmi_server.dialects.lmi.formatters import CHAT_FRAMINGS, choose_framing
 from lmi_server.dialects.openai import messages as chats
 from lmi_server.dialects.openai.answer import ParsedOpenAI
 from lmi_server.dialects.openai.chat_answer import ChatBody, ChatStream
@@ -24,7 +24,6 @@ from lmi_server.dialects.openai.request import (
     UNSUPPORTED,
     answer_options,
     read,
-    stream_framing,
 )
 
 
@@ -91,18 +90,9 @@ def _chat_framing(request: Input, served: ServedModel, stream: bool) -> tuple[Fr
 
     option.output_formatter is LMI's, so that it has no effect on OpenAI's own routes.
     """
-    by_stream = stream_framing(request, served) if stream else None
     if is_openai(request.route):
-        return by_stream, ()
-    match served.output_formatter:
-        case "json_chat":
-            return None, ()
-        case "jsonlines_chat":
-            return JSON_LINES, ()
-        case "sse_chat":
-            return SSE, ()
-        case name:
-            return by_stream, formatter_warnings(name)
+        return (SSE if stream else None), ()
+    return choose_framing(request, served, stream, CHAT_FRAMINGS)
 
 
 def _alternatives(values: Mapping[str, Any]) -> int | None:

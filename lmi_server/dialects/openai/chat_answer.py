@@ -226,9 +226,6 @@ class _CollectedChoice:
 class ChatBody(OpenAIExchange):
     """A whole chat completion."""
 
-    stream = False
-    content_type = "application/json"
-
     def __init__(self, parsed: ParsedOpenAI) -> None:
         super().__init__(parsed, parsed.options.n)
         self._sequences = [_CollectedChoice(request, parsed.options) for request in parsed.requests]

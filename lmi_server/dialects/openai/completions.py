@@ -291,9 +291,6 @@ class _Candidate:
 class CompletionBody(OpenAIExchange):
     """A whole completion."""
 
-    stream = False
-    content_type = "application/json"
-
     def __init__(self, parsed: ParsedOpenAI, form: _CompletionOptions) -> None:
         super().__init__(parsed, form.candidates)
         self._form = form

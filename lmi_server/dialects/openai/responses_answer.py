@@ -254,9 +254,6 @@ class _Response(Exchange):
 class ResponseBody(_Response):
     """A whole response."""
 
-    stream = False
-    content_type = "application/json"
-
     def body(self) -> bytes:
         return encode(self._object())
 
