@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from urllib.request import Request, urlopen
 
+from lmi_server.client.server_calls import increase
+
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+.\deE]*\d|NaN|[-+]Inf)(?: \d+)?")
 _VLLM = "vllm:"
 _WORKER = 'worker="'
@@ -150,14 +152,6 @@ def waiting(reading: Reading) -> float | None:
     """Return the requests that wait, before and in the engine; None if that is not known."""
     counts = [reading[key] for key in ("queued", "queued_in_engine") if key in reading]
     return sum(counts) if counts else None
-
-
-def increase(before: Reading, after: Reading, key: str) -> float | None:
-    """Return by how much a counter grew; from zero if it is new, or the server has started again."""
-    if key not in after:
-        return None
-    grown = after[key] - before.get(key, 0.0)
-    return after[key] if grown < 0 else grown
 
 
 def _samples(lines: Iterable[str]) -> Iterable[tuple[str, str, float]]:

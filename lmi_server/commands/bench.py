@@ -14,13 +14,14 @@ from rich.console import Console
 
 from lmi_server.bench import dialects, report
 from lmi_server.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Replay
-from lmi_server.bench.client import Target, address
+from lmi_server.bench.client import Target
 from lmi_server.bench.html_report import html_report
 from lmi_server.bench.observation import Measured, Observer
 from lmi_server.bench.records import LATENCIES
 from lmi_server.bench.run import Extent, Run
 from lmi_server.bench.server_metrics import fetch
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer, Workload, read_prompts, with_adapters
+from lmi_server.client.server_calls import address, parse_headers
 from lmi_server.commands.bench_progress import shown_progress
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
@@ -168,15 +169,6 @@ def bench_target(url: str, api: str, model: str, stream: bool, headers: Sequence
     given = parse_headers(headers)
     host, port, prefix, tls = address(url)
     return Target(host, port, prefix, tls, given, model, dialects.dialect_of(api, stream), stream)
-
-
-def parse_headers(headers: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return names and values of `name: value`. Raises ConfigurationError if one has no name or no colon."""
-    pairs = [header.partition(":") for header in headers]
-    for name, separator, _ in pairs:
-        if not (name and separator):
-            raise ConfigurationError(f'--header "{name}" is not allowed; allowed: "name: value"')
-    return tuple((name.strip(), value.strip()) for name, _, value in pairs)
 
 
 def observer_of(target: Target, metrics: str | None) -> Observer:

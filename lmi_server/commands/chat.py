@@ -16,16 +16,15 @@ import typer
 from rich.console import Console
 
 from lmi_server.artifacts.fetch import artifact_settings
-from lmi_server.commands.bench import parse_headers
+from lmi_server.client.server_calls import DEFAULT_URL, ServerCalls, parse_headers
+from lmi_server.client.trial_server import LoadFailedError, trial_server
 from lmi_server.commands.conversation import Conversation
-from lmi_server.commands.server_calls import DEFAULT_URL, ServerCalls
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.whole_files import write_text
 from lmi_server.serving.model_store import name_of
-from lmi_server.tune.server import LoadFailedError, trial_server
 
 _URL = re.compile(r"https?://.*|(\[[\da-fA-F:.]+\]|[\w.-]+):\d+(/.*)?", re.ASCII)
 _PROMPT = "> "

@@ -20,9 +20,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lmi_server.commands.bench import parse_headers
+from lmi_server.client.server_calls import DEFAULT_URL, ServerCalls, parse_headers
 from lmi_server.commands.model_figures import Look, ModelFigures, figures, look
-from lmi_server.commands.server_calls import DEFAULT_URL, ServerCalls
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 

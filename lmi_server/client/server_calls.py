@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+import ssl
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
 from typing import Any, cast
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from lmi_server.bench.client import address
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.tune.server import error_message
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 
@@ -66,6 +67,46 @@ class ServerCalls:
     def _gone(self, error: Exception) -> ConfigurationError:
         reason = error.reason if isinstance(error, URLError) else error
         return ConfigurationError(f"{self.url} does not answer: {reason}")
+
+
+def address(url: str) -> tuple[str, int, str, ssl.SSLContext | None]:
+    """Return host, port, path and the TLS of a URL. Raises ConfigurationError if it is not http or https."""
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"{url} is no URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigurationError(f"{url} is no URL of a server; allowed: http://HOST:PORT, https://HOST:PORT")
+    tls = ssl.create_default_context() if parts.scheme == "https" else None
+    return parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/"), tls
+
+
+def parse_headers(headers: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return names and values of `name: value`. Raises ConfigurationError if one has no name or no colon."""
+    pairs = [header.partition(":") for header in headers]
+    for name, separator, _ in pairs:
+        if not (name and separator):
+            raise ConfigurationError(f'--header "{name}" is not allowed; allowed: "name: value"')
+    return tuple((name.strip(), value.strip()) for name, _, value in pairs)
+
+
+def error_message(body: bytes) -> str:
+    """Return the message of an error in LMI's or OpenAI's form, on one line; the body itself in another form."""
+    try:
+        found = json.loads(body)
+        text = str(found["message"] if "message" in found else found["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        text = body.decode("utf-8", "replace")
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def increase(before: Mapping[str, float], after: Mapping[str, float], key: str) -> float | None:
+    """Return by how much a counter grew; from zero if it is new, or the server has started again."""
+    if key not in after:
+        return None
+    grown = after[key] - before.get(key, 0.0)
+    return after[key] if grown < 0 else grown
 
 
 def remedy(error: Exception) -> str:
