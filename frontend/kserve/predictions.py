@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from frontend.features import ServerFeature, ServerParts, Target
 from frontend.http.clients import Scope, shown_error
 from frontend.http.responses import error_response, json_response
 from lmi_server.configuration.handlers import HandlerSpec
@@ -40,7 +41,7 @@ _STATES = {ModelStatus.HEALTHY: "READY", ModelStatus.PENDING: "LOADING"}
 _NOT_READY = 400  # the protocol asks for a status of 4xx
 
 
-def target(path: str) -> tuple[str, str | None, str | None] | None:
+def target(path: str) -> Target | None:
     """Return route, model and version of a path below /v2/models/; None if it is not for inference."""
     match path.removeprefix(MODELS).split("/"):
         case [name, "versions", number, action] if action in _ACTIONS:
@@ -50,16 +51,24 @@ def target(path: str) -> tuple[str, str | None, str | None] | None:
     return None
 
 
-class KServeEndpoints:
+def attach(server: ServerParts) -> ServerFeature:
+    """Return the feature, which every server has."""
+    return KServeEndpoints(server.models)
+
+
+class KServeEndpoints(ServerFeature):
     """Health and metadata of the server and of its models."""
+
+    paths = PATHS
 
     def __init__(self, models: ModelRegistry) -> None:
         self._models = models
+        self.targets = {MODELS: target}
 
-    def health(self) -> list[Route]:
+    def health_routes(self) -> list[Route]:
         return [Route("/v2/health/live", self.live), Route("/v2/health/ready", self.ready)]
 
-    def routes(self) -> list[Route]:
+    def request_routes(self) -> list[Route]:
         model = "/v2/models/{model}"
         return [
             Route("/v2", self.server),

@@ -20,8 +20,7 @@ from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.model_metrics import ModelMetrics
 from frontend.observability.request_log import RequestLog
 from frontend.observability.request_record import FAILED, RequestRecord
-from frontend.observability.traces.trace_context import RequestTrace, trace_id_of
-from frontend.observability.traces.tracing import Tracing
+from frontend.observability.trace_context import RequestTrace, Tracer, trace_id_of
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.protocol import CANCELLED, Error
 from lmi_server.serving.models import Model
@@ -49,16 +48,16 @@ class AnsweredRequest(msgspec.Struct, gc=False):
 
 
 class RequestReports:
-    """Counts requests, and logs and traces them as far as the settings ask for it. Raises ConfigurationError.
+    """Counts requests, and logs and traces them as far as the settings ask for it.
 
-    `tracing` begins the traces of requests, None if there are none.
+    `tracing` begins the traces of requests. It is None until something sets it.
     """
 
     def __init__(self, settings: ServerSettings, metrics: Metrics, error_rates: ErrorRates) -> None:
         self._metrics = metrics
         self._error_rates = error_rates
         self._log = RequestLog.of(settings)
-        self.tracing = Tracing.of(settings)
+        self.tracing: Tracer | None = None
         self._logs_prompts = settings.log_prompts
         self._answered: list[AnsweredRequest] = []  # and not reported yet
         self._waits = False  # for an idle loop

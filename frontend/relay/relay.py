@@ -30,7 +30,7 @@ from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.metrics.lmi import CLIENT_GONE
 from frontend.observability.request_reports import AnsweredRequest, RequestReports
-from frontend.observability.traces.trace_context import RequestTrace
+from frontend.observability.trace_context import RequestTrace
 from frontend.relay.model_names import refuse_unknown
 from frontend.relay.response import Response
 from lmi_server.configuration.server_settings import ServerSettings
@@ -99,7 +99,6 @@ class Relay:
         self._models = models
         self._metrics = metrics
         self.reports = RequestReports(settings, metrics, self.error_rates)
-        self._tracing = self.reports.tracing
         self._max_request_size = settings.max_request_size
         self._request_id_header = settings.request_id_header.lower()
         self._statuses = error_statuses(settings)
@@ -130,7 +129,7 @@ class Relay:
         properties, names, attributes = _properties(scope)
         request_id = properties.get(self._request_id_header) or properties.get(_INFERENCE_ID) or new_request_id()
         traceparent = properties.get("traceparent")
-        trace, tracing = None, self._tracing
+        trace, tracing = None, self.reports.tracing
         if tracing is not None and (traceparent is not None or random() < tracing.ratio):
             trace = tracing.begin(properties, scope)
         connection = connection_of(scope)

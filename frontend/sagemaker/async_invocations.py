@@ -18,12 +18,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.responses import Response
 
+from frontend.features import Inference
 from frontend.http.clients import Receive, Scope
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import held_by
 from frontend.http.request_ids import new_request_id
-from frontend.sagemaker.detached import DetachedRequest, Inference
+from frontend.sagemaker.detached import DetachedRequest
 from frontend.sagemaker.job_store import JobRecord, as_os_errors, aws_client
+from frontend.sagemaker.settings import JobSettings
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError, NoRoomError, QueueFullError, RequestError
 from lmi_server.contract.quoting import excerpt
@@ -86,10 +88,11 @@ class AsyncInvocations:
         self._infer = infer
         self._answers = answers
         self._check = check
-        self._capacity = settings.memory_cache_capacity
+        jobs = settings.part(JobSettings)
+        self._capacity = jobs.memory_cache_capacity
         self._max_size = settings.max_request_size
-        self._outputs = None if settings.async_output_path is None else _place(settings.async_output_path)
-        inputs = settings.async_input_path or (None if self._outputs is None else f"s3://{self._outputs.bucket}")
+        self._outputs = None if jobs.async_output_path is None else _place(jobs.async_output_path)
+        inputs = jobs.async_input_path or (None if self._outputs is None else f"s3://{self._outputs.bucket}")
         self._inputs = None if inputs is None else _place(inputs)
         self._client: Any = None if self._outputs is None else aws_client("s3", "async_output_path")
         self._full = {429, 503, settings.throttle_error_http_code, settings.wlm_error_http_code}

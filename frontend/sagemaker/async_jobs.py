@@ -19,13 +19,15 @@ from typing import TypeVar
 
 from starlette.responses import Response
 
+from frontend.features import Inference, Target
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import connection_of
 from frontend.http.request_ids import new_request_id
 from frontend.http.responses import error_response, json_response
-from frontend.sagemaker.detached import DetachedRequest, Inference, Target
+from frontend.sagemaker.detached import DetachedRequest
 from frontend.sagemaker.job_store import JobRecord, job_store
+from frontend.sagemaker.settings import JobSettings
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
 from lmi_server.contract.protocol import SYNCHRONOUS_HEADER
@@ -86,10 +88,11 @@ class AsyncJobs:
         self._infer = infer
         self._answer = answer
         self._check = check
-        self._capacity = settings.memory_cache_capacity
+        jobs = settings.part(JobSettings)
+        self._capacity = jobs.memory_cache_capacity
         self._answers = answers
-        self._max_size = settings.async_jobs_size
-        self._lifetime = settings.async_jobs_lifetime
+        self._max_size = jobs.async_jobs_size
+        self._lifetime = jobs.async_jobs_lifetime
         self._store = job_store(settings)
         self._threads = ThreadPoolExecutor(_THREADS, "jobs")
         self._jobs: dict[str, _Job] = {}

@@ -15,6 +15,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from frontend.features import Inference
 from frontend.http.clients import Receive, Scope, Send
 from frontend.sagemaker.async_invocations import AsyncInvocations
 from frontend.sagemaker.request_signatures import SignatureCheck, SignatureRefusedError
@@ -30,7 +31,6 @@ from lmi_server.contract.errors import (
 from lmi_server.dialects import routes
 from lmi_server.serving.registry import ModelRegistry
 
-Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 ENDPOINTS = "/endpoints/"

@@ -33,7 +33,7 @@ def build(options_type: type[_AnyOptions], sources: Given) -> tuple[_AnyOptions,
     values = {field: sources[option.key].raw for field, option in declared.items()}
     wrong = _wrong_fields(options_type, values)
     sound = {field: value for field, value in values.items() if field not in wrong}
-    bad = [declared[field] for field in wrong]
+    bad = [option for field, option in declared.items() if field in wrong]
     return options_type.model_validate(sound), {option.key: _bad_value(option, sources) for option in bad}
 
 

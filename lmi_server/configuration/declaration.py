@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
@@ -152,9 +152,36 @@ class Options(BaseModel):
         return _declared_by(cls)
 
 
+class FeatureSettings(Options):
+    """Base of the settings that an optional feature adds to those of the server.
+
+    `after` is the setting behind which they stand in documents. `secrets` are those that hold keys or passwords.
+    """
+
+    after: ClassVar[str]
+    secrets: ClassVar[tuple[str, ...]] = ()
+
+
 @functools.cache  # each of the layers of a configuration, and each check of it, asks for them
 def _declared_by(options: type[Options]) -> tuple[Option, ...]:
-    return tuple(_option(options.prefix, name, info) for name, info in options.model_fields.items())
+    fields = options.model_fields
+    return tuple(_option(options.prefix, name, fields[name]) for name in _in_order(options))
+
+
+def _in_order(options: type[Options]) -> Sequence[str]:
+    """Return the names of the fields as they are declared; those of a feature stand where its `after` says."""
+    parts = feature_parts(options)
+    of_features = {name for part in parts for name in part.model_fields}
+    names = [name for name in options.model_fields if name not in of_features]
+    for part in parts:
+        place = names.index(part.after) + 1
+        names[place:place] = part.model_fields
+    return names
+
+
+def feature_parts(options: type[Options]) -> Sequence[type[FeatureSettings]]:
+    """Return the settings of features that `options` is made of."""
+    return [base for base in options.__bases__ if issubclass(base, FeatureSettings) and base is not FeatureSettings]
 
 
 def _option(prefix: str, field: str, info: FieldInfo) -> Option:

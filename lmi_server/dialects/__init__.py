@@ -1,10 +1,11 @@
 """Request dialects: pure functions between the bytes of HTTP and generation requests.
 
 `parse` turns an Input into an Exchange: the sequences to generate, and the way to write the answer. Imports only
-`contract`.
+`contract` and the table of features.
 
-    lmi/, openai/, anthropic/, kserve/
-                         one package per dialect
+    lmi/, openai/, anthropic/, kserve/, tgi.py
+                         one package or module per dialect
+    optional.py          the dialects among these that are optional features
     tokens.py            vLLM's /tokenize and /detokenize
     scores.py            vLLM's /score and /rerank
     routes.py            the names of the routes
@@ -23,12 +24,14 @@ from __future__ import annotations
 
 from lmi_server.contract.errors import RequestError, RouteNotFoundError
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import anthropic, fields, kserve, lmi, openai, routes
+from lmi_server.dialects import fields, lmi, openai, routes
 from lmi_server.dialects.base import Exchange, ServedModel
+from lmi_server.dialects.optional import optional_dialects
 
 __all__ = ["FORMATTER_NAMES", "Exchange", "ServedModel", "parse"]
 
 FORMATTER_NAMES = lmi.FORMATTER_NAMES
+_OPTIONAL = optional_dialects()
 
 
 def parse(request: Input, served: ServedModel) -> Exchange:
@@ -43,14 +46,9 @@ def parse(request: Input, served: ServedModel) -> Exchange:
             return openai.parse_completion(request, fields.json_object(request), served)
         case routes.RESPONSES:
             return openai.parse_response(request, fields.json_object(request), served)
-        case routes.MESSAGES:
-            return anthropic.parse_message(request, fields.json_object(request), served)
-        case routes.INFER:
-            return kserve.parse_infer(request, served)
-        case routes.V2_GENERATE | routes.V2_GENERATE_STREAM:
-            return kserve.parse_generate(request, served)
-    if request.route in routes.TGI_ROUTES:
-        return lmi.parse_tgi(request, fields.json_object(request), served)
+    optional = _OPTIONAL.parsers.get(request.route)
+    if optional is not None:
+        return optional(request, served)
     if request.route in routes.POOLING_ROUTES:
         raise RequestError(
             f"this model generates text and does not serve /{request.route}; serve a model of embeddings or classes,"

@@ -14,7 +14,7 @@ from server_helpers import Server, make_model, running
 from waiting import wait_until
 
 from frontend.observability.request_record import EndedRequest, RequestRecord
-from frontend.observability.traces.trace_context import HttpRequest, RequestTrace, parse_traceparent
+from frontend.observability.trace_context import HttpRequest, RequestTrace, parse_traceparent
 from frontend.observability.traces.tracing import Tracing
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install lmi-server[otel]")

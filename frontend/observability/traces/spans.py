@@ -32,8 +32,8 @@ from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
 from frontend.observability.metrics.lmi import CLIENT_GONE
 from frontend.observability.request_record import FAILED, EndedRequest
+from frontend.observability.trace_context import HttpRequest, RequestTrace
 from frontend.observability.traces import otlp
-from frontend.observability.traces.trace_context import HttpRequest, RequestTrace
 from lmi_server.dialects import routes
 
 _NAME = "lmi-server"

@@ -13,7 +13,8 @@ import msgspec
 
 from frontend.http.clients import Scope
 from frontend.observability.request_record import EndedRequest, RequestRecord
-from frontend.observability.traces.trace_context import HttpRequest, RequestTrace, parse_traceparent
+from frontend.observability.trace_context import HttpRequest, RequestTrace, parse_traceparent
+from frontend.observability.traces.settings import TraceSettings
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 
@@ -49,7 +50,8 @@ class Tracing:
     @classmethod
     def of(cls, settings: ServerSettings) -> Tracing | None:
         """Return the traces that the settings ask for, None for none. Raises ConfigurationError."""
-        endpoint = settings.otlp_traces_endpoint
+        asked = settings.part(TraceSettings)
+        endpoint = asked.otlp_traces_endpoint
         if endpoint is None:
             return None
         try:
@@ -58,7 +60,7 @@ class Tracing:
             raise ConfigurationError(
                 f'otlp_traces_endpoint = "{endpoint}" needs OpenTelemetry ({error}); run: pip install lmi-server[otel]'
             ) from error
-        return cls(settings.trace_sample, spans)
+        return cls(asked.trace_sample, spans)
 
     def begin(self, properties: dict[str, str], scope: Scope) -> RequestTrace | None:
         """Return the span of a request that was drawn, or whose headers name a trace; None if that is not to be traced.

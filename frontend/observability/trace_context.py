@@ -1,11 +1,14 @@
-"""W3C's Trace Context: which trace a request belongs to, as its header traceparent says."""
+"""W3C's Trace Context: which trace a request belongs to, as its header traceparent says; and what traces requests."""
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
+
+from frontend.http.clients import Scope
+from frontend.observability.request_record import RequestRecord
 
 _TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
@@ -50,6 +53,27 @@ class RequestTrace(msgspec.Struct, gc=False):
     def header(self) -> str:
         """The header traceparent of whatever this request causes."""
         return f"00-{self.trace_id}-{self.span_id}-01"
+
+
+class Tracer(Protocol):
+    """What begins the traces of requests, and ends them: Tracing, if the settings ask for traces.
+
+    `ratio` is the share of the requests without a trace of their own that are traced.
+    """
+
+    ratio: float
+
+    def begin(self, properties: dict[str, str], scope: Scope) -> RequestTrace | None:
+        """Return the span of a request that was drawn, or whose headers name a trace; None if it is not traced."""
+
+    def add(self, trace: RequestTrace, record: RequestRecord, shown: tuple[Any, ...]) -> None:
+        """Send the spans of a request that has ended, soon."""
+
+    def hand_over(self) -> None:
+        """Make the spans that wait."""
+
+    async def close(self) -> None:
+        """Send what waits."""
 
 
 def parse_traceparent(header: str) -> TraceContext | None:
