@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from feature_modules import BUILT_ON, feature_of
 from paths import ROOT
 
 from lmi_server.configuration.handlers import HANDLERS
@@ -76,6 +77,7 @@ INSIDE_MAY_IMPORT = {
     },
 }
 TABLE = "lmi_server/configuration/handlers.py"
+FEATURE_TABLE = "lmi_server/features.py"
 COMPOSITION_ROOT = "lmi_server/commands/cli.py"
 ENVIRONMENT = "lmi_server/machine/environment.py"
 # What a handler may import of lmi_server: the contract, what the machine has, the dialects' pure functions, media, and
@@ -229,6 +231,25 @@ def test_a_handler_is_its_folder_and_its_row_in_the_table() -> None:
         modules = [text for text in texts if isinstance(text, str) and text.startswith("handlers.")]
         asked = [value for value in compared(parsed(path)) if value in names]
         wrong += [f"{name_of(path)} names {text}" for text in (*modules, *asked)]
+    assert not wrong
+
+
+def test_a_feature_is_its_modules_and_its_entry() -> None:
+    """No other module imports those of a feature, and only the table names them."""
+    wrong = []
+    for name, path in BY_NAME.items():
+        own = feature_of(name)
+        for other in imported(parsed(path), path):
+            feature = feature_of(other)
+            if feature not in (None, own, *BUILT_ON.get(own or "", ())):
+                wrong.append(f"{name_of(path)} imports {other}")
+        if name_of(path) == FEATURE_TABLE:
+            continue
+        for node in ast.walk(parsed(path)):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            feature = feature_of(text.partition(":")[0])
+            if feature not in (None, own):
+                wrong.append(f"{name_of(path)} names {text}")
     assert not wrong
 
 
