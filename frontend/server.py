@@ -352,8 +352,7 @@ class _HttpServer(uvicorn.Server):
     def refuse_unfinished(self, message: str) -> None:
         """Refuse requests that have not arrived as a whole: they would be refused at their end."""
         for connection in self._connections():
-            if connection.waits_for_body:
-                connection.refuse_unanswered(message)
+            connection.refuse_unanswered(message, only_unfinished=True)
 
     def refuse_unanswered(self, message: str) -> None:
         """Refuse requests whose answers have not begun."""

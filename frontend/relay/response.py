@@ -7,7 +7,7 @@ import functools
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 
 from frontend.http.clients import Scope, Send, shown_answer, shown_error, shown_text
-from frontend.http.protocol import RelayProtocol
+from frontend.http.protocol import ClientConnection
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.protocol import Head
 
@@ -24,7 +24,12 @@ class Response:
     __slots__ = ("_connection", "_has_body", "_headers", "_scope", "_send", "request_id")
 
     def __init__(
-        self, connection: RelayProtocol, send: Send, request_id: str, headers: list[tuple[bytes, bytes]], scope: Scope
+        self,
+        connection: ClientConnection,
+        send: Send,
+        request_id: str,
+        headers: list[tuple[bytes, bytes]],
+        scope: Scope,
     ) -> None:
         """`headers` are added to every answer."""
         self._connection = connection

@@ -101,7 +101,7 @@ def serving(tree: Path) -> Iterator[httpx.Client]:
     )
     log = ProcessLog(process.stderr)
     try:
-        url = log.wait_for(r"\] ready: API (\S+?)(?:,|;|$)")[1]
+        url = log.wait_for(r"ready: API ([^\s,;]+)")[1]
         with httpx.Client(base_url=url, timeout=60) as client:
             yield client
     finally:
