@@ -90,13 +90,12 @@ check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two minutes)
 # One core compiles the kernels while the other runs the linters. Several processes of the tests, and both ranks of a
 # split model, would each compile them otherwise.
 #
-# Whatever else runs on the machine can make a server of a test too late. So what failed has a second try, alone, up to
-# the first that fails again; the names of all are printed, since a test that passes only alone is to be mended, too.
+# What failed has a second try, alone, up to the first that fails again. RETRY=--strict fails for a test that passes only
+# then, unless tests/flaky.txt names it.
 test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (fifteen minutes)
 	@$(MAKE) --no-print-directory $(KERNELS) & compilation=$$!; \
 	$(MAKE) --no-print-directory lint; linted=$$?; wait $$compilation && exit $$linted
-	$(PYTEST) || { test $$? -eq 1 && echo "What failed is tried again, alone:" && \
-	  $(BIN)/python -m pytest -v --maxfail 1 --last-failed --last-failed-no-failures none; }
+	$(PYTEST) || { test $$? -eq 1 && $(BIN)/python -m scripts.retry_failed $(RETRY); }
 
 # .venv has the build of torch for processors.
 GPU_PYTHON ?= $(BIN)/python

@@ -30,9 +30,9 @@ from lmi_server.artifacts.location import (
     parse_location,
     resolved_path,
 )
+from lmi_server.configuration.checks.registered_keys import references
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.references import FOR_OPERATOR, Kind, Reference
-from lmi_server.configuration.registered_keys import references
 from lmi_server.configuration.server_settings import ServerSettings, server_home
 from lmi_server.contract.errors import PermissionDeniedError
 from lmi_server.contract.quoting import excerpt

@@ -153,9 +153,8 @@ class AdapterManagement:
         model = self._model(request)
         adapters = model.loaded().adapters
         assert model.resolved is not None
-        options = model.resolved.options
-        if not options.enable_lora:
-            remedy = options.adapters_instead or "Set option.enable_lora=true in serving.properties"
+        if not model.resolved.options.enable_lora:
+            remedy = model.resolved.spec.adapters_instead or "Set option.enable_lora=true in serving.properties"
             raise BadParameterError(f"LoRA is not enabled. {remedy[0].upper()}{remedy[1:]}")
         return adapters
 

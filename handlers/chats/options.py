@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from pydantic import AfterValidator, Field
 
@@ -35,41 +35,42 @@ class ParserOptions(ModelOptions):
     """Keys of serving.properties for tools and reasoning in chats."""
 
     chat_template: Annotated[str | None, NAMES_TEMPLATE] = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
-    enable_auto_tool_choice: Annotated[bool, Documented("false", "agents send tools and let the model choose")] = Field(
-        True, description="Let the model choose tools; if false, only requests that demand a call may send tools."
-    )
+    enable_auto_tool_choice: Annotated[bool, Documented("false", "agents send tools and let the model choose")] = True
+    """Let the model choose tools; if false, only requests that demand a call may send tools."""
     tool_call_parser: Annotated[
         str,
         _one_of((AUTO, *TOOL_PARSERS)),
         Allowed(f"auto, {', '.join(TOOL_PARSERS)}; {_MORE}"),
         TOOL_PARSER_NOTE,
         NAMES_NOTHING,
-    ] = Field(
-        AUTO, description="Form in which the model calls tools, by the name of vLLM's parser; auto is by the template."
-    )
-    enable_reasoning: bool = Field(
-        False, description="Answer with the reasoning apart from the content; requires reasoning_parser."
-    )
+    ] = AUTO
+    """Form in which the model calls tools, by the name of vLLM's parser; auto is by the template."""
+    enable_reasoning: bool = False
+    """Answer with the reasoning apart from the content; requires reasoning_parser."""
     reasoning_parser: Annotated[
         Annotated[str, _one_of(REASONING_PARSERS), Allowed(f"{', '.join(REASONING_PARSERS)}; {_MORE}")] | None,
         NAMES_NOTHING,
-    ] = Field(None, description="Form in which the model writes its reasoning, by the name of vLLM's parser.")
+    ] = None
+    """Form in which the model writes its reasoning, by the name of vLLM's parser."""
 
     def reasoning_conflicts(self) -> Iterator[Conflict]:
         """Yield a conflict if reasoning needs a parser and none is named."""
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Conflict(("option.enable_reasoning",), "true only with option.reasoning_parser")
 
-    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
-        return tool_parser_note(self.tool_call_parser, self.chat_template, model_dir, location)
+
+class _ChatOptions(Protocol):
+    @property
+    def tool_call_parser(self) -> str: ...
+    @property
+    def chat_template(self) -> str | None: ...
 
 
-def tool_parser_note(
-    parser: str | None, chat_template: str | None, model_dir: Path, location: Path
-) -> Mapping[str, str]:
+def tool_parser_note(options: _ChatOptions, model_dir: Path, location: Path) -> Mapping[str, str]:
     """Return what option.tool_call_parser=auto chooses, for `explain`; empty if the template is not here yet."""
-    if parser != AUTO:
+    if options.tool_call_parser != AUTO:
         return {}
+    chat_template = options.chat_template
     try:
         template = stored_template(location) if chat_template is None else read_chat_template(chat_template, model_dir)
     except ModelLoadError:

@@ -17,6 +17,7 @@ from lmi_server.configuration.declaration import (
     Documented,
     NoEffect,
 )
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.machine.threads import THREAD_VARIABLES
@@ -67,52 +68,44 @@ DeviceMap = Annotated[
 class TransformersOptions(ModelOptions):
     """Keys of serving.properties for a model that transformers loads."""
 
-    degree_counts_gpus = True
-
-    tensor_parallel_degree: ParallelDegree = Field(
-        -1,
-        description="GPUs of one worker, over which option.device_map spreads the layers; max means all GPUs of the"
-        " machine, -1 one.",
-    )
+    tensor_parallel_degree: ParallelDegree = -1
+    """GPUs of one worker, over which option.device_map spreads the layers; max means all GPUs of the machine, -1 one.
+    """
     device_map: Annotated[
         DeviceMap | None,
         Documented("auto", "it is auto if a worker has several GPUs; one GPU gets the whole model"),
         NAMES_NOTHING,
-    ] = Field(
-        None,
-        description="Placement of the layers on the GPUs of a worker, which count from 0, as accelerate defines it;"
-        " what is on cpu beside GPUs, or on disk, is read for each pass.",
-    )
+    ] = None
+    """Placement of the layers on the GPUs of a worker, which count from 0, as accelerate defines it; what is on cpu
+    beside GPUs, or on disk, is read for each pass."""
     device_id: Annotated[
         int, Field(ge=-1), Allowed("an integer of 0 or more, or -1"), NoEffect("the server sets it")
-    ] = Field(-1, description="GPU of the worker.")
-    low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always loads this way")] = Field(
-        False, description="Load weights one by one instead of twice the model's memory."
-    )
+    ] = -1
+    """GPU of the worker."""
+    low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always loads this way")] = False
+    """Load weights one by one instead of twice the model's memory."""
     quantize: Annotated[
         Literal["bitsandbytes", "bitsandbytes4", "bitsandbytes8", "gptq", "awq"] | None,
         DeprecatedValue("bitsandbytes", "use bitsandbytes8"),
-    ] = Field(
-        None,
-        description="Quantisation of the weights: by bitsandbytes while they load; gptq and awq by the checkpoint.",
-    )
+    ] = None
+    """Quantisation of the weights: by bitsandbytes while they load; gptq and awq by the checkpoint."""
     load_in_4bit: Annotated[
         bool, Deprecated("use option.quantize=bitsandbytes4", becomes=("option.quantize", "bitsandbytes4"))
-    ] = Field(False, description="Quantise the weights to 4 bits.")
+    ] = False
+    """Quantise the weights to 4 bits."""
     load_in_8bit: Annotated[
         bool, Deprecated("use option.quantize=bitsandbytes8", becomes=("option.quantize", "bitsandbytes8"))
-    ] = Field(False, description="Quantise the weights to 8 bits.")
+    ] = False
+    """Quantise the weights to 8 bits."""
     disable_flash_attn: Annotated[
         bool, NoEffect("attention runs on torch's kernels, which take flash attention where they can")
-    ] = Field(True, description="Do not use the flash attention of transformers.")
-    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = Field(
-        None, description="Directory to write quantised weights to while the model loads."
-    )
-    threads: PositiveInt | None = Field(
-        None,
-        description="Threads that a worker uses inside an operation on the CPU. By default the workers of the model"
-        " (maxWorkers) divide the cores that the server may use.",
-    )
+    ] = True
+    """Do not use the flash attention of transformers."""
+    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = None
+    """Directory to write quantised weights to while the model loads."""
+    threads: PositiveInt | None = None
+    """Threads that a worker uses inside an operation on the CPU. By default the workers of the model (maxWorkers)
+    divide the cores that the server may use."""
 
     @property
     def placement(self) -> str | Mapping[str, str | int] | None:
@@ -127,15 +120,6 @@ class TransformersOptions(ModelOptions):
         places = self.placement.values() if isinstance(self.placement, Mapping) else [self.placement]
         numbers = (re.fullmatch(r"(?:cuda:?)?(\d*)", str(place)) for place in places)
         return frozenset(int(number[1] or 0) for number in numbers if number is not None)
-
-    def division(self, gpus: int) -> str | None:
-        one_device = self.device_map is not None and _DEVICE.fullmatch(self.device_map) is not None
-        if self.ranks is not None or gpus < 2 or one_device:
-            return super().division(gpus)
-        return (
-            f"accelerate places whole layers on the {gpus} GPUs of a worker (device_map={self.device_map or 'auto'}),"
-            " which compute one after the other; the KV cache of a layer is on its GPU"
-        )
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         gpus = self.devices_per_worker
@@ -167,15 +151,29 @@ class TransformersOptions(ModelOptions):
         }
         return {name: value for name, value in decided.items() if value}
 
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        if self.quantization_config() is None:
-            return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
-        removed = ("model_id", "revision", "quantize", "load_in_4bit", "load_in_8bit", "save_mp_checkpoint_path")
-        return {f"option.{name}": None for name in removed}
-
     def quantization_config(self) -> Mapping[str, Any] | None:
         """Return the settings with which bitsandbytes quantises while weights load; None if it does not.
 
         A checkpoint that is quantised already brings its own settings.
         """
         return _QUANTIZATION.get(self.quantize or "")
+
+
+class TransformersEngine(EngineDescription[TransformersOptions]):
+    """transformers."""
+
+    def division(self, gpus: int) -> str | None:
+        device_map = self.options.device_map
+        one_device = device_map is not None and _DEVICE.fullmatch(device_map) is not None
+        if self.options.ranks is not None or gpus < 2 or one_device:
+            return super().division(gpus)
+        return (
+            f"accelerate places whole layers on the {gpus} GPUs of a worker (device_map={device_map or 'auto'}),"
+            " which compute one after the other; the KV cache of a layer is on its GPU"
+        )
+
+    def partition(self) -> Mapping[str, str | None] | str:
+        if self.options.quantization_config() is None:
+            return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
+        removed = ("model_id", "revision", "quantize", "load_in_4bit", "load_in_8bit", "save_mp_checkpoint_path")
+        return {f"option.{name}": None for name in removed}

@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from handlers.chats.options import ParserOptions
+from handlers.chats.options import ParserOptions, tool_parser_note
 from handlers.checkpoints.options import TransformersOptions
 from handlers.rolling_batch.options import RECORDING, RollingBatchOptions
 from handlers.tasks.options import PipelineOptions, generates
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     MPI_MODE_DESCRIPTION,
@@ -21,7 +22,6 @@ from lmi_server.configuration.options import (
     ParallelDegree,
     PositiveInt,
     lower,
-    without_effect,
 )
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.configuration.tasks import TEXT_GENERATION, Workload, canonical_task
@@ -55,31 +55,23 @@ class DeepSpeedOptions(RollingBatchOptions):
     """Keys of serving.properties for a model that DeepSpeed splits and runs."""
 
     mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
-    speculative_draft_model: Annotated[Literal["[ngram]"] | None, Allowed("[ngram]")] = Field(
-        None,
-        description="What drafts tokens for speculative decoding: [ngram] proposes what followed the same words earlier"
-        " in prompt and output, where that pays. No text changes but for rounding: each token is the model's own.",
-    )
-    tensor_parallel_degree: ParallelDegree = Field(
-        1,
-        description="Ranks that one model is split over under the MPI engine; at most the number of KV heads.",
-    )
+    speculative_draft_model: Annotated[Literal["[ngram]"] | None, Allowed("[ngram]")] = None
+    """What drafts tokens for speculative decoding: [ngram] proposes what followed the same words earlier in prompt and
+    output, where that pays. No text changes but for rounding: each token is the model's own."""
+    tensor_parallel_degree: ParallelDegree = 1
+    """Ranks that one model is split over under the MPI engine; at most the number of KV heads."""
     dtype: Annotated[
         Dtype,
         Key(also=("option.data_type",)),
         DTYPE_NOTE,
         Unavailable.values("int8", instead="use option.quantize=dynamic_int8"),
-    ] = Field(
-        "auto", description="Data type of weights and KV cache; auto is that of the checkpoint. The CPU has no fp16."
-    )
-    rolling_batch: Annotated[Literal["auto", "deepspeed", "disable"], BeforeValidator(lower)] = Field(
-        "disable",
-        description="Iteration-level batching of the model that DeepSpeed splits; auto is deepspeed for a causal"
-        " language model and disable for any other.",
-    )
-    max_rolling_batch_size: PositiveInt = Field(
-        4, description="Maximum number of requests that one worker decodes together."
-    )
+    ] = "auto"
+    """Data type of weights and KV cache; auto is that of the checkpoint. The CPU has no fp16."""
+    rolling_batch: Annotated[Literal["auto", "deepspeed", "disable"], BeforeValidator(lower)] = "disable"
+    """Iteration-level batching of the model that DeepSpeed splits; auto is deepspeed for a causal language model and
+    disable for any other."""
+    max_rolling_batch_size: PositiveInt = 4
+    """Maximum number of requests that one worker decodes together."""
     task: Annotated[
         str | None,
         BeforeValidator(canonical_task),
@@ -87,60 +79,45 @@ class DeepSpeedOptions(RollingBatchOptions):
         Allowed(", ".join(TASKS)),
         Documented(TEXT_GENERATION, "the architecture in config.json determines the task"),
         NAMES_NOTHING,
-    ] = Field(
-        None, description="Task of the model by its Hugging Face name; without it the model's files determine the task."
-    )
-    enable_streaming: Annotated[Literal["true", "false", "huggingface"], BeforeValidator(lower)] = Field(
-        "false",
-        description="Without a rolling batch: answer tasks that generate text as JSON lines, one per step. With a"
-        " rolling batch `stream` in the request decides.",
-    )
-    quantize: Literal["dynamic_int8", "smoothquant"] | None = Field(
-        None,
-        description="Compute linear layers with weights and activations in 8 bits, on the CPU only. smoothquant first"
-        " moves outliers of the activations, which it measures on a few sentences, into the weights.",
-    )
-    smoothquant_alpha: Annotated[float, Field(ge=0, le=1), Allowed("a number from 0 to 1")] | None = Field(
-        None, description="Share of the outliers that smoothquant moves into the weights; the default is 0.5."
-    )
-    max_tokens: PositiveInt = Field(
-        1024, description="Maximum number of tokens of prompt and output together, within the model's own context."
-    )
-    low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always does so")] = Field(
-        True, description="Load weights one by one instead of taking twice the model's memory."
-    )
-    triangular_masking: bool = Field(True, description="Mask attention to later tokens in DeepSpeed's kernels.")
-    return_tuple: bool = Field(
-        True, description="Return a tuple instead of a tensor from the layers of DeepSpeed's kernels."
-    )
-    training_mp_size: PositiveInt = Field(
-        1, description="Tensor parallel degree that the model was trained with, for DeepSpeed's kernels."
-    )
-    checkpoint: Annotated[str | None, NAMES_PATH] = Field(
-        None,
-        description="Manifest, in the model directory, of weights that `lmi-server partition` has split or quantised;"
-        " for the rolling batch. Without option.dtype their data type counts.",
-    )
+    ] = None
+    """Task of the model by its Hugging Face name; without it the model's files determine the task."""
+    enable_streaming: Annotated[Literal["true", "false", "huggingface"], BeforeValidator(lower)] = "false"
+    """Without a rolling batch: answer tasks that generate text as JSON lines, one per step. With a rolling batch
+    `stream` in the request decides."""
+    quantize: Literal["dynamic_int8", "smoothquant"] | None = None
+    """Compute linear layers with weights and activations in 8 bits, on the CPU only. smoothquant first moves outliers
+    of the activations, which it measures on a few sentences, into the weights."""
+    smoothquant_alpha: Annotated[float, Field(ge=0, le=1), Allowed("a number from 0 to 1")] | None = None
+    """Share of the outliers that smoothquant moves into the weights; the default is 0.5."""
+    max_tokens: PositiveInt = 1024
+    """Maximum number of tokens of prompt and output together, within the model's own context."""
+    low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always does so")] = True
+    """Load weights one by one instead of taking twice the model's memory."""
+    triangular_masking: bool = True
+    """Mask attention to later tokens in DeepSpeed's kernels."""
+    return_tuple: bool = True
+    """Return a tuple instead of a tensor from the layers of DeepSpeed's kernels."""
+    training_mp_size: PositiveInt = 1
+    """Tensor parallel degree that the model was trained with, for DeepSpeed's kernels."""
+    checkpoint: Annotated[str | None, NAMES_PATH] = None
+    """Manifest, in the model directory, of weights that `lmi-server partition` has split or quantised; for the rolling
+    batch. Without option.dtype their data type counts."""
     enable_cuda_graph: bool | None = Field(False, description=RECORDING)  # LMI documents this default
-    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = Field(
-        None, description="Directory to which each rank writes its weights while the model loads."
-    )
-    deepspeed_config_path: Annotated[str | None, NAMES_PATH] = Field(
-        None,
-        description="JSON file with DeepSpeed's configuration, relative to the model directory. It replaces the whole"
-        " configuration that these keys make.",
-    )
+    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = None
+    """Directory to which each rank writes its weights while the model loads."""
+    deepspeed_config_path: Annotated[str | None, NAMES_PATH] = None
+    """JSON file with DeepSpeed's configuration, relative to the model directory. It replaces the whole configuration
+    that these keys make."""
     device: Annotated[
         int,
         Field(ge=0),
         Allowed("an integer of 0 or more"),
         NoEffect("each process uses the GPU of its rank"),
-    ] = Field(0, description="GPU of the process.")
-    threads: PositiveInt | None = Field(
-        None,
-        description="Threads of an operation on the CPU, per rank. By default all ranks of the model's workers"
-        " (maxWorkers) divide the cores that the server may use.",
-    )
+    ] = 0
+    """GPU of the process."""
+    threads: PositiveInt | None = None
+    """Threads of an operation on the CPU, per rank. By default all ranks of the model's workers (maxWorkers) divide the
+    cores that the server may use."""
 
     @property
     def streams(self) -> bool:
@@ -184,18 +161,6 @@ class DeepSpeedOptions(RollingBatchOptions):
     def context_length(self) -> int | None:
         return self.max_tokens
 
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        degree = max(1, self.devices_per_worker or 1)
-        if self.rolling_batch == "disable":
-            return "set option.rolling_batch=deepspeed"
-        if self.dtype == "auto":
-            return "set option.dtype=fp32, fp16 or bf16, the data type of the written weights"
-        if self.quantize is None and degree == 1:
-            return "set option.tensor_parallel_degree above 1, or option.quantize"
-        removed = ("model_id", "revision", "quantize", "smoothquant_alpha", "save_mp_checkpoint_path")
-        kept = {"option.checkpoint": SHARDS_MANIFEST, "option.tensor_parallel_degree": str(degree)}
-        return {**{f"option.{name}": None for name in removed}, **kept}
-
     def unavailable(self) -> Iterator[Conflict]:
         degree = self.tensor_parallel_degree
         if not self.mpi_mode and degree not in (1, -1, "max"):
@@ -217,15 +182,33 @@ class DeepSpeedOptions(RollingBatchOptions):
             yield Conflict(("option.checkpoint",), "a checkpoint only without option.quantize")
         yield from self.reasoning_conflicts()
 
-    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
         if self.quantize != "smoothquant":
-            yield from without_effect(given, "option.quantize=smoothquant", ["option.smoothquant_alpha"])
+            yield "option.quantize=smoothquant", ("smoothquant_alpha",)
         if self.rolling_batch != "disable":
-            yield from without_effect(given, "option.rolling_batch=disable", ["option.enable_streaming"])
+            yield "option.rolling_batch=disable", ("enable_streaming",)
         else:
             chats = sorted(ParserOptions.model_fields.keys() - ModelOptions.model_fields.keys())
-            names = ("enable_cuda_graph", "enable_torch_compile", *chats)
-            yield from without_effect(given, "option.rolling_batch=deepspeed", [f"option.{name}" for name in names])
+            yield "option.rolling_batch=deepspeed", ("enable_cuda_graph", "enable_torch_compile", *chats)
+
+
+class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
+    """DeepSpeed."""
+
+    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
+        return tool_parser_note(self.options, model_dir, location)
+
+    def partition(self) -> Mapping[str, str | None] | str:
+        degree = max(1, self.options.devices_per_worker or 1)
+        if self.options.rolling_batch == "disable":
+            return "set option.rolling_batch=deepspeed"
+        if self.options.dtype == "auto":
+            return "set option.dtype=fp32, fp16 or bf16, the data type of the written weights"
+        if self.options.quantize is None and degree == 1:
+            return "set option.tensor_parallel_degree above 1, or option.quantize"
+        removed = ("model_id", "revision", "quantize", "smoothquant_alpha", "save_mp_checkpoint_path")
+        kept = {"option.checkpoint": SHARDS_MANIFEST, "option.tensor_parallel_degree": str(degree)}
+        return {**{f"option.{name}": None for name in removed}, **kept}
 
 
 def runs_whole_tasks(workload: Workload) -> bool:

@@ -13,9 +13,7 @@ from lmi_server.configuration.options import ModelOptions
 class EchoOptions(ModelOptions):
     """Keys of serving.properties for the echo handler."""
 
-    echo_delay_ms: Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number, 0 or more")] = Field(
-        0.0, description="Milliseconds before each token; 0 is as fast as possible."
-    )
-    echo_step: bool = Field(
-        False, description="Emit one token of each request per turn of the event loop, as engines step."
-    )
+    echo_delay_ms: Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number, 0 or more")] = 0.0
+    """Milliseconds before each token; 0 is as fast as possible."""
+    echo_step: bool = False
+    """Emit one token of each request per turn of the event loop, as engines step."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.checkpoints.options import TransformersOptions
+from handlers.chats.options import tool_parser_note
+from handlers.checkpoints.options import TransformersEngine, TransformersOptions
 from handlers.checkpoints.rotary import steady_length
 from handlers.huggingface.unbatched import UNBATCHED
 from handlers.rolling_batch.options import RollingBatchOptions
@@ -30,31 +32,28 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
     """Keys of serving.properties for a causal language model under the rolling batch of transformers."""
 
     mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
-    tensor_parallel_degree: ParallelDegree = Field(
-        -1,
-        description="GPUs of one worker, over which option.device_map spreads the layers; under the MPI engine the"
-        " ranks over which every layer is split. max means the machine's GPUs, -1 one.",
-    )
+    tensor_parallel_degree: ParallelDegree = -1
+    """GPUs of one worker, over which option.device_map spreads the layers; under the MPI engine the ranks over which
+    every layer is split. max means the machine's GPUs, -1 one."""
     decoding_strategy: Annotated[
         Literal["greedy", "sample", "contrastive"],
         BeforeValidator(lambda value: "sample" if value == "sampling" else value),
         Unavailable.values("sample", "contrastive", instead="send do_sample=true with the requests that sample"),
-    ] = Field("greedy", description="Decoding of requests without do_sample.")
-    max_sparsity: Annotated[Fraction, NoEffect(_NO_PADDING)] = Field(
-        0.33, description="Share of padding above which a batch is split."
-    )
-    max_splits: Annotated[PositiveInt, NoEffect(_NO_PADDING)] = Field(
-        3, description="Parts that a batch may be split into."
-    )
+    ] = "greedy"
+    """Decoding of requests without do_sample."""
+    max_sparsity: Annotated[Fraction, NoEffect(_NO_PADDING)] = 0.33
+    """Share of padding above which a batch is split."""
+    max_splits: Annotated[PositiveInt, NoEffect(_NO_PADDING)] = 3
+    """Parts that a batch may be split into."""
     multi_gpu: Annotated[
         Literal["lmi_dist_sharding"] | None,
         Deprecated("use option.tensor_parallel_degree"),
         Unavailable(lambda name: name is not None, "remove the key"),
-    ] = Field(None, description="Sharding of a rolling batch over GPUs.")
+    ] = None
+    """Sharding of a rolling batch over GPUs."""
     stop_sequence: Annotated[Texts, NAMES_NOTHING] = Field((), description=STOP_SEQUENCE_DESCRIPTION)
-    max_model_len: PositiveInt | None = Field(
-        None, description="Maximum tokens of prompt and output together; if not set, what config.json allows."
-    )
+    max_model_len: PositiveInt | None = None
+    """Maximum tokens of prompt and output together; if not set, what config.json allows."""
 
     def context_length(self) -> int | None:
         return self.max_model_len
@@ -72,6 +71,15 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
             yield Conflict(("option.device_map",), "each rank of engine=MPI has a device; use engine=Python")
         if self.mpi_mode and self.save_mp_checkpoint_path is not None:
             yield Conflict(("option.save_mp_checkpoint_path",), "each rank reads its part of the weights as they are")
+
+
+class HuggingFaceEngine(TransformersEngine):
+    """transformers under the rolling batch."""
+
+    options: HuggingFaceOptions
+
+    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
+        return tool_parser_note(self.options, model_dir, location)
 
 
 def runs_as_pipeline(workload: Workload) -> bool:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import LONG_DTYPES, ModelOptions, ParallelDegree, PositiveInt, lower, short_dtype
 from lmi_server.configuration.references import NAMES_DRAFT, NAMES_MODEL, NAMES_NOTHING, NAMES_PATH
 from lmi_server.configuration.tasks import Workload
@@ -104,130 +105,128 @@ def runs_on_vllm(workload: Workload) -> bool:
 class NeuronxOptions(ModelOptions):
     """Keys of serving.properties for a model on AWS Inferentia and Trainium."""
 
-    adapters_instead = "compiled graphs take no adapters; merge the adapter into the model instead"
-
-    tensor_parallel_degree: ParallelDegree = Field(1, description="Neuron cores that one model is split over.")
+    tensor_parallel_degree: ParallelDegree = 1
+    """Neuron cores that one model is split over."""
     rolling_batch: Annotated[
         Literal["auto", "scheduler", "disable", "vllm"],
         BeforeValidator(lower),
-    ] = Field(
-        "disable",
-        description="Iteration-level batching with max_rolling_batch_size lines of the KV cache; disable computes one"
-        " request after the other, vllm leaves the model to vLLM with its plugin for Neuron.",
-    )
-    dtype: Annotated[NeuronDtype, Key(also=("option.data_type", "option.amp"))] = Field(
-        "fp16", description="Data type of weights and KV cache."
-    )
+    ] = "disable"
+    """Iteration-level batching with max_rolling_batch_size lines of the KV cache; disable computes one request after
+    the other, vllm leaves the model to vLLM with its plugin for Neuron."""
+    dtype: Annotated[NeuronDtype, Key(also=("option.data_type", "option.amp"))] = "fp16"
+    """Data type of weights and KV cache."""
     task: Annotated[
         str | None,
         Unavailable(lambda task: task not in (None, "text-generation", "auto"), "use text-generation"),
         NAMES_NOTHING,
-    ] = Field(None, description="Task of the model by its Hugging Face name; only text generation is served.")
-    n_positions: PositiveInt = Field(128, description="Maximum number of tokens of prompt and output together.")
-    load_in_8bit: bool = Field(False, description="Quantise the weights to 8 bits.")
+    ] = None
+    """Task of the model by its Hugging Face name; only text generation is served."""
+    n_positions: PositiveInt = 128
+    """Maximum number of tokens of prompt and output together."""
+    load_in_8bit: bool = False
+    """Quantise the weights to 8 bits."""
     unroll: Annotated[str | None, Field(pattern=r"^[1-9]\d*$"), Allowed("an integer of 1 or more"), NAMES_NOTHING] = (
-        Field(None, description="Number of layers per compiled graph; without it the compiler chooses.")
+        None
     )
+    """Number of layers per compiled graph; without it the compiler chooses."""
     neuron_optimize_level: Annotated[
         Literal["1", "2", "3"] | None, Documented("2", "none; the compiler then uses 2")
-    ] = Field(None, description="Optimisation level of the compiler; a higher one compiles longer and runs faster.")
-    context_length_estimate: Lengths | None = Field(
-        None,
-        description="Prompt lengths for which graphs are compiled; if not set, powers of 2 from 128 up to n_positions."
-        " The tokens of a prompt behind the longest of them are computed one by one.",
-    )
-    low_cpu_mem_usage: bool = Field(
-        False, description="Load weights one by one instead of taking twice the model's memory."
-    )
-    load_split_model: bool = Field(
-        False, description="The checkpoint has been split for Neuron (a directory pytorch_model.bin)."
-    )
+    ] = None
+    """Optimisation level of the compiler; a higher one compiles longer and runs faster."""
+    context_length_estimate: Lengths | None = None
+    """Prompt lengths for which graphs are compiled; if not set, powers of 2 from 128 up to n_positions. The tokens of a
+    prompt behind the longest of them are computed one by one."""
+    low_cpu_mem_usage: bool = False
+    """Load weights one by one instead of taking twice the model's memory."""
+    load_split_model: bool = False
+    """The checkpoint has been split for Neuron (a directory pytorch_model.bin)."""
     compiled_graph_path: Annotated[
         str | None, AfterValidator(_graph_path), Allowed("s3://bucket/prefix, or a directory that exists"), NAMES_MODEL
-    ] = Field(
-        None,
-        description="Directory of compiled graphs (*.neff), or directory or s3:// address of the Neuron compiler's"
-        " cache; if not set, the graphs in the model directory or its directory compiled.",
-    )
+    ] = None
+    """Directory of compiled graphs (*.neff), or directory or s3:// address of the Neuron compiler's cache; if not set,
+    the graphs in the model directory or its directory compiled."""
     group_query_attention: (
         Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"] | None
-    ) = Field(None, description="How to split the KV cache of grouped-query attention.")
+    ) = None
+    """How to split the KV cache of grouped-query attention."""
     enable_mixed_precision_accumulation: Annotated[
         bool, Documented(None, "without the key it is false; LMI's code treats even false as true")
-    ] = Field(False, description="Accumulate in fp32.")
-    enable_saturate_infinity: bool = Field(False, description="Replace infinities by the largest finite number.")
-    quantize: Literal["static_int8"] | None = Field(
-        None, description="Quantisation of the weights; same as load_in_8bit."
-    )
-    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = Field(
-        None, description="Directory to which the model is written, split by core."
-    )
-    model_loader: Literal["tnx", "optimum"] | None = Field(None, description="Library that loads the model.")
-    rolling_batch_strategy: Literal["continuous_batching", "naive_rolling_batch"] | None = Field(
-        None, description="How a new request joins the batch; without it continuous_batching for Llama and Mistral."
-    )
-    fuse_qkv: bool = Field(False, description="Compute queries, keys and values in one operation.")
-    on_device_embedding: bool = Field(False, description="Look embeddings up on the device.")
-    collectives_layout: Literal["BSH", "HSB", "SBH"] | None = Field(
-        None, description="Layout of collective operations."
-    )
-    partition_schema: Literal["legacy", "optimum", "safetensors", "compile_only"] | None = Field(
-        None, description="Format in which a compiled model is saved."
-    )
+    ] = False
+    """Accumulate in fp32."""
+    enable_saturate_infinity: bool = False
+    """Replace infinities by the largest finite number."""
+    quantize: Literal["static_int8"] | None = None
+    """Quantisation of the weights; same as load_in_8bit."""
+    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = None
+    """Directory to which the model is written, split by core."""
+    model_loader: Literal["tnx", "optimum"] | None = None
+    """Library that loads the model."""
+    rolling_batch_strategy: Literal["continuous_batching", "naive_rolling_batch"] | None = None
+    """How a new request joins the batch; without it continuous_batching for Llama and Mistral."""
+    fuse_qkv: bool = False
+    """Compute queries, keys and values in one operation."""
+    on_device_embedding: bool = False
+    """Look embeddings up on the device."""
+    collectives_layout: Literal["BSH", "HSB", "SBH"] | None = None
+    """Layout of collective operations."""
+    partition_schema: Literal["legacy", "optimum", "safetensors", "compile_only"] | None = None
+    """Format in which a compiled model is saved."""
     draft_model_compiled_path: Annotated[
         str | None, Unavailable(lambda path: path is not None, _NO_DRAFT), NAMES_MODEL
-    ] = Field(None, description="Compiled graph of the draft model.")
+    ] = None
+    """Compiled graph of the draft model."""
     speculative_draft_model: Annotated[
         str | None, Unavailable(lambda name: name is not None, _NO_DRAFT), NAMES_DRAFT
-    ] = Field(None, description="Model that drafts tokens for speculative decoding.")
-    speculative_length: Annotated[PositiveInt, _NO_DRAFTING] = Field(
-        5, description="Number of tokens that the draft model proposes."
-    )
-    draft_model_tp_size: Annotated[PositiveInt | None, _NO_DRAFTING] = Field(
-        None, description="Neuron cores of the draft model."
-    )
-    fuse_mlp: bool = Field(False, description="Fuse the MLP.")
-    fused_rmsnorm_qkv: bool = Field(False, description="Fuse the norm with queries, keys and values.")
-    qkv_tiling: bool = Field(False, description="Tile the weights of queries, keys and values.")
-    weight_tiling: bool = Field(False, description="Tile the weights of the MLP.")
-    mlp_out_weight_transpose: bool = Field(False, description="Transpose the output weights of the MLP.")
-    attention_layout: Literal["HSB", "BSH"] | None = Field(None, description="Layout of attention.")
-    cache_layout: Literal["SBH", "BSH"] | None = Field(None, description="Layout of the KV cache.")
-    all_reduce_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
-        None, description="Data type of all-reduce."
-    )
-    cast_logits_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
-        None, description="Data type of logits."
-    )
-    sequence_parallel_norm_threshold: PositiveInt | None = Field(
-        None, description="Number of tokens from which norms use sequence parallelism."
-    )
-    on_device_generation: Annotated[str | None, Unavailable(lambda path: path is not None, _ON_HOST), NAMES_PATH] = (
-        Field(None, description="File with the sampling parameters of all requests, to sample on the device.")
-    )
-    shard_over_sequence: bool = Field(False, description="Split the KV cache along the sequence.")
-    compilation_worker_count: PositiveInt | None = Field(None, description="Number of processes that compile.")
-    sequence_parallel: bool = Field(
-        False, description="Split the norms of long prompts along the sequence (sequence_parallel_norm)."
-    )
-    multi_node: Annotated[bool, Unavailable.values(True, instead="use one machine")] = Field(
-        False, description="Spread the model over several machines."
-    )
-    neuron_cc_pipeline_factor: PositiveInt | None = Field(None, description="Pipeline factor of the compiler.")
-    neuron_quant: Annotated[bool, Unavailable.values(True, instead="use option.quantize=static_int8")] = Field(
-        False, description="Quantise as vLLM on Neuron does."
-    )
-    use_stable_diffusion: bool = Field(
-        False, description="The model is a pipeline of diffusers, which another handler of Neuron serves."
-    )
-    height: Annotated[PositiveInt, NoEffect("it is for images")] = Field(512, description="Height of images in pixels.")
-    width: Annotated[PositiveInt, NoEffect("it is for images")] = Field(512, description="Width of images in pixels.")
-    num_images_per_prompt: Annotated[PositiveInt, NoEffect("it is for images")] = Field(
-        1, description="Number of images for each prompt."
-    )
-    use_auth_token: Annotated[str | None, NoEffect("the server downloads models, with HF_TOKEN"), NAMES_NOTHING] = (
-        Field(None, description="Token for gated models of Hugging Face.")
-    )
+    ] = None
+    """Model that drafts tokens for speculative decoding."""
+    speculative_length: Annotated[PositiveInt, _NO_DRAFTING] = 5
+    """Number of tokens that the draft model proposes."""
+    draft_model_tp_size: Annotated[PositiveInt | None, _NO_DRAFTING] = None
+    """Neuron cores of the draft model."""
+    fuse_mlp: bool = False
+    """Fuse the MLP."""
+    fused_rmsnorm_qkv: bool = False
+    """Fuse the norm with queries, keys and values."""
+    qkv_tiling: bool = False
+    """Tile the weights of queries, keys and values."""
+    weight_tiling: bool = False
+    """Tile the weights of the MLP."""
+    mlp_out_weight_transpose: bool = False
+    """Transpose the output weights of the MLP."""
+    attention_layout: Literal["HSB", "BSH"] | None = None
+    """Layout of attention."""
+    cache_layout: Literal["SBH", "BSH"] | None = None
+    """Layout of the KV cache."""
+    all_reduce_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """Data type of all-reduce."""
+    cast_logits_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """Data type of logits."""
+    sequence_parallel_norm_threshold: PositiveInt | None = None
+    """Number of tokens from which norms use sequence parallelism."""
+    on_device_generation: Annotated[str | None, Unavailable(lambda path: path is not None, _ON_HOST), NAMES_PATH] = None
+    """File with the sampling parameters of all requests, to sample on the device."""
+    shard_over_sequence: bool = False
+    """Split the KV cache along the sequence."""
+    compilation_worker_count: PositiveInt | None = None
+    """Number of processes that compile."""
+    sequence_parallel: bool = False
+    """Split the norms of long prompts along the sequence (sequence_parallel_norm)."""
+    multi_node: Annotated[bool, Unavailable.values(True, instead="use one machine")] = False
+    """Spread the model over several machines."""
+    neuron_cc_pipeline_factor: PositiveInt | None = None
+    """Pipeline factor of the compiler."""
+    neuron_quant: Annotated[bool, Unavailable.values(True, instead="use option.quantize=static_int8")] = False
+    """Quantise as vLLM on Neuron does."""
+    use_stable_diffusion: bool = False
+    """The model is a pipeline of diffusers, which another handler of Neuron serves."""
+    height: Annotated[PositiveInt, NoEffect("it is for images")] = 512
+    """Height of images in pixels."""
+    width: Annotated[PositiveInt, NoEffect("it is for images")] = 512
+    """Width of images in pixels."""
+    num_images_per_prompt: Annotated[PositiveInt, NoEffect("it is for images")] = 1
+    """Number of images for each prompt."""
+    use_auth_token: Annotated[str | None, NoEffect("the server downloads models, with HF_TOKEN"), NAMES_NOTHING] = None
+    """Token for gated models of Hugging Face."""
 
     @property
     def lines(self) -> int:
@@ -249,12 +248,6 @@ class NeuronxOptions(ModelOptions):
         if self.partition_schema is None:
             return None
         return "optimum" if self.partition_schema == "optimum" else "tnx"
-
-    def packages(self, engines: tuple[str, ...]) -> tuple[str, ...]:
-        return ("optimum.neuron",) if self.loader == "optimum" else engines
-
-    def installed_by(self, handlers: str) -> str:
-        return handlers if self.loader is None else f"pip install {_PACKAGES[self.loader]}, {_INDEX}"
 
     def max_running(self) -> int:
         return self.lines
@@ -339,23 +332,7 @@ class NeuronxOptions(ModelOptions):
     def context_length(self) -> int | None:
         return self.n_positions
 
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        if self.load_split_model:
-            return "the model has been split already; remove option.load_split_model"
-        if self.partition_schema == "compile_only":
-            return {"option.save_mp_checkpoint_path": None, "option.partition_schema": None}
-        removed = ("model_id", "revision", "save_mp_checkpoint_path", "partition_schema", "compiled_graph_path")
-        return {f"option.{name}": None for name in removed}
-
-    def is_plain_checkpoint(self, directory: Path) -> bool:
-        return (
-            not any((directory / name).exists() for name in (CHECKPOINT, COMPILED_BY_OPTIMUM))
-            and not (directory / SPLIT_WEIGHTS).is_dir()
-        )
-
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
-        if self.enable_lora:
-            yield Conflict(("option.enable_lora",), f"false, because {self.adapters_instead}")
         key = ("option.partition_schema",)
         if self.loader == "tnx" and self.partition_schema == "optimum":
             yield Conflict(key, "optimum only with option.model_loader=optimum")
@@ -392,3 +369,28 @@ class NeuronxOptions(ModelOptions):
         continuous = self.rolling_batch_strategy == "continuous_batching"
         if continuous and self.rolling_batch == "disable":
             yield Conflict(("option.rolling_batch_strategy",), "has no effect with option.rolling_batch=disable")
+
+
+class NeuronxEngine(EngineDescription[NeuronxOptions]):
+    """transformers-neuronx, or optimum-neuron if the options ask for it."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return ("optimum.neuron",) if self.options.loader == "optimum" else self.spec.engines
+
+    @property
+    def install_command(self) -> str:
+        loader = self.options.loader
+        return self.spec.installed_by if loader is None else f"pip install {_PACKAGES[loader]}, {_INDEX}"
+
+    def partition(self) -> Mapping[str, str | None] | str:
+        if self.options.load_split_model:
+            return "the model has been split already; remove option.load_split_model"
+        if self.options.partition_schema == "compile_only":
+            return {"option.save_mp_checkpoint_path": None, "option.partition_schema": None}
+        removed = ("model_id", "revision", "save_mp_checkpoint_path", "partition_schema", "compiled_graph_path")
+        return {f"option.{name}": None for name in removed}
+
+    def is_plain_checkpoint(self, directory: Path) -> bool:
+        compiled = any((directory / name).exists() for name in (CHECKPOINT, COMPILED_BY_OPTIMUM))
+        return not compiled and not (directory / SPLIT_WEIGHTS).is_dir()

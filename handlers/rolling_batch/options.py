@@ -30,52 +30,36 @@ class RollingBatchOptions(ParserOptions):
     """Keys of serving.properties for a model under the rolling batch."""
 
     max_json_whitespace: WhiteSpaceLimit = None
-    schedule_policy: SchedulePolicy = Field(
-        "lpm",
-        description="Which waiting request comes first: the one with the longest prefix in the KV cache (lpm), or the"
-        " one that came first (fcfs).",
-    )
-    schedule_window: Annotated[int, Field(ge=0), Allowed("an integer of 0 or more")] = Field(
-        64,
-        description="Waiting requests of the job queue that the scheduler sees, for each worker, so that lpm can choose"
-        " among them. While requests of several API keys or priorities wait, it sees none of them: the order is that of"
-        " the queue then.",
-    )
-    schedule_conservativeness: PositiveFloat = Field(
-        1.0,
-        description="Factor on the output that the scheduler expects of a request when it admits it; lower it if token"
-        " usage stays below 0.9 while requests wait, raise it if the log often reports retracted requests.",
-    )
-    chunked_prefill_size: ChunkSize | None = Field(
-        None,
-        description="Prompt tokens computed per step, also while others decode; -1 computes every prompt in one step."
-        " If not set, on the CPU 128 while others decode (up to 512 if more short prompts wait) and 512 while none"
-        " does, and on a GPU up to 2048 and 8192, as memory allows. Larger ones are a few percent faster in all, and"
-        " stop the streams of others for longer.",
-    )
-    max_running_requests: PositiveInt | None = Field(
-        None, description="Requests that are decoded together; if not set, option.max_rolling_batch_size."
-    )
-    mem_fraction_static: Fraction | None = Field(
-        None, description="Share of the memory of the device for weights and KV cache; if not set, the handler chooses."
-    )
-    kv_cache_memory_gb: PositiveFloat | None = Field(
-        None, description="Maximum memory of the KV cache in GiB; it overrides option.mem_fraction_static."
-    )
-    speculative_draft_model: Annotated[str | None, NAMES_DRAFT] = Field(
-        None,
-        description="What drafts tokens for speculative decoding, where that pays: [ngram] proposes what followed the"
-        " same words earlier in prompt and output; else a smaller model with the same tokenizer, as a directory or an"
-        " id, on the CPU only. No text changes but for rounding: each token is the model's own.",
-    )
-    speculative_length: PositiveInt = Field(5, description="Tokens that are drafted at most per sequence and step.")
+    schedule_policy: SchedulePolicy = "lpm"
+    """Which waiting request comes first: the one with the longest prefix in the KV cache (lpm), or the one that came
+    first (fcfs)."""
+    schedule_window: Annotated[int, Field(ge=0), Allowed("an integer of 0 or more")] = 64
+    """Waiting requests of the job queue that the scheduler sees, for each worker, so that lpm can choose among them.
+    While requests of several API keys or priorities wait, it sees none of them: the order is that of the queue then."""
+    schedule_conservativeness: PositiveFloat = 1.0
+    """Factor on the output that the scheduler expects of a request when it admits it; lower it if token usage stays
+    below 0.9 while requests wait, raise it if the log often reports retracted requests."""
+    chunked_prefill_size: ChunkSize | None = None
+    """Prompt tokens computed per step, also while others decode; -1 computes every prompt in one step. If not set, on
+    the CPU 128 while others decode (up to 512 if more short prompts wait) and 512 while none does, and on a GPU up to
+    2048 and 8192, as memory allows. Larger ones are a few percent faster in all, and stop the streams of others for
+    longer."""
+    max_running_requests: PositiveInt | None = None
+    """Requests that are decoded together; if not set, option.max_rolling_batch_size."""
+    mem_fraction_static: Fraction | None = None
+    """Share of the memory of the device for weights and KV cache; if not set, the handler chooses."""
+    kv_cache_memory_gb: PositiveFloat | None = None
+    """Maximum memory of the KV cache in GiB; it overrides option.mem_fraction_static."""
+    speculative_draft_model: Annotated[str | None, NAMES_DRAFT] = None
+    """What drafts tokens for speculative decoding, where that pays: [ngram] proposes what followed the same words
+    earlier in prompt and output; else a smaller model with the same tokenizer, as a directory or an id, on the CPU
+    only. No text changes but for rounding: each token is the model's own."""
+    speculative_length: PositiveInt = 5
+    """Tokens that are drafted at most per sequence and step."""
     enable_cuda_graph: bool | None = Field(
         None,
         description=f"{RECORDING} If not set, it is recorded where one GPU by NVIDIA has the whole model.",
     )
-    enable_torch_compile: bool = Field(
-        False,
-        description="Compile decoding with torch.compile when the model loads: on one GPU, and on the CPU in fp16, for"
-        " requests without adapters. Everything else, and a model that cannot be compiled, runs eagerly, and the log"
-        " says why.",
-    )
+    enable_torch_compile: bool = False
+    """Compile decoding with torch.compile when the model loads: on one GPU, and on the CPU in fp16, for requests
+    without adapters. Everything else, and a model that cannot be compiled, runs eagerly, and the log says why."""

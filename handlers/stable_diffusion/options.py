@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from lmi_server.configuration.declaration import Conflict, Documented, Key, NoEffect, Unavailable
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import (
     LONG_DTYPES,
     FloatDtype,
@@ -15,7 +16,6 @@ from lmi_server.configuration.options import (
     ParallelDegree,
     PositiveInt,
     lower,
-    without_effect,
 )
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.machine.inventory import Machine
@@ -35,82 +35,58 @@ _ONE_PROCESS = "one process computes with all GPUs of a worker"
 class StableDiffusionOptions(ModelOptions):
     """Keys of serving.properties for a pipeline of diffusers, which makes images."""
 
-    degree_counts_gpus = True
-
     task: Annotated[
         Literal["auto", "text-to-image", "image-to-image", "inpainting"],
         BeforeValidator(lower),
-    ] = Field(
-        "auto",
-        description="What requests may ask for; auto: whatever the weights of the pipeline can do. A request with an"
-        " image asks for image-to-image, one with a mask, too, for inpainting.",
-    )
-    tensor_parallel_degree: ParallelDegree = Field(
-        1,
-        description="GPUs of one worker, over which accelerate spreads the parts of the pipeline; max means all GPUs of"
-        " the machine.",
-    )
-    mpi_mode: Annotated[bool, NoEffect(_ONE_PROCESS)] = Field(
-        False, description="LMI starts one process per GPU, which share the layers of the model."
-    )
-    rolling_batch: Annotated[Literal["disable", "auto"], BeforeValidator(lower)] = Field(
-        "disable",
-        description="Iteration-level batching does not apply to images: requests run together as one dynamic batch"
-        " (batch_size).",
-    )
+    ] = "auto"
+    """What requests may ask for; auto: whatever the weights of the pipeline can do. A request with an image asks for
+    image-to-image, one with a mask, too, for inpainting."""
+    tensor_parallel_degree: ParallelDegree = 1
+    """GPUs of one worker, over which accelerate spreads the parts of the pipeline; max means all GPUs of the machine.
+    """
+    mpi_mode: Annotated[bool, NoEffect(_ONE_PROCESS)] = False
+    """LMI starts one process per GPU, which share the layers of the model."""
+    rolling_batch: Annotated[Literal["disable", "auto"], BeforeValidator(lower)] = "disable"
+    """Iteration-level batching does not apply to images: requests run together as one dynamic batch (batch_size)."""
     dtype: Annotated[
         FloatDtype,
         Key(also=("option.data_type",)),
         Documented("fp16", "fp16 is slow on the CPU, which gets fp32"),
-    ] = Field("auto", description="Data type of the weights; auto is fp16 on a GPU and fp32 on the CPU.")
-    height: PositiveInt | None = Field(
-        None, description="Pixels of an image if the request does not say; without it the pipeline's own."
-    )
-    width: PositiveInt | None = Field(
-        None, description="Pixels of an image if the request does not say; without it the pipeline's own."
-    )
-    num_images_per_prompt: PositiveInt = Field(1, description="Images for a prompt if the request does not say.")
-    max_images: PositiveInt = Field(10, description="Images that one request may ask for.")
-    max_image_pixels: PositiveInt = Field(
-        4194304, description="Width times height that an image may have; a request for more is refused with 400."
-    )
-    max_inference_steps: PositiveInt = Field(250, description="Denoising steps that a request may ask for.")
-    quantize: Literal["bitsandbytes4", "bitsandbytes8"] | None = Field(
-        None, description="Quantisation of the denoiser and the text encoders, while they load."
-    )
+    ] = "auto"
+    """Data type of the weights; auto is fp16 on a GPU and fp32 on the CPU."""
+    height: PositiveInt | None = None
+    """Pixels of an image if the request does not say; without it the pipeline's own."""
+    width: PositiveInt | None = None
+    """Pixels of an image if the request does not say; without it the pipeline's own."""
+    num_images_per_prompt: PositiveInt = 1
+    """Images for a prompt if the request does not say."""
+    max_images: PositiveInt = 10
+    """Images that one request may ask for."""
+    max_image_pixels: PositiveInt = 4194304
+    """Width times height that an image may have; a request for more is refused with 400."""
+    max_inference_steps: PositiveInt = 250
+    """Denoising steps that a request may ask for."""
+    quantize: Literal["bitsandbytes4", "bitsandbytes8"] | None = None
+    """Quantisation of the denoiser and the text encoders, while they load."""
     enable_cuda_graph: Annotated[
         bool, Unavailable.values(True, instead="leave it out: diffusers captures no CUDA graphs")
-    ] = Field(False, description="Capture the forward pass as a CUDA graph.")
-    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = Field(
-        None, description="Directory to write the pipeline to, quantised as it is served, while it loads."
-    )
+    ] = False
+    """Capture the forward pass as a CUDA graph."""
+    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = None
+    """Directory to write the pipeline to, quantised as it is served, while it loads."""
     use_auth_token: Annotated[
         str | None, NoEffect("the server fetches the model, with the token in HF_TOKEN"), NAMES_NOTHING
-    ] = Field(None, description="Token for the Hugging Face Hub.")
-    low_cpu_mem_usage: Annotated[bool, NoEffect("diffusers always loads this way")] = Field(
-        False, description="Load weights one by one instead of twice the model's memory."
-    )
-    threads: PositiveInt | None = Field(
-        None,
-        description="Threads that a worker uses inside an operation on the CPU. By default the workers of the model"
-        " (maxWorkers) divide the cores that the server may use.",
-    )
+    ] = None
+    """Token for the Hugging Face Hub."""
+    low_cpu_mem_usage: Annotated[bool, NoEffect("diffusers always loads this way")] = False
+    """Load weights one by one instead of twice the model's memory."""
+    threads: PositiveInt | None = None
+    """Threads that a worker uses inside an operation on the CPU. By default the workers of the model (maxWorkers)
+    divide the cores that the server may use."""
 
     @property
     def ranks(self) -> int | None:
         return None
-
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        return {"option.dtype": "fp16" if machine.gpus else "fp32"}
-
-    def division(self, gpus: int) -> str | None:
-        if gpus < 2:
-            return None
-        return f"accelerate places whole parts of the pipeline on the {gpus} GPUs of a worker (device_map=balanced)"
-
-    def needed_device(self, handlers: str) -> str:
-        return handlers if self.quantize is None else "gpu"
 
     def worker_environment(self) -> Mapping[str, str]:
         return THREAD_VARIABLES
@@ -129,11 +105,6 @@ class StableDiffusionOptions(ModelOptions):
         """Return the settings with which bitsandbytes quantises while weights load; None if it does not."""
         return _QUANTIZATION.get(self.quantize or "")
 
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        if self.quantize is None:
-            return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
-        return {f"option.{name}": None for name in ("model_id", "revision", "quantize", "save_mp_checkpoint_path")}
-
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         if self.width and self.height and self.width * self.height > self.max_image_pixels:
             yield Conflict(
@@ -146,7 +117,28 @@ class StableDiffusionOptions(ModelOptions):
                 f"at most {self.max_images}, which option.max_images allows",
             )
 
-    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
         names = ("output_formatter", "input_formatter", "tgi_compat", "async_mode", "max_rolling_batch_size")
-        texts_only = [f"option.{name}" for name in (*names, "enable_streaming")]
-        yield from without_effect(given, "a model that generates text", texts_only)
+        yield "a model that generates text", (*names, "enable_streaming")
+
+
+class StableDiffusionEngine(EngineDescription[StableDiffusionOptions]):
+    """diffusers."""
+
+    @classmethod
+    def recommend(cls, machine: Machine) -> Mapping[str, str]:
+        return {"option.dtype": "fp16" if machine.gpus else "fp32"}
+
+    @property
+    def device(self) -> str:
+        return self.spec.device if self.options.quantize is None else "gpu"
+
+    def division(self, gpus: int) -> str | None:
+        if gpus < 2:
+            return None
+        return f"accelerate places whole parts of the pipeline on the {gpus} GPUs of a worker (device_map=balanced)"
+
+    def partition(self) -> Mapping[str, str | None] | str:
+        if self.options.quantize is None:
+            return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
+        return {f"option.{name}": None for name in ("model_id", "revision", "quantize", "save_mp_checkpoint_path")}

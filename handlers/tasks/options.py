@@ -6,11 +6,11 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator
 
 from handlers.checkpoints.options import TransformersOptions
-from lmi_server.configuration.declaration import Allowed, Conflict, Unavailable
-from lmi_server.configuration.options import PositiveInt, RollingBatch, lower, without_effect
+from lmi_server.configuration.declaration import Allowed, Unavailable
+from lmi_server.configuration.options import PositiveInt, RollingBatch, lower
 from lmi_server.configuration.references import NAMES_NOTHING
 from lmi_server.configuration.tasks import canonical_task
 
@@ -56,27 +56,23 @@ Pooling = Literal["auto", "cls", "mean", "max", "mean_sqrt_len_tokens", "weighte
 class PipelineOptions(TransformersOptions):
     """Keys of serving.properties for a model whose requests are whole tasks: classified, embedded, answered."""
 
-    task: Annotated[Task | None, NAMES_NOTHING] = Field(
-        None, description="Task of the model; inferred from its architecture if not set."
-    )
+    task: Annotated[Task | None, NAMES_NOTHING] = None
+    """Task of the model; inferred from its architecture if not set."""
     rolling_batch: Annotated[
         RollingBatch,
         Unavailable(
             lambda name: name not in ("auto", "disable"), "use disable: a rolling batch decodes causal language models"
         ),
-    ] = Field("disable", description="Requests run together as one dynamic batch (batch_size).")
-    enable_streaming: Annotated[Literal["true", "false", "huggingface"], BeforeValidator(lower)] = Field(
-        "false",
-        description="Answer tasks that generate text as JSON lines, one per step; huggingface is like true.",
-    )
-    pooling: Annotated[Pooling, BeforeValidator(lower)] = Field(
-        "auto",
-        description="How text-embedding makes a vector of a text's tokens; auto: what the model's files say, or mean.",
-    )
-    normalize: bool = Field(True, description="Give vectors of text-embedding the length 1.")
-    max_model_len: PositiveInt | None = Field(
-        None, description="Tokens of an input at most; without it what the model's files allow."
-    )
+    ] = "disable"
+    """Requests run together as one dynamic batch (batch_size)."""
+    enable_streaming: Annotated[Literal["true", "false", "huggingface"], BeforeValidator(lower)] = "false"
+    """Answer tasks that generate text as JSON lines, one per step; huggingface is like true."""
+    pooling: Annotated[Pooling, BeforeValidator(lower)] = "auto"
+    """How text-embedding makes a vector of a text's tokens; auto: what the model's files say, or mean."""
+    normalize: bool = True
+    """Give vectors of text-embedding the length 1."""
+    max_model_len: PositiveInt | None = None
+    """Tokens of an input at most; without it what the model's files allow."""
 
     @property
     def streams(self) -> bool:
@@ -85,15 +81,13 @@ class PipelineOptions(TransformersOptions):
     def context_length(self) -> int | None:
         return self.max_model_len
 
-    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
-        formats = ("option.output_formatter", "option.input_formatter", "option.tgi_compat")
-        rolling_only = ("option.max_rolling_batch_size", "option.async_mode", *formats)
-        yield from without_effect(given, "a rolling batch", rolling_only)
+    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
+        formats = ("output_formatter", "input_formatter", "tgi_compat")
+        yield "a rolling batch", ("max_rolling_batch_size", "async_mode", *formats)
         if self.task != "text-embedding":
-            embedding_only = ("option.pooling", "option.normalize")
-            yield from without_effect(given, "option.task=text-embedding", embedding_only)
+            yield "option.task=text-embedding", ("pooling", "normalize")
         if self.task is not None and not generates(self.task):
-            yield from without_effect(given, "a task that generates text", ("option.enable_streaming",))
+            yield "a task that generates text", ("enable_streaming",)
 
 
 def generates(task: str) -> bool:

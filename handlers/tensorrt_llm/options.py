@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from handlers.tensorrt_llm import engine_arguments, engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     FloatDtype,
@@ -20,7 +21,6 @@ from lmi_server.configuration.options import (
     PositiveInt,
     Share,
     lower,
-    without_effect,
 )
 from lmi_server.configuration.options import ModelOptions as _ModelOptions
 from lmi_server.configuration.references import NAMES_MODEL, NAMES_NOTHING, NAMES_PATH, NAMES_REVISION, NUMBERS_ONLY
@@ -113,60 +113,54 @@ class TensorRtLlmOptions(_ModelOptions):
     the same.
     """
 
-    mpi_mode: Annotated[bool, NoEffect("TensorRT-LLM starts its own ranks under any engine")] = Field(
-        False, description="Start the model under mpirun."
-    )
-    tensor_parallel_degree: Annotated[ParallelDegree, Key(also=("option.tensor_parallel_size",))] = Field(
-        "max", description="GPUs that one model is split over; max is all GPUs of the machine."
-    )
-    pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",))] = Field(
-        1, description="Stages that the layers of one model are split into, each on its own devices."
-    )
+    mpi_mode: Annotated[bool, NoEffect("TensorRT-LLM starts its own ranks under any engine")] = False
+    """Start the model under mpirun."""
+    tensor_parallel_degree: Annotated[ParallelDegree, Key(also=("option.tensor_parallel_size",))] = "max"
+    """GPUs that one model is split over; max is all GPUs of the machine."""
+    pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",))] = 1
+    """Stages that the layers of one model are split into, each on its own devices."""
     rolling_batch: Annotated[
         Literal["auto", "trtllm", "disable"],
         BeforeValidator(lower),
         Unavailable.values("disable", instead="use trtllm; the LLM API has no encoder-decoder models such as T5"),
-    ] = Field("trtllm", description="TensorRT-LLM batches by itself; LMI has disable for T5 models.")
-    dtype: Annotated[FloatDtype, Key(also=("option.data_type",)), DTYPE_NOTE] = Field(
-        "auto", description="Data type of weights and KV cache; auto is that of the checkpoint."
-    )
+    ] = "trtllm"
+    """TensorRT-LLM batches by itself; LMI has disable for T5 models."""
+    dtype: Annotated[FloatDtype, Key(also=("option.data_type",)), DTYPE_NOTE] = "auto"
+    """Data type of weights and KV cache; auto is that of the checkpoint."""
     backend: Annotated[
         Literal["tensorrt", "pytorch"],
         BeforeValidator(lambda name: "tensorrt" if lower(name) == "trt" else lower(name)),
-    ] = Field(
-        "tensorrt",
-        description="What computes: an engine that TensorRT builds when the model loads or that is in the model"
-        " directory already, or PyTorch, which builds nothing.",
-    )
-    quantize: Annotated[Literal["smoothquant", "awq", "fp8"] | None, BeforeValidator(lower)] = Field(
-        None, description="Quantisation of the weights while the engine is built."
-    )
-    max_input_len: PositiveInt = Field(1024, description="Maximum number of prompt tokens; compiled into the engine.")
-    max_output_len: PositiveInt = Field(512, description="Maximum number of output tokens; compiled into the engine.")
-    use_custom_all_reduce: bool = Field(
-        False, description="Use the all-reduce kernels for GPUs with NVLink; only backend=pytorch leaves the choice."
-    )
-    tokens_per_block: PositiveInt = Field(64, description="Tokens in one block of the paged KV cache.")
-    batch_scheduler_policy: Literal["max_utilization", "guaranteed_no_evict"] = Field(
-        "max_utilization", description="Whether to admit requests that may have to be evicted later."
-    )
-    kv_cache_free_gpu_mem_fraction: Annotated[Share, Key(also=("option.free_gpu_memory_fraction",))] = Field(
-        0.95, description="Share of the GPU memory that the weights leave free for the KV cache."
-    )
+    ] = "tensorrt"
+    """What computes: an engine that TensorRT builds when the model loads or that is in the model directory already, or
+    PyTorch, which builds nothing."""
+    quantize: Annotated[Literal["smoothquant", "awq", "fp8"] | None, BeforeValidator(lower)] = None
+    """Quantisation of the weights while the engine is built."""
+    max_input_len: PositiveInt = 1024
+    """Maximum number of prompt tokens; compiled into the engine."""
+    max_output_len: PositiveInt = 512
+    """Maximum number of output tokens; compiled into the engine."""
+    use_custom_all_reduce: bool = False
+    """Use the all-reduce kernels for GPUs with NVLink; only backend=pytorch leaves the choice."""
+    tokens_per_block: PositiveInt = 64
+    """Tokens in one block of the paged KV cache."""
+    batch_scheduler_policy: Literal["max_utilization", "guaranteed_no_evict"] = "max_utilization"
+    """Whether to admit requests that may have to be evicted later."""
+    kv_cache_free_gpu_mem_fraction: Annotated[Share, Key(also=("option.free_gpu_memory_fraction",))] = 0.95
+    """Share of the GPU memory that the weights leave free for the KV cache."""
     max_num_sequences: Annotated[
         PositiveInt | None,
         Documented(
             "the batch size set while building Tensorrt engine",
             "equivalent: without the key the engine uses its own batch size",
         ),
-    ] = Field(None, description="Maximum number of requests in a batch; without it option.max_rolling_batch_size.")
-    enable_trt_overlap: bool = Field(False, description="Overlap the execution of batches.")
-    enable_kv_cache_reuse: Annotated[bool, Key(also=("option.enable_block_reuse",))] = Field(
-        False, description="Reuse the KV cache of prompt prefixes that requests share."
-    )
-    baichuan_model_version: Annotated[Literal["v1_7b", "v1_13b", "v2_7b", "v2_13b"], _IN_CONFIG] = Field(
-        "v1_13b", description="Version of a Baichuan model."
-    )
+    ] = None
+    """Maximum number of requests in a batch; without it option.max_rolling_batch_size."""
+    enable_trt_overlap: bool = False
+    """Overlap the execution of batches."""
+    enable_kv_cache_reuse: Annotated[bool, Key(also=("option.enable_block_reuse",))] = False
+    """Reuse the KV cache of prompt prefixes that requests share."""
+    baichuan_model_version: Annotated[Literal["v1_7b", "v1_13b", "v2_7b", "v2_13b"], _IN_CONFIG] = "v1_13b"
+    """Version of a Baichuan model."""
     chatglm_model_version: Annotated[
         Literal[
             "unspecified",
@@ -179,169 +173,183 @@ class TensorRtLlmOptions(_ModelOptions):
             "glm_10b",
         ],
         _IN_CONFIG,
-    ] = Field("unspecified", description="Version of a ChatGLM model.")
-    gpt_model_version: Annotated[Literal["gpt2", "santacoder", "starcoder"], _IN_CONFIG] = Field(
-        "gpt2", description="Variant of a GPT-2 model."
-    )
-    multi_block_mode: bool = Field(False, description="Split long KV sequences into blocks; not for Qwen.")
-    use_fused_mlp: bool = Field(False, description="Fuse the gated MLP; for Llama only.")
-    rotary_base: Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")] = Field(
-        10000.0, description="Base of the rotary embedding; for Llama, InternLM and Qwen."
-    )
-    rotary_dim: PositiveInt = Field(64, description="Dimensions of the rotary embedding; for GPT-J only.")
-    rotary_scaling_type: Literal["linear", "dynamic"] | None = Field(
-        None, description="Scaling of the rotary embedding; requires rotary_scaling_factor."
-    )
-    rotary_scaling_factor: Annotated[float, Field(gt=1, allow_inf_nan=False), Allowed("a number above 1")] | None = (
-        Field(None, description="Factor of rotary_scaling_type, which it requires.")
-    )
-    smoothquant_alpha: Fraction = Field(
-        0.8, description="Share of the outliers that smoothquant moves into the weights."
-    )
-    smoothquant_per_token: bool = Field(False, description="One smoothquant scaling factor for each token.")
-    smoothquant_per_channel: bool = Field(False, description="One smoothquant scaling factor for each channel.")
-    multi_query_mode: Annotated[bool, _IN_CONFIG] = Field(
-        False, description="The model has multi-query attention; for smoothquant."
-    )
-    awq_format: Annotated[Literal["int4_awq"], Key(also=("option.q_format",))] = Field(
-        "int4_awq", description="Format of AWQ weights."
-    )
-    awq_calib_size: PositiveInt = Field(32, description="Number of samples that calibrate AWQ.")
-    awq_block_size: PositiveInt = Field(128, description="Group size of AWQ.")
-    calib_size: PositiveInt = Field(512, description="Number of samples for calibration.")
-    calib_batch_size: PositiveInt = Field(32, description="Number of samples per batch of the calibration.")
-    max_num_tokens: PositiveInt = Field(16384, description="Maximum number of tokens that one step computes.")
-    max_draft_len: PositiveInt | None = Field(None, description="Maximum number of tokens that a draft model proposes.")
+    ] = "unspecified"
+    """Version of a ChatGLM model."""
+    gpt_model_version: Annotated[Literal["gpt2", "santacoder", "starcoder"], _IN_CONFIG] = "gpt2"
+    """Variant of a GPT-2 model."""
+    multi_block_mode: bool = False
+    """Split long KV sequences into blocks; not for Qwen."""
+    use_fused_mlp: bool = False
+    """Fuse the gated MLP; for Llama only."""
+    rotary_base: Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")] = 10000.0
+    """Base of the rotary embedding; for Llama, InternLM and Qwen."""
+    rotary_dim: PositiveInt = 64
+    """Dimensions of the rotary embedding; for GPT-J only."""
+    rotary_scaling_type: Literal["linear", "dynamic"] | None = None
+    """Scaling of the rotary embedding; requires rotary_scaling_factor."""
+    rotary_scaling_factor: Annotated[float, Field(gt=1, allow_inf_nan=False), Allowed("a number above 1")] | None = None
+    """Factor of rotary_scaling_type, which it requires."""
+    smoothquant_alpha: Fraction = 0.8
+    """Share of the outliers that smoothquant moves into the weights."""
+    smoothquant_per_token: bool = False
+    """One smoothquant scaling factor for each token."""
+    smoothquant_per_channel: bool = False
+    """One smoothquant scaling factor for each channel."""
+    multi_query_mode: Annotated[bool, _IN_CONFIG] = False
+    """The model has multi-query attention; for smoothquant."""
+    awq_format: Annotated[Literal["int4_awq"], Key(also=("option.q_format",))] = "int4_awq"
+    """Format of AWQ weights."""
+    awq_calib_size: PositiveInt = 32
+    """Number of samples that calibrate AWQ."""
+    awq_block_size: PositiveInt = 128
+    """Group size of AWQ."""
+    calib_size: PositiveInt = 512
+    """Number of samples for calibration."""
+    calib_batch_size: PositiveInt = 32
+    """Number of samples per batch of the calibration."""
+    max_num_tokens: PositiveInt = 16384
+    """Maximum number of tokens that one step computes."""
+    max_draft_len: PositiveInt | None = None
+    """Maximum number of tokens that a draft model proposes."""
     logits_dtype: Annotated[
         Literal["fp32", "fp16"], Unavailable.values("fp16", instead="use fp32, which the LLM API always has")
-    ] = Field("fp32", description="Data type of logits.")
-    trtllm_checkpoint_path: Annotated[str | None, NAMES_MODEL] = Field(
-        None, description="Checkpoint that has been converted for TensorRT-LLM."
-    )
-    num_checkpoint_workers: Annotated[PositiveInt | None, _ALL_AT_ONCE] = Field(
-        None, description="Processes that convert the checkpoint."
-    )
-    num_engine_workers: Annotated[PositiveInt | None, _ALL_AT_ONCE] = Field(
-        None, description="Processes that build the engine."
-    )
-    load_by_shard: Annotated[bool, _ALL_AT_ONCE] = Field(False, description="Convert the checkpoint file by file.")
-    use_fp8_context_fmha: bool = Field(False, description="Compute attention in fp8 during prefill.")
-    tokenizer: Annotated[str | None, NAMES_MODEL] = Field(None, description="Tokenizer to use instead of the model's.")
-    tokenizer_mode: Literal["auto", "slow"] = Field("auto", description="Kind of tokenizer.")
-    skip_tokenizer_init: bool = Field(False, description="Accept and return token ids only.")
-    tokenizer_revision: Annotated[str | None, NAMES_REVISION] = Field(
-        None, description="Branch, tag or commit of the tokenizer."
-    )
-    context_parallel_size: PositiveInt = Field(1, description="GPUs that one context is split over.")
-    moe_tensor_parallel_size: PositiveInt | None = Field(None, description="GPUs that each expert is split over.")
-    moe_expert_parallel_size: PositiveInt | None = Field(
-        None, description="GPUs that the experts are distributed over."
-    )
-    enable_attention_dp: bool = Field(False, description="Use data parallelism in attention.")
+    ] = "fp32"
+    """Data type of logits."""
+    trtllm_checkpoint_path: Annotated[str | None, NAMES_MODEL] = None
+    """Checkpoint that has been converted for TensorRT-LLM."""
+    num_checkpoint_workers: Annotated[PositiveInt | None, _ALL_AT_ONCE] = None
+    """Processes that convert the checkpoint."""
+    num_engine_workers: Annotated[PositiveInt | None, _ALL_AT_ONCE] = None
+    """Processes that build the engine."""
+    load_by_shard: Annotated[bool, _ALL_AT_ONCE] = False
+    """Convert the checkpoint file by file."""
+    use_fp8_context_fmha: bool = False
+    """Compute attention in fp8 during prefill."""
+    tokenizer: Annotated[str | None, NAMES_MODEL] = None
+    """Tokenizer to use instead of the model's."""
+    tokenizer_mode: Literal["auto", "slow"] = "auto"
+    """Kind of tokenizer."""
+    skip_tokenizer_init: bool = False
+    """Accept and return token ids only."""
+    tokenizer_revision: Annotated[str | None, NAMES_REVISION] = None
+    """Branch, tag or commit of the tokenizer."""
+    context_parallel_size: PositiveInt = 1
+    """GPUs that one context is split over."""
+    moe_tensor_parallel_size: PositiveInt | None = None
+    """GPUs that each expert is split over."""
+    moe_expert_parallel_size: PositiveInt | None = None
+    """GPUs that the experts are distributed over."""
+    enable_attention_dp: bool = False
+    """Use data parallelism in attention."""
     auto_parallel: Annotated[
         bool, Unavailable.values(True, instead="use option.tensor_parallel_degree; TensorRT-LLM 1.x cannot choose it")
-    ] = Field(False, description="Let TensorRT-LLM choose the parallelism.")
-    auto_parallel_world_size: Annotated[PositiveInt | None, NoEffect("there is no option.auto_parallel")] = Field(
-        None, description="GPUs for auto_parallel."
-    )
-    load_format: Annotated[Literal["auto", "dummy"], BeforeValidator(lower)] = Field(
-        "auto", description="Format of the checkpoint; dummy has random weights."
-    )
-    enable_chunked_prefill: bool = Field(
-        False, description="Compute long prompts in chunks, in the same steps as decoding."
-    )
-    guided_decoding_backend: Annotated[Literal["xgrammar", "llguidance"] | None, BeforeValidator(lower)] = Field(
-        None, description="Library that enforces JSON schemas and grammars; without it such requests are refused."
-    )
-    iter_stats_max_iterations: NonNegativeInt | None = Field(
-        None, description="Number of steps for which statistics are kept."
-    )
-    request_stats_max_iterations: NonNegativeInt | None = Field(
-        None, description="Number of steps for which statistics per request are kept."
-    )
+    ] = False
+    """Let TensorRT-LLM choose the parallelism."""
+    auto_parallel_world_size: Annotated[PositiveInt | None, NoEffect("there is no option.auto_parallel")] = None
+    """GPUs for auto_parallel."""
+    load_format: Annotated[Literal["auto", "dummy"], BeforeValidator(lower)] = "auto"
+    """Format of the checkpoint; dummy has random weights."""
+    enable_chunked_prefill: bool = False
+    """Compute long prompts in chunks, in the same steps as decoding."""
+    guided_decoding_backend: Annotated[Literal["xgrammar", "llguidance"] | None, BeforeValidator(lower)] = None
+    """Library that enforces JSON schemas and grammars; without it such requests are refused."""
+    iter_stats_max_iterations: NonNegativeInt | None = None
+    """Number of steps for which statistics are kept."""
+    request_stats_max_iterations: NonNegativeInt | None = None
+    """Number of steps for which statistics per request are kept."""
     embedding_parallel_mode: Annotated[
         Literal["NONE", "SHARDING_ALONG_VOCAB", "SHARDING_ALONG_HIDDEN"], BeforeValidator(_upper)
-    ] = Field("SHARDING_ALONG_VOCAB", description="How embeddings are split over the GPUs.")
-    fast_build: bool = Field(False, description="Compile the engine faster; it then runs slower.")
-    enable_build_cache: bool = Field(True, description="Keep compiled engines for later starts.")
-    batching_type: Annotated[Literal["STATIC", "INFLIGHT"] | None, BeforeValidator(_upper)] = Field(
-        None, description="Kind of batching of the executor."
-    )
-    normalize_log_probs: bool = Field(False, description="Normalise log probabilities.")
-    gather_generation_logits: bool = Field(
-        False, description="Keep the logits of generated tokens; alternatives need it with backend=tensorrt."
-    )
-    extended_runtime_perf_knob_config: Annotated[JsonObject | None, NUMBERS_ONLY] = Field(
-        None, description="Further settings of the runtime."
-    )
-    max_batch_size: PositiveInt | None = Field(
-        None, description="Maximum number of requests; compiled into the engine."
-    )
-    max_seq_len: PositiveInt | None = Field(None, description="Maximum number of tokens of prompt and output together.")
-    max_beam_width: PositiveInt = Field(
-        1, description="Maximum number of beams of a request; compiled into the engine."
-    )
-    max_loras: PositiveInt | None = Field(None, description="Maximum number of LoRA adapters in GPU memory.")
-    max_cpu_loras: PositiveInt | None = Field(None, description="Maximum number of LoRA adapters in main memory.")
-    max_lora_rank: PositiveInt = Field(64, description="Maximum rank of a LoRA adapter.")
-    lora_target_modules: Annotated[Names, NAMES_NOTHING] = Field(
-        (),
-        description="Layers that LoRA adapters change, by TensorRT-LLM's names such as attn_q; if not set, those of"
-        " attention and MLP.",
-    )
-    max_tokens: PositiveInt | None = Field(None, description="Maximum number of tokens in the KV cache.")
+    ] = "SHARDING_ALONG_VOCAB"
+    """How embeddings are split over the GPUs."""
+    fast_build: bool = False
+    """Compile the engine faster; it then runs slower."""
+    enable_build_cache: bool = True
+    """Keep compiled engines for later starts."""
+    batching_type: Annotated[Literal["STATIC", "INFLIGHT"] | None, BeforeValidator(_upper)] = None
+    """Kind of batching of the executor."""
+    normalize_log_probs: bool = False
+    """Normalise log probabilities."""
+    gather_generation_logits: bool = False
+    """Keep the logits of generated tokens; alternatives need it with backend=tensorrt."""
+    extended_runtime_perf_knob_config: Annotated[JsonObject | None, NUMBERS_ONLY] = None
+    """Further settings of the runtime."""
+    max_batch_size: PositiveInt | None = None
+    """Maximum number of requests; compiled into the engine."""
+    max_seq_len: PositiveInt | None = None
+    """Maximum number of tokens of prompt and output together."""
+    max_beam_width: PositiveInt = 1
+    """Maximum number of beams of a request; compiled into the engine."""
+    max_loras: PositiveInt | None = None
+    """Maximum number of LoRA adapters in GPU memory."""
+    max_cpu_loras: PositiveInt | None = None
+    """Maximum number of LoRA adapters in main memory."""
+    max_lora_rank: PositiveInt = 64
+    """Maximum rank of a LoRA adapter."""
+    lora_target_modules: Annotated[Names, NAMES_NOTHING] = ()
+    """Layers that LoRA adapters change, by TensorRT-LLM's names such as attn_q; if not set, those of attention and MLP.
+    """
+    max_tokens: PositiveInt | None = None
+    """Maximum number of tokens in the KV cache."""
     max_attention_window: Annotated[
         Annotated[str, AfterValidator(_window_sizes), Allowed("integers separated by commas")] | None, NAMES_NOTHING
-    ] = Field(None, description="Maximum number of tokens that each layer attends to.")
-    sink_token_length: PositiveInt | None = Field(
-        None, description="Number of first tokens that always stay in the KV cache."
-    )
-    host_cache_size: NonNegativeInt | None = Field(None, description="Bytes of main memory for the KV cache.")
-    onboard_blocks: bool = Field(True, description="Copy offloaded KV-cache blocks back to the GPU before use.")
-    cross_kv_cache_fraction: Fraction | None = Field(None, description="Share of the KV cache for cross attention.")
-    secondary_offload_min_priority: NonNegativeInt | None = Field(
-        None, description="Minimum priority of blocks that are offloaded."
-    )
-    event_buffer_max_size: NonNegativeInt = Field(0, description="Maximum number of KV-cache events that are kept.")
-    enable_overlap_scheduler: bool = Field(False, description="Schedule a step while the previous one runs.")
-    kv_cache_dtype: Annotated[str | None, NAMES_NOTHING] = Field(
-        None, description="Data type of the KV cache, for example fp8."
-    )
-    attn_backend: Annotated[str, NAMES_NOTHING] = Field("TRTLLM", description="Implementation of attention.")
-    use_cuda_graph: bool = Field(False, description="Capture decoding as a CUDA graph.")
-    moe_backend: Annotated[str, NAMES_NOTHING] = Field("CUTLASS", description="Implementation of mixtures of experts.")
-    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = Field(
-        None, description="Where to write the compiled engine."
-    )
-    quant_algo: Annotated[str | None, NAMES_NOTHING] = Field(
-        None, description="Quantisation of the weights, by its name in TensorRT-LLM."
-    )
-    kv_cache_quant_algo: Annotated[str | None, NAMES_NOTHING] = Field(
-        None, description="Quantisation of the KV cache, by its name in TensorRT-LLM."
-    )
-    group_size: PositiveInt | None = Field(None, description="Group size of the quantisation.")
-    smoothquant_val: Fraction | None = Field(
-        None, description="Same as smoothquant_alpha, by its name in TensorRT-LLM."
-    )
+    ] = None
+    """Maximum number of tokens that each layer attends to."""
+    sink_token_length: PositiveInt | None = None
+    """Number of first tokens that always stay in the KV cache."""
+    host_cache_size: NonNegativeInt | None = None
+    """Bytes of main memory for the KV cache."""
+    onboard_blocks: bool = True
+    """Copy offloaded KV-cache blocks back to the GPU before use."""
+    cross_kv_cache_fraction: Fraction | None = None
+    """Share of the KV cache for cross attention."""
+    secondary_offload_min_priority: NonNegativeInt | None = None
+    """Minimum priority of blocks that are offloaded."""
+    event_buffer_max_size: NonNegativeInt = 0
+    """Maximum number of KV-cache events that are kept."""
+    enable_overlap_scheduler: bool = False
+    """Schedule a step while the previous one runs."""
+    kv_cache_dtype: Annotated[str | None, NAMES_NOTHING] = None
+    """Data type of the KV cache, for example fp8."""
+    attn_backend: Annotated[str, NAMES_NOTHING] = "TRTLLM"
+    """Implementation of attention."""
+    use_cuda_graph: bool = False
+    """Capture decoding as a CUDA graph."""
+    moe_backend: Annotated[str, NAMES_NOTHING] = "CUTLASS"
+    """Implementation of mixtures of experts."""
+    save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = None
+    """Where to write the compiled engine."""
+    quant_algo: Annotated[str | None, NAMES_NOTHING] = None
+    """Quantisation of the weights, by its name in TensorRT-LLM."""
+    kv_cache_quant_algo: Annotated[str | None, NAMES_NOTHING] = None
+    """Quantisation of the KV cache, by its name in TensorRT-LLM."""
+    group_size: PositiveInt | None = None
+    """Group size of the quantisation."""
+    smoothquant_val: Fraction | None = None
+    """Same as smoothquant_alpha, by its name in TensorRT-LLM."""
     clamp_val: Annotated[
         Annotated[str, AfterValidator(_bounds), Allowed("two numbers separated by a comma")] | None, NAMES_NOTHING
-    ] = Field(None, description="Bounds to which activations are clamped.")
-    use_meta_recipe: bool = Field(False, description="Quantise to fp8 by Meta's recipe for Llama.")
-    has_zero_point: bool = Field(False, description="Quantised weights have zero points.")
-    pre_quant_scales: bool = Field(
-        False, description="Quantised weights have scales that were applied before quantisation."
-    )
-    exclude_modules: Annotated[str | None, NAMES_NOTHING] = Field(
-        None, description="Modules that stay unquantised, separated by commas."
-    )
-    device: Annotated[str, NAMES_NOTHING] = Field("cuda", description="Device of the calibration.")
-    calib_dataset: Annotated[str, NAMES_MODEL] = Field("cnn_dailymail", description="Data set of the calibration.")
-    calib_batches: PositiveInt = Field(512, description="Number of batches of the calibration.")
-    calib_max_seq_length: PositiveInt = Field(512, description="Maximum number of tokens of a calibration sample.")
-    random_seed: NonNegativeInt = Field(1234, description="Seed of the calibration.")
-    tokenizer_max_seq_length: PositiveInt = Field(
-        2048, description="Maximum number of tokens that the tokenizer produces for the calibration."
-    )
+    ] = None
+    """Bounds to which activations are clamped."""
+    use_meta_recipe: bool = False
+    """Quantise to fp8 by Meta's recipe for Llama."""
+    has_zero_point: bool = False
+    """Quantised weights have zero points."""
+    pre_quant_scales: bool = False
+    """Quantised weights have scales that were applied before quantisation."""
+    exclude_modules: Annotated[str | None, NAMES_NOTHING] = None
+    """Modules that stay unquantised, separated by commas."""
+    device: Annotated[str, NAMES_NOTHING] = "cuda"
+    """Device of the calibration."""
+    calib_dataset: Annotated[str, NAMES_MODEL] = "cnn_dailymail"
+    """Data set of the calibration."""
+    calib_batches: PositiveInt = 512
+    """Number of batches of the calibration."""
+    calib_max_seq_length: PositiveInt = 512
+    """Maximum number of tokens of a calibration sample."""
+    random_seed: NonNegativeInt = 1234
+    """Seed of the calibration."""
+    tokenizer_max_seq_length: PositiveInt = 2048
+    """Maximum number of tokens that the tokenizer produces for the calibration."""
 
     @classmethod
     def engine_names(cls) -> frozenset[str]:
@@ -366,25 +374,11 @@ class TensorRtLlmOptions(_ModelOptions):
         """Return None: TensorRT-LLM starts its own ranks, and only one process serves."""
         return None
 
-    def gpus_per_worker(self, available: int) -> int | None:
-        return self.devices_per_worker if available else None
-
-    def division(self, gpus: int) -> str | None:
-        return f"TensorRT-LLM starts a rank for each of {gpus} GPUs" if gpus > 1 else None
-
     def context_length(self) -> int | None:
         return self.max_seq_len or self.max_input_len + self.max_output_len
 
     def max_running(self) -> int:
         return self.max_num_sequences or self.max_batch_size or self.max_rolling_batch_size
-
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        if self.backend != "tensorrt":
-            return "option.backend=pytorch builds no engine; use option.backend=tensorrt, or serve the model as it is"
-        return {
-            **{f"option.{name}": None for name in _BUILT_IN},
-            "option.tensor_parallel_degree": str(self.devices_per_worker or 1),
-        }
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         pair = ("option.rotary_scaling_type", "option.rotary_scaling_factor")
@@ -400,20 +394,32 @@ class TensorRtLlmOptions(_ModelOptions):
         elif self.kv_cache_dtype is not None and self.kv_cache_dtype not in ("auto", "fp8", "int8"):
             yield Conflict(("option.kv_cache_dtype",), "auto, fp8 or int8 with option.backend=tensorrt")
 
-    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
         if self.quantize != "smoothquant":
-            keys = [f"option.{name}" for name in _SMOOTHQUANT]
-            yield from without_effect(given, "option.quantize=smoothquant", keys)
+            yield "option.quantize=smoothquant", _SMOOTHQUANT
         if self.quantize != "awq":
-            yield from without_effect(given, "option.quantize=awq", [f"option.{name}" for name in _AWQ])
+            yield "option.quantize=awq", _AWQ
         if self.quantize is None and self.quant_algo is None:
-            keys = [f"option.{name}" for name in _CALIBRATION]
-            yield from without_effect(given, "option.quantize or option.quant_algo", keys)
-        other = _TENSORRT_ONLY if self.backend == "pytorch" else _PYTORCH_ONLY
-        needed = "tensorrt" if self.backend == "pytorch" else "pytorch"
-        yield from without_effect(given, f"option.backend={needed}", [f"option.{name}" for name in other])
+            yield "option.quantize or option.quant_algo", _CALIBRATION
+        if self.backend == "pytorch":
+            yield "option.backend=tensorrt", _TENSORRT_ONLY
+        else:
+            yield "option.backend=pytorch", _PYTORCH_ONLY
         if not self.enable_lora:
-            yield from without_effect(given, "option.enable_lora=true", [f"option.{name}" for name in _LORA])
+            yield "option.enable_lora=true", _LORA
+
+
+class TensorRtLlmEngine(EngineDescription[TensorRtLlmOptions]):
+    """TensorRT-LLM."""
+
+    def division(self, gpus: int) -> str | None:
+        return f"TensorRT-LLM starts a rank for each of {gpus} GPUs" if gpus > 1 else None
+
+    def partition(self) -> Mapping[str, str | None] | str:
+        if self.options.backend != "tensorrt":
+            return "option.backend=pytorch builds no engine; use option.backend=tensorrt, or serve the model as it is"
+        degree = {"option.tensor_parallel_degree": str(self.options.devices_per_worker or 1)}
+        return {f"option.{name}": None for name in _BUILT_IN} | degree
 
 
 def _instead_on_pytorch(key: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.vllm.options import InWorkerOptions
+from handlers.vllm.options import InWorkerEngine, InWorkerOptions
 from lmi_server.configuration.declaration import (
     Allowed,
     Conflict,
@@ -43,44 +43,38 @@ class LmiDistOptions(InWorkerOptions):
     """Keys of serving.properties for a model configured for LMI-Dist: vLLM's engine on the ranks of the MPI engine."""
 
     mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
-    rolling_batch: Annotated[Literal["auto", "lmi-dist"], BeforeValidator(lower)] = Field(
-        "auto", description="vLLM batches by itself with any of these values."
-    )
+    rolling_batch: Annotated[Literal["auto", "lmi-dist"], BeforeValidator(lower)] = "auto"
+    """vLLM batches by itself with any of these values."""
     dtype: Annotated[Dtype, Key(also=("option.data_type",)), DTYPE_NOTE] = Field(  # type: ignore[assignment]
         "auto",
         description="Data type of weights and KV cache; auto is the checkpoint's own, and int8 what LMI-Dist made of"
         " it: weights in 8 bits, as option.quantize=bitsandbytes8.",
     )
-    quantize: Annotated[Quantize | None, DeprecatedValue("bitsandbytes", "use bitsandbytes8")] = Field(
-        None,
-        description="Quantisation of the weights; all methods but bitsandbytes8 need a checkpoint quantised with them.",
-    )
+    quantize: Annotated[Quantize | None, DeprecatedValue("bitsandbytes", "use bitsandbytes8")] = None
+    """Quantisation of the weights; all methods but bitsandbytes8 need a checkpoint quantised with them."""
     max_rolling_batch_prefill_tokens: Annotated[
         PositiveInt | None,
         Deprecated("the best value is computed from the machine"),
         Documented("1088", "deprecated since 0.25.0, when LMI began to compute it"),
-    ] = Field(None, description="Prompt tokens that one step computes at most.")
-    enable_prefix_caching: bool = Field(False, description="Reuse the KV cache of prompt prefixes that requests share.")
+    ] = None
+    """Prompt tokens that one step computes at most."""
+    enable_prefix_caching: bool = False
+    """Reuse the KV cache of prompt prefixes that requests share."""
     limit_mm_per_prompt: Annotated[
         JsonObject | None, BeforeValidator(_as_json), Allowed("image=2,video=1 or a JSON object"), NAMES_NOTHING
-    ] = Field(None, description="Images, videos and such per prompt, by kind.")
-    draft_model_tp_size: PositiveInt = Field(1, description="GPUs that the draft model is split over.")
-    speculative_telemetry: Annotated[bool, NoEffect("vLLM reports it in /metrics")] = Field(
-        True, description="Log how many drafted tokens were accepted."
-    )
-    record_acceptance_rate: Annotated[bool, NoEffect("vLLM reports it in /metrics")] = Field(
-        False, description="Log the rate at which drafted tokens are accepted."
-    )
+    ] = None
+    """Images, videos and such per prompt, by kind."""
+    draft_model_tp_size: PositiveInt = 1
+    """GPUs that the draft model is split over."""
+    speculative_telemetry: Annotated[bool, NoEffect("vLLM reports it in /metrics")] = True
+    """Log how many drafted tokens were accepted."""
+    record_acceptance_rate: Annotated[bool, NoEffect("vLLM reports it in /metrics")] = False
+    """Log the rate at which drafted tokens are accepted."""
 
     @property
     def vllm_quantization(self) -> str | None:
         method = "bitsandbytes8" if self.dtype == "int8" else self.quantize
         return None if method is None else _VLLM_NAMES.get(method, method)
-
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Return what vLLM recommends, without threads: OMP_NUM_THREADS gives each rank its share of the cores."""
-        return {key: raw for key, raw in super().recommended(machine).items() if key != "option.threads"}
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of vLLM's EngineArgs; those that serving.properties gives by vLLM's names are text."""
@@ -105,3 +99,12 @@ class LmiDistOptions(InWorkerOptions):
         else:
             yield from self.unknown_to_vllm()
         yield from self.parser_conflicts()
+
+
+class LmiDistEngine(InWorkerEngine):
+    """vLLM's engine on the ranks of the MPI engine."""
+
+    @classmethod
+    def recommend(cls, machine: Machine) -> Mapping[str, str]:
+        """Return what vLLM recommends, without threads: OMP_NUM_THREADS gives each rank its share of the cores."""
+        return {key: raw for key, raw in super().recommend(machine).items() if key != "option.threads"}

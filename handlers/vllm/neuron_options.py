@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.vllm.options import VllmEngineOptions
+from handlers.vllm.options import VllmEngine, VllmEngineOptions
 from lmi_server.configuration.declaration import Allowed, Key
 from lmi_server.configuration.options import JsonObject, ParallelDegree, PositiveInt, lower
 from lmi_server.configuration.references import NUMBERS_ONLY
@@ -25,25 +25,21 @@ class NeuronVllmOptions(VllmEngineOptions):
     """Keys of serving.properties for a model that vLLM runs on Neuron cores."""
 
     rolling_batch: Annotated[Literal["vllm"], BeforeValidator(lower), Allowed("auto, scheduler, disable, vllm")] = (
-        Field("vllm", description="vLLM batches by itself; any other value leaves the model to transformers_neuronx.")
+        "vllm"
     )
-    tensor_parallel_degree: ParallelDegree = Field(1, description="Neuron cores that one model is split over.")
-    max_model_len: Annotated[PositiveInt | None, Key(also=("option.n_positions",))] = Field(
-        None, description="Maximum number of tokens of prompt and output together; without it the limit in config.json."
-    )
-    context_length_estimate: _Lengths | None = Field(
-        None, description="Prompt lengths for which graphs are compiled (context_encoding_buckets)."
-    )
-    fuse_qkv: bool = Field(False, description="Compute queries, keys and values in one operation (fused_qkv).")
-    sequence_parallel: bool = Field(False, description="Use sequence parallelism (sequence_parallel_enabled).")
-    override_neuron_config: Annotated[JsonObject | None, NUMBERS_ONLY] = Field(
-        None, description="Values of neuronx-distributed-inference's NeuronConfig by its own names."
-    )
-
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Recommend nothing: what suits vLLM on processors and GPUs does not suit its plugin."""
-        return {}
+    """vLLM batches by itself; any other value leaves the model to transformers_neuronx."""
+    tensor_parallel_degree: ParallelDegree = 1
+    """Neuron cores that one model is split over."""
+    max_model_len: Annotated[PositiveInt | None, Key(also=("option.n_positions",))] = None
+    """Maximum number of tokens of prompt and output together; without it the limit in config.json."""
+    context_length_estimate: _Lengths | None = None
+    """Prompt lengths for which graphs are compiled (context_encoding_buckets)."""
+    fuse_qkv: bool = False
+    """Compute queries, keys and values in one operation (fused_qkv)."""
+    sequence_parallel: bool = False
+    """Use sequence parallelism (sequence_parallel_enabled)."""
+    override_neuron_config: Annotated[JsonObject | None, NUMBERS_ONLY] = None
+    """Values of neuronx-distributed-inference's NeuronConfig by its own names."""
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return vLLM's arguments; the plugin reads its own from `additional_config`."""
@@ -58,3 +54,12 @@ class NeuronVllmOptions(VllmEngineOptions):
         overrides |= json.loads(self.override_neuron_config or "{}")
         plugin = {"additional_config": {"override_neuron_config": overrides}} if overrides else {}
         return {**super().engine_arguments(), **plugin}
+
+
+class NeuronVllmEngine(VllmEngine):
+    """vLLM with its plugin for Neuron."""
+
+    @classmethod
+    def recommend(cls, machine: Machine) -> Mapping[str, str]:
+        """Recommend nothing: what suits vLLM on processors and GPUs does not suit its plugin."""
+        return {}

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -17,6 +17,7 @@ from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
 from handlers.structured_output.options import WhiteSpaceLimit
 from handlers.vllm import engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     LONG_DTYPES,
@@ -33,7 +34,6 @@ from lmi_server.configuration.options import (
     Share,
     Texts,
     lower,
-    without_effect,
 )
 from lmi_server.configuration.references import (
     FOR_OPERATOR,
@@ -63,165 +63,131 @@ _VARIABLES = {
 class VllmEngineOptions(ModelOptions):
     """Keys of serving.properties for any model that vLLM runs; other arguments of its engine are passed on."""
 
-    one_worker_keys: ClassVar[tuple[str, ...]] = ("option.lmcache_auto_config",)
-
-    max_rolling_batch_size: Annotated[PositiveInt, Key(also=("option.max_num_seqs",), must_agree=True)] = Field(
-        32,
-        description="Maximum number of requests that the engine decodes together. If nothing sets it, 256 counts: as "
-        "in LMI, because vLLM's paged KV cache takes as many as fit.",
-    )
-    load_format: Annotated[str, NAMES_NOTHING] = Field(
-        "auto", description="Format of the checkpoint; auto prefers safetensors to bin files."
-    )
-    max_model_len: PositiveInt | None = Field(
-        None, description="Maximum number of tokens of prompt and output together; without it the limit in config.json."
-    )
-    enforce_eager: bool = Field(
-        False, description="Run the model uncompiled and without CUDA graphs: slower, but saves some GB of GPU memory."
-    )
-    gpu_memory_utilization: Share = Field(
-        0.9, description="Share of GPU memory for weights, activations and KV cache together."
-    )
-    max_loras: PositiveInt = Field(4, description="Maximum number of LoRA adapters in one batch.")
-    max_lora_rank: PositiveInt = Field(16, description="Maximum rank of a LoRA adapter.")
-    lora_extra_vocab_size: PositiveInt = Field(
-        256, description="Maximum number of tokens that a LoRA adapter adds to the vocabulary."
-    )
-    max_cpu_loras: PositiveInt | None = Field(
-        None, description="Maximum number of LoRA adapters that stay in main memory."
-    )
-    tensor_parallel_degree: Annotated[ParallelDegree, Key(also=("option.tensor_parallel_size",), must_agree=True)] = (
-        Field(1, description="GPUs that one model is split over; max is all GPUs of the machine.")
-    )
-    pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",), must_agree=True)] = (
-        Field(1, description="Stages that the layers of one model are split into, each on its own devices.")
-    )
-    dtype: Annotated[FloatDtype, Key(also=("option.data_type",)), DTYPE_NOTE] = Field(
-        "auto",
-        description="Data type of weights and KV cache; auto is that of the checkpoint, or fp16 if that is fp32.",
-    )
-    task: Annotated[str | None, NAMES_NOTHING] = Field(
-        None, description="Task of the model: text-generation, text-embedding, classify, ..."
-    )
-    quantize: Annotated[str | None, Key(also=("option.quantization",), must_agree=True), NAMES_NOTHING] = Field(
-        None, description="Quantisation that the checkpoint was made with (awq, gptq, squeezellm, ...)."
-    )
+    max_rolling_batch_size: Annotated[PositiveInt, Key(also=("option.max_num_seqs",), must_agree=True)] = 32
+    """Maximum number of requests that the engine decodes together. If nothing sets it, 256 counts: as in LMI, because
+    vLLM's paged KV cache takes as many as fit."""
+    load_format: Annotated[str, NAMES_NOTHING] = "auto"
+    """Format of the checkpoint; auto prefers safetensors to bin files."""
+    max_model_len: PositiveInt | None = None
+    """Maximum number of tokens of prompt and output together; without it the limit in config.json."""
+    enforce_eager: bool = False
+    """Run the model uncompiled and without CUDA graphs: slower, but saves some GB of GPU memory."""
+    gpu_memory_utilization: Share = 0.9
+    """Share of GPU memory for weights, activations and KV cache together."""
+    max_loras: PositiveInt = 4
+    """Maximum number of LoRA adapters in one batch."""
+    max_lora_rank: PositiveInt = 16
+    """Maximum rank of a LoRA adapter."""
+    lora_extra_vocab_size: PositiveInt = 256
+    """Maximum number of tokens that a LoRA adapter adds to the vocabulary."""
+    max_cpu_loras: PositiveInt | None = None
+    """Maximum number of LoRA adapters that stay in main memory."""
+    tensor_parallel_degree: Annotated[ParallelDegree, Key(also=("option.tensor_parallel_size",), must_agree=True)] = 1
+    """GPUs that one model is split over; max is all GPUs of the machine."""
+    pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",), must_agree=True)] = 1
+    """Stages that the layers of one model are split into, each on its own devices."""
+    dtype: Annotated[FloatDtype, Key(also=("option.data_type",)), DTYPE_NOTE] = "auto"
+    """Data type of weights and KV cache; auto is that of the checkpoint, or fp16 if that is fp32."""
+    task: Annotated[str | None, NAMES_NOTHING] = None
+    """Task of the model: text-generation, text-embedding, classify, ..."""
+    quantize: Annotated[str | None, Key(also=("option.quantization",), must_agree=True), NAMES_NOTHING] = None
+    """Quantisation that the checkpoint was made with (awq, gptq, squeezellm, ...)."""
     max_rolling_batch_prefill_tokens: Annotated[
         PositiveInt | None, Key(also=("option.max_num_batched_tokens",), must_agree=True)
-    ] = Field(None, description="Maximum number of tokens that one step computes; without it vLLM chooses.")
-    cpu_offload_gb_per_gpu: Annotated[NonNegativeFloat, Key(also=("option.cpu_offload_gb",), must_agree=True)] = Field(
-        0.0, description="GiB of weights per GPU that stay in main memory."
-    )
-    enable_chunked_prefill: bool | None = Field(
-        None, description="Compute long prompts in chunks, in the same steps as decoding."
-    )
-    enable_prefix_caching: bool | None = Field(
-        None, description="Reuse the KV cache of prompt prefixes that requests share."
-    )
-    disable_sliding_window: bool = Field(
-        False, description="Attend to the whole context even if the model has a sliding window."
-    )
-    enable_expert_parallel: bool = Field(
-        False, description="Split a mixture of experts by expert instead of splitting each expert."
-    )
-    tokenizer_mode: Annotated[str, NAMES_NOTHING] = Field(
-        "auto", description="Kind of tokenizer: auto, slow, mistral, ..."
-    )
-    limit_mm_per_prompt: Annotated[JsonObject | None, NAMES_NOTHING] = Field(
-        None, description="Maximum number of images, videos and other media per prompt, by kind."
-    )
-    allowed_media_domains: Annotated[Names, NAMES_NOTHING] = Field(
-        (), description="Hosts from which URLs in requests may bring images and other media; if not set, any public."
-    )
-    allow_private_media: Annotated[bool, FOR_OPERATOR] = Field(
-        False, description="Fetch media from private addresses too, such as those of the server's own network."
-    )
-    kv_transfer_config: Annotated[JsonObject | None, NAMES_CONNECTOR] = Field(
-        None, description="Transfer of the KV cache between engines, as vLLM's JSON object."
-    )
-    speculative_config: Annotated[JsonObject | None, NAMES_DRAFTING] = Field(
-        None, description="Speculative decoding, as vLLM's JSON object."
-    )
-    speculative_draft_model: Annotated[str | None, NAMES_DRAFT] = Field(
-        None,
-        description="Model that drafts tokens for speculative decoding; [ngram] drafts what followed the same words"
-        " earlier in prompt and output.",
-    )
-    speculative_length: PositiveInt = Field(5, description="Tokens that are drafted per step.")
-    draft_model_tp_size: PositiveInt | None = Field(
-        None, description="Devices that the draft model is split over; without it those of the model."
-    )
-    fully_sharded_loras: bool = Field(False, description="Split all LoRA computations over the GPUs.")
+    ] = None
+    """Maximum number of tokens that one step computes; without it vLLM chooses."""
+    cpu_offload_gb_per_gpu: Annotated[NonNegativeFloat, Key(also=("option.cpu_offload_gb",), must_agree=True)] = 0.0
+    """GiB of weights per GPU that stay in main memory."""
+    enable_chunked_prefill: bool | None = None
+    """Compute long prompts in chunks, in the same steps as decoding."""
+    enable_prefix_caching: bool | None = None
+    """Reuse the KV cache of prompt prefixes that requests share."""
+    disable_sliding_window: bool = False
+    """Attend to the whole context even if the model has a sliding window."""
+    enable_expert_parallel: bool = False
+    """Split a mixture of experts by expert instead of splitting each expert."""
+    tokenizer_mode: Annotated[str, NAMES_NOTHING] = "auto"
+    """Kind of tokenizer: auto, slow, mistral, ..."""
+    limit_mm_per_prompt: Annotated[JsonObject | None, NAMES_NOTHING] = None
+    """Maximum number of images, videos and other media per prompt, by kind."""
+    allowed_media_domains: Annotated[Names, NAMES_NOTHING] = ()
+    """Hosts from which URLs in requests may bring images and other media; if not set, any public."""
+    allow_private_media: Annotated[bool, FOR_OPERATOR] = False
+    """Fetch media from private addresses too, such as those of the server's own network."""
+    kv_transfer_config: Annotated[JsonObject | None, NAMES_CONNECTOR] = None
+    """Transfer of the KV cache between engines, as vLLM's JSON object."""
+    speculative_config: Annotated[JsonObject | None, NAMES_DRAFTING] = None
+    """Speculative decoding, as vLLM's JSON object."""
+    speculative_draft_model: Annotated[str | None, NAMES_DRAFT] = None
+    """Model that drafts tokens for speculative decoding; [ngram] drafts what followed the same words earlier in prompt
+    and output."""
+    speculative_length: PositiveInt = 5
+    """Tokens that are drafted per step."""
+    draft_model_tp_size: PositiveInt | None = None
+    """Devices that the draft model is split over; without it those of the model."""
+    fully_sharded_loras: bool = False
+    """Split all LoRA computations over the GPUs."""
     long_lora_scaling_factors: Annotated[str | None, NoEffect("vLLM has no such argument any more"), NAMES_NOTHING] = (
-        Field(None, description="Scaling factors of long-context LoRA adapters.")
+        None
     )
-    lora_dtype: Annotated[str, NAMES_NOTHING] = Field("auto", description="Data type of LoRA weights.")
-    max_logprobs: PositiveInt = Field(
-        20, description="Maximum number of log probabilities per token that a request may ask for."
-    )
+    """Scaling factors of long-context LoRA adapters."""
+    lora_dtype: Annotated[str, NAMES_NOTHING] = "auto"
+    """Data type of LoRA weights."""
+    max_logprobs: PositiveInt = 20
+    """Maximum number of log probabilities per token that a request may ask for."""
     max_json_whitespace: WhiteSpaceLimit = None
     chat_template: Annotated[str | None, NAMES_TEMPLATE] = Field(None, description=CHAT_TEMPLATE_DESCRIPTION)
     stop_sequence: Annotated[Texts, NAMES_NOTHING] = Field((), description=STOP_SEQUENCE_DESCRIPTION)
-    chat_template_content_format: Literal["auto", "string", "openai"] = Field(
-        "auto", description="Form of message contents that the chat template expects."
-    )
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    """Form of message contents that the chat template expects."""
     enable_auto_tool_choice: Annotated[
         bool, Documented("false", "a parser that the chat template chooses lets the model choose tools")
-    ] = Field(False, description="Let the model choose tools; if not set, true only with tool_call_parser=auto.")
-    tool_call_parser: Annotated[str, TOOL_PARSER_NOTE, NAMES_NOTHING] = Field(
-        AUTO, description="Name of vLLM's parser for the model's tool calls; auto chooses by the chat template."
-    )
-    enable_reasoning: bool = Field(
-        False, description="Answer with the reasoning apart from the content; requires reasoning_parser."
-    )
-    reasoning_parser: Annotated[str | None, NAMES_NOTHING] = Field(
-        None, description="Name of vLLM's parser for the model's reasoning."
-    )
-    normalize: Annotated[bool, NoEffect("only embeddings are normalised")] = Field(
-        True, description="Normalise embeddings."
-    )
-    lmcache_auto_config: bool = Field(False, description="Configure LMCache for the machine; allows one worker only.")
-    lmcache_config_file: Annotated[str | None, NAMES_PATH] = Field(None, description="Configuration file of LMCache.")
-    device: Annotated[str, NoEffect("vLLM runs on what it was built for"), NAMES_NOTHING] = Field(
-        "auto", description="Kind of device that vLLM runs on."
-    )
-    compilation: Annotated[Literal["background", "start"], BeforeValidator(lower)] = Field(
-        "start",
-        description="When vLLM compiles the model, unless enforce_eager is true: at its start, or (the default without"
-        " GPUs) in the background while requests already run. The background needs an engine in the worker's process"
-        " alone and without LoRA; otherwise background means never, or at the start if enforce_eager=false is set.",
-    )
-    engine_process: Annotated[Literal["own", "worker"], BeforeValidator(lower)] = Field(
-        "own",
-        description="Process of vLLM's engine: its own, or (the default without GPUs) the worker's.",
-    )
-    threads: PositiveInt | None = Field(
-        None,
-        description="Threads of an operation on the CPU, if the engine is in the worker's process. By default, without"
-        " GPUs, the workers of the model (maxWorkers) divide the cores that the server may use.",
-    )
-    kv_cache_memory_gb: PositiveFloat | None = Field(
-        None,
-        description="Memory of the KV cache in GiB. Without it and without gpu_memory_utilization, a machine without"
-        " GPUs gives the KV cache a quarter of its free memory at most.",
-    )
-    save_mp_checkpoint_path: Annotated[str | None, _PARTITION, NAMES_PATH] = Field(
-        None, description="Where to write the result."
-    )
-    awq_zero_point: Annotated[bool, _PARTITION] = Field(True, description="AWQ with zero points.")
-    awq_block_size: Annotated[PositiveInt, _PARTITION] = Field(128, description="Group size of AWQ.")
-    awq_weight_bit_width: Annotated[PositiveInt, _PARTITION] = Field(4, description="Bits per weight of AWQ.")
-    awq_mm_version: Annotated[str, _PARTITION, NAMES_NOTHING] = Field(
-        "GEMM", description="Kernel that the AWQ checkpoint is for."
-    )
-    awq_ignore_layers: Annotated[str | None, _PARTITION, NAMES_NOTHING] = Field(
-        None, description="Layers that AWQ does not quantise."
-    )
-    fp8_scheme: Annotated[str, _PARTITION, NAMES_NOTHING] = Field("FP8", description="Scheme of fp8 quantisation.")
-    fp8_ignore: Annotated[str, _PARTITION, NAMES_NOTHING] = Field(
-        "lm_head", description="Layers that fp8 does not quantise."
-    )
-    calib_size: Annotated[PositiveInt, _PARTITION] = Field(512, description="Samples for calibration.")
+    ] = False
+    """Let the model choose tools; if not set, true only with tool_call_parser=auto."""
+    tool_call_parser: Annotated[str, TOOL_PARSER_NOTE, NAMES_NOTHING] = AUTO
+    """Name of vLLM's parser for the model's tool calls; auto chooses by the chat template."""
+    enable_reasoning: bool = False
+    """Answer with the reasoning apart from the content; requires reasoning_parser."""
+    reasoning_parser: Annotated[str | None, NAMES_NOTHING] = None
+    """Name of vLLM's parser for the model's reasoning."""
+    normalize: Annotated[bool, NoEffect("only embeddings are normalised")] = True
+    """Normalise embeddings."""
+    lmcache_auto_config: bool = False
+    """Configure LMCache for the machine; allows one worker only."""
+    lmcache_config_file: Annotated[str | None, NAMES_PATH] = None
+    """Configuration file of LMCache."""
+    device: Annotated[str, NoEffect("vLLM runs on what it was built for"), NAMES_NOTHING] = "auto"
+    """Kind of device that vLLM runs on."""
+    compilation: Annotated[Literal["background", "start"], BeforeValidator(lower)] = "start"
+    """When vLLM compiles the model, unless enforce_eager is true: at its start, or (the default without GPUs) in the
+    background while requests already run. The background needs an engine in the worker's process alone and without
+    LoRA; otherwise background means never, or at the start if enforce_eager=false is set."""
+    engine_process: Annotated[Literal["own", "worker"], BeforeValidator(lower)] = "own"
+    """Process of vLLM's engine: its own, or (the default without GPUs) the worker's."""
+    threads: PositiveInt | None = None
+    """Threads of an operation on the CPU, if the engine is in the worker's process. By default, without GPUs, the
+    workers of the model (maxWorkers) divide the cores that the server may use."""
+    kv_cache_memory_gb: PositiveFloat | None = None
+    """Memory of the KV cache in GiB. Without it and without gpu_memory_utilization, a machine without GPUs gives the KV
+    cache a quarter of its free memory at most."""
+    save_mp_checkpoint_path: Annotated[str | None, _PARTITION, NAMES_PATH] = None
+    """Where to write the result."""
+    awq_zero_point: Annotated[bool, _PARTITION] = True
+    """AWQ with zero points."""
+    awq_block_size: Annotated[PositiveInt, _PARTITION] = 128
+    """Group size of AWQ."""
+    awq_weight_bit_width: Annotated[PositiveInt, _PARTITION] = 4
+    """Bits per weight of AWQ."""
+    awq_mm_version: Annotated[str, _PARTITION, NAMES_NOTHING] = "GEMM"
+    """Kernel that the AWQ checkpoint is for."""
+    awq_ignore_layers: Annotated[str | None, _PARTITION, NAMES_NOTHING] = None
+    """Layers that AWQ does not quantise."""
+    fp8_scheme: Annotated[str, _PARTITION, NAMES_NOTHING] = "FP8"
+    """Scheme of fp8 quantisation."""
+    fp8_ignore: Annotated[str, _PARTITION, NAMES_NOTHING] = "lm_head"
+    """Layers that fp8 does not quantise."""
+    calib_size: Annotated[PositiveInt, _PARTITION] = 512
+    """Samples for calibration."""
 
     @classmethod
     def engine_names(cls) -> frozenset[str]:
@@ -303,18 +269,6 @@ class VllmEngineOptions(ModelOptions):
         if "gpu_memory_utilization" in self.model_fields_set:
             return None
         return max(min(wanted, available // 4), least)
-
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Return LMI's batch size for vLLM; without a GPU also an engine in the worker's process, on all cores.
-
-        There the model serves at once, uncompiled, and changes over when its code has been compiled.
-        """
-        batch_size = {"option.max_rolling_batch_size": "256"}
-        if machine.gpus:
-            return batch_size
-        on_cpu = {"engine_process": "worker", "compilation": "background", "threads": str(machine.cores)}
-        return batch_size | {f"option.{name}": value for name, value in on_cpu.items()}
 
     def _core_binding(self) -> Mapping[str, str]:
         """Return the variable that gives each of several processes its own cores, on a machine without GPUs.
@@ -410,37 +364,27 @@ class VllmEngineOptions(ModelOptions):
         by_default = self.tool_call_parser == AUTO and "enable_auto_tool_choice" not in self.model_fields_set
         return self.enable_auto_tool_choice or by_default
 
-    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
-        return tool_parser_note(self.tool_call_parser, self.chat_template, model_dir, location)
-
     def parser_conflicts(self) -> Iterator[Conflict]:
         """Yield the options that require a parser, if none is named."""
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Conflict(("option.enable_reasoning",), "true only with option.reasoning_parser")
 
-    def gpus_per_worker(self, available: int) -> int | None:
-        return self.devices_per_worker if available else None  # without GPUs, vLLM's processes share the CPU
-
-    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
         if not self.enable_lora:
             lora = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_extra_vocab_size", "fully_sharded_loras")
-            yield from without_effect(given, "option.enable_lora=true", [f"option.{name}" for name in lora])
+            yield "option.enable_lora=true", lora
         if self.compilation == "background" and not self.compiles_in_background:
-            needed = (
-                "option.engine_process=worker on one device, without enforce_eager, enable_lora, kv_transfer_config"
-            )
-            yield from without_effect(given, needed, ["option.compilation"])
+            in_worker = "option.engine_process=worker on one device"
+            yield f"{in_worker}, without enforce_eager, enable_lora, kv_transfer_config", ("compilation",)
 
 
 class VllmOptions(VllmEngineOptions):
     """Keys of serving.properties for a model that vLLM runs to generate text."""
 
-    rolling_batch: Annotated[Literal["auto", "vllm", "disable"], BeforeValidator(lower)] = Field(
-        "auto", description="vLLM batches by itself with any of these values."
-    )
+    rolling_batch: Annotated[Literal["auto", "vllm", "disable"], BeforeValidator(lower)] = "auto"
+    """vLLM batches by itself with any of these values."""
 
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
-        yield from super().warnings(given)
         if "option.task" in given and self.task is not None and self.task.lower() not in _GENERATING:
             yield Conflict(("option.task",), f"has no effect: vLLM serves {self.task} as text generation here")
 
@@ -448,21 +392,10 @@ class VllmOptions(VllmEngineOptions):
 class InWorkerOptions(VllmEngineOptions):
     """Keys of serving.properties for a model whose vLLM engine is always in the worker's own process."""
 
-    engine_process: Annotated[Literal["worker"], BeforeValidator(lower)] = Field(
-        "worker", description="Process of vLLM's engine."
-    )
-    compilation: Annotated[Literal["start"], BeforeValidator(lower)] = Field(
-        "start", description="When vLLM compiles the model, unless enforce_eager is true."
-    )
-
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Return vLLM's recommendation; without a GPU uncompiled, because every start would compile for a minute."""
-        found = dict(super().recommended(machine))
-        if found.pop("option.engine_process", None):
-            found["option.enforce_eager"] = "true"
-            del found["option.compilation"]
-        return found
+    engine_process: Annotated[Literal["worker"], BeforeValidator(lower)] = "worker"
+    """Process of vLLM's engine."""
+    compilation: Annotated[Literal["start"], BeforeValidator(lower)] = "start"
+    """When vLLM compiles the model, unless enforce_eager is true."""
 
 
 class VllmPoolingOptions(InWorkerOptions):
@@ -472,20 +405,52 @@ class VllmPoolingOptions(InWorkerOptions):
         Literal["disable"],
         BeforeValidator(lambda name: "disable" if lower(name) in ("auto", "vllm") else lower(name)),
         Allowed("auto, vllm or disable"),
-    ] = Field("disable", description="Requests run together as a dynamic batch (batch_size) with any of these values.")
+    ] = "disable"
+    """Requests run together as a dynamic batch (batch_size) with any of these values."""
     stop_sequence: Annotated[Texts, NoEffect("no text is generated"), NAMES_NOTHING] = Field(
         (), description=STOP_SEQUENCE_DESCRIPTION
     )
-    speculative_draft_model: Annotated[str | None, NoEffect("no text is generated"), NAMES_DRAFT] = Field(
-        None, description="Model that drafts tokens for speculative decoding."
-    )
-    speculative_length: Annotated[PositiveInt, NoEffect("no text is generated")] = Field(
-        5, description="Tokens that are drafted per step."
-    )
-    normalize: bool = Field(True, description="Scale embeddings to length 1.")
+    speculative_draft_model: Annotated[str | None, NoEffect("no text is generated"), NAMES_DRAFT] = None
+    """Model that drafts tokens for speculative decoding."""
+    speculative_length: Annotated[PositiveInt, NoEffect("no text is generated")] = 5
+    """Tokens that are drafted per step."""
+    normalize: bool = True
+    """Scale embeddings to length 1."""
 
     def engine_arguments(self) -> Mapping[str, Any]:
         return {**super().engine_arguments(), "runner": "pooling"}
+
+
+class VllmEngine(EngineDescription[VllmEngineOptions]):
+    """vLLM."""
+
+    @classmethod
+    def recommend(cls, machine: Machine) -> Mapping[str, str]:
+        """Return LMI's batch size for vLLM; without a GPU also an engine in the worker's process, on all cores.
+
+        There the model serves at once, uncompiled, and changes over when its code has been compiled.
+        """
+        batch_size = {"option.max_rolling_batch_size": "256"}
+        if machine.gpus:
+            return batch_size
+        on_cpu = {"engine_process": "worker", "compilation": "background", "threads": str(machine.cores)}
+        return batch_size | {f"option.{name}": value for name, value in on_cpu.items()}
+
+    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
+        return tool_parser_note(self.options, model_dir, location)
+
+
+class InWorkerEngine(VllmEngine):
+    """vLLM's engine in the worker's own process."""
+
+    @classmethod
+    def recommend(cls, machine: Machine) -> Mapping[str, str]:
+        """Return vLLM's recommendation; without a GPU uncompiled, because every start would compile for a minute."""
+        recommended = dict(super().recommend(machine))
+        if recommended.pop("option.engine_process", None):
+            recommended["option.enforce_eager"] = "true"
+            del recommended["option.compilation"]
+        return recommended
 
 
 def runs_pooling(workload: Workload) -> bool:

@@ -125,23 +125,23 @@ async def fetch_model_directory(
         directory = _bring(_location(url, Path.cwd()), None, settings, activity)
         with file_errors(directory):
             archive = only_archive(directory)
-        return directory if archive is None else _extracted(archive, settings, activity)
+        return directory if archive is None else _extract(archive, settings, activity)
 
     return await _in_thread(fetch, on_progress)
 
 
-async def fetched_folders(url: str, settings: ArtifactSettings) -> frozenset[str]:
+async def list_folders(url: str, settings: ArtifactSettings) -> frozenset[str]:
     """Return the names of the folders right below s3://bucket/prefix. Raises ArtifactError."""
     location = _location(url.rstrip("/"), Path.cwd())
     assert isinstance(location, S3Location), "a store that is no directory"
     beginning = f"{location.prefix}/" if location.prefix else ""
 
-    def listed(activity: Activity) -> frozenset[str]:
+    def list_keys(activity: Activity) -> frozenset[str]:
         objects = find_client(settings.environment).list_objects(location, activity)
         keys = (found.key.removeprefix(beginning) for found in objects if found.key.startswith(beginning))
         return frozenset(key.partition("/")[0] for key in keys if "/" in key)
 
-    return await _in_thread(listed, lambda _: None)
+    return await _in_thread(list_keys, lambda _: None)
 
 
 def only_archive(directory: Path) -> Path | None:
@@ -186,7 +186,7 @@ def _bring(location: Location, revision: str | None, settings: ArtifactSettings,
         case LocalDirectory(path):
             return path
         case LocalArchive(path):
-            return _extracted(path, settings, activity)
+            return _extract(path, settings, activity)
         case GgufFile(path):
             return path
         case ModelFile(path, member):
@@ -203,7 +203,7 @@ def _from_s3(location: S3Location, settings: ArtifactSettings, activity: Activit
     # If the location is the key of an archive, the directory holds that one file.
     archive = directory / location.prefix.rpartition("/")[2]
     if archive_stem(location.prefix) and archive.is_file():
-        return _extracted(archive, settings, activity)
+        return _extract(archive, settings, activity)
     return directory
 
 
@@ -228,7 +228,7 @@ class _ArchiveManifest(msgspec.Struct, frozen=True):
     source: str
 
 
-def _extracted(archive: Path, settings: ArtifactSettings, activity: Activity) -> Path:
+def _extract(archive: Path, settings: ArtifactSettings, activity: Activity) -> Path:
     """Return the directory with the content of `archive`; extract it if that was not done before."""
     with file_errors(archive):
         state = archive.stat()

@@ -57,7 +57,7 @@ def fetch_hub_model(model: HubModel, revision: str | None, activity: Activity) -
 def _gguf(model: HubModel, revision: str | None, activity: Activity, otherwise: Path | None = None) -> Path:
     """Fetch the one file in GGUF that `model` names, and return its path; `otherwise` if the model has none."""
     part = model.quantization or ""
-    names = _listed_gguf(model.repo_id, revision)
+    names = _list_gguf(model.repo_id, revision)
     if names is None:
         cached = _snapshot(model.repo_id, revision, activity, allowed=[f"*{part}*.gguf", f"*{part.upper()}*.gguf"])
         names = [str(path.relative_to(cached)) for path in cached.rglob("*.gguf")]
@@ -73,7 +73,7 @@ def _gguf(model: HubModel, revision: str | None, activity: Activity, otherwise: 
     return _snapshot(model.repo_id, revision, activity, allowed=chosen) / chosen[0]
 
 
-def _listed_gguf(repo_id: str, revision: str | None) -> list[str] | None:
+def _list_gguf(repo_id: str, revision: str | None) -> list[str] | None:
     """Return the files in GGUF that the hub lists; None if it cannot be asked."""
     from huggingface_hub import HfApi
 

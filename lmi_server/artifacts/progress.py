@@ -96,7 +96,7 @@ class TerminalProgress:
 
 
 @contextmanager
-def shown_progress(model_name: str, stream: TextIO) -> Iterator[OnProgress]:
+def show_progress(model_name: str, stream: TextIO) -> Iterator[OnProgress]:
     """Yield a callback that shows progress on `stream` if that is a terminal, else in the log."""
     if not stream.isatty():
         yield LogProgress(model_name)

@@ -145,9 +145,9 @@ class _Pip:
         except OSError as error:
             raise ArtifactError(f"{self.source}: {self._installer.python} cannot be started: {error}") from error
         if ended.code != 0:
-            raise self._failed(ended)
+            raise self._error_of(ended)
 
-    def _failed(self, ended: Ended) -> ArtifactError:
+    def _error_of(self, ended: Ended) -> ArtifactError:
         if "No space left on device" in ended.stderr:
             return ArtifactError(no_room(self.place.directory))
         return ArtifactError(f"{self.source}: pip could not install it (exit code {ended.code}): {_reason(ended)}")

@@ -40,7 +40,7 @@ def fetch_s3(location: S3Location, client: S3Client, root: Path, keep_free: int,
         try:
             objects = client.list_objects(location, activity)
         except S3UnreachableError as error:
-            return _kept(place, error)
+            return _use_offline_copy(place, error)
         if not objects:
             raise ArtifactMissingError(f"{location.url}: there are no objects; check bucket and prefix")
         if not _is_current(place, location, objects):
@@ -49,7 +49,7 @@ def fetch_s3(location: S3Location, client: S3Client, root: Path, keep_free: int,
     return place.files
 
 
-def _kept(place: Entry, error: S3UnreachableError) -> Path:
+def _use_offline_copy(place: Entry, error: S3UnreachableError) -> Path:
     """Return the complete copy of an earlier start, for a machine that is offline. Raises `error` without one."""
     manifest = place.manifest(S3Manifest)
     if manifest is None or not _sizes_match(place, manifest):

@@ -64,7 +64,7 @@ class Entry:
     def publish(self, manifest: msgspec.Struct) -> None:
         """Replace the complete files by the partial ones, with a rename. The caller must hold the claim."""
         _sync_tree(self.partial_files)
-        _write_synced(self.partial / "manifest.json", msgspec.json.encode(manifest))
+        _write_through(self.partial / "manifest.json", msgspec.json.encode(manifest))
         # Renames, not a removal in place: if the server dies in between, the old or the new files are complete under
         # some name. Workers that have opened old files keep them until they close them.
         outdated = self.directory.with_name(f"{self.directory.name}.outdated")
@@ -155,7 +155,7 @@ def _sync_tree(directory: Path) -> None:
         _sync(parent)
 
 
-def _write_synced(path: Path, content: bytes) -> None:
+def _write_through(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     _sync(str(path))
     _sync(str(path.parent))

@@ -1,4 +1,4 @@
 """The load generator of `lmi-server bench`: what is asked, when it is asked, the client, and what was measured.
 
-Imports `contract` and `machine`. It runs against any server, so nothing here depends on how this one works.
+It runs against any server, so nothing here depends on how this one works.
 """

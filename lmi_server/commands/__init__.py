@@ -1,4 +1,1 @@
-"""The command line `lmi-server`, one module per command; `cli` is the composition root that knows the front end.
-
-Imports every folder of `lmi_server`; nothing imports it.
-"""
+"""The command line `lmi-server`, one module per command; `cli` is the composition root that knows the front end."""

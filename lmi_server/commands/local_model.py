@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings, fetch_artifacts
 from lmi_server.artifacts.location import HubModel, names_model_file, parse_location
-from lmi_server.artifacts.progress import shown_progress
+from lmi_server.artifacts.progress import show_progress
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 from lmi_server.machine.inventory import Machine
@@ -37,7 +37,7 @@ def local_model(argument: str, environment: Mapping[str, str]) -> ModelSource:
 
 async def _fetched(source: ModelSource, environment: Mapping[str, str], artifacts: ArtifactSettings) -> ModelSource:
     location = parse_location(source.url, Path.cwd())
-    with shown_progress(source.label, sys.stderr) as on_progress:
+    with show_progress(source.label, sys.stderr) as on_progress:
         directory, more = await fetch_directory(location, source.url, artifacts, on_progress)
         local = replace(source, url=str(directory), settings={**source.settings, **more})
         if not isinstance(location, HubModel):

@@ -17,7 +17,7 @@ import uvloop
 
 from lmi_server.artifacts.fetch import ArtifactSettings, artifact_settings
 from lmi_server.commands.local_model import inspect_local
-from lmi_server.configuration.model_layers import SERVING_PROPERTIES
+from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES
 from lmi_server.configuration.properties import decode_properties, edited_properties
 from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
 from lmi_server.contract.errors import ConfigurationError
@@ -62,10 +62,10 @@ def partition(model: ModelSource, target: Path, environment: Mapping[str, str]) 
 def _changes(found: Inspection) -> Mapping[str, str | None]:
     """Return the changes to serving.properties, by key in full; None removes a key. Raises ConfigurationError."""
     found.resolved()
-    partitioned = found.options.partitioned()
-    if isinstance(partitioned, str):
-        raise ConfigurationError(f"{found.location}: nothing to split or quantise ahead of time: {partitioned}")
-    return partitioned
+    changes = found.engine.partition()
+    if isinstance(changes, str):
+        raise ConfigurationError(f"{found.location}: nothing to split or quantise ahead of time: {changes}")
+    return changes
 
 
 async def _load(source: ModelSource, environment: Mapping[str, str], artifacts: ArtifactSettings) -> ResolvedModel:

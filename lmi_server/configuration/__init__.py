@@ -1,5 +1,4 @@
 """Turns a model directory, the environment and the command line into typed, frozen settings.
 
 `resolve.resolve_model` is the entry: it reads the directory, merges the layers and checks the result.
-Imports `contract` and `machine`, and the options classes of handlers by their names in the table `handlers`.
 """

@@ -1,17 +1,23 @@
 """Declarations of options: `Options`, the base of every options class, and the marks that its fields carry.
 
-An option is a pydantic field with a default and a one-line description. Marks in `Annotated` say what the type cannot
-say. Reading, checking and the reference page all work on these declarations, so that a new key is one new field.
+An option is a pydantic field with a default and a docstring that describes it. Marks in `Annotated` say what the type
+cannot say. Reading, checking and the reference page all work on these declarations, so that a new key is one new field.
 
-    dtype: Annotated[Dtype, Key(also=("option.data_type",))] = Field("auto", description="...")
+    dtype: Annotated[Dtype, Key(also=("option.data_type",))] = "auto"
+    \"\"\"Data type of weights and KV cache.\"\"\"
 """
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
@@ -106,11 +112,18 @@ class Option:
     aliases: tuple[str, ...]
     must_agree: bool
     default: Any
-    description: str
     allowed: str
     choices: tuple[Any, ...]
     marks: tuple[Mark, ...]
     reference: Reference | None
+    declared_by: type[Options] = dataclass_field(compare=False)
+
+    @property
+    def description(self) -> str:
+        """Return what the option means: the description of its field, or else the docstring below the field."""
+        described = self.declared_by.model_fields[self.field].description
+        classes = (base for base in self.declared_by.__mro__ if self.field in vars(base).get("__annotations__", ()))
+        return described or _docstrings(next(classes)).get(self.field, "")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -165,7 +178,7 @@ class FeatureSettings(Options):
 @functools.cache  # each of the layers of a configuration, and each check of it, asks for them
 def _declared_by(options: type[Options]) -> tuple[Option, ...]:
     fields = options.model_fields
-    return tuple(_option(options.prefix, name, fields[name]) for name in _in_order(options))
+    return tuple(_option(options, name, fields[name]) for name in _in_order(options))
 
 
 def _in_order(options: type[Options]) -> Sequence[str]:
@@ -184,19 +197,36 @@ def feature_parts(options: type[Options]) -> Sequence[type[FeatureSettings]]:
     return [base for base in options.__bases__ if issubclass(base, FeatureSettings) and base is not FeatureSettings]
 
 
-def _option(prefix: str, field: str, info: FieldInfo) -> Option:
+@functools.cache
+def _docstrings(declaring: type) -> Mapping[str, str]:
+    """Return the docstring of each field of a class. Its source is read, and so only when somebody asks for one."""
+    try:
+        module = ast.parse(inspect.getsource(sys.modules[declaring.__module__]))
+    except OSError:  # installed without sources
+        return {}
+    classes = (node for node in module.body if isinstance(node, ast.ClassDef))
+    body = next((node.body for node in classes if node.name == declaring.__qualname__), [])
+    return {
+        declared.target.id: " ".join(text.value.value.split())
+        for declared, text in pairwise(body)
+        if isinstance(declared, ast.AnnAssign) and isinstance(declared.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def _option(options: type[Options], field: str, info: FieldInfo) -> Option:
     key = next((mark for mark in info.metadata if isinstance(mark, Key)), Key())
     return Option(
         field=field,
-        key=prefix + (key.name or field),
+        key=options.prefix + (key.name or field),
         aliases=key.also,
         must_agree=key.must_agree,
         default=info.get_default(call_default_factory=False),
-        description=info.description or "",
         allowed=allowed_values(info.annotation, info.metadata),
         choices=tuple(_choices(info.annotation)),
         marks=tuple(mark for mark in info.metadata if isinstance(mark, Mark)),
         reference=_reference(info),
+        declared_by=options,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.configuration.tasks import POOLING, TEXT_EMBEDDING, Workload
@@ -55,8 +55,9 @@ class HandlerSpec:
       the handler cannot serve.
 
     What it needs and serves:
+    - `description`: "module:Class" of its `EngineDescription`, if its engine differs from what that class says.
     - `engines`: Python packages that must be installed.
-    - `alternatives`: packages that the options may ask for in place of these (`ModelOptions.packages`).
+    - `alternatives`: packages that the options may ask for in place of these (`EngineDescription.packages`).
     - `installed_by`: the command that installs them, which `check` shows.
     - `device`: the kind of device that it needs (`Machine.device_kind`); "" for any.
     - `needs_mpi`: it runs under the MPI engine only.
@@ -65,6 +66,10 @@ class HandlerSpec:
     - `weights_index`: the file that the directory of the weights must hold, if it is no Hugging Face checkpoint.
     - `causal_lm_only`: it serves causal language models and no other architecture.
     - `answers_tasks`: a request is a whole task of a Hugging Face model, answered in a static batch.
+    - `degree_without_gpus`: what option.tensor_parallel_degree counts where no GPU is visible and mpirun starts no
+      ranks: the devices of another kind, nothing, or processes that share the CPU.
+    - `one_worker_keys`: keys in full that forbid a second worker if they are true.
+    - `adapters_instead`: why it takes no LoRA adapters, and the remedy; "" if it may take some.
     - `takes_batches`: option.batch_size may be more than 1.
     - `runs_user_code`: the handler is the user's own code, which reads every key, declared or not.
 
@@ -87,6 +92,7 @@ class HandlerSpec:
     variants: tuple[Variant, ...] = ()
     generates: str | None = None
     unbatched: str | None = None
+    description: str | None = None
     engines: tuple[str, ...] = ()
     alternatives: tuple[str, ...] = ()
     installed_by: str = ""
@@ -97,6 +103,9 @@ class HandlerSpec:
     weights_index: str | None = None
     causal_lm_only: bool = False
     answers_tasks: bool = False
+    degree_without_gpus: Literal["devices", "nothing", "processes"] = "devices"
+    one_worker_keys: tuple[str, ...] = ()
+    adapters_instead: str = ""
     takes_batches: bool = False
     runs_user_code: bool = False
     batches_by_default: bool = False
@@ -197,6 +206,7 @@ class HandlerTable:
         return tuple(spec.entry_points[0] for spec in self.specs if spec.entry_points and spec.handler is not None)
 
 
+_NO_ADAPTERS = "compiled graphs take no adapters; merge the adapter into the model instead"
 _HUGGING_FACE = HandlerSpec(
     title="huggingface",
     handler="handlers.huggingface.handler:HuggingFaceHandler",
@@ -211,6 +221,8 @@ _HUGGING_FACE = HandlerSpec(
     reads_checkpoint=True,
     reads_gguf=True,
     batches_by_default=True,
+    description="handlers.huggingface.options:HuggingFaceEngine",
+    degree_without_gpus="nothing",
 )
 _PIPELINE = HandlerSpec(
     title="huggingface pipeline",
@@ -221,6 +233,8 @@ _PIPELINE = HandlerSpec(
     batched_tasks=(TEXT_EMBEDDING,),
     reads_checkpoint=True,
     takes_batches=True,
+    description="handlers.checkpoints.options:TransformersEngine",
+    degree_without_gpus="nothing",
 )
 _DEEPSPEED = HandlerSpec(
     title="deepspeed",
@@ -232,6 +246,7 @@ _DEEPSPEED = HandlerSpec(
     engines=("deepspeed",),
     causal_lm_only=True,
     reads_checkpoint=True,
+    description="handlers.deepspeed.options:DeepSpeedEngine",
 )
 _DEEPSPEED_TASK = HandlerSpec(
     title="deepspeed task",
@@ -242,6 +257,7 @@ _DEEPSPEED_TASK = HandlerSpec(
     batched_tasks=(TEXT_EMBEDDING,),
     reads_checkpoint=True,
     takes_batches=True,
+    description="handlers.deepspeed.options:DeepSpeedEngine",
 )
 _LMI_DIST = HandlerSpec(
     title="lmi-dist",
@@ -256,6 +272,9 @@ _LMI_DIST = HandlerSpec(
     batches_by_default=True,
     takes_all_gpus=True,
     needs_mpi=True,
+    description="handlers.vllm.lmi_dist_options:LmiDistEngine",
+    degree_without_gpus="processes",
+    one_worker_keys=("option.lmcache_auto_config",),
 )
 _VLLM = HandlerSpec(
     title="vllm",
@@ -270,6 +289,9 @@ _VLLM = HandlerSpec(
     reads_checkpoint=True,
     batches_by_default=True,
     takes_all_gpus=True,
+    description="handlers.vllm.options:VllmEngine",
+    degree_without_gpus="processes",
+    one_worker_keys=("option.lmcache_auto_config",),
 )
 _VLLM_POOLING = HandlerSpec(
     title="vllm pooling",
@@ -280,6 +302,9 @@ _VLLM_POOLING = HandlerSpec(
     reads_checkpoint=True,
     takes_batches=True,
     takes_all_gpus=True,
+    description="handlers.vllm.options:InWorkerEngine",
+    degree_without_gpus="processes",
+    one_worker_keys=("option.lmcache_auto_config",),
 )
 _TENSORRT_LLM = HandlerSpec(
     title="tensorrt_llm",
@@ -293,6 +318,8 @@ _TENSORRT_LLM = HandlerSpec(
     device="gpu",
     batches_by_default=True,
     takes_all_gpus=True,
+    description="handlers.tensorrt_llm.options:TensorRtLlmEngine",
+    degree_without_gpus="processes",
 )
 _NEURONX = HandlerSpec(
     title="transformers_neuronx",
@@ -308,6 +335,8 @@ _NEURONX = HandlerSpec(
     installed_by="pip install transformers-neuronx or optimum-neuron[neuronx], from Neuron's own package index",
     device="nc",
     reads_checkpoint=True,
+    description="handlers.neuronx.options:NeuronxEngine",
+    adapters_instead=_NO_ADAPTERS,
 )
 _NEURON_VLLM = HandlerSpec(
     title="vllm on Neuron",
@@ -318,6 +347,9 @@ _NEURON_VLLM = HandlerSpec(
     device="nc",
     reads_checkpoint=True,
     batches_by_default=True,
+    description="handlers.vllm.neuron_options:NeuronVllmEngine",
+    degree_without_gpus="processes",
+    one_worker_keys=("option.lmcache_auto_config",),
 )
 _STABLE_DIFFUSION = HandlerSpec(
     title="stable_diffusion",
@@ -330,6 +362,8 @@ _STABLE_DIFFUSION = HandlerSpec(
     engines=("diffusers", "torch", "transformers"),
     installed_by="pip install lmi-server[stable-diffusion]",
     takes_batches=True,
+    description="handlers.stable_diffusion.options:StableDiffusionEngine",
+    degree_without_gpus="nothing",
 )
 _NEURON_IMAGES = HandlerSpec(
     title="stable_diffusion on Neuron",
@@ -341,6 +375,8 @@ _NEURON_IMAGES = HandlerSpec(
     installed_by="pip install optimum-neuron[neuronx,diffusers], from Neuron's own package index",
     device="nc",
     takes_batches=True,
+    description="handlers.stable_diffusion.neuron_options:NeuronImageEngine",
+    adapters_instead=_NO_ADAPTERS,
 )
 _SKLEARN = HandlerSpec(
     title="sklearn",
@@ -376,6 +412,7 @@ _OWN_CODE = HandlerSpec(
     options="handlers.own_code.options:OwnCodeOptions",
     takes_batches=True,
     runs_user_code=True,
+    degree_without_gpus="nothing",
 )
 
 DESCRIBE_GPUS = "handlers.checkpoints.gpus:describe_gpus"

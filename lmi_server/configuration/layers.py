@@ -6,12 +6,15 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
-from lmi_server.configuration.declaration import Option
+from pydantic import ValidationError
+
+from lmi_server.configuration.declaration import Option, Options
 from lmi_server.configuration.properties import Properties
 from lmi_server.machine.environment import Variable
 
+_AnyOptions = TypeVar("_AnyOptions", bound=Options)
 Layer = Literal[
     "command line",  # of the server's own settings only
     "sagemaker",  # SageMaker's overriding variables
@@ -56,6 +59,16 @@ class Source:
         if self.variable is not None:
             return f"variable {self.variable}"
         return f"{self.file}:{self.line}" if self.file is not None else self.layer
+
+    @property
+    def is_true(self) -> bool:
+        """Whether the text is what pydantic takes for true, for keys that are read before they are validated."""
+        return self.raw.lower() in ("true", "1", "yes", "on", "t", "y")
+
+    def describe(self, key: str) -> str:
+        """Return place, key and value, with which every message begins; key and value as the user wrote them."""
+        written = self.raw if self.written is None else self.written
+        return f'{self.place}: {self.spelling or key} = "{written}"'
 
 
 Given = Mapping[str, Source]
@@ -120,6 +133,34 @@ def sort_keys(layer: Given, declared: Sequence[Option]) -> SortedKeys:
     empty = [key for key, source in known.items() if not source.raw]
     warnings += [f"{known[key].place}: {known[key].spelling or key} has no value and is ignored" for key in empty]
     return SortedKeys({key: known[key] for key in known if key not in empty}, unknown, tuple(warnings), tuple(problems))
+
+
+def build(options_type: type[_AnyOptions], sources: Given) -> tuple[_AnyOptions, dict[str, str]]:
+    """Return the typed options, and a problem for each key with a wrong value.
+
+    A wrong value has its default in the result, so that later checks can report further problems in the same run.
+    """
+    declared = {option.field: option for option in options_type.declared() if option.key in sources}
+    values = {field: sources[option.key].raw for field, option in declared.items()}
+    wrong = _wrong_fields(options_type, values)
+    sound = {field: value for field, value in values.items() if field not in wrong}
+    bad = [option for field, option in declared.items() if field in wrong]
+    return options_type.model_validate(sound), {option.key: _bad_value(option, sources) for option in bad}
+
+
+def _wrong_fields(options_type: type[Options], values: Mapping[str, str]) -> list[str]:
+    try:
+        options_type.model_validate(values)
+    except ValidationError as error:
+        # One key may have several errors: each member of a union reports its own.
+        return list(dict.fromkeys(str(detail["loc"][0]) for detail in error.errors()))
+    return []
+
+
+def _bad_value(option: Option, sources: Given) -> str:
+    source = sources[option.key]
+    advice = value_advice(source, option.allowed)
+    return f"{source.describe(option.key)} is not allowed; allowed: {option.allowed}{advice}"
 
 
 def unknown_key_warning(key: str, source: Source, known: Sequence[str], fate: str = "it is ignored") -> str:

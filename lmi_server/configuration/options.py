@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -34,7 +33,6 @@ from lmi_server.configuration.references import (
     NAMES_REVISION,
 )
 from lmi_server.machine.devices import CUDA_VISIBLE_DEVICES
-from lmi_server.machine.inventory import Machine
 
 LONG_DTYPES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"})
 """What torch and the engines call the data types of option.dtype."""
@@ -177,189 +175,155 @@ class ServingOptions(Options):
             "for images engine=Python with option.entryPoint=djl_python.stable_diffusion",
         ),
         Unavailable(lambda engine: engine not in ("Python", "MPI", "DeepSpeed"), "use engine=Python"),
-    ] = Field("Python", description="Runtime of the model's code; MPI starts one process per device.")
-    job_queue_size: Count = Field(
-        1000, description="Requests that may wait for a worker; the server refuses further ones with 503."
-    )
-    min_workers: Annotated[WorkersOrZero, Key("minWorkers")] = Field(
-        1, description="Worker processes that always run, each with the whole model; 0: the first request starts one."
-    )
-    max_workers: Annotated[Workers, Key("maxWorkers")] = Field(
-        1,
-        description="Most worker processes that may run, more than minWorkers under load; minWorkers if only that is "
-        "given, but at least cores / OMP_NUM_THREADS (2 if that is not set) for own code on the CPU.",
-    )
-    cpu_min_workers: Annotated[WorkersOrZero | None, Key("cpu.minWorkers")] = Field(
-        None, description="minWorkers on a machine without accelerator."
-    )
-    cpu_max_workers: Annotated[Workers | None, Key("cpu.maxWorkers")] = Field(
-        None, description="maxWorkers on a machine without accelerator."
-    )
-    gpu_min_workers: Annotated[WorkersOrZero | None, Key("gpu.minWorkers")] = Field(
-        None, description="minWorkers on a machine with GPUs."
-    )
-    gpu_max_workers: Annotated[Workers | None, Key("gpu.maxWorkers")] = Field(
-        None, description="maxWorkers on a machine with GPUs."
-    )
-    nc_min_workers: Annotated[WorkersOrZero | None, Key("nc.minWorkers")] = Field(
-        None, description="minWorkers on a machine with Neuron cores."
-    )
-    nc_max_workers: Annotated[Workers | None, Key("nc.maxWorkers")] = Field(
-        None, description="maxWorkers on a machine with Neuron cores."
-    )
-    batch_size: Annotated[Count, Key(also=("max_dynamic_batch_size",))] = Field(
-        1, description="Most requests in one dynamic batch; not for text generation."
-    )
-    max_batch_delay: Annotated[CountOrZero, Key(also=("option.max_batch_delay",))] = Field(
-        100, description="Milliseconds that the first request of a dynamic batch waits for others."
-    )
-    max_idle_time: Annotated[Count, Key(also=("option.max_idle_time",))] = Field(
-        60, description="Seconds without work after which a worker beyond minWorkers is stopped."
-    )
-    max_worker_memory_mb: NonNegativeInt = Field(
-        0,
-        description="MiB of memory above which a worker, or a rank with its group, is restarted; 0 for no limit.",
-    )
-    load_on_devices: Annotated[Devices, NAMES_NOTHING] = Field(
-        "*", description="Devices to load the model on, separated by semicolons; * is all of them."
-    )
-    quarantine_time: CountOrZero = Field(
-        600,
-        description="Seconds for which a request that has ended its worker process twice is refused (422); 0: never.",
-    )
+    ] = "Python"
+    """Runtime of the model's code; MPI starts one process per device."""
+    job_queue_size: Count = 1000
+    """Requests that may wait for a worker; the server refuses further ones with 503."""
+    min_workers: Annotated[WorkersOrZero, Key("minWorkers")] = 1
+    """Worker processes that always run, each with the whole model; 0: the first request starts one."""
+    max_workers: Annotated[Workers, Key("maxWorkers")] = 1
+    """Most worker processes that may run, more than minWorkers under load; minWorkers if only that is given, but at
+    least cores / OMP_NUM_THREADS (2 if that is not set) for own code on the CPU."""
+    cpu_min_workers: Annotated[WorkersOrZero | None, Key("cpu.minWorkers")] = None
+    """minWorkers on a machine without accelerator."""
+    cpu_max_workers: Annotated[Workers | None, Key("cpu.maxWorkers")] = None
+    """maxWorkers on a machine without accelerator."""
+    gpu_min_workers: Annotated[WorkersOrZero | None, Key("gpu.minWorkers")] = None
+    """minWorkers on a machine with GPUs."""
+    gpu_max_workers: Annotated[Workers | None, Key("gpu.maxWorkers")] = None
+    """maxWorkers on a machine with GPUs."""
+    nc_min_workers: Annotated[WorkersOrZero | None, Key("nc.minWorkers")] = None
+    """minWorkers on a machine with Neuron cores."""
+    nc_max_workers: Annotated[Workers | None, Key("nc.maxWorkers")] = None
+    """maxWorkers on a machine with Neuron cores."""
+    batch_size: Annotated[Count, Key(also=("max_dynamic_batch_size",))] = 1
+    """Most requests in one dynamic batch; not for text generation."""
+    max_batch_delay: Annotated[CountOrZero, Key(also=("option.max_batch_delay",))] = 100
+    """Milliseconds that the first request of a dynamic batch waits for others."""
+    max_idle_time: Annotated[Count, Key(also=("option.max_idle_time",))] = 60
+    """Seconds without work after which a worker beyond minWorkers is stopped."""
+    max_worker_memory_mb: NonNegativeInt = 0
+    """MiB of memory above which a worker, or a rank with its group, is restarted; 0 for no limit."""
+    load_on_devices: Annotated[Devices, NAMES_NOTHING] = "*"
+    """Devices to load the model on, separated by semicolons; * is all of them."""
+    quarantine_time: CountOrZero = 600
+    """Seconds for which a request that has ended its worker process twice is refused (422); 0: never."""
     # LMI went from 10 to 0, with which a single crash fails the model for good. Here the supervisor restarts a worker
     # at once, so that 10 makes sense again.
-    retry_threshold: NonNegativeInt = Field(
-        10, description="Times that a worker may die within ten minutes before the model fails."
-    )
-    required_memory_mb: NonNegativeInt = Field(
-        0, description="MiB of memory that loading the model needs; with less, the model fails with 507. 0: no check."
-    )
-    reserved_memory_mb: NonNegativeInt = Field(
-        500, description="MiB of memory that must stay free beside required_memory_mb; set alone, that must be free."
-    )
-    gpu_required_memory_mb: Annotated[NonNegativeInt, Key("gpu.required_memory_mb")] = Field(
-        0, description="MiB that loading the model needs on each GPU; with less, the model fails with 507. 0: no check."
-    )
-    gpu_reserved_memory_mb: Annotated[NonNegativeInt, Key("gpu.reserved_memory_mb")] = Field(
-        0,
-        description="MiB that must stay free on each GPU beside gpu.required_memory_mb; set alone, that must be free.",
-    )
+    retry_threshold: NonNegativeInt = 10
+    """Times that a worker may die within ten minutes before the model fails."""
+    required_memory_mb: NonNegativeInt = 0
+    """MiB of memory that loading the model needs; with less, the model fails with 507. 0: no check."""
+    reserved_memory_mb: NonNegativeInt = 500
+    """MiB of memory that must stay free beside required_memory_mb; set alone, that must be free."""
+    gpu_required_memory_mb: Annotated[NonNegativeInt, Key("gpu.required_memory_mb")] = 0
+    """MiB that loading the model needs on each GPU; with less, the model fails with 507. 0: no check."""
+    gpu_reserved_memory_mb: Annotated[NonNegativeInt, Key("gpu.reserved_memory_mb")] = 0
+    """MiB that must stay free on each GPU beside gpu.required_memory_mb; set alone, that must be free."""
     log_request_metric: Annotated[
         bool, Key(also=("option.log_request_metric",)), NoEffect("extra_logs=model_metric logs every request")
-    ] = Field(False, description="Log metrics of each request.")
+    ] = False
+    """Log metrics of each request."""
     metrics_aggregation: Annotated[
         PositiveInt, Key(also=("option.metrics_aggregation",)), NoEffect("extra_logs=model_metric logs every request")
-    ] = Field(1000, description="Requests between two log lines of metrics.")
-    metric_dimension: Annotated[str | None, NoEffect("metrics have the model's name as a label"), NAMES_NOTHING] = (
-        Field(None, description="Dimension added to metrics in the log.")
-    )
-    application: Annotated[str | None, _JAVA_ONLY, NAMES_NOTHING] = Field(
-        None, description="Kind of task, nlp/text_generation."
-    )
-    translator: Annotated[str | None, _JAVA_ONLY, FOR_OPERATOR] = Field(
-        None, description="Class that turns requests into tensors."
-    )
-    translator_factory: Annotated[str | None, Key("translatorFactory"), _JAVA_ONLY, FOR_OPERATOR] = Field(
-        None, description="Class that makes the translator."
-    )
-    block_factory: Annotated[str | None, Key("blockFactory"), _JAVA_ONLY, FOR_OPERATOR] = Field(
-        None, description="Class that makes the network."
-    )
-    batchifier: Annotated[str | None, _JAVA_ONLY, NAMES_NOTHING] = Field(
-        None, description="How tensors become one batch."
-    )
+    ] = 1000
+    """Requests between two log lines of metrics."""
+    metric_dimension: Annotated[str | None, NoEffect("metrics have the model's name as a label"), NAMES_NOTHING] = None
+    """Dimension added to metrics in the log."""
+    application: Annotated[str | None, _JAVA_ONLY, NAMES_NOTHING] = None
+    """Kind of task, nlp/text_generation."""
+    translator: Annotated[str | None, _JAVA_ONLY, FOR_OPERATOR] = None
+    """Class that turns requests into tensors."""
+    translator_factory: Annotated[str | None, Key("translatorFactory"), _JAVA_ONLY, FOR_OPERATOR] = None
+    """Class that makes the translator."""
+    block_factory: Annotated[str | None, Key("blockFactory"), _JAVA_ONLY, FOR_OPERATOR] = None
+    """Class that makes the network."""
+    batchifier: Annotated[str | None, _JAVA_ONLY, NAMES_NOTHING] = None
+    """How tensors become one batch."""
 
 
 class ModelOptions(Options):
     """Keys of serving.properties that begin with "option.", as far as every handler knows them."""
 
     prefix: ClassVar[str] = "option."
-    one_worker_keys: ClassVar[tuple[str, ...]] = ()  # keys in full that forbid a second worker if they are true
-    degree_counts_gpus: ClassVar[bool] = False  # without mpirun, option.tensor_parallel_degree means nothing on the CPU
-    adapters_instead: ClassVar[str] = ""  # why the model takes no LoRA adapters, and the remedy; "" if it may take some
 
-    model_id: Annotated[str | None, NAMES_MODEL] = Field(
-        None,
-        description="Directory, archive or file in GGUF of the model, s3://bucket/prefix, or its Hugging Face id, to"
-        " which :PART adds a part of the name of one file in GGUF; the model directory itself if not set.",
-    )
+    model_id: Annotated[str | None, NAMES_MODEL] = None
+    """Directory, archive or file in GGUF of the model, s3://bucket/prefix, or its Hugging Face id, to which :PART adds
+    a part of the name of one file in GGUF; the model directory itself if not set."""
     revision: Annotated[
         str | None,
         Field(pattern=r"^[^\s~^:?*\[\\-][^\s~^:?*\[\\]*$"),
         Allowed("the name of a branch or tag, or a commit"),
         NAMES_REVISION,
-    ] = Field(None, description="Branch, tag or commit of a Hugging Face model.")
-    trust_remote_code: bool = Field(False, description="Run the Python code in the repository of a Hugging Face model.")
-    entry_point: Annotated[str | None, Key("entryPoint"), NAMES_CODE] = Field(
-        None, description="Handler of the model, for example djl_python.huggingface."
-    )
+    ] = None
+    """Branch, tag or commit of a Hugging Face model."""
+    trust_remote_code: bool = False
+    """Run the Python code in the repository of a Hugging Face model."""
+    entry_point: Annotated[str | None, Key("entryPoint"), NAMES_CODE] = None
+    """Handler of the model, for example djl_python.huggingface."""
     task: Annotated[
         str | None,
         Unavailable(lambda task: task not in ("text-generation", "auto"), "use text-generation", "other tasks"),
         NAMES_NOTHING,
-    ] = Field(
-        None,
-        description="Task of the model as Hugging Face names it; inferred if not set. It can choose the handler, too.",
-    )
+    ] = None
+    """Task of the model as Hugging Face names it; inferred if not set. It can choose the handler, too."""
     dtype: Annotated[
         Dtype,
         Key(also=("option.data_type",)),
         DTYPE_NOTE,
         Unavailable.values("int8", instead="use auto, fp32, fp16 or bf16"),
-    ] = Field("auto", description="Data type of weights and KV cache; auto is the checkpoint's own.")
-    tensor_parallel_degree: ParallelDegree = Field(
-        1, description="Devices that one model is split over; max is all devices of the machine."
-    )
+    ] = "auto"
+    """Data type of weights and KV cache; auto is the checkpoint's own."""
+    tensor_parallel_degree: ParallelDegree = 1
+    """Devices that one model is split over; max is all devices of the machine."""
     mpi_mode: Annotated[bool, Unavailable.values(True, instead="use engine=Python")] = Field(
         False, description=MPI_MODE_DESCRIPTION
     )
     rolling_batch: Annotated[
         RollingBatch,
         Unavailable(lambda name: name not in ("auto", "scheduler"), "use scheduler or auto"),
-    ] = Field("auto", description="Implementation of iteration-level batching; auto chooses one for the model.")
-    batch_size: Annotated[Count, NoEffect("as in LMI, batch_size without option. makes dynamic batches")] = Field(
-        1, description="Size of the batch for the code of the handler."
-    )
-    max_rolling_batch_size: PositiveInt = Field(
-        32, description="Requests that one worker decodes together; others wait in the job queue."
-    )
+    ] = "auto"
+    """Implementation of iteration-level batching; auto chooses one for the model."""
+    batch_size: Annotated[Count, NoEffect("as in LMI, batch_size without option. makes dynamic batches")] = 1
+    """Size of the batch for the code of the handler."""
+    max_rolling_batch_size: PositiveInt = 32
+    """Requests that one worker decodes together; others wait in the job queue."""
     output_formatter: Annotated[
         OutputFormatter | None,
         Unavailable(lambda name: name in ("3p", "3p_stream"), "use json, jsonlines or sse", "3p and 3p_stream"),
         Documented("json", "the request's `stream` decides, as it does in LMI if the key is not set"),
         NAMES_NOTHING,
-    ] = Field(
-        None,
-        description="Format of answers in LMI's dialect; if not set, json, or jsonlines if streamed.",
-    )
-    tgi_compat: bool = Field(False, description="Answer in the format of Hugging Face's text-generation-inference.")
+    ] = None
+    """Format of answers in LMI's dialect; if not set, json, or jsonlines if streamed."""
+    tgi_compat: bool = False
+    """Answer in the format of Hugging Face's text-generation-inference."""
     enable_streaming: Annotated[
         Literal["true", "false", "huggingface"],
         BeforeValidator(lower),
         Deprecated("with a rolling batch, the `stream` of each request decides"),
-    ] = Field("false", description="Streaming of a static batch.")
-    served_model_name: Annotated[Names, NAMES_NOTHING] = Field(
-        (), description="Further names of the model that requests may use."
-    )
-    parallel_loading: bool = Field(False, description="Load the workers of the model at once, up to 16, not in turn.")
-    model_loading_timeout: PositiveInt = Field(1800, description="Seconds that loading the model may take.")
-    predict_timeout: PositiveInt = Field(120, description="Seconds that a request may make no progress in a worker.")
-    max_queue_delay_ms: Count | None = Field(
-        None,
-        description="Milliseconds that a request may wait for a worker; one that would wait longer, by the rate at"
-        " which requests end, is refused with 503 at once. Not set: any time.",
-    )
+    ] = "false"
+    """Streaming of a static batch."""
+    served_model_name: Annotated[Names, NAMES_NOTHING] = ()
+    """Further names of the model that requests may use."""
+    parallel_loading: bool = False
+    """Load the workers of the model at once, up to 16, not in turn."""
+    model_loading_timeout: PositiveInt = 1800
+    """Seconds that loading the model may take."""
+    predict_timeout: PositiveInt = 120
+    """Seconds that a request may make no progress in a worker."""
+    max_queue_delay_ms: Count | None = None
+    """Milliseconds that a request may wait for a worker; one that would wait longer, by the rate at which requests end,
+    is refused with 503 at once. Not set: any time."""
     waiting_steps: Annotated[
         NonNegativeInt | None, NoEffect("prompts are computed in chunks beside the running requests")
-    ] = Field(None, description="Decode steps that new requests are held back for.")
+    ] = None
+    """Decode steps that new requests are held back for."""
     handler: Annotated[
         str, Unavailable(lambda name: name != "handle", _REMOVE_IT, "other functions"), NAMES_NOTHING
-    ] = Field("handle", description="Function of the entry point that takes the requests.")
-    python_executable: Annotated[str, Key("pythonExecutable"), NAMES_PYTHON] = Field(
-        OWN_PYTHON,
-        description="Python interpreter of the workers, 3.11 or later; python3 is that of the server.",
-    )
+    ] = "handle"
+    """Function of the entry point that takes the requests."""
+    python_executable: Annotated[str, Key("pythonExecutable"), NAMES_PYTHON] = OWN_PYTHON
+    """Python interpreter of the workers, 3.11 or later; python3 is that of the server."""
     env: Annotated[
         EnvironmentPairs | None,
         Unavailable(
@@ -368,87 +332,63 @@ class ModelOptions(Options):
             "the variables of visible devices",
         ),
         FOR_OPERATOR,
-    ] = Field(None, description="Environment variables of the workers, A=1,B=2.")
-    enable_venv: bool = Field(
-        False, description="Give the model a virtual environment of its own, which also sees the server's packages."
-    )
+    ] = None
+    """Environment variables of the workers, A=1,B=2."""
+    enable_venv: bool = False
+    """Give the model a virtual environment of its own, which also sees the server's packages."""
     pipeline_parallel_degree: Annotated[
         PositiveInt, Unavailable(lambda degree: degree > 1, "use option.tensor_parallel_degree", "more than 1")
-    ] = Field(1, description="Stages that the layers of one model are split into, each on devices of its own.")
-    cluster_size: Annotated[PositiveInt, Unavailable(lambda size: size > 1, "use one machine", "more than 1")] = Field(
-        1, description="Machines that one model is spread over."
-    )
-    async_mode: bool = Field(
-        False,
-        description="Answer in the shape of LMI's asynchronous service, as"
-        " option.entryPoint=djl_python.lmi_vllm.vllm_async_service does, unless option.output_formatter or"
-        " option.tgi_compat asks for another.",
-    )
-    input_formatter: Annotated[FunctionName | None, Allowed("the name of a function in model.py"), NAMES_NOTHING] = (
-        Field(
-            None, description="Function of model.py that parses requests; if not set, the one marked @input_formatter."
-        )
-    )
-    bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_REMOVE_IT)] = Field(
-        False, description="Answer in the format that Amazon Bedrock expects."
-    )
-    enable_lora: bool = Field(
-        False,
-        description="Serve LoRA adapters of the model: those in its directory, and those that a call registers.",
-    )
-    adapters: Annotated[str, NAMES_PATH] = Field(
-        "adapters", description="Directory in the model directory; each of its subdirectories is a LoRA adapter."
-    )
-    dynamic_lora_loading_path: Annotated[str | None, NAMES_MODEL] = Field(
-        None,
-        description="Directory, or s3://bucket/prefix, in which each folder is a LoRA adapter that is loaded when a"
-        " request asks for it; a relative path is relative to the model directory.",
-    )
-    max_num_adapters_per_replica: PositiveInt = Field(
-        16, description="Adapters of option.dynamic_lora_loading_path that stay loaded."
-    )
-    is_peft_model: Annotated[bool, Unavailable.values(True, instead="merge the adapter into the model")] = Field(
-        False, description="The checkpoint is a PEFT adapter; LMI detects it."
-    )
-    max_media_size: PositiveInt = Field(
-        268435456,
-        description="Bytes that the images and sounds of one request may take when they are decoded: 4 for a pixel, and"
-        " 4 for a sample of a sound as the model gets it. A request with more is refused with 413.",
-    )
-    enable_stateful_sessions: bool | None = Field(
-        None,
-        description="Let requests open and close sessions; a request with an unknown session is refused. If not set,"
-        " only LMI's asynchronous service does so.",
-    )
-    sessions_path: Annotated[str | None, NAMES_PATH] = Field(
-        None, description="Directory for sessions; /dev/shm/djl_sessions if not set."
-    )
-    sessions_expiration: PositiveInt = Field(1200, description="Seconds after which a session ends.")
-    sessions_s3url: Annotated[S3Prefix | None, Allowed("s3://bucket/prefix"), NAMES_MODEL] = Field(
-        None,
-        description="S3 prefix to which a worker saves its sessions when it ends, and from which others fetch them.",
-    )
-    draft_model_id: Annotated[str | None, NoEffect("LMI declares it and never reads it"), NAMES_MODEL] = Field(
-        None, description="Model that drafts tokens for speculative decoding."
-    )
-    spec_length: Annotated[NonNegativeInt, NoEffect("LMI declares it and never reads it")] = Field(
-        0, description="Tokens that the draft model proposes."
-    )
-    max_output_size: Annotated[PositiveInt, NoEffect("LMI documents it and never reads it")] = Field(
-        67108864, description="Longest answer in bytes."
-    )
+    ] = 1
+    """Stages that the layers of one model are split into, each on devices of its own."""
+    cluster_size: Annotated[PositiveInt, Unavailable(lambda size: size > 1, "use one machine", "more than 1")] = 1
+    """Machines that one model is spread over."""
+    async_mode: bool = False
+    """Answer in the shape of LMI's asynchronous service, as option.entryPoint=djl_python.lmi_vllm.vllm_async_service
+    does, unless option.output_formatter or option.tgi_compat asks for another."""
+    input_formatter: Annotated[FunctionName | None, Allowed("the name of a function in model.py"), NAMES_NOTHING] = None
+    """Function of model.py that parses requests; if not set, the one marked @input_formatter."""
+    bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_REMOVE_IT)] = False
+    """Answer in the format that Amazon Bedrock expects."""
+    enable_lora: bool = False
+    """Serve LoRA adapters of the model: those in its directory, and those that a call registers."""
+    adapters: Annotated[str, NAMES_PATH] = "adapters"
+    """Directory in the model directory; each of its subdirectories is a LoRA adapter."""
+    dynamic_lora_loading_path: Annotated[str | None, NAMES_MODEL] = None
+    """Directory, or s3://bucket/prefix, in which each folder is a LoRA adapter that is loaded when a request asks for
+    it; a relative path is relative to the model directory."""
+    max_num_adapters_per_replica: PositiveInt = 16
+    """Adapters of option.dynamic_lora_loading_path that stay loaded."""
+    is_peft_model: Annotated[bool, Unavailable.values(True, instead="merge the adapter into the model")] = False
+    """The checkpoint is a PEFT adapter; LMI detects it."""
+    max_media_size: PositiveInt = 268435456
+    """Bytes that the images and sounds of one request may take when they are decoded: 4 for a pixel, and 4 for a sample
+    of a sound as the model gets it. A request with more is refused with 413."""
+    enable_stateful_sessions: bool | None = None
+    """Let requests open and close sessions; a request with an unknown session is refused. If not set, only LMI's
+    asynchronous service does so."""
+    sessions_path: Annotated[str | None, NAMES_PATH] = None
+    """Directory for sessions; /dev/shm/djl_sessions if not set."""
+    sessions_expiration: PositiveInt = 1200
+    """Seconds after which a session ends."""
+    sessions_s3url: Annotated[S3Prefix | None, Allowed("s3://bucket/prefix"), NAMES_MODEL] = None
+    """S3 prefix to which a worker saves its sessions when it ends, and from which others fetch them."""
+    draft_model_id: Annotated[str | None, NoEffect("LMI declares it and never reads it"), NAMES_MODEL] = None
+    """Model that drafts tokens for speculative decoding."""
+    spec_length: Annotated[NonNegativeInt, NoEffect("LMI declares it and never reads it")] = 0
+    """Tokens that the draft model proposes."""
+    max_output_size: Annotated[PositiveInt, NoEffect("LMI documents it and never reads it")] = 67108864
+    """Longest answer in bytes."""
     model_file_name: Annotated[
         str | None,
         Key("modelName", also=("option.modeName",)),
         NoEffect("the files of a model are found without it"),
         NAMES_NOTHING,
-    ] = Field(None, description="Name with which the files of the model begin.")
-    optimization: Annotated[str | None, _JAVA_ONLY, NAMES_NOTHING] = Field(
-        None, description="Conversion of the model before loading."
-    )
-    use_passive_workers: Annotated[bool, NoEffect("only the first process of an MPI group gets requests")] = Field(
-        True, description="Send requests to the first process of an MPI group only."
-    )
+    ] = None
+    """Name with which the files of the model begin."""
+    optimization: Annotated[str | None, _JAVA_ONLY, NAMES_NOTHING] = None
+    """Conversion of the model before loading."""
+    use_passive_workers: Annotated[bool, NoEffect("only the first process of an MPI group gets requests")] = True
+    """Send requests to the first process of an MPI group only."""
 
     _passed_through: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
 
@@ -486,23 +426,6 @@ class ModelOptions(Options):
     def engine_names(cls) -> frozenset[str]:
         """Return the undeclared names (without "option.") that the engine takes; their values are passed on to it."""
         return frozenset()
-
-    def packages(self, engines: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the Python packages that must be installed; `engines` are those of the handler."""
-        return engines
-
-    def installed_by(self, handlers: str) -> str:
-        """Return the command that installs the packages; `handlers` is that of the handler."""
-        return handlers
-
-    def needed_device(self, handlers: str) -> str:
-        """Return the kind of device that must be there, "" for any; `handlers` is what the handler needs."""
-        return handlers
-
-    @classmethod
-    def recommended(cls, machine: Machine) -> Mapping[str, str]:
-        """Return the recommended raw values for `machine`, by key in full; they apply to keys that no layer sets."""
-        return {}
 
     def max_running(self) -> int:
         """Return how many requests the engine has room for at a time."""
@@ -562,26 +485,6 @@ class ModelOptions(Options):
         """Return the number of processes of a worker under the MPI engine; None without mpirun."""
         return self.devices_per_worker or 1 if self.mpi_mode else None
 
-    def gpus_per_worker(self, available: int) -> int | None:
-        """Return how many of the `available` GPUs one worker takes, None for all; without GPUs, ranks share the CPU."""
-        runs_on_cpu = self.ranks is not None or self.degree_counts_gpus
-        return self.devices_per_worker if available or not runs_on_cpu else None
-
-    def division(self, gpus: int) -> str | None:
-        """Return in words how a worker with so many GPUs divides the model, for `explain`; None if it does not."""
-        if self.ranks is not None and self.ranks > 1:
-            return f"each of {self.ranks} ranks under mpirun has its part of every layer"
-        return None
-
-    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
-        """Return what values such as `auto` mean for the model at `location`, by key in full, for `explain`."""
-        return {}
-
-    @property
-    def one_worker_only(self) -> str | None:
-        """Return the key in full that forbids a second worker; None if any number may run."""
-        return next((key for key in self.one_worker_keys if getattr(self, key.removeprefix(self.prefix))), None)
-
     @property
     def default_stops(self) -> tuple[str, ...]:
         """Return the texts that end every output, beside those that a request names."""
@@ -591,17 +494,6 @@ class ModelOptions(Options):
         """Return the configured limit of prompt and output together, in tokens; None if config.json decides."""
         return None
 
-    def partitioned(self) -> Mapping[str, str | None] | str:
-        """Return the changes of `lmi-server partition` to serving.properties, by key in full; None removes a key.
-
-        Returns a text with the reason if nothing can be split or quantised ahead of time.
-        """
-        return "the handler does neither; serve the model as it is"
-
-    def is_plain_checkpoint(self, directory: Path) -> bool:
-        """Return whether `check` can look for faults in the files of `directory`: weights that are not compiled."""
-        return True
-
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         """Yield combinations that are not allowed; `given` holds the keys in full that the user set."""
         yield from ()
@@ -610,23 +502,12 @@ class ModelOptions(Options):
         """Yield combinations that are allowed, but in which a key has no effect."""
         yield from ()
 
-    def adapter_warnings(self, given: Collection[str]) -> Iterator[Conflict]:
-        """Yield the keys of adapters on demand that have no effect, whatever the handler."""
-        if not self.enable_lora:
-            yield from without_effect(given, "option.enable_lora=true", ["option.dynamic_lora_loading_path"])
-        if self.dynamic_lora_loading_path is None:
-            most = ["option.max_num_adapters_per_replica"]
-            yield from without_effect(given, "option.dynamic_lora_loading_path", most)
+    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
+        """Yield what the configuration lacks, and the keys, without "option.", that have no effect without it."""
+        yield from ()
 
     @property
     def adapters_on_demand(self) -> int:
         """Return how many adapters a worker keeps of those that it loads on demand; 0 if it loads none."""
         loads = self.enable_lora and self.dynamic_lora_loading_path is not None
         return self.max_num_adapters_per_replica if loads else 0
-
-
-def without_effect(given: Collection[str], unless: str, keys: Collection[str]) -> Iterator[Conflict]:
-    """Yield a warning for each of `keys` that is given; it has an effect only with `unless`."""
-    for key in keys:
-        if key in given:
-            yield Conflict((key,), f"has no effect without {unless}")

@@ -14,18 +14,17 @@ from types import MappingProxyType
 from typing import Any
 
 from lmi_server.artifacts.location import MODEL_FORMS
-from lmi_server.configuration.check import build, describe_source
-from lmi_server.configuration.checkpoint import architectures, locate_model, read_config
+from lmi_server.configuration.checks.model_checks import ModelChecks, declared_options
+from lmi_server.configuration.checks.secure_mode import secure_mode, secure_mode_warnings
+from lmi_server.configuration.choice.deciding_keys import MODEL_ID, DecidingKeys
+from lmi_server.configuration.choice.handler_choice import choose_handler
+from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES, merge_layers, read_layers
 from lmi_server.configuration.declaration import Option, written
-from lmi_server.configuration.gguf import is_gguf
-from lmi_server.configuration.handler_choice import Model, choose_handler
+from lmi_server.configuration.engine import EngineDescription, describe_engine
 from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, HandlerTable, load_options_type
-from lmi_server.configuration.layers import Given, SortedKeys, Source
-from lmi_server.configuration.model_checks import ModelChecks, declared_options
-from lmi_server.configuration.model_layers import SERVING_PROPERTIES, merge_layers, read_layers
+from lmi_server.configuration.layers import Given, SortedKeys, Source, build
+from lmi_server.configuration.model_directory.checkpoint import Checkpoint, locate_model, read_config
 from lmi_server.configuration.options import ModelOptions, ServingOptions
-from lmi_server.configuration.secure_mode import secure_mode, secure_mode_warnings
-from lmi_server.configuration.tasks import infer_task
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.machine.inventory import Machine, this_machine
@@ -55,6 +54,11 @@ class ResolvedModel:
         """Return the class of the handler, "module:Class"."""
         assert self.spec.handler is not None, "a model without a handler is not resolved"
         return self.spec.handler
+
+    @property
+    def engine(self) -> EngineDescription[ModelOptions]:
+        """Return what the server may ask about the engine."""
+        return describe_engine(self.spec, self.options)
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -95,6 +99,11 @@ class Inspection:
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
     unavailable: tuple[str, ...]
+
+    @property
+    def engine(self) -> EngineDescription[ModelOptions]:
+        """Return what the server may ask about the engine."""
+        return describe_engine(self.spec, self.options)
 
     def resolved(self) -> ResolvedModel:
         """Return the model, ready to be served. Raises ConfigurationError with all problems, one per line."""
@@ -142,20 +151,17 @@ def inspect_model(
     secure = secure_mode(environment)
     machine = machine or this_machine(environment, handlers.engines())
     layers = read_layers(model_dir, environment, registration)
-    given = layers.as_written()
-    location, misplaced = _locate(given, model_dir)
-    config = read_config(location)
-    inferred_task = infer_task(architectures(config), location)
-    weights = Path(location) if os.path.isabs(location) else None
-    model = Model(model_dir, architectures(config), _task(given) or inferred_task, is_gguf(location), weights, config)
-    choice = choose_handler(given, model, machine, handlers)
+    keys = layers.deciding_keys()
+    location, misplaced = _locate(keys, model_dir)
+    checkpoint = Checkpoint(model_dir, layers.has_config, location, read_config(location))
+    choice = choose_handler(keys, checkpoint, machine, handlers)
     spec = choice.spec or handlers.default
     declared = declared_options(spec)
-    merged = merge_layers(layers, spec, declared, inferred_task, machine)
+    merged = merge_layers(layers, spec, declared, checkpoint.task, machine)
     serving, wrong_serving = build(ServingOptions, merged.known)
     options, wrong_options = build(load_options_type(spec), merged.known)
     options = _complete(options, spec, location, merged)
-    checks = ModelChecks(model, location, misplaced, choice, spec, handlers, merged, serving, options, machine)
+    checks = ModelChecks(checkpoint, misplaced, choice, spec, handlers, merged, serving, options, machine)
     everything = {**merged.known, **merged.unknown}
     SECRETS.add_named({source.spelling or key: source.raw for key, source in everything.items()})
     forbidden = () if secure is None else secure.problems(everything, options.adapters, model_dir, location)
@@ -163,13 +169,13 @@ def inspect_model(
         name=model_name(model_dir),
         model_dir=str(model_dir),
         spec=spec,
-        handler_reason=choice.reason(model, handlers),
+        handler_reason=choice.reason,
         options=options,
         serving=serving,
         sources=MappingProxyType({**_default_sources(declared), **merged.known}),
         unknown=MappingProxyType(merged.unknown),
         location=location,
-        config=config,
+        config=checkpoint.config,
         machine=machine,
         worker_environment=MappingProxyType(
             {name: environment.get(name, value) for name, value in options.worker_environment().items()}
@@ -220,20 +226,14 @@ def _checked_directory(directory: Path) -> Path:
     return model_dir
 
 
-def _task(given: Given) -> str | None:
-    """Return the task that a layer names; None if no layer does, or if it says auto."""
-    source = given.get("option.task")
-    return None if source is None or source.raw.lower() == "auto" else source.raw
-
-
-def _locate(given: Given, model_dir: Path) -> tuple[str, str | None]:
+def _locate(keys: DecidingKeys, model_dir: Path) -> tuple[str, str | None]:
     """Return the location of the model, and a problem if option.model_id does not name one."""
-    source = given.get("option.model_id")
     try:
-        return locate_model(source.raw if source else None, model_dir), None
+        return locate_model(keys.model_id, model_dir), None
     except ValueError as error:
+        source = keys.source(MODEL_ID)
         assert source is not None, "without a model_id the model is its directory"
-        return str(model_dir), f"{describe_source(source, 'option.model_id')} {error}"
+        return str(model_dir), f"{source.describe(MODEL_ID)} {error}"
 
 
 def _default_sources(declared: Sequence[Option]) -> Given:

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from lmi_server.configuration.check import build
 from lmi_server.configuration.declaration import Allowed, FeatureSettings, Key, Option, Options, feature_parts
 from lmi_server.configuration.idle_variables import idle_variables
 from lmi_server.configuration.layers import (
     Given,
     Source,
+    build,
     from_file,
     from_values,
     from_variables,

@@ -51,8 +51,8 @@ class Workload:
 
     `task` is None if it is unknown, `rolling_batch` (in lower case) if the key is not given; `batches_statically` is
     true if requests are collected to batches that run together from start to end. `architectures` are those of the
-    model if the handler's own rolling batch would serve it, and `config` is its config.json then. `true_keys` are the
-    keys in full whose value is true, `max_model_len` is that of the key of this name.
+    model if the handler's own rolling batch would serve it, and `config` is its config.json then.
+    `use_stable_diffusion` and `max_model_len` are the values of these keys.
     """
 
     task: str | None
@@ -60,7 +60,7 @@ class Workload:
     under_mpi: bool
     batches_statically: bool
     architectures: tuple[str, ...] = ()
-    true_keys: frozenset[str] = frozenset()
+    use_stable_diffusion: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
 

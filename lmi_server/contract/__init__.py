@@ -1,4 +1,1 @@
-"""What the front end, the workers and the handlers share: errors, messages, the link and the handlers' interfaces.
-
-Imports nothing else of this project.
-"""
+"""What the front end, the workers and the handlers share: errors, messages, the link and the handlers' interfaces."""

@@ -1,7 +1,6 @@
 """Request dialects: pure functions between the bytes of HTTP and generation requests.
 
-`parse` turns an Input into an Exchange: the sequences to generate, and the way to write the answer. Imports only
-`contract` and the table of features.
+`parse` turns an Input into an Exchange: the sequences to generate, and the way to write the answer.
 
     lmi/, openai/, anthropic/, kserve/, tgi.py
                          one package or module per dialect

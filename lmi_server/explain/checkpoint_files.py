@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmi_server.configuration.checkpoint import IS_POINTER, is_pointer
-from lmi_server.configuration.gguf import read_gguf
+from lmi_server.configuration.model_directory.checkpoint import IS_POINTER, is_pointer
+from lmi_server.configuration.model_directory.gguf import read_gguf
 from lmi_server.contract.errors import ConfigurationError
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

@@ -13,13 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lmi_server.configuration.check import describe_source
-from lmi_server.configuration.checkpoint import read_config
 from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, NoEffect, Option
-from lmi_server.configuration.gguf import is_gguf
 from lmi_server.configuration.handlers import load_options_type
 from lmi_server.configuration.layers import Source
-from lmi_server.configuration.memory_estimate import Estimate, estimate, shortages
+from lmi_server.configuration.model_directory.checkpoint import read_config
+from lmi_server.configuration.model_directory.gguf import is_gguf
+from lmi_server.configuration.model_directory.memory_estimate import Estimate, estimate, shortages
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import Inspection, ResolvedModel
 from lmi_server.contract.errors import ConfigurationError
@@ -115,14 +114,14 @@ def explain(found: Inspection) -> Explanation:
         handler=found.spec.title,
         handler_reason=found.handler_reason,
         model=found.location,
-        division=found.options.division(len(device_sets[0].gpus) if device_sets else 0),
+        division=found.engine.division(len(device_sets[0].gpus) if device_sets else 0),
         can_be_served=bool(device_sets)
         and not found.problems
         and not faults
         and not found.unavailable
         and not absent
         and found.spec.handler is not None,
-        options=tuple(_explained(found, found.location)),
+        options=tuple(_explain_options(found, found.location)),
         unknown=tuple(_unknown(found, key, source) for key, source in found.unknown.items()),
         devices=tuple({"kind": devices.kind, "gpus": list(devices.gpus)} for devices in device_sets),
         worker_command=tuple(_command(found.options, found.machine)),
@@ -134,7 +133,7 @@ def explain(found: Inspection) -> Explanation:
         engine_arguments=found.options.engine_arguments(),
         memory=_memory(needed),
         machine=_machine(found.machine),
-        warnings=(*found.warnings, *shortage, *needed.warnings(), *_reserved(found), *may_come),
+        warnings=(*found.warnings, *shortage, *needed.warnings(), *_memory_warnings(found), *may_come),
         problems=found.problems,
         unavailable=(*found.unavailable, *absent),
         files=faults,
@@ -143,7 +142,7 @@ def explain(found: Inspection) -> Explanation:
 
 def explain_values(model: ResolvedModel) -> tuple[Explained, ...]:
     """Explain the values that a running model was loaded with, secrets hidden; keys that nobody declares come last."""
-    declared = _explained(model, model.options.model_id or model.model_dir)
+    declared = _explain_options(model, model.options.model_id or model.model_dir)
     keys = {explained.key for explained in declared}
     unknown = [_unknown(model, key, source) for key, source in model.sources.items() if key not in keys]
     return tuple(map(_without_secret, (*declared, *unknown)))
@@ -151,25 +150,18 @@ def explain_values(model: ResolvedModel) -> tuple[Explained, ...]:
 
 def memory_of(found: Inspection) -> Estimate:
     """Estimate the memory of one worker on each of its devices."""
-    degree = devices_per_worker(found.options, found.machine)
+    degree = found.engine.devices_per_worker(found.machine)
     return estimate(found.options, found.location, found.config, degree, found.machine)
 
 
 def memory_of_running(model: ResolvedModel, machine: Machine) -> Estimate:
     """Estimate the memory of one worker of a model that was loaded, on each of its devices."""
     location = model.options.model_id or model.model_dir
-    return estimate(model.options, location, read_config(location), devices_per_worker(model.options, machine), machine)
+    return estimate(model.options, location, read_config(location), model.engine.devices_per_worker(machine), machine)
 
 
-def devices_per_worker(options: ModelOptions, machine: Machine) -> int:
-    """Return how many devices one worker takes, at least 1; the ranks of a group share the CPU as its devices."""
-    if not machine.gpus and options.ranks is None and options.degree_counts_gpus:
-        return 1
-    return options.devices_per_worker or max(1, len(machine.gpus))
-
-
-def _explained(found: Inspection | ResolvedModel, location: str) -> Sequence[Explained]:
-    notes = found.options.notes(Path(found.model_dir), Path(location))
+def _explain_options(found: Inspection | ResolvedModel, location: str) -> Sequence[Explained]:
+    notes = found.engine.notes(Path(found.model_dir), Path(location))
     classes = ((ServingOptions, found.serving), (load_options_type(found.spec), found.options))
     return [
         _with_origin(option, getattr(values, option.field), found.sources.get(option.key, _ELSEWHERE), notes)
@@ -218,7 +210,7 @@ def _unknown(found: Inspection | ResolvedModel, key: str, source: Source) -> Exp
 def _devices(found: Inspection) -> tuple[tuple[DeviceSet, ...], tuple[str, ...]]:
     """Return the device sets, or why they cannot be made."""
     accelerator, names = found.spec.devices(found.machine)
-    per_worker = found.options.gpus_per_worker(len(names))
+    per_worker = found.engine.gpus_per_worker(len(names))
     try:
         return plan_devices(found.serving.load_on_devices, per_worker, names, accelerator), ()
     except ConfigurationError as error:
@@ -247,10 +239,10 @@ def _machine(machine: Machine) -> Mapping[str, Any]:
     return {**asdict(machine), "engines": sorted(machine.engines)}
 
 
-def _reserved(found: Inspection) -> Sequence[str]:
+def _memory_warnings(found: Inspection) -> Sequence[str]:
     """Return a warning for each key that requires more memory than the machine has free."""
     missing = shortages(found.serving, found.machine)
-    return [f"{describe_source(found.sources[key], key)}: {text}" for key, text in missing.items()]
+    return [f"{found.sources[key].describe(key)}: {text}" for key, text in missing.items()]
 
 
 def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
@@ -259,11 +251,11 @@ def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
     A package that the model's requirements.txt may bring is only worth a warning.
     """
     here = found.options.own_python is None  # what another interpreter has is known when the model loads
-    needed = found.options.packages(found.spec.engines)
+    needed = found.engine.packages
     missing = [name for name in needed if here and name not in found.machine.engines]
     if here and is_gguf(found.location) and found.spec.reads_gguf and find_spec("gguf") is None:
         missing.append("gguf")
-    command = found.options.installed_by(found.spec.installed_by)
+    command = found.engine.install_command
     install = f"; run: {command}" if command else ""
     lines = [f"{found.spec.title} needs the Python package {name}, which is not installed{install}" for name in missing]
     programs = [NO_MPIRUN] if found.options.ranks is not None and found.machine.mpirun is None else []
@@ -277,7 +269,7 @@ def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
 
 def _absent_devices(found: Inspection) -> Sequence[str]:
     """Return an error if the handler needs a kind of device that this machine does not have."""
-    needed = found.options.needed_device(found.spec.device)
+    needed = found.engine.device
     if needed in ("", found.machine.device_kind):
         return ()
     return (f"{found.spec.title} needs {_DEVICES[needed]}, and none is visible; serve the model on a machine with one",)
@@ -295,7 +287,7 @@ def file_problems(found: Inspection) -> tuple[str, ...]:
     is_checkpoint = found.spec.reads_checkpoint and bool(found.config) and directory.is_dir()
     if not is_checkpoint or found.sources.get("option.load_format", _ANY_FORMAT).raw == "dummy":  # vLLM's: no weights
         return ()
-    if not found.options.is_plain_checkpoint(directory):
+    if not found.engine.is_plain_checkpoint(directory):
         return ()
     elsewhere = any(key in found.unknown for key in _TOKENIZER_ELSEWHERE)
     return tuple(file_faults(directory, needs_tokenizer=found.spec.formats_text and not elsewhere))

@@ -37,7 +37,7 @@ def _table(section: type[Section]) -> str:
 def _rows(section: type[Section], prefix: str) -> Iterator[tuple[str, str, str]]:
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
-        yield f"`{key}`", _allowed(field), " ".join(_sentences(field))
+        yield f"`{key}`", _describe_allowed(field), " ".join(_sentences(field))
         nested = section_of(field.annotation)
         if nested is not None:
             yield from _rows(nested, f"{key}.")
@@ -56,7 +56,7 @@ def _sentences(field: FieldInfo) -> Iterator[str]:
             yield f"{f'{mark.shown} is not' if mark.shown else 'Not'} available; {mark.instead}."
 
 
-def _allowed(field: FieldInfo) -> str:
+def _describe_allowed(field: FieldInfo) -> str:
     try:
         return allowed_values(field.annotation, field.metadata)
     except KeyError:

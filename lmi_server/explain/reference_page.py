@@ -120,13 +120,18 @@ def _by_options(specs: Iterable[HandlerSpec]) -> Iterable[Sequence[HandlerSpec]]
 
 def _handler_section(specs: Sequence[HandlerSpec], shared: dict[str, Option]) -> str:
     # A key that a handler declares just like ModelOptions stands once, in the section of all handlers.
-    own = [option for option in load_options_type(specs[0]).declared() if option != shared.get(option.key)]
+    declared = load_options_type(specs[0]).declared()
+    own = [option for option in declared if not _is_same(option, shared.get(option.key))]
     text = _section(f"Keys of {' and '.join(spec.title for spec in specs)}", own)
     missing = (
         "" if specs[0].handler else "\nThis version checks and explains these keys; it cannot serve with them yet.\n"
     )
     heading, _, table = text.partition("\n")
     return f"{heading}\n{missing}{table}"
+
+
+def _is_same(option: Option, other: Option | None) -> bool:
+    return option == other and other is not None and option.description == other.description
 
 
 def _section(title: str, options: Sequence[Option]) -> str:
@@ -168,7 +173,7 @@ def _limit(mark: Unavailable, option: Option) -> str:
         return "Each other value chooses the handler that serves it."
     named = _names(map(written, left)) or mark.shown
     values = f": {named}" if named else ""
-    limited, free = _limited(mark, option.key)
+    limited, free = _divide_by_limit(mark, option.key)
     if not free:
         return f"Not available in this version{values}; {mark.instead}."
     if len(limited) <= len(free):
@@ -186,7 +191,7 @@ def _refuses(spec: HandlerSpec, key: str, value: Any) -> bool:
     return any(isinstance(mark, Unavailable) and mark.applies(value) for mark in marks)
 
 
-def _limited(mark: Unavailable, key: str) -> tuple[Sequence[str], Sequence[str]]:
+def _divide_by_limit(mark: Unavailable, key: str) -> tuple[Sequence[str], Sequence[str]]:
     """Return which handlers share a limit of the keys of every handler, and which lift it.
 
     A limit that one handler declares itself stands in the section of that one: none lifts it.

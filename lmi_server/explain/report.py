@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lmi_server.configuration.declaration import written
-from lmi_server.configuration.memory_estimate import gib
+from lmi_server.configuration.model_directory.memory_estimate import gib
 from lmi_server.explain.explanation import Explained, Explanation
 
 _INDENT = "  "
@@ -35,14 +35,14 @@ def _lines(explanation: Explanation, width: int, with_defaults: bool) -> Iterato
         yield "", f"devices: {explanation.division}"
     options = [*decided, *explanation.unknown]
     yield from _section("Decided", _values(options, explanation.model_dir, width))
-    yield from _section("Problems", _indented(explanation.problems), "red")
-    yield from _section("Not available here", _indented(explanation.unavailable), "red")
-    yield from _section("Files", _indented(explanation.files), "red")
-    yield from _section("Warnings", _indented(explanation.warnings), "yellow")
-    yield from _section("Worker command", _indented([shlex.join(explanation.worker_command)]))
-    yield from _section("MPI launcher", _indented(_launcher(explanation)))
+    yield from _section("Problems", _indent(explanation.problems), "red")
+    yield from _section("Not available here", _indent(explanation.unavailable), "red")
+    yield from _section("Files", _indent(explanation.files), "red")
+    yield from _section("Warnings", _indent(explanation.warnings), "yellow")
+    yield from _section("Worker command", _indent([shlex.join(explanation.worker_command)]))
+    yield from _section("MPI launcher", _indent(_launcher(explanation)))
     variables = [f"{name}={value}" for name, value in explanation.worker_environment.items()]
-    yield from _section("Worker environment", _indented(variables))
+    yield from _section("Worker environment", _indent(variables))
     yield from _section("Engine arguments", _pairs(explanation.engine_arguments))
     yield from _section("Memory of one worker, on each of its devices", _pairs(_memory(explanation.memory)))
     if with_defaults:
@@ -61,7 +61,7 @@ def _section(title: str, lines: Iterable[str], style: str = "") -> Iterator[tupl
         yield style, line
 
 
-def _indented(lines: Iterable[str]) -> Iterator[str]:
+def _indent(lines: Iterable[str]) -> Iterator[str]:
     return (f"{_INDENT}{line}" for line in lines)
 
 

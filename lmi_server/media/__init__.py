@@ -1,7 +1,7 @@
 """Opens the images and sounds of requests, within a limit on what they take when they are decoded.
 
 A file of a few kilobytes can hold any number of pixels or samples, so that its size says nothing. Every handler, and
-`djl_python` for the code of users, opens media by these functions and in no other way. Imports only `contract`.
+`djl_python` for the code of users, opens media by these functions and in no other way.
 
     budget.py            what the media of one request may take together
     images.py            images

@@ -1,4 +1,4 @@
 """Ray Serve: what one deployment of a model is, and how a cluster runs it; Ray itself is imported by few modules.
 
-Imports every folder of `lmi_server` but `compat` and `commands`. `deployment` and what describes it need no Ray.
+`deployment` and what describes it need no Ray.
 """

@@ -214,7 +214,7 @@ def accelerator_resource(accelerator_type: str | None) -> dict[str, float]:
 
 def _worker_bundle(found: Inspection, accelerator_type: str | None) -> dict[str, float]:
     """Return what one worker takes; a GPU if the handler needs one, the machine has one, or somebody names its type."""
-    needs_gpu = found.options.needed_device(found.spec.device) == "gpu" or bool(found.machine.gpus)
+    needs_gpu = found.engine.device == "gpu" or bool(found.machine.gpus)
     gpus: dict[str, float] = {"GPU": 1} if needs_gpu or accelerator_type is not None else {}
     return {"CPU": 1, **gpus, **accelerator_resource(accelerator_type)}
 

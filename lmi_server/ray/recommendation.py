@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lmi_server.configuration.checkpoint import read_config
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
-from lmi_server.configuration.memory_estimate import Estimate, estimate, gib, inner_size
+from lmi_server.configuration.model_directory.checkpoint import read_config
+from lmi_server.configuration.model_directory.memory_estimate import Estimate, estimate, gib, inner_size
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.device_tools import Gpu

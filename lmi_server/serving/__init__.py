@@ -1,4 +1,1 @@
-"""The queue side of a model, in the front end's process: registry, job queue, worker pool, adapters, sessions.
-
-Imports every folder of `lmi_server` but `worker`, `compat`, `explain` and `commands`.
-"""
+"""The queue side of a model, in the front end's process: registry, job queue, worker pool, adapters, sessions."""

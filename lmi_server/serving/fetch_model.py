@@ -12,8 +12,8 @@ from lmi_server.artifacts.interpreter import WorkerPython
 from lmi_server.artifacts.location import GgufFile, HubModel, Location
 from lmi_server.artifacts.own_thread import in_own_thread
 from lmi_server.artifacts.progress import OnProgress
+from lmi_server.configuration.checks.secure_mode import secure_mode
 from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
-from lmi_server.configuration.secure_mode import secure_mode
 from lmi_server.contract.errors import ConfigurationError
 
 _INSPECTION_S = 300.0
@@ -115,5 +115,4 @@ def _code_dir(found: Inspection) -> Path:
 def _worker_python(found: Inspection) -> WorkerPython:
     modules = [name.partition(":")[0] for name in (found.spec.handler, found.spec.options) if name is not None]
     options = found.options
-    packages = options.packages(found.spec.engines)
-    return WorkerPython(options.own_python, options.enable_venv, packages, tuple(modules))
+    return WorkerPython(options.own_python, options.enable_venv, found.engine.packages, tuple(modules))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lmi_server.configuration.memory_estimate import estimate_of_files, shortages
+from lmi_server.configuration.model_directory.memory_estimate import estimate_of_files, shortages
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.machine.inventory import Machine, this_machine, with_gpu_memory
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, RAY_MODEL_FILE, archive_stem, is_hub_id, path_of_file_url
+from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES
 from lmi_server.configuration.model_file.application import models_of
 from lmi_server.configuration.model_file.read import name_in_file, name_of_member
-from lmi_server.configuration.model_layers import SERVING_PROPERTIES
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.environment import is_multi_model
 

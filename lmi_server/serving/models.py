@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from lmi_server.artifacts.progress import Progress
-from lmi_server.configuration.model_code import MODEL_CODE
+from lmi_server.configuration.model_directory.model_code import MODEL_CODE
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError
 from lmi_server.contract.quoting import excerpt

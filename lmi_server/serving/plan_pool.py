@@ -50,7 +50,9 @@ def plan_pool(
             memory_limit_mb=serving.max_worker_memory_mb,
         ),
         version=source.version,
-        device_sets=plan_devices(serving.load_on_devices, options.gpus_per_worker(len(devices)), devices, accelerator),
+        device_sets=plan_devices(
+            serving.load_on_devices, resolved.engine.gpus_per_worker(len(devices)), devices, accelerator
+        ),
         python=fetched.python,
         environment=_worker_variables(resolved.worker_environment, fetched.python_path),
         mpi=None if options.ranks is None else _mpi_launcher(options.ranks, environment),

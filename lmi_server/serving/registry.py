@@ -18,10 +18,10 @@ from typing import Any
 
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
-from lmi_server.artifacts.progress import OnProgress, Progress, shown_progress
+from lmi_server.artifacts.progress import OnProgress, Progress, show_progress
+from lmi_server.configuration.checks.secure_mode import secure_mode
 from lmi_server.configuration.layers import DERIVED
 from lmi_server.configuration.resolve import ResolvedModel
-from lmi_server.configuration.secure_mode import secure_mode
 from lmi_server.contract.errors import (
     ConfigurationError,
     LmiServerError,
@@ -479,7 +479,7 @@ class ModelRegistry:
                 "owner/name"
             )
         environment = {**self._environment, **source.variables}
-        with shown_progress(source.label, sys.stderr) as show:
+        with show_progress(source.label, sys.stderr) as show:
             on_progress = _recorded(model, show)
             model.directory, more = await fetch_directory(location, source.url, self.artifacts, on_progress)
             model.configured_by = configuration_state(model.directory)

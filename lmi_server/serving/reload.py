@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from lmi_server.artifacts.location import RAY_MODEL_FILE
-from lmi_server.configuration.model_layers import SERVING_PROPERTIES
+from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.machine.file_state import FileState, file_state
 

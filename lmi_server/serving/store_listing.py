@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from lmi_server.artifacts.fetch import ArtifactSettings, fetched_folders
+from lmi_server.artifacts.fetch import ArtifactSettings, list_folders
 from lmi_server.contract.errors import ArtifactError
 from lmi_server.serving.adapter_store import S3, is_adapter_name
 
@@ -51,7 +51,7 @@ class StoreListing:
 
     async def _listed(self) -> Sequence[str]:
         if self._store.startswith(S3):
-            found = await fetched_folders(self._store, self._settings)
+            found = await list_folders(self._store, self._settings)
             return sorted(islice(filter(is_adapter_name, found), _MAX))
         return await asyncio.to_thread(lambda: sorted(islice(_folders(Path(self._model_dir, self._store)), _MAX)))
 

@@ -1,6 +1,6 @@
 """What runs inside a worker process, `python -m lmi_server.worker`: it answers the requests that come over the link.
 
-Imports `contract`, `machine`, `configuration` and `dialects`; it reaches a handler by its name in the Load message.
+It reaches a handler by its name in the Load message.
 
     __main__.py               starts the process, and ends it whatever the handler does
     worker.py                 acts on the messages of the link: load, requests, commands, heartbeat, shutdown

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress as Bars
 
-from lmi_server.artifacts.progress import LogProgress, Progress, TerminalProgress, shown_progress
+from lmi_server.artifacts.progress import LogProgress, Progress, TerminalProgress, show_progress
 
 MIB = 1 << 20
 
@@ -54,7 +54,7 @@ def test_bars_are_for_terminals_only(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        with shown_progress("model", stream) as show:
+        with show_progress("model", stream) as show:
             show(Progress("downloading", 5, 10))
     assert "downloading" in terminal.getvalue()
     assert (file.getvalue(), caplog.messages) == ("", ["[model] downloading: 5 bytes of 10 bytes (50 %)"])

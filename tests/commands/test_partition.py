@@ -135,7 +135,7 @@ def same_tokens(one: Any, other: Any) -> bool:
 def test_keys_that_are_done_with_are_removed(
     text: str, changes: dict[str, str | None], weights: Path, tmp_path: Path
 ) -> None:
-    partitioned = resolve_model(write(tmp_path / "model", text, weights), {}).options.partitioned()
+    partitioned = resolve_model(write(tmp_path / "model", text, weights), {}).engine.partition()
     assert not isinstance(partitioned, str)
     assert changes.items() <= dict(partitioned).items()
 

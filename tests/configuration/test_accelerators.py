@@ -65,14 +65,13 @@ def written(directory: Path, *lines: str) -> Path:
 
 def missing(found: Inspection) -> set[str]:
     """Return the lines of a machine without packages and devices."""
-    spec, options = found.spec, found.options
+    spec, engine = found.spec, found.engine
     device = (
         f"{spec.title} needs {DEVICES.get(spec.device)}, and none is visible; serve the model on a machine with one"
     )
     return ({device} if spec.device else set()) | {
-        f"{spec.title} needs the Python package {package}, which is not installed;"
-        f" run: {options.installed_by(spec.installed_by)}"
-        for package in options.packages(spec.engines)
+        f"{spec.title} needs the Python package {package}, which is not installed; run: {engine.install_command}"
+        for package in engine.packages
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gguf_helpers import write_gguf
 
-from lmi_server.configuration.gguf import read_gguf
+from lmi_server.configuration.model_directory.gguf import read_gguf
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.explain.explanation import explain

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import pytest
 
+from lmi_server.configuration.checks.registered_keys import references
 from lmi_server.configuration.declaration import Option, Options
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.options import JsonObject, Names, PositiveInt, ServingOptions
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH, Kind
-from lmi_server.configuration.registered_keys import references
 
 # Names that sound like a place or like code, of options that name neither.
 _NAMES_NO_PLACE = {

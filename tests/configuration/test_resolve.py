@@ -895,10 +895,10 @@ def test_accelerate_takes_several_gpus_for_one_model(write: Write, rolling: str,
     directory = write(f"engine=Python\noption.rolling_batch={rolling}\noption.tensor_parallel_degree={degree}")
     found = inspect_model(directory, {}, machine=FOUR_GPUS)
     assert (found.problems, found.unavailable, found.warnings) == ((), (), ())
-    assert (found.options.gpus_per_worker(4), found.options.ranks) == (4, None)
+    assert (found.engine.gpus_per_worker(4), found.options.ranks) == (4, None)
     without = inspect_model(directory, {}, machine=NO_GPU)
     assert (without.problems, without.unavailable) == ((), ())
-    assert without.options.gpus_per_worker(0) is None
+    assert without.engine.gpus_per_worker(0) is None
     told = [line for line in without.warnings if f'tensor_parallel_degree = "{degree}" gives no GPU' in line]
     assert len(told) == (degree == "4")
 

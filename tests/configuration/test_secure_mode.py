@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lmi_server.commands.cli import app
+from lmi_server.configuration.checks.secure_mode import CONTROLS, secure_mode
 from lmi_server.configuration.resolve import inspect_model
-from lmi_server.configuration.secure_mode import CONTROLS, secure_mode
 from lmi_server.contract.errors import ConfigurationError
 
 ALL = ",".join(CONTROLS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from server_helpers import Server, running
 
-from lmi_server.configuration.secure_mode import CONTROLS
+from lmi_server.configuration.checks.secure_mode import CONTROLS
 
 ECHO = "option.entryPoint=djl_python.echo\noption.enable_lora=true"
 

@@ -21,7 +21,7 @@ from importlib import import_module
 from forked_process import as_process
 
 from handlers.checkpoints.options import THREAD_VARIABLES
-from handlers.vllm.options import VllmOptions
+from handlers.vllm.options import VllmEngine, VllmOptions
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.handlers import load as load_class
 from lmi_server.machine import model_imports
@@ -60,7 +60,7 @@ def install(libraries: str) -> None:
 def _variables(libraries: str) -> Mapping[str, str]:
     if libraries != "vllm":
         return THREAD_VARIABLES
-    recommended = VllmOptions.recommended(this_machine(process_environment()))
+    recommended = VllmEngine.recommend(this_machine(process_environment()))
     options = {key.removeprefix("option."): value for key, value in recommended.items()}
     return VllmOptions.restore({"model_id": "", **options}, {}).worker_environment()
 

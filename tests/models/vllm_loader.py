@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from handlers.vllm.options import VllmOptions
+from handlers.vllm.options import VllmEngine, VllmOptions
 from lmi_server.configuration.handlers import load
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import LmiServerError
@@ -42,7 +42,7 @@ _LIMIT_S = 300.0
 _PAUSE_S = 0.02
 _RECOMMENDED = {
     key.removeprefix("option."): value
-    for key, value in VllmOptions.recommended(this_machine(process_environment())).items()
+    for key, value in VllmEngine.recommend(this_machine(process_environment())).items()
 }
 
 

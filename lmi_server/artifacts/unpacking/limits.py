@@ -46,7 +46,7 @@ class BombError(ArtifactError):
     """An archive holds more than its limits allow."""
 
 
-def refused(name: str, error: UnsafeEntryError) -> ArtifactError:
+def entry_error(name: str, error: UnsafeEntryError) -> ArtifactError:
     """Return the error of the archive whose entry `name` is unsafe."""
     return ArtifactError(f"entry '{excerpt(name)}' {error}; the archive is refused")
 
@@ -76,13 +76,13 @@ class Allowance:
         if self._size > self.largest:
             raise self.too_large()
 
-    def written(self, size: int) -> None:
+    def count_written(self, size: int) -> None:
         """Count bytes that are written; report them now and then, so that a large file shows progress."""
         self._written += size
         if self._written - self._reported >= _REPORT_EVERY:
-            self.entry_written()
+            self.report_position()
 
-    def entry_written(self) -> None:
+    def report_position(self) -> None:
         self._reported = self._written
         self._report(self.position())
 

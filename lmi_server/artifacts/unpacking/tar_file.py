@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Protocol, cast
 
 from lmi_server.artifacts.unpacking.bounded import PIECE, ForwardStream
-from lmi_server.artifacts.unpacking.limits import Allowance, UnsafeEntryError, refused
+from lmi_server.artifacts.unpacking.limits import Allowance, UnsafeEntryError, entry_error
 from lmi_server.artifacts.unpacking.names import safe_path
 from lmi_server.artifacts.unpacking.tree import Tree
 
@@ -31,7 +31,7 @@ class _Readable(Protocol):
 
 def unpack_tar(archive: Path, tree: Tree, allowance: Allowance) -> None:
     """Write the entries of the tar `archive`. Raises ArtifactError, and what tarfile raises for damaged ones."""
-    with archive.open("rb") as file, _decompressed(file) as source:
+    with archive.open("rb") as file, _decompress(file) as source:
         allowance.position = file.tell
         stream = ForwardStream(source, allowance)
         with tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r:") as tar:
@@ -39,11 +39,11 @@ def unpack_tar(archive: Path, tree: Tree, allowance: Allowance) -> None:
                 try:
                     _unpack(member, tar, stream, tree, allowance)
                 except UnsafeEntryError as error:
-                    raise refused(member.name, error) from error
+                    raise entry_error(member.name, error) from error
 
 
 @contextmanager
-def _decompressed(file: BinaryIO) -> Iterator[BinaryIO]:
+def _decompress(file: BinaryIO) -> Iterator[BinaryIO]:
     start = file.read(8)
     file.seek(0)
     opener = next((opener for magic, opener in _OPENERS if start.startswith(magic)), None)
@@ -86,7 +86,7 @@ def _unpack(
             os.fchmod(copy.fileno(), member.mode & 0o755 | 0o600)
     else:
         raise UnsafeEntryError("is a device or another special file")
-    allowance.entry_written()
+    allowance.report_position()
 
 
 def _copy(
@@ -100,7 +100,7 @@ def _copy(
             raise tarfile.ReadError("unexpected end of data")
         copy.write(data)
         left -= len(data)
-        allowance.written(len(data))
+        allowance.count_written(len(data))
 
 
 def _content(member: tarfile.TarInfo, tar: tarfile.TarFile, stream: ForwardStream) -> _Readable:

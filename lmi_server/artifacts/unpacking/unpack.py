@@ -42,13 +42,13 @@ def unpack(archive: Path, target: Path, limits: ArchiveLimits, report: Callable[
                 unpack_tar(archive, tree, allowance)
             tree.check_links()
     except _DAMAGED as error:
-        raise _damaged(error) from error
+        raise _damage_error(error) from error
     except OSError as error:
         if error.errno is not None:
             raise
-        raise _damaged(error) from error  # gzip and bz2 derive their errors from OSError
+        raise _damage_error(error) from error  # gzip and bz2 derive their errors from OSError
 
 
-def _damaged(error: Exception) -> ArtifactError:
+def _damage_error(error: Exception) -> ArtifactError:
     reason = excerpt(str(error).partition("\n")[0].rstrip(":"))  # further lines say what each decompressor found
     return ArtifactError(f"is damaged, or is no tar or zip archive: {reason}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from lmi_server.artifacts.unpacking.bounded import PIECE, DirectoryBound
-from lmi_server.artifacts.unpacking.limits import Allowance, UnsafeEntryError, refused
+from lmi_server.artifacts.unpacking.limits import Allowance, UnsafeEntryError, entry_error
 from lmi_server.artifacts.unpacking.names import safe_path
 from lmi_server.artifacts.unpacking.tree import Tree
 from lmi_server.contract.quoting import excerpt
@@ -33,7 +33,7 @@ def unpack_zip(archive: Path, tree: Tree, allowance: Allowance) -> None:
                 try:
                     _unpack(member, packed, tree, allowance)
                 except UnsafeEntryError as error:
-                    raise refused(member.filename, error) from error
+                    raise entry_error(member.filename, error) from error
 
 
 def _check_places(members: Sequence[zipfile.ZipInfo]) -> None:
@@ -42,7 +42,7 @@ def _check_places(members: Sequence[zipfile.ZipInfo]) -> None:
     for member in sorted(members, key=lambda member: member.header_offset):
         if before is not None and member.header_offset < before.header_offset + _LOCAL_HEADER + before.compress_size:
             overlapped = UnsafeEntryError(f"lies within the bytes of '{excerpt(before.filename)}'")
-            raise refused(member.filename, overlapped)
+            raise entry_error(member.filename, overlapped)
         before = member
 
 
@@ -59,7 +59,7 @@ def _unpack(member: zipfile.ZipInfo, packed: zipfile.ZipFile, tree: Tree, allowa
     else:
         with open(tree.new_file(path), "wb") as copy:
             _copy(member, packed, copy, allowance)
-    allowance.entry_written()
+    allowance.report_position()
 
 
 def _copy(member: zipfile.ZipInfo, packed: zipfile.ZipFile, copy: BinaryIO, allowance: Allowance) -> None:
@@ -70,6 +70,6 @@ def _copy(member: zipfile.ZipInfo, packed: zipfile.ZipFile, copy: BinaryIO, allo
         while data := source.read(size):
             copy.write(data)
             left -= len(data)
-            allowance.written(len(data))
+            allowance.count_written(len(data))
     if left:
         raise zipfile.BadZipFile(f"the size of {excerpt(member.filename)} is not what the archive says")

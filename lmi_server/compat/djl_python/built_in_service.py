@@ -93,7 +93,7 @@ class BuiltInService:
         return made
 
     def _resolved(self, properties: Mapping[str, Any]) -> ResolvedModel:
-        from lmi_server.configuration.model_code import MODEL_CODE
+        from lmi_server.configuration.model_directory.model_code import MODEL_CODE
         from lmi_server.configuration.resolve import resolve_model
         from lmi_server.machine.environment import process_environment
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from lmi_server.configuration.declaration import Allowed, NoEffect, Unavailable
-from lmi_server.configuration.model_file.checking import validated, without_effect
+from lmi_server.configuration.model_file.checking import validate, without_effect
 from lmi_server.configuration.model_file.positions import Document, KeyPath, read_document
 from lmi_server.configuration.model_file.serve_sections import Anything, Section
 from lmi_server.contract.errors import ConfigurationError
@@ -125,13 +125,13 @@ def _members(document: Document, file: str) -> Iterator[_Member]:
 def _arguments(document: Document) -> Iterator[tuple[ServingArguments, KeyPath, Mapping[str, Any], tuple[str, ...]]]:
     """Yield the arguments of each application, where they are, its runtime environment, and warnings."""
     if "applications" not in document.data:
-        alone, checked = validated(document, ServingArguments)
+        alone, checked = validate(document, ServingArguments)
         yield alone, (), {}, tuple(without_effect(checked, alone))
         return
-    file, checked = validated(document, ApplicationFile)
+    file, checked = validate(document, ApplicationFile)
     of_file = tuple(without_effect(checked, file))
     for index in range(len(file.applications)):
-        section, checked = validated(document.within(("applications", index)), ApplicationSection)
+        section, checked = validate(document.within(("applications", index)), ApplicationSection)
         warnings = (*of_file, *without_effect(checked, section))
         yield section.args, ("applications", index, "args"), section.runtime_env, warnings
 

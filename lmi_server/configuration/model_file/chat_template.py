@@ -30,7 +30,7 @@ def chat_template(prompt: PromptFormat) -> str:
         "{%- if message['role'] == 'user' -%}",
         _user(prompt),
         "{%- elif message['role'] == 'assistant' -%}",
-        _formatted(prompt.assistant, {"instruction": "content"}),
+        _format_pattern(prompt.assistant, {"instruction": "content"}),
         "{%- elif message['role'] != 'system' -%}",
         "{{ raise_exception('the roles of messages are system, user and assistant') }}{%- endif -%}{%- endfor -%}",
         "{%- if add_generation_prompt -%}",
@@ -51,20 +51,20 @@ def _system(prompt: PromptFormat) -> str:
     empty_too = prompt.add_system_tags_even_if_message_is_empty
     condition = "ns.system is not none" if empty_too else "ns.system"
     content = "ns.system | trim" if prompt.strip_whitespace else "ns.system"
-    return "{%- if " + condition + " -%}" + _formatted(prompt.system, {"instruction": content}) + "{%- endif -%}"
+    return "{%- if " + condition + " -%}" + _format_pattern(prompt.system, {"instruction": content}) + "{%- endif -%}"
 
 
 def _user(prompt: PromptFormat) -> str:
     if not prompt.system_in_user:
-        return _formatted(prompt.user, {"instruction": "content", "system": '""'})
-    inner = _formatted(prompt.system, {"instruction": "ns.system"})
+        return _format_pattern(prompt.user, {"instruction": "content", "system": '""'})
+    inner = _format_pattern(prompt.system, {"instruction": "ns.system"})
     written = "{%- set system -%}{%- if ns.system is not none -%}" + inner + "{%- endif -%}{%- endset -%}"
     # The first message of the user takes the system message with it.
     taken = "{%- set ns.system = none -%}"
-    return written + _formatted(prompt.user, {"instruction": "content", "system": "system"}) + taken
+    return written + _format_pattern(prompt.user, {"instruction": "content", "system": "system"}) + taken
 
 
-def _formatted(pattern: str, expressions: Mapping[str, str]) -> str:
+def _format_pattern(pattern: str, expressions: Mapping[str, str]) -> str:
     """Return Jinja for a pattern of str.format, with an expression for each of its names."""
     parts = []
     for text, name, _, _ in Formatter().parse(pattern):

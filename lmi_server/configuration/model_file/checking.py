@@ -18,7 +18,7 @@ from lmi_server.contract.errors import ConfigurationError
 _AnySection = TypeVar("_AnySection", bound=Section)
 
 
-def validated(document: Document, section: type[_AnySection]) -> tuple[_AnySection, Document]:
+def validate(document: Document, section: type[_AnySection]) -> tuple[_AnySection, Document]:
     """Return the typed document, and the document under present names, without keys that say null.
 
     Raises ConfigurationError with all problems, one per line, in the order of the file.
@@ -29,16 +29,16 @@ def validated(document: Document, section: type[_AnySection]) -> tuple[_AnySecti
         typed = section.model_validate(document.data)
     except ValidationError as error:
         problems += [_problem(document, section, dict(found)) for found in error.errors()]
-        raise ConfigurationError(_joined(problems)) from error
+        raise ConfigurationError(_join_lines(problems)) from error
     problems += [(document.line(path), text) for path, text in _unavailable(document, typed, ())]
     if problems:
-        raise ConfigurationError(_joined(problems))
+        raise ConfigurationError(_join_lines(problems))
     return typed, document
 
 
 def without_effect(document: Document, section: Section, path: KeyPath = ()) -> Iterator[str]:
     """Yield a warning for each key that is given and that nothing here reads."""
-    for name, field, value in _given(section):
+    for name, field, value in _given_fields(section):
         here = (*path, name)
         for mark in field.metadata:
             if isinstance(mark, NoEffect):
@@ -48,7 +48,7 @@ def without_effect(document: Document, section: Section, path: KeyPath = ()) -> 
 
 
 def _unavailable(document: Document, section: Section, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    for name, field, value in _given(section):
+    for name, field, value in _given_fields(section):
         here = (*path, name)
         marks = [mark for mark in field.metadata if isinstance(mark, Unavailable) and mark.applies(value)]
         for mark in marks:
@@ -57,7 +57,7 @@ def _unavailable(document: Document, section: Section, path: KeyPath) -> Iterato
             yield from _unavailable(document, value, here)
 
 
-def _given(section: Section) -> Iterator[tuple[str, FieldInfo, Any]]:
+def _given_fields(section: Section) -> Iterator[tuple[str, FieldInfo, Any]]:
     for name in section.model_fields_set:
         yield name, type(section).model_fields[name], getattr(section, name)
 
@@ -97,20 +97,20 @@ def _former_names(field: FieldInfo) -> list[str]:
 
 
 def _problem(document: Document, section: type[Section], error: dict[str, Any]) -> tuple[int, str]:
-    path, field, holder = _declared(section, tuple(error["loc"]))
+    path, field, holder = _find_declaration(section, tuple(error["loc"]))
     line, place, name = document.line(path), document.place(path), document.name(path)
     if error["type"] == "missing":
         assert field is not None, "only a declared key can be missing"
         return line, f"{place}: {name} is missing: {field.description}"
     if error["type"] == "extra_forbidden":
         return line, f"{place}: unknown key {name}; {_advice(path, holder)}"
-    allowed = _allowed(error["type"], field)
+    allowed = _describe_allowed(error["type"], field)
     value = error["input"]
     shown = f'"{value}"' if isinstance(value, str | int | float) else type(value).__name__
     return line, f"{place}: {name} = {shown} is not allowed; allowed: {allowed}"
 
 
-def _declared(section: type[Section], loc: KeyPath) -> tuple[KeyPath, FieldInfo | None, type[Section]]:
+def _find_declaration(section: type[Section], loc: KeyPath) -> tuple[KeyPath, FieldInfo | None, type[Section]]:
     """Return the path of a value without pydantic's names of union members, its field, and the section it is in."""
     path: KeyPath = ()
     field: FieldInfo | None = None
@@ -136,7 +136,7 @@ def _advice(path: KeyPath, holder: type[Section]) -> str:
     return f"did you mean {nearest}?" if nearest else f"known: {', '.join(known)}"
 
 
-def _allowed(kind: str, field: FieldInfo | None) -> str:
+def _describe_allowed(kind: str, field: FieldInfo | None) -> str:
     if kind in ("dict_type", "model_type"):
         return "a mapping"
     if kind == "list_type" or field is None:
@@ -144,6 +144,6 @@ def _allowed(kind: str, field: FieldInfo | None) -> str:
     return allowed_values(field.annotation, field.metadata)
 
 
-def _joined(problems: list[tuple[int, str]]) -> str:
+def _join_lines(problems: list[tuple[int, str]]) -> str:
     # A union reports one error for each of its members.
     return "\n".join(dict.fromkeys(text for _, text in sorted(problems, key=lambda found: found[0])))

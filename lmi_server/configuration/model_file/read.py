@@ -14,7 +14,7 @@ from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.layers import Given, Source, nearest_key, spellings
 from lmi_server.configuration.model_file.application import MEMBER, is_application, member
 from lmi_server.configuration.model_file.chat_template import chat_template
-from lmi_server.configuration.model_file.checking import validated, without_effect
+from lmi_server.configuration.model_file.checking import validate, without_effect
 from lmi_server.configuration.model_file.llm_config import LlmConfigFile, LoraSection
 from lmi_server.configuration.model_file.positions import Document, KeyPath, read_document
 from lmi_server.configuration.model_file.rayllm import RayLlmFile
@@ -74,7 +74,7 @@ def read_model_file(path: Path) -> ModelFile:
     if is_application(document):
         document, of_application = member(document, _named_beside(path))
     kind = _kind(document)
-    content, document = validated(document, kind)
+    content, document = validate(document, kind)
     keys = _Keys(document)
     rayllm = isinstance(content, RayLlmFile)
     problems = list(_of_rayllm(content, keys) if isinstance(content, RayLlmFile) else _of_llm_config(content, keys))

@@ -271,7 +271,7 @@ def test_the_options_decide_which_library_has_to_be_installed(tmp_path: Path, lo
     )
     found = inspect_model(tmp_path, {})
     needed = {"tnx": ("transformers_neuronx",), "optimum": ("optimum.neuron",)}
-    assert found.options.packages(found.spec.engines) == needed[loader]
+    assert found.engine.packages == needed[loader]
 
 
 def tokens_of(stream: str) -> list[int]:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from handlers.stable_diffusion.options import StableDiffusionOptions
+from lmi_server.configuration.engine import describe_engine
+from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.explain.explanation import explain
 from lmi_server.machine.inventory import Gpu, Machine
@@ -80,10 +82,11 @@ def test_keys_without_effect_are_named(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_quantised_can_be_written_ahead_of_time() -> None:
-    assert StableDiffusionOptions().partitioned() == (
+    spec = HANDLERS.by_title("stable_diffusion")
+    assert describe_engine(spec, StableDiffusionOptions()).partition() == (
         "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
     )
-    changes = StableDiffusionOptions(quantize="bitsandbytes8").partitioned()
+    changes = describe_engine(spec, StableDiffusionOptions(quantize="bitsandbytes8")).partition()
     assert isinstance(changes, dict)
     assert changes["option.quantize"] is None
 

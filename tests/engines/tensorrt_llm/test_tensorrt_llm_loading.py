@@ -27,6 +27,8 @@ from tensorrt_llm_helpers import (
 
 from handlers.tensorrt_llm.handler import TensorRtLlmHandler
 from handlers.tensorrt_llm.options import TensorRtLlmOptions
+from lmi_server.configuration.engine import describe_engine
+from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, RequestError
 from lmi_server.contract.generation import Delta, GenerationRequest, SamplingParameters, StructuredOutputs
@@ -266,7 +268,8 @@ def test_a_tokenizer_is_found_in_the_model_directory(tmp_path: Path, record: Pat
 
 
 def test_pytorch_has_nothing_to_build_ahead_of_time() -> None:
-    assert "option.backend=pytorch builds no engine" in str(TensorRtLlmOptions(backend="pytorch").partitioned())
+    engine = describe_engine(HANDLERS.by_title("tensorrt_llm"), TensorRtLlmOptions(backend="pytorch"))
+    assert "option.backend=pytorch builds no engine" in str(engine.partition())
 
 
 @pytest.mark.usefixtures("fake")

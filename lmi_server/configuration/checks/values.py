@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
-
-from pydantic import ValidationError
 
 from lmi_server.configuration.declaration import (
     Conflict,
@@ -17,79 +14,51 @@ from lmi_server.configuration.declaration import (
     Options,
     Unavailable,
 )
-from lmi_server.configuration.layers import DERIVED, Given, Source, value_advice
-from lmi_server.configuration.model_code import MODEL_CODE, defines
+from lmi_server.configuration.handlers import HandlerSpec
+from lmi_server.configuration.layers import DERIVED, Given, Source
+from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import FORMATTERS, ModelOptions, ServingOptions
-
-_AnyOptions = TypeVar("_AnyOptions", bound=Options)
-
-
-def build(options_type: type[_AnyOptions], sources: Given) -> tuple[_AnyOptions, dict[str, str]]:
-    """Return the typed options, and a problem for each key with a wrong value.
-
-    A wrong value has its default in the result, so that later checks can report further problems in the same run.
-    """
-    declared = {option.field: option for option in options_type.declared() if option.key in sources}
-    values = {field: sources[option.key].raw for field, option in declared.items()}
-    wrong = _wrong_fields(options_type, values)
-    sound = {field: value for field, value in values.items() if field not in wrong}
-    bad = [option for field, option in declared.items() if field in wrong]
-    return options_type.model_validate(sound), {option.key: _bad_value(option, sources) for option in bad}
-
-
-def _wrong_fields(options_type: type[Options], values: Mapping[str, str]) -> list[str]:
-    try:
-        options_type.model_validate(values)
-    except ValidationError as error:
-        # One key may have several errors: each member of a union reports its own.
-        return list(dict.fromkeys(str(detail["loc"][0]) for detail in error.errors()))
-    return []
-
-
-def _bad_value(option: Option, sources: Given) -> str:
-    source = sources[option.key]
-    advice = value_advice(source, option.allowed)
-    return f"{describe_source(source, option.key)} is not allowed; allowed: {option.allowed}{advice}"
-
-
-def describe_source(source: Source, key: str) -> str:
-    """Return place, key and value, with which every message begins; key and value as the user wrote them."""
-    written = source.raw if source.written is None else source.written
-    return f'{source.place}: {source.spelling or key} = "{written}"'
 
 
 def unavailable(options: Options, sources: Given) -> Iterator[str]:
     """Yield a problem for each documented value that this version cannot serve."""
-    for option, source, value in _decided(options, sources):
+    for option, source, value in _values_of_user(options, sources):
         for mark in option.marks:
             if isinstance(mark, Unavailable) and mark.applies(value):
-                yield f"{describe_source(source, option.key)} is not available in this version; {mark.instead}"
+                yield f"{source.describe(option.key)} is not available in this version; {mark.instead}"
     for conflict in options.unavailable():
         key = conflict.keys[0]
-        yield f"{describe_source(sources[key], key)} is not available in this version; {conflict.text}"
+        yield f"{sources[key].describe(key)} is not available in this version; {conflict.text}"
 
 
-def conflicts(serving: ServingOptions, options: ModelOptions, sources: Given, wrong: Collection[str]) -> Iterator[str]:
+def conflicts(
+    spec: HandlerSpec, serving: ServingOptions, options: ModelOptions, sources: Given, wrong: Collection[str]
+) -> Iterator[str]:
     """Yield a problem for each combination of values that is not allowed.
 
     The keys in `wrong` have no valid value, so a combination with one of them cannot be judged and is skipped.
     """
-    given = _given(sources)
-    for conflict in (*_serving_conflicts(serving, options, given), *options.conflicts(given)):
+    given = _keys_of_user(sources)
+    for conflict in (*_serving_conflicts(spec, serving, options, given), *options.conflicts(given)):
         if not set(conflict.keys).isdisjoint(wrong):
             continue
         key = next((key for key in conflict.keys if key in sources), conflict.keys[0])
-        place = describe_source(sources[key], key) if key in sources else key
+        place = sources[key].describe(key) if key in sources else key
         yield f"{place} is not allowed; allowed: {conflict.text}"
 
 
-def _serving_conflicts(serving: ServingOptions, options: ModelOptions, given: Collection[str]) -> Iterator[Conflict]:
+def _serving_conflicts(
+    spec: HandlerSpec, serving: ServingOptions, options: ModelOptions, given: Collection[str]
+) -> Iterator[Conflict]:
     if serving.min_workers > serving.max_workers:
         keys = ("maxWorkers", "minWorkers")
         here = f"maxWorkers (here {serving.max_workers}) not below minWorkers (here {serving.min_workers})"
         yield Conflict(keys, here)
-    if options.one_worker_only is not None and serving.max_workers > 1:
-        yield Conflict(("maxWorkers", options.one_worker_only), f"1 with {options.one_worker_only}=true")
+    one_worker = next((key for key in spec.one_worker_keys if getattr(options, key.removeprefix("option."))), None)
+    if one_worker is not None and serving.max_workers > 1:
+        yield Conflict(("maxWorkers", one_worker), f"1 with {one_worker}=true")
+    if spec.adapters_instead and options.enable_lora:
+        yield Conflict(("option.enable_lora",), f"false, because {spec.adapters_instead}")
     rolling = options.rolling_batch
     if serving.batch_size > 1 and "option.rolling_batch" in given and rolling not in ("disable", "auto"):
         allowed = f"1 with option.rolling_batch={rolling}; a rolling batch needs no dynamic batch"
@@ -107,34 +76,46 @@ def undefined_formatters(options: ModelOptions, sources: Given, model_dir: Path)
             continue
         missing = f"{path} does not define it" if path.is_file() else f"there is no {path} that defines it"
         allowed = next(option.allowed for option in options.declared() if option.key == key)
-        yield f"{describe_source(sources[key], key)} is not allowed; {missing}; allowed: {allowed}"
+        yield f"{sources[key].describe(key)} is not allowed; {missing}; allowed: {allowed}"
 
 
 def value_warnings(options: Options, sources: Given) -> Iterator[str]:
     """Yield a warning for each key that is deprecated or has no effect."""
-    for option, source, _ in _decided(options, sources):
+    for option, source, _ in _values_of_user(options, sources):
         for mark in option.marks:
             if isinstance(mark, Deprecated):
                 yield f"{source.place}: {option.key} is deprecated: {mark.advice}"
             elif isinstance(mark, DeprecatedValue) and source.raw == mark.value:
-                yield f"{describe_source(source, option.key)} is deprecated: {mark.advice}"
+                yield f"{source.describe(option.key)} is deprecated: {mark.advice}"
             elif isinstance(mark, NoEffect):
                 yield f"{source.place}: {option.key} has no effect here: {mark.reason}"
 
 
 def combination_warnings(options: ModelOptions, sources: Given) -> Iterator[str]:
     """Yield a warning for each key that has no effect because of the value of another key."""
-    given = _given(sources)
-    for conflict in (*options.warnings(given), *options.adapter_warnings(given)):
+    given = _keys_of_user(sources)
+    for conflict in options.warnings(given):
         key = conflict.keys[0]
         yield f"{sources[key].place}: {key} {conflict.text}"
+    for lacking, names in _without_effect(options):
+        for key in (f"option.{name}" for name in names):
+            if key in given:
+                yield f"{sources[key].place}: {key} has no effect without {lacking}"
 
 
-def _given(sources: Given) -> Collection[str]:
+def _without_effect(options: ModelOptions) -> Iterator[tuple[str, Collection[str]]]:
+    yield from options.without_effect()
+    if not options.enable_lora:
+        yield "option.enable_lora=true", ["dynamic_lora_loading_path"]
+    if options.dynamic_lora_loading_path is None:
+        yield "option.dynamic_lora_loading_path", ["max_num_adapters_per_replica"]
+
+
+def _keys_of_user(sources: Given) -> Collection[str]:
     return {key for key, source in sources.items() if source.layer not in DERIVED}
 
 
-def _decided(options: Options, sources: Given) -> Sequence[tuple[Option, Source, object]]:
+def _values_of_user(options: Options, sources: Given) -> Sequence[tuple[Option, Source, object]]:
     """Return the options that a user gave a value; derived values are skipped, because the user cannot fix them."""
     return [
         (option, sources[option.key], getattr(options, option.field))

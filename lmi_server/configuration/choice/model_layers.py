@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmi_server.artifacts.location import RAY_MODEL_FILE
-from lmi_server.configuration.check import describe_source
+from lmi_server.configuration.choice.deciding_keys import ENTRY_POINT, MODEL_ID, ROLLING_BATCH, DecidingKeys
+from lmi_server.configuration.choice.handler_choice import engine_alias
+from lmi_server.configuration.choice.recommender import recommend, with_max_resolved
 from lmi_server.configuration.declaration import Deprecated, Option
-from lmi_server.configuration.handler_choice import ENTRY_POINT, ROLLING_BATCH, engine_alias
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.configuration.layers import (
     Given,
@@ -21,16 +21,15 @@ from lmi_server.configuration.layers import (
     merge,
     sort_keys,
 )
-from lmi_server.configuration.model_code import MODEL_CODE, framework_script
+from lmi_server.configuration.model_directory.model_code import MODEL_CODE, framework_script
 from lmi_server.configuration.model_file.read import read_model_file
 from lmi_server.configuration.properties import read_properties
-from lmi_server.configuration.recommender import batches_statically, is_true, recommend, with_max_resolved
 from lmi_server.machine import environment as env
 from lmi_server.machine.inventory import Machine
 
 SERVING_PROPERTIES = "serving.properties"
-_MODEL_ID, _OLD_MODEL_ID = "option.model_id", "option.s3url"
-_NAME_MODEL = frozenset({ENTRY_POINT, _MODEL_ID, _OLD_MODEL_ID})
+_OLD_MODEL_ID = "option.s3url"
+_NAME_MODEL = frozenset({ENTRY_POINT, MODEL_ID, _OLD_MODEL_ID})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +45,15 @@ class ModelLayers:
     warnings: tuple[str, ...]
     has_config: bool
 
-    def as_written(self) -> Given:
-        """Return a view of all values, for the choice of the handler.
+    def deciding_keys(self) -> DecidingKeys:
+        """Return the keys that choose the handler, with the values that the engine stands for.
 
-        Only the handler's options class says which keys are spellings of one option, so that the layers cannot be
-        merged yet. The values that the engine stands for are in the view.
+        Only the handler's options class says which keys are spellings of one option. The other keys cannot be merged
+        without it.
         """
-        *upper, lower = ({key: layer[key] for key in layer if layer[key].raw} for layer in (*self.upper, self.lower))
-        engine = next((layer[key] for layer in upper for key in ("engine", "option.engine") if key in layer), None)
-        if engine is None:
-            return ChainMap(*upper, lower)
-        return ChainMap({"engine": engine}, *upper, dict(engine_alias(engine)), lower)
+        *upper, lower = (sort_keys(layer, DecidingKeys.declared()).known for layer in (*self.upper, self.lower))
+        written = merge(upper)
+        return DecidingKeys.from_given(merge([written, engine_alias(written.get("engine")), lower]))
 
 
 def read_layers(model_dir: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> ModelLayers:
@@ -98,10 +95,10 @@ def _from_files(model_dir: Path, environment: Mapping[str, str]) -> Given:
 
 def _with_new_names(layer: Given) -> Given:
     """Return the layer with option.s3url, which is LMI's old name of option.model_id, under the new name."""
-    if _OLD_MODEL_ID not in layer or _MODEL_ID in layer:
+    if _OLD_MODEL_ID not in layer or MODEL_ID in layer:
         return layer
     renamed = replace(layer[_OLD_MODEL_ID], spelling=_OLD_MODEL_ID)
-    return {_MODEL_ID: renamed, **{key: source for key, source in layer.items() if key != _OLD_MODEL_ID}}
+    return {MODEL_ID: renamed, **{key: source for key, source in layer.items() if key != _OLD_MODEL_ID}}
 
 
 def _read_file(model_dir: Path) -> tuple[Given, list[str]]:
@@ -128,8 +125,9 @@ def merge_layers(
     above = _with_replacements_of_deprecated(merge([written, alias.known]), declared)
     above = _with_workers_of_device_kind(above, machine)
     given = merge([above, lower.known])
-    names_model = layers.has_config or _MODEL_ID in given
-    recommended = from_values("recommender", recommend(spec, given, inferred_task, machine, names_model))
+    names_model = layers.has_config or MODEL_ID in given
+    keys = DecidingKeys.from_given(given)
+    recommended = from_values("recommender", recommend(spec, keys, inferred_task, machine, names_model))
     # "auto" asks for a recommendation; with none it stays, and the handler decides when it loads the model.
     left_open = {key for key in recommended if key in above and above[key].raw.lower() == "auto"}
     decided = {key: source for key, source in above.items() if key not in left_open}
@@ -143,17 +141,17 @@ def merge_layers(
         warnings=(
             *(text for layer in ordered for text in layer.warnings),
             *_idle_variables(guests),
-            *_closed_by_batches(above, left_open, given),
+            *_closed_by_batches(above, left_open, keys),
         ),
         problems=tuple(text for layer in ordered for text in layer.problems),
     )
 
 
-def _closed_by_batches(above: Given, left_open: Collection[str], given: Given) -> Iterator[str]:
+def _closed_by_batches(above: Given, left_open: Collection[str], keys: DecidingKeys) -> Iterator[str]:
     """Yield a warning if a dynamic batch has decided what option.rolling_batch=auto leaves open."""
-    if ROLLING_BATCH in left_open and batches_statically(given):
+    if ROLLING_BATCH in left_open and keys.batches_statically:
         yield (
-            f"{describe_source(above[ROLLING_BATCH], ROLLING_BATCH)} means disable beside batch_size, which makes"
+            f"{above[ROLLING_BATCH].describe(ROLLING_BATCH)} means disable beside batch_size, which makes"
             " dynamic batches; remove batch_size for a rolling batch"
         )
 
@@ -165,7 +163,7 @@ def _with_replacements_of_deprecated(given: Given, declared: Sequence[Option]) -
         for mark in option.marks:
             if isinstance(mark, Deprecated) and mark.becomes is not None and option.key in given:
                 key, value = mark.becomes
-                if is_true(given[option.key].raw):
+                if given[option.key].is_true:
                     source = replace(given[option.key], layer="deprecated key", raw=value)
                     spelling, written = source.spelling or option.key, given[option.key].raw
                     result.setdefault(key, replace(source, spelling=spelling, written=written))

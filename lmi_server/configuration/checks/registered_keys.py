@@ -18,14 +18,14 @@ _OLD_NAMES = {"option.s3url": NAMES_MODEL}  # LMI's old name of option.model_id
 def references() -> Mapping[str, Reference]:
     """Return what each declared key names, in every spelling; of several handlers, the strictest counts."""
     found = dict(_OLD_NAMES)
-    for option in _declared():
+    for option in _declared_options():
         for key in option.keys:
             declared = option.reference or FOR_OPERATOR
             found[key] = max(declared, found.get(key, declared), key=lambda reference: reference.kind)
     return MappingProxyType(found)
 
 
-def _declared() -> Iterator[Option]:
+def _declared_options() -> Iterator[Option]:
     yield from ServingOptions.declared()
     for spec in HANDLERS:
         yield from load_options_type(spec).declared()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmi_server.configuration.gguf import is_gguf, read_gguf
+from lmi_server.configuration.model_directory.gguf import is_gguf, read_gguf
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.machine.inventory import Machine
 
@@ -76,24 +76,27 @@ def estimate(
     options: ModelOptions, location: str, config: Mapping[str, Any], devices: int, machine: Machine
 ) -> Estimate:
     """Estimate the memory of the model at `location`, split over `devices`; `config` is its config.json or empty."""
-    text = config.get("text_config") or config
-    parameters = _parameters_of_files(location, text, config) or _parameters_of_shape(text)
-    per_token = _kv_bytes_per_token(text, _dtype_bytes(options.dtype, text, config))
-    context = options.context_length() or _int(text, "max_position_embeddings", "n_positions", "seq_length")
+    model = _Model(options, location, config)
+    parameters = model.parameters()
+    per_token = model.kv_bytes_per_token()
+    context = options.context_length() or _int(model.text, "max_position_embeddings", "n_positions", "seq_length")
     tokens = None if context is None else context * options.max_running()
-    weights = _weights_bytes(options, location, text, config, parameters)
-    parts = _kv_parts(options, text, devices)
+    kv_bytes = None if tokens is None or per_token is None else tokens * per_token
+    reserved = None
+    if machine.device_kind == "cpu" and kv_bytes is not None and context is not None and per_token is not None:
+        reserved = options.reserved_kv_bytes(kv_bytes, context * per_token, machine.available_bytes)
+    parts = model.kv_parts(devices)
     return Estimate(
         devices=devices,
         device_kind=machine.device_kind,
         parameters=parameters,
-        weights_bytes=_share(weights, devices),
-        unquantized_bytes=_share(_unquantized_bytes(options, text, config, parameters), devices),
+        weights_bytes=_share(model.weights_bytes(parameters), devices),
+        unquantized_bytes=_share(model.unquantized_bytes(parameters), devices),
         kv_bytes_per_token=_share(per_token, parts),
         context_length=context,
         kv_tokens=tokens,
-        kv_bytes=None if tokens is None or per_token is None else _share(tokens * per_token, parts),
-        kv_reserved_bytes=_kv_reserved(options, tokens, context, per_token, machine),
+        kv_bytes=_share(kv_bytes, parts),
+        kv_reserved_bytes=reserved,
         available_bytes=_available(machine),
     )
 
@@ -167,45 +170,6 @@ def _available(machine: Machine) -> int | None:
     return min(free) if free and len(free) == len(devices) else None
 
 
-def _kv_reserved(
-    options: ModelOptions, tokens: int | None, context: int | None, per_token: int | None, machine: Machine
-) -> int | None:
-    if machine.device_kind != "cpu" or tokens is None or context is None or per_token is None:
-        return None
-    return options.reserved_kv_bytes(tokens * per_token, context * per_token, machine.available_bytes)
-
-
-def _weights_bytes(
-    options: ModelOptions, location: str, text: Mapping[str, Any], config: Mapping[str, Any], parameters: int | None
-) -> int | None:
-    if config.get("quantization_config"):
-        return _size_of_files(location) or None
-    if parameters is None:
-        return None
-    full = _dtype_bytes(options.dtype, text, config)
-    width = _QUANTISED.get(getattr(options, "quantize", None) or "", full)
-    kept = min(parameters, _embedding_parameters(text)) if width < full else 0
-    return int((parameters - kept) * width + kept * full)
-
-
-def _unquantized_bytes(
-    options: ModelOptions, text: Mapping[str, Any], config: Mapping[str, Any], parameters: int | None
-) -> int | None:
-    quantised = config.get("quantization_config") or getattr(options, "quantize", None) in _QUANTISED
-    return parameters * _dtype_bytes(options.dtype, text, config) if quantised and parameters is not None else None
-
-
-def _parameters_of_files(location: str, text: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
-    if config.get("quantization_config"):
-        return None
-    if is_gguf(location):
-        return read_gguf(Path(location)).parameters
-    if Path(location, "model_index.json").is_file():
-        return _parameters_of_pipeline(Path(location))
-    size = _size_of_files(location)
-    return size // _dtype_bytes("auto", text, config) if size else None
-
-
 def _parameters_of_pipeline(directory: Path) -> int:
     """Count the weights of a pipeline of diffusers, whose parts are in directories of their own.
 
@@ -239,62 +203,89 @@ def _size_of_files(location: str) -> int:
     return next((size for size in sizes if size), 0)
 
 
-def _dtype_bytes(dtype: str, text: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Return the bytes of one weight; transformers takes a checkpoint as fp32 if config.json has no dtype."""
-    stored = next((part[key] for part in (text, config) for key in ("dtype", "torch_dtype") if part.get(key)), None)
-    return _BYTES.get(str(stored if dtype == "auto" else dtype), 4)
-
-
-def _kv_bytes_per_token(text: Mapping[str, Any], width: int) -> int | None:
-    layers, heads = _int(text, "num_hidden_layers", "n_layer"), _int(text, "num_attention_heads", "n_head")
-    hidden = _int(text, "hidden_size", "n_embd")
-    if layers is None or heads is None or hidden is None:
-        return None
-    kv_heads = _int(text, "num_key_value_heads", "num_kv_heads") or heads
-    return 2 * layers * kv_heads * (_int(text, "head_dim") or hidden // heads) * width
-
-
-def _kv_parts(options: ModelOptions, text: Mapping[str, Any], devices: int) -> int:
-    """Return among how many devices the KV cache is divided: a head of keys and values is not, but copied."""
-    stages = max(1, options.pipeline_parallel_degree)
-    ranks = max(1, devices // stages)
-    kv_heads = _int(text, "num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
-    return stages * (ranks if kv_heads is None else min(ranks, kv_heads))
-
-
-def _parameters_of_shape(text: Mapping[str, Any]) -> int | None:
-    """Count the parameters of a decoder by its shape, without biases and norms, which are less than 1 %."""
-    layers, hidden, vocabulary = (
-        _int(text, "num_hidden_layers", "n_layer"),
-        _int(text, "hidden_size", "n_embd"),
-        _int(text, "vocab_size"),
-    )
-    heads = _int(text, "num_attention_heads", "n_head")
-    if layers is None or hidden is None or vocabulary is None or heads is None:
-        return None
-    head = _int(text, "head_dim") or hidden // heads
-    kv_heads = _int(text, "num_key_value_heads", "num_kv_heads") or heads
-    attention = 2 * hidden * head * (heads + kv_heads)
-    gated = 3 if _int(text, "intermediate_size") else 2
-    experts = _int(text, "num_local_experts", "num_experts") or 1
-    mlp = gated * hidden * (inner_size(text, experts) or 4 * hidden) * experts
-    return layers * (attention + mlp) + _embedding_parameters(text)
-
-
 def inner_size(text: Mapping[str, Any], experts: int) -> int | None:
     """Return the width of an MLP, or of one of `experts`, which may have a width of its own."""
     of_expert = _int(text, "moe_intermediate_size") if experts > 1 else None
     return of_expert or _int(text, "intermediate_size", "n_inner")
 
 
-def _embedding_parameters(text: Mapping[str, Any]) -> int:
-    """Count the parameters of the embeddings, and of the output layer if it has its own."""
-    # A guess if config.json does not say: GPT-2 and its relatives, which have no intermediate_size, share one matrix.
-    hidden, vocabulary = _int(text, "hidden_size", "n_embd") or 0, _int(text, "vocab_size") or 0
-    tied = text.get("tie_word_embeddings", _int(text, "intermediate_size") is None)
-    return vocabulary * hidden * (1 if tied else 2)
+class _Model:
+    """A model by its config.json, whose sizes are 0 if they are unknown, and by its files."""
+
+    def __init__(self, options: ModelOptions, location: str, config: Mapping[str, Any]) -> None:
+        self.text: Mapping[str, Any] = config.get("text_config") or config
+        self._options = options
+        self._location = location
+        self._config = config
+        self._is_quantised = bool(config.get("quantization_config"))
+        self._quantize = getattr(options, "quantize", None) or ""
+        self._width = self._bytes_per_weight(options.dtype)
+        self._layers = _int(self.text, "num_hidden_layers", "n_layer") or 0
+        self._hidden = _int(self.text, "hidden_size", "n_embd") or 0
+        self._heads = _int(self.text, "num_attention_heads", "n_head") or 0
+        self._kv_heads = _int(self.text, "num_key_value_heads", "num_kv_heads") or self._heads
+        self._head_size = _int(self.text, "head_dim") or self._hidden // max(1, self._heads)
+        self._vocabulary = _int(self.text, "vocab_size") or 0
+
+    def parameters(self) -> int | None:
+        return self._parameters_of_files() or self._parameters_of_shape()
+
+    def weights_bytes(self, parameters: int | None) -> int | None:
+        if self._is_quantised:
+            return _size_of_files(self._location) or None
+        if parameters is None:
+            return None
+        width = _QUANTISED.get(self._quantize, self._width)
+        in_full = min(parameters, self._embedding_parameters()) if width < self._width else 0
+        return int((parameters - in_full) * width + in_full * self._width)
+
+    def unquantized_bytes(self, parameters: int | None) -> int | None:
+        """Return the bytes of the weights if they were not quantised; None if they are not."""
+        quantised = self._is_quantised or self._quantize in _QUANTISED
+        return parameters * self._width if quantised and parameters is not None else None
+
+    def kv_bytes_per_token(self) -> int | None:
+        if not (self._layers and self._heads and self._hidden):
+            return None
+        return 2 * self._layers * self._kv_heads * self._head_size * self._width
+
+    def kv_parts(self, devices: int) -> int:
+        """Return among how many devices the KV cache is divided: a head of keys and values is not, but copied."""
+        stages = max(1, self._options.pipeline_parallel_degree)
+        ranks = max(1, devices // stages)
+        return stages * min(ranks, self._kv_heads or ranks)
+
+    def _bytes_per_weight(self, dtype: str) -> int:
+        """Return the bytes of one weight; transformers takes a checkpoint as fp32 if config.json has no dtype."""
+        parts = (self.text, self._config)
+        stored = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
+        return _BYTES.get(str(stored if dtype == "auto" else dtype), 4)
+
+    def _parameters_of_files(self) -> int | None:
+        if self._is_quantised:
+            return None
+        if is_gguf(self._location):
+            return read_gguf(Path(self._location)).parameters
+        if Path(self._location, "model_index.json").is_file():
+            return _parameters_of_pipeline(Path(self._location))
+        return _size_of_files(self._location) // self._bytes_per_weight("auto") or None
+
+    def _parameters_of_shape(self) -> int | None:
+        """Count the parameters of a decoder by its shape, without biases and norms, which are less than 1 %."""
+        if not (self._layers and self._hidden and self._vocabulary and self._heads):
+            return None
+        attention = 2 * self._hidden * self._head_size * (self._heads + self._kv_heads)
+        gated = 3 if _int(self.text, "intermediate_size") else 2
+        experts = _int(self.text, "num_local_experts", "num_experts") or 1
+        mlp = gated * self._hidden * (inner_size(self.text, experts) or 4 * self._hidden) * experts
+        return self._layers * (attention + mlp) + self._embedding_parameters()
+
+    def _embedding_parameters(self) -> int:
+        """Count the parameters of the embeddings, and of the output layer if it has its own."""
+        # A guess if config.json does not say: GPT-2 and its like, which have no intermediate_size, share one matrix.
+        tied = self.text.get("tie_word_embeddings", _int(self.text, "intermediate_size") is None)
+        return self._vocabulary * self._hidden * (1 if tied else 2)
 
 
 def _int(config: Mapping[str, Any], *names: str) -> int | None:
-    found = next((config[name] for name in names if isinstance(config.get(name), int)), None)
-    return found if found else None
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None) or None

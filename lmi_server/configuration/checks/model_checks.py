@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmi_server.artifacts.location import NO_WORKFLOWS, WORKFLOW_SUFFIXES
-from lmi_server.configuration.check import (
+from lmi_server.configuration.checks.values import (
     combination_warnings,
     conflicts,
-    describe_source,
     unavailable,
     undefined_formatters,
     value_warnings,
 )
-from lmi_server.configuration.checkpoint import READS_MORE, is_causal_lm
+from lmi_server.configuration.choice.deciding_keys import ROLLING_BATCH
+from lmi_server.configuration.choice.handler_choice import Choice
 from lmi_server.configuration.declaration import Option
-from lmi_server.configuration.gguf import gguf_files, read_gguf
-from lmi_server.configuration.handler_choice import ROLLING_BATCH, Choice, Model
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import DERIVED, Given, SortedKeys, nearest_key, spellings, unknown_key_warning
-from lmi_server.configuration.model_code import MODEL_CODE, defines
+from lmi_server.configuration.model_directory.checkpoint import READS_MORE, Checkpoint, is_causal_lm
+from lmi_server.configuration.model_directory.gguf import gguf_files, read_gguf
+from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.machine.inventory import Machine
 
@@ -31,11 +31,10 @@ class ModelChecks:
     """A model with merged and typed values, before it is known whether they are right.
 
     `choice` is how its handler was chosen from `handlers`; `spec` is that handler, or the default one if the choice
-    failed. `location` is where the weights are, and `misplaced` the problem if option.model_id does not name a place.
+    failed. `misplaced` is the problem if option.model_id does not name a place.
     """
 
-    model: Model
-    location: str
+    checkpoint: Checkpoint
     misplaced: str | None
     choice: Choice
     spec: HandlerSpec
@@ -57,7 +56,7 @@ class ModelChecks:
         yield from (wrong[key] for key in sorted(wrong, key=lambda key: known[key].line or 0))
         if self.misplaced is not None:
             yield self.misplaced
-        yield from conflicts(self.serving, self.options, {**self.merged.unknown, **known}, wrong)
+        yield from conflicts(self.spec, self.serving, self.options, {**self.merged.unknown, **known}, wrong)
         if self.choice.problem is not None:
             yield self.choice.problem
         elif self.misplaced is None:
@@ -65,15 +64,15 @@ class ModelChecks:
             yield from self._no_index()
             yield from self._wrong_for_gguf()
         if self.spec.formats_text:
-            yield from undefined_formatters(self.options, known, self.model.directory)
+            yield from undefined_formatters(self.options, known, self.checkpoint.directory)
 
     def _workflows(self) -> Iterator[Path]:
         """Yield the files that make LMI take a directory for a workflow, whatever else it holds."""
-        yield from (self.model.directory / f"workflow{suffix}" for suffix in WORKFLOW_SUFFIXES)
+        yield from (self.checkpoint.directory / f"workflow{suffix}" for suffix in WORKFLOW_SUFFIXES)
 
     def _no_checkpoint(self) -> Iterator[str]:
-        directory = self.model.directory
-        if not self.spec.reads_checkpoint or self.location != str(directory) or (directory / "config.json").is_file():
+        directory = self.checkpoint.directory
+        if not self.spec.reads_checkpoint or self.checkpoint.location != str(directory) or self.checkpoint.holds_config:
             return
         missing = "holds no config.json, and option.model_id (or HF_MODEL_ID) names no other model"
         if (directory / "model_index.json").is_file():
@@ -86,30 +85,30 @@ class ModelChecks:
         yield f"{directory}: {missing}"
 
     def _no_index(self) -> Iterator[str]:
-        index, weights = self.spec.weights_index, self.model.weights
+        index, weights = self.spec.weights_index, self.checkpoint.weights
         if index is not None and weights is not None and not (weights / index).is_file():
             yield f"{weights}: holds no {index}; name a model that {self.spec.title} serves in option.model_id"
 
     def _wrong_for_gguf(self) -> Iterator[str]:
-        if not self.model.in_gguf or not self.spec.reads_checkpoint:
+        if not self.checkpoint.in_gguf or not self.spec.reads_checkpoint:
             return
         if not self.spec.reads_gguf:
             yield (
-                f"{self.location}: {self.spec.title} reads no GGUF; set option.rolling_batch=scheduler for the"
-                " huggingface handler, which does"
+                f"{self.checkpoint.location}: {self.spec.title} reads no GGUF; set option.rolling_batch=scheduler for"
+                " the huggingface handler, which does"
             )
             return
-        problem = read_gguf(Path(self.location)).problem()
+        problem = read_gguf(Path(self.checkpoint.location)).problem()
         if problem is not None:
-            yield f"{self.location}: {problem}; name the original checkpoint in option.model_id"
+            yield f"{self.checkpoint.location}: {problem}; name the original checkpoint in option.model_id"
         for key in ("option.quantize", "option.mpi_mode"):
             source = self.merged.known.get(key)
             if source is not None and source.raw.lower() not in ("", "false"):
-                yield f"{describe_source(source, key)} is not allowed for a model in GGUF; remove it"
+                yield f"{source.describe(key)} is not allowed for a model in GGUF; remove it"
 
     def unavailable(self) -> Iterator[str]:
         """Yield a line for each value that this version cannot serve; if it lacks the handler, only for that."""
-        missing = self.choice.missing(self.model.directory, self.handlers)
+        missing = self.choice.missing(self.checkpoint, self.handlers)
         if missing is not None:
             yield missing
             return
@@ -117,7 +116,7 @@ class ModelChecks:
         yield from unavailable(self.serving, known)
         if self.serving.batch_size > 1 and self.choice.spec is not None and not self.spec.takes_batches:
             yield (
-                f"{describe_source(known['batch_size'], 'batch_size')} is not available in this version; "
+                f"{known['batch_size'].describe('batch_size')} is not available in this version; "
                 "the rolling batch decodes requests together; remove the key"
             )
         yield from unavailable(self.options, known)
@@ -133,21 +132,20 @@ class ModelChecks:
             return
         if key.removeprefix("option.") in load_options_type(self.spec).engine_names():
             yield (
-                f"{describe_source(source, key)} is not available on a CPU: vLLM runs its ranks by Ray on GPUs alone; "
-                "remove it"
+                f"{source.describe(key)} is not available on a CPU: vLLM runs its ranks by Ray on GPUs alone; remove it"
             )
 
     def _unsuitable_architectures(self) -> Iterator[str]:
-        names = self.model.architectures
+        names = self.checkpoint.architectures
         if self.spec.answers_tasks and "option.task" not in self.merged.known:
             yield (
-                f"{self.model.directory}: no task follows from architecture {', '.join(names) or 'unknown'}; "
+                f"{self.checkpoint.directory}: no task follows from architecture {', '.join(names) or 'unknown'}; "
                 "set option.task"
             )
         if self.spec.causal_lm_only and names and not is_causal_lm(names):
-            yield f"{self.model.directory}: architecture {', '.join(names)} {self._not_decoded(names)}"
+            yield f"{self.checkpoint.directory}: architecture {', '.join(names)} {self._why_not_decoded(names)}"
 
-    def _not_decoded(self, names: tuple[str, ...]) -> str:
+    def _why_not_decoded(self, names: tuple[str, ...]) -> str:
         """Return why the rolling batch does not decode a model, and what serves it."""
         if not any(name.endswith(READS_MORE) for name in names):
             return f"{self._needs_causal_lm()}; set option.task, for example option.task=text-embedding"
@@ -179,7 +177,7 @@ class ModelChecks:
 
     def _handle_without_effect(self) -> Iterator[str]:
         """Only a handler that generates text leaves its requests to a `handle` first."""
-        path = self.model.directory / MODEL_CODE
+        path = self.checkpoint.directory / MODEL_CODE
         named = self.choice.source is not None and not self.spec.runs_user_code
         if named and not self.spec.formats_text and path.is_file() and defines(path, "handle"):
             yield f"{path}: handle has no effect on {self.spec.title}; remove option.entryPoint to have it serve"
@@ -187,10 +185,10 @@ class ModelChecks:
     def _degree_without_gpus(self) -> Iterator[str]:
         degree = self.options.tensor_parallel_degree
         on_cpu = self.machine.device_kind == "cpu" and self.options.ranks is None
-        if on_cpu and self.options.degree_counts_gpus and degree != "max" and degree > 1:
+        if on_cpu and self.spec.degree_without_gpus == "nothing" and degree != "max" and degree > 1:
             key = "option.tensor_parallel_degree"
             yield (
-                f"{describe_source(self.merged.known[key], key)} gives no GPU to a worker, because none is visible; "
+                f"{self.merged.known[key].describe(key)} gives no GPU to a worker, because none is visible; "
                 "the worker runs on the CPU"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from lmi_server.artifacts.location import (
     S3Location,
     parse_location,
 )
-from lmi_server.configuration.gguf import gguf_files, is_gguf, read_gguf
+from lmi_server.configuration.model_directory.gguf import gguf_files, is_gguf, read_gguf
+from lmi_server.configuration.tasks import infer_task
 from lmi_server.contract.errors import ConfigurationError
 
 _POINTER = b"version https://git-lfs"
@@ -26,6 +28,45 @@ _CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "GenerationDecode
 _CAUSAL_LM_BY_NAME = frozenset(
     f"{family}ForConditionalGeneration" for family in ("Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified")
 )
+
+READS_MORE = "ForConditionalGeneration"
+"""How the names of most models end that read images or sounds beside text, and of some that have tasks of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the files of a model say.
+
+    - `directory`: the model directory; `holds_config`: it has a config.json itself.
+    - `location`: where the weights are: a directory or a file, a Hugging Face id or an s3:// address.
+    - `config`: config.json, or what it would say of a file in GGUF; empty if the weights are not on this machine.
+    """
+
+    directory: Path
+    holds_config: bool
+    location: str
+    config: Mapping[str, Any]
+
+    @property
+    def weights(self) -> Path | None:
+        """Return the directory or file of the weights; None if they are not on this machine."""
+        path = Path(self.location)
+        return path if path.is_absolute() else None
+
+    @property
+    def in_gguf(self) -> bool:
+        return is_gguf(self.location)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Return the architectures that config.json names; empty if they are unknown."""
+        names = (*(self.config.get("architectures") or ()), *(self.config.get("auto_map") or ()))
+        return tuple(map(str, names))
+
+    @property
+    def task(self) -> str | None:
+        """Return the task that follows from the files; None if it is unknown."""
+        return infer_task(self.architectures, self.location)
 
 
 def locate_model(model_id: str | None, model_dir: Path) -> str:
@@ -82,15 +123,6 @@ def is_pointer(path: Path) -> bool:
     """Return whether a file only says where Git LFS has the real one."""
     with path.open("rb") as file:
         return file.read(len(_POINTER)) == _POINTER
-
-
-READS_MORE = "ForConditionalGeneration"
-"""How the names of most models end that read images or sounds beside text, and of some that have tasks of their own."""
-
-
-def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the architectures that `config` names; empty if it names none."""
-    return tuple(str(name) for name in (*(config.get("architectures") or ()), *(config.get("auto_map") or ())))
 
 
 def is_causal_lm(names: tuple[str, ...]) -> bool:

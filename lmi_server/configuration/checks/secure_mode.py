@@ -17,13 +17,11 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.configuration.check import describe_source
-from lmi_server.configuration.gguf import is_gguf, read_gguf
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.layers import Given, Layer
-from lmi_server.configuration.model_code import MODEL_CODE
+from lmi_server.configuration.model_directory.gguf import is_gguf, read_gguf
+from lmi_server.configuration.model_directory.model_code import MODEL_CODE
 from lmi_server.configuration.options import NGRAM
-from lmi_server.configuration.recommender import is_true
 from lmi_server.contract.errors import ConfigurationError
 
 SECURE_MODE = "SAGEMAKER_SECURE_MODE"
@@ -133,7 +131,7 @@ class SecureMode:
         if executable is not None and executable.raw not in PYTHON_EXECUTABLES:
             yield _refusal(given, "option.pythonExecutable", f"allowed: {' or '.join(PYTHON_EXECUTABLES)}")
         remote_code = given.get("option.trust_remote_code")
-        if REMOTE_CODE in self.controls and remote_code is not None and is_true(remote_code.raw):
+        if REMOTE_CODE in self.controls and remote_code is not None and remote_code.is_true:
             yield _refusal(given, "option.trust_remote_code", f"{REMOTE_CODE} is on; allowed: false")
         entry_point = given.get("option.entryPoint")
         if SCRIPTS in self.controls and entry_point is not None and not _is_built_in(entry_point.raw):
@@ -189,7 +187,7 @@ def _names(environment: Mapping[str, str], variable: str) -> list[str]:
 
 
 def _refusal(given: Given, key: str, why: str) -> str:
-    return f"{describe_source(given[key], key)} {_IN_SECURE_MODE}; {why}"
+    return f"{given[key].describe(key)} {_IN_SECURE_MODE}; {why}"
 
 
 def _forbidden_keys(given: Given) -> Iterator[str]:

@@ -20,7 +20,7 @@ def takes_requests(path: Path) -> bool:
 
     A file with a syntax error counts too: the worker then loads it, and reports the error with its line.
     """
-    tree = _parsed(path)
+    tree = _parse(path)
     if tree is None:
         return True
     names = set(_bound(tree.body))
@@ -41,11 +41,11 @@ def framework_script(model_dir: Path, name: str) -> str | None:
 
 def defines(path: Path, name: str) -> bool:
     """Return True if a file defines `name`, as far as parsing shows; a file with a syntax error counts."""
-    tree = _parsed(path)
+    tree = _parse(path)
     return tree is None or not {name, _EVERY_NAME}.isdisjoint(_bound(tree.body))
 
 
-def _parsed(path: Path) -> ast.Module | None:
+def _parse(path: Path) -> ast.Module | None:
     try:
         return parse(path.read_bytes())
     except (SyntaxError, ValueError):

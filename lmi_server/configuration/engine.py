@@ -1,0 +1,84 @@
+"""What the server asks about the engine of a model, beside the values of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Generic, TypeVar, cast
+
+from lmi_server.configuration.handlers import HandlerSpec, load
+from lmi_server.configuration.options import ModelOptions
+from lmi_server.machine.inventory import Machine
+
+_AnyOptions = TypeVar("_AnyOptions", bound=ModelOptions)
+
+
+class EngineDescription(Generic[_AnyOptions]):
+    """An engine with the options of one model. A subclass, named by `HandlerSpec.description`, says what differs."""
+
+    def __init__(self, spec: HandlerSpec, options: _AnyOptions) -> None:
+        self.spec = spec
+        self.options = options
+
+    @classmethod
+    def recommend(cls, machine: Machine) -> Mapping[str, str]:
+        """Return the recommended raw values for `machine`, by key in full; they apply to keys that no layer sets."""
+        return {}
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Return the Python packages that must be installed."""
+        return self.spec.engines
+
+    @property
+    def install_command(self) -> str:
+        """Return the command that installs the packages."""
+        return self.spec.installed_by
+
+    @property
+    def device(self) -> str:
+        """Return the kind of device that must be there, "" for any."""
+        return self.spec.device
+
+    def gpus_per_worker(self, available: int) -> int | None:
+        """Return how many of the `available` GPUs one worker takes, None for all; without GPUs, ranks share the CPU."""
+        runs_on_cpu = self.options.ranks is not None or self.spec.degree_without_gpus != "devices"
+        return self.options.devices_per_worker if available or not runs_on_cpu else None
+
+    def devices_per_worker(self, machine: Machine) -> int:
+        """Return how many devices one worker takes, at least 1; the ranks of a group share the CPU as its devices."""
+        if not machine.gpus and self.options.ranks is None and self.spec.degree_without_gpus == "nothing":
+            return 1
+        return self.options.devices_per_worker or max(1, len(machine.gpus))
+
+    def division(self, gpus: int) -> str | None:
+        """Return in words how a worker with so many GPUs divides the model, for `explain`; None if it does not."""
+        ranks = self.options.ranks or 1
+        return f"each of {ranks} ranks under mpirun has its part of every layer" if ranks > 1 else None
+
+    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
+        """Return what values such as `auto` mean for the model at `location`, by key in full, for `explain`."""
+        return {}
+
+    def partition(self) -> Mapping[str, str | None] | str:
+        """Return the changes of `lmi-server partition` to serving.properties, by key in full; None removes a key.
+
+        Returns a text with the reason if nothing can be split or quantised ahead of time.
+        """
+        return "the handler does neither; serve the model as it is"
+
+    def is_plain_checkpoint(self, directory: Path) -> bool:
+        """Return whether `check` can look for faults in the files of `directory`: weights that are not compiled."""
+        return True
+
+
+def load_engine_type(spec: HandlerSpec) -> type[EngineDescription[ModelOptions]]:
+    """Import the description of the engine of `spec`."""
+    if spec.description is None:
+        return EngineDescription
+    return cast("type[EngineDescription[ModelOptions]]", load(spec.description))
+
+
+def describe_engine(spec: HandlerSpec, options: ModelOptions) -> EngineDescription[ModelOptions]:
+    """Return the engine of `spec` with these options."""
+    return load_engine_type(spec)(spec, options)
