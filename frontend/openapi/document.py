@@ -182,14 +182,14 @@ _STYLE = (
 
 def _page(document: Mapping[str, Any]) -> str:
     rows = "".join(
-        _shown(
+        _folded_value(
             f"<b>{method.upper()}</b><code>{html.escape(path)}</code> {html.escape(operation['summary'])}", operation
         )
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
     )
     schemas = "".join(
-        _shown(f"<code>{html.escape(name)}</code>", schema)
+        _folded_value(f"<code>{html.escape(name)}</code>", schema)
         for name, schema in document["components"]["schemas"].items()
     )
     title = html.escape(f"{document['info']['title']} {document['info']['version']}")
@@ -200,9 +200,9 @@ def _page(document: Mapping[str, Any]) -> str:
     )
 
 
-def _shown(title: str, value: Any) -> str:
-    return f"<details><summary>{title}</summary><pre>{html.escape(_indented(value))}</pre></details>"
+def _folded_value(title: str, value: Any) -> str:
+    return f"<details><summary>{title}</summary><pre>{html.escape(_indent(value))}</pre></details>"
 
 
-def _indented(value: Any) -> str:
+def _indent(value: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()

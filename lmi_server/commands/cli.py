@@ -46,7 +46,7 @@ from lmi_server.serving.model_store import ModelSource, Startup, is_spec, startu
 
 app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _ONE_MODEL = f"Model: {MODEL_FORMS}. It is fetched first if it is not on this machine."
 _HELP = {option.field: f"{option.description} (default: {option.default})" for option in ServerSettings.declared()}
 
@@ -135,9 +135,9 @@ def serve(
         if startup.directories and len(sources) == 1:
             _check_directory(sources[0], environment)
     if config_file is not None:
-        _log.info("settings are read from %s", config_file)
+        logger.info("settings are read from %s", config_file)
     for warning in (*setting_warnings, *warnings):
-        _log.warning(warning)
+        logger.warning(warning)
     raise typer.Exit(run(sources, settings, environment))
 
 
@@ -349,7 +349,7 @@ def _startup_errors(written_as: str) -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
-        _log.error("%s", error.message)
+        logger.error("%s", error.message)
         raise typer.Exit(1) from error
 
 
