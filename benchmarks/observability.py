@@ -64,7 +64,7 @@ class SwitchedRelay(Relay):
         without = {"access_log": "off", "otlp_traces_endpoint": None}
         plain = RequestReports(settings.model_copy(update=without), metrics, self.error_rates)
         self._states = [plain, self.reports]
-        self._set()
+        asyncio.get_running_loop().call_soon(self._set)  # the server has its traces attached to the observed ones first
         asyncio.get_running_loop().add_signal_handler(SWITCH, self._switch)
 
     def _switch(self) -> None:
@@ -78,7 +78,6 @@ class SwitchedRelay(Relay):
 
     def _set(self) -> None:
         self.reports = self._states[0]
-        self._tracing = self.reports.tracing
 
 
 class WaitingExporter(OTLPSpanExporter):  # type: ignore[misc]  # mypy skips OpenTelemetry

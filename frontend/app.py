@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from importlib.metadata import version
 from typing import Any
 
@@ -14,30 +14,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.access.management_access import Access, protected
-from frontend.console.pages import CHAT, Console, is_for_people, to_console
+from frontend.features import Inference, ServerParts, Target, attach_features
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.listeners import Place
 from frontend.http.responses import error_response, json_response, on_http_error, on_lmi_error
-from frontend.kserve import predictions as kserve
 from frontend.management.adapters import AdapterManagement
-from frontend.management.model_list import ModelList, place_of
+from frontend.management.model_list import ModelList
 from frontend.management.models import Management
 from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import PLAIN, Metrics
+from frontend.observability.server_log import LogTail
 from frontend.openapi.document import Document
 from frontend.relay.relay import Relay
-from frontend.sagemaker.async_invocations import AsyncInvocations
-from frontend.sagemaker.async_jobs import AsyncJobs
-from frontend.sagemaker.detached import memory_for_answers
-from frontend.sagemaker.request_signatures import SignatureCheck
-from frontend.sagemaker.runtime import ENDPOINTS, SageMakerRuntime
-from frontend.sagemaker.runtime import PATHS as SAGEMAKER_PATHS
 from lmi_server.configuration.server_settings import ServerSettings
-from lmi_server.contract.errors import BadParameterError, LmiServerError, RouteNotFoundError
+from lmi_server.contract.errors import LmiServerError, RouteNotFoundError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import routes
 from lmi_server.dialects.forms import MAX_FIELDS, too_many_fields
-from lmi_server.serving.models.model import Model
+from lmi_server.dialects.optional import optional_dialects
 from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool_settings import ModelStatus
 
@@ -47,8 +41,6 @@ _EXACT = {
     "/v1/chat/completions": routes.CHAT_COMPLETIONS,
     "/invocations/v1/chat/completions": routes.CHAT_COMPLETIONS,  # clients that have /invocations as their address
     "/v1/responses": routes.RESPONSES,
-    "/v1/messages": routes.MESSAGES,
-    "/v1/messages/count_tokens": routes.COUNT_TOKENS,
     "/v1/embeddings": routes.EMBEDDINGS,
     "/v1/images/generations": routes.IMAGES_GENERATIONS,
     "/v1/images/edits": routes.IMAGES_EDITS,
@@ -60,33 +52,23 @@ _EXACT = {
     "/v2/rerank": routes.RERANK,
     "/tokenize": routes.TOKENIZE,
     "/detokenize": routes.DETOKENIZE,
-    "/": routes.TGI,
-    "/generate": routes.GENERATE,
-    "/generate_stream": routes.GENERATE_STREAM,
 }
-# Every path for inference, each with its route; those that are not exact are read in `_target`.
-_INFERENCE = {
-    **_EXACT,
+_WITH_MODEL = {
     "/predictions/{model}": routes.PREDICTIONS,
     "/predictions/{model}/{version}": routes.PREDICTIONS,
     "/models/{model}/invoke": routes.INVOCATIONS,
     "/models/{model}/{version}/invoke": routes.INVOCATIONS,
-    **kserve.PATHS,
-    **SAGEMAKER_PATHS,
 }
+"""Paths for inference that name the model, each with its route, as `_target` reads them."""
 _FROM_BEST = list(ModelStatus)
 _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
-
-Target = tuple[str, str | None, str | None]
-"""Where an inference request goes: its route, and the name and version of the model if the path has them."""
 
 
 class App:
     """The ASGI application.
 
     If `management_place` is given, models are managed there and requests are served elsewhere, and only the health
-    checks are on both. `console` is on the address for management; None if it is
-    switched off.
+    checks are on both. Further routes and paths for inference are those of the features.
     """
 
     def __init__(
@@ -96,94 +78,115 @@ class App:
         relay: Relay,
         settings: ServerSettings,
         access: Access,
+        log_tail: LogTail,
         management_place: Place | None = None,
-        console: Console | None = None,
     ) -> None:
         self._models = models
         self._relay = relay
-        self._console = console
         self._management_place = management_place
         self._takes_preflights = settings.cors_allowed_origin is not None
-        status = StatusEndpoints(models, metrics, relay.error_rates, settings)
-        keys = access.keys
-        infer = relay if keys is None else keys.protect(relay, relay.refuse)
         check = _check_of_requests(access)
-        answers = memory_for_answers(settings)
-        self._infer = AsyncJobs(infer, self._answer, check, settings, answers)
-        self._invocations = AsyncInvocations(infer, check, settings, answers)
-        self._sagemaker = SageMakerRuntime(models, self._infer, self._invocations, self._answer, _signatures(settings))
-        serving, managing = _serving_routes(status, models), _managing_routes(status, models, access)
-        managing += [] if console is None else console.routes()
+        self.features = attach_features(
+            ServerParts(models, metrics, relay, settings, access, log_tail, self._answer, check)
+        )
+        self._infer: Inference = relay if access.keys is None else access.keys.protect(relay, relay.refuse)
+        for feature in self.features:
+            self._infer = feature.wrap(self._infer)
+        self._exact = {**_EXACT, **optional_dialects().paths}
+        self._targets = [item for feature in self.features for item in feature.targets.items()]
+        self._takers = [item for feature in self.features for item in feature.takers.items()]
+        self._management_takers = {
+            path: taker for feature in self.features for path, taker in feature.management_takers.items()
+        }
+        self._route(StatusEndpoints(models, metrics, relay.error_rates, settings), access, check)
+
+    def _route(self, status: StatusEndpoints, access: Access, check: Callable[[Scope], object] | None) -> None:
+        features, models = self.features, self._models
+        health = [*_health(status), *(route for feature in features for route in feature.health_routes())]
+        requests = [
+            *_request_routes(status, models, self._exact),
+            *(route for feature in features for route in feature.request_routes()),
+        ]
+        managing = [
+            *_managing_routes(status, models, access),
+            *(route for feature in features for route in feature.management_routes()),
+        ]
         if check is not None:
-            serving = protected(serving, check)
-        if management_place is None:
-            self._routes = _application([*_health(status, models), *serving, *managing], _INFERENCE)
+            requests = protected(requests, check)
+        inference = {**self._exact, **_WITH_MODEL}
+        answer_types: dict[str, str] = {}
+        for feature in features:
+            inference.update(feature.paths)
+            answer_types.update(feature.answer_types)
+        if self._management_place is None:
+            self._routes = _application([*health, *requests, *managing], inference, answer_types)
         else:
-            self._routes = _application([*_health(status, models), *serving], _INFERENCE)
-            self._management = _application([*_health(status, models), *managing], {})
+            self._routes = _application([*health, *requests], inference, answer_types)
+            self._management = _application([*health, *managing], {}, {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         if path == "*":  # OPTIONS * asks about the server as a whole
-            scope["path"] = "/"
+            path = scope["path"] = "/"
         elif path.endswith("/"):
-            scope["path"] = path.rstrip("/") or "/"
+            path = scope["path"] = path.rstrip("/") or "/"
         apart = self._management_place
-        manages = apart is None or apart.accepts(scope["server"])
-        if manages and self._console is not None:
-            if scope["path"] == CHAT and scope["method"] == "POST":
-                await self._console.chat(scope, receive, send)
+        if apart is None or apart.accepts(scope["server"]):
+            taker = self._management_takers.get(path)
+            if taker is not None and await taker(scope, receive, send):
                 return
-            if is_for_people(scope):
-                await self._answer(to_console(), scope, receive, send)
+            if apart is not None:
+                await self._answer(self._management, scope, receive, send)
                 return
-        if manages and apart is not None:
-            await self._answer(self._management, scope, receive, send)
-            return
         # Most requests are for inference. This look-up is far cheaper than Starlette's list of regular expressions, and
         # than the layers that Starlette puts around an endpoint.
-        target = self._target(scope["path"], scope["method"])
+        target = self._target(path, scope["method"])
         if target is None:
-            if path.startswith(ENDPOINTS) and await self._sagemaker(scope, receive, send):
-                return
-            preflight = self._takes_preflights and _is_preflight(scope)
-            await self._answer(json_response({}) if preflight else self._routes, scope, receive, send)
+            await self._answer_other(path, scope, receive, send)
         elif scope["method"] == "OPTIONS":
             await self._answer(self._options(target), scope, receive, send)
         else:
             await self._infer(*target, scope, receive, send)
 
+    async def _answer_other(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that is not for inference."""
+        for beginning, taker in self._takers:
+            if path.startswith(beginning) and await taker(scope, receive, send):
+                return
+        preflight = self._takes_preflights and _is_preflight(scope)
+        await self._answer(json_response({}) if preflight else self._routes, scope, receive, send)
+
     def drain(self) -> None:
-        """Begin to end: the pages of the console get no more events, and what waits for a queue fails."""
-        if self._console is not None:
-            self._console.close()
-        self._invocations.drain()
+        """Begin to end."""
+        for feature in self.features:
+            feature.drain()
 
     async def finish(self) -> None:
         """Wait until the requests that run without a client have ended, and their answers are stored."""
-        await asyncio.gather(self._infer.finish(), self._invocations.finish())
+        await asyncio.gather(*(feature.finish() for feature in self.features))
 
     def give_up(self) -> None:
         """Log which answers are not stored."""
-        self._infer.give_up()
-        self._invocations.give_up()
+        for feature in self.features:
+            feature.give_up()
 
     def _target(self, path: str, method: str) -> Target | None:
         """Return where an inference request goes, None if the path is not for inference.
 
-        LMI's paths take any method, those of OpenAI and vLLM only POST (and OPTIONS).
+        LMI's paths take any method, all others only POST (and OPTIONS).
         """
-        route = _EXACT.get(path)
+        route = self._exact.get(path)
         if route is not None:
             return (route, None, None) if method in ("POST", "OPTIONS") or route == routes.INVOCATIONS else None
         if path.startswith("/predictions/"):
             _, _, name, *rest = path.split("/")
             return routes.PREDICTIONS, name, rest[0] if rest else None
-        if path.startswith(kserve.MODELS):
-            return kserve.target(path) if method in ("POST", "OPTIONS") else None
         if path.startswith("/models/") and path.endswith("/invoke"):
             _, _, name, *rest = path.split("/")
             return (routes.INVOCATIONS, name, self._version_of(name, rest[0])) if rest else None
+        for beginning, target in self._targets:
+            if path.startswith(beginning):
+                return target(path) if method in ("POST", "OPTIONS") else None
         return None
 
     def _version_of(self, name: str, text: str) -> str | None:
@@ -220,12 +223,6 @@ def _check_of_requests(access: Access) -> Callable[[Scope], object] | None:
     if access.keys is not None:
         return access.keys.check
     return None if access.pages is None else access.pages.check_scope
-
-
-def _signatures(settings: ServerSettings) -> SignatureCheck | None:
-    if settings.sigv4_keys is None:
-        return None
-    return SignatureCheck(settings.sigv4_keys, settings.sigv4_region, settings.max_request_size)
 
 
 def _is_preflight(scope: Scope) -> bool:
@@ -276,15 +273,6 @@ class StatusEndpoints:
         ready = self._models.startup_statuses <= {ModelStatus.HEALTHY}
         return Response("success" if ready else "not ready", 200 if ready else 503, media_type="text/plain")
 
-    async def info(self, request: Request) -> Response:
-        """Return text-generation-inference's description of the model; `model_name` chooses one of several."""
-        name = request.query_params.get("model_name")
-        endpoint = self._models.default if name is None else self._models.endpoint(name)
-        if endpoint is None:
-            self._models.refuse_if_untold()
-            raise BadParameterError("Parameter model_name is required.")
-        return json_response(_tgi_info(endpoint.name, endpoint.choose(None), request.scope))
-
     async def version(self, request: Request) -> Response:
         """Return the version of the server, as vLLM does."""
         return json_response({"version": version("lmi-server")})
@@ -302,7 +290,7 @@ class StatusEndpoints:
         return json_response({})
 
 
-def _health(status: StatusEndpoints, models: ModelRegistry) -> list[Route]:
+def _health(status: StatusEndpoints) -> list[Route]:
     """Return the routes of the health checks. As in LMI, /ping takes any method, and any path behind it."""
     return [
         Route("/ping", status.ping, methods=_ANY_METHOD),
@@ -311,21 +299,18 @@ def _health(status: StatusEndpoints, models: ModelRegistry) -> list[Route]:
         Route("/health/live", status.live),
         Route("/health/ready", status.ready),
         Route("/-/healthz", status.proxy),  # by which KubeRay finds the pods that serve
-        *kserve.KServeEndpoints(models).health(),
     ]
 
 
-def _serving_routes(status: StatusEndpoints, models: ModelRegistry) -> list[Route]:
+def _request_routes(status: StatusEndpoints, models: ModelRegistry, inference: Iterable[str]) -> list[Route]:
     listed = ModelList(models)
     return [
-        Route("/info", status.info),
         Route("/version", status.version),
         Route("/v1/models", listed.models),
-        *kserve.KServeEndpoints(models).routes(),
         Route("/v1/models/{model:path}", listed.model),
         Route("/", status.root, methods=_ANY_METHOD, include_in_schema=False),
         # Only other methods than these get here, and are refused.
-        *(Route(path, status.root, methods=["POST", "OPTIONS"], include_in_schema=False) for path in _EXACT),
+        *(Route(path, status.root, methods=["POST", "OPTIONS"], include_in_schema=False) for path in inference),
     ]
 
 
@@ -336,10 +321,10 @@ def _managing_routes(status: StatusEndpoints, models: ModelRegistry, access: Acc
     return [*protected(metrics, access.guard.check_reader), *protected(managing, access.guard.check)]
 
 
-def _application(routes: list[Route], inference: Mapping[str, str]) -> Starlette:
+def _application(routes: list[Route], inference: Mapping[str, str], answer_types: Mapping[str, str]) -> Starlette:
     """Return the application with `routes`, and with the document about them and the paths of `inference`."""
     starlette = Starlette(
-        routes=Document(routes, inference).routes,
+        routes=Document(routes, inference, answer_types).routes,
         exception_handlers={HTTPException: on_http_error, LmiServerError: on_lmi_error},
     )
     starlette.router.redirect_slashes = False  # many clients do not follow a redirect of a POST
@@ -357,20 +342,4 @@ def _ping_codes(settings: ServerSettings) -> dict[ModelStatus, int]:
         ModelStatus.UNHEALTHY: settings.ping_restarting_http_code,
         ModelStatus.PENDING: settings.ping_loading_http_code,
         ModelStatus.FAILED: settings.ping_failed_http_code,
-    }
-
-
-def _tgi_info(name: str, model: Model, scope: Scope) -> dict[str, Any]:
-    """Return what text-generation-inference's clients read in /info; lengths once the model has loaded."""
-    longest = None if model.pool is None else model.pool.max_model_len or None
-    return {
-        "model_id": place_of(name, model, scope),
-        "model_sha": None,
-        "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": None if model.resolved is None else model.resolved.serving.job_queue_size,
-        "max_input_tokens": None if longest is None else longest - 1,
-        "max_total_tokens": longest,
-        "max_client_batch_size": 1,
-        "router": "lmi-server",
-        "version": version("lmi-server"),
     }

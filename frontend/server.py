@@ -25,8 +25,6 @@ import uvloop
 from frontend.access.management_access import Access
 from frontend.access.web_pages import is_loopback
 from frontend.app import App
-from frontend.console.feed import ConsoleFeed
-from frontend.console.pages import Console
 from frontend.http.connection_limits import ConnectionLimits, map_large_blocks
 from frontend.http.listeners import BACKLOG, Listener, listen
 from frontend.http.protocol import RelayProtocol
@@ -35,7 +33,6 @@ from frontend.lifecycle.ready_line import ready_line
 from frontend.lifecycle.server_end import ForcedEnd, ServerEnd
 from frontend.management.model_watch import ModelWatch
 from frontend.observability.metrics.collector import Metrics
-from frontend.observability.metrics.embedded_metrics import EmbeddedMetrics
 from frontend.observability.metrics.lmi_logs import AccessLog, MetricLog, log_files
 from frontend.observability.metrics.recorded import HOST
 from frontend.observability.request_reports import RequestReports
@@ -185,11 +182,7 @@ class _Server:
         relay = Relay(models, metrics, self._settings, self._access)
         self._reports = relay.reports
         management_place = self._listeners[1].place if len(self._listeners) > 1 else None
-        console = feed = None
-        if self._settings.console:
-            feed = ConsoleFeed(lambda: models.models, metrics, self._log.tail)
-            console = Console(models, relay, self._access.guard, feed)
-        app = App(models, metrics, relay, self._settings, self._access, management_place, console)
+        app = App(models, metrics, relay, self._settings, self._access, self._log.tail, management_place)
         logged = AccessLog(app) if "access" in self._settings.written_logs else app
         limits = ConnectionLimits(self._settings, metrics.for_model(None).count_refusal)
         http = _HttpServer(logged, limits, self._settings, self._listeners, self._certificate)
@@ -199,15 +192,12 @@ class _Server:
         starting = [models.register(source, at_startup=True) for source in self._sources]
         watches = [asyncio.create_task(self._measure_start(starting))]
         watches += [asyncio.create_task(self._end_if_unloadable(model)) for model in starting]
-        watches.append(asyncio.create_task(self._say_ready(starting)))
+        pages = dict(feature.page for feature in app.features if feature.page is not None)
+        watches.append(asyncio.create_task(self._say_ready(starting, pages)))
         watches.append(asyncio.create_task(models.follow()))
-        if feed is not None:
-            watches.append(asyncio.create_task(feed.run()))
+        watches += [asyncio.create_task(task) for feature in app.features for task in feature.tasks()]
         if self._settings.reload_on_change:
             watches.append(asyncio.create_task(ModelWatch(models).run()))
-        if self._settings.emf_namespace is not None:
-            embedded = EmbeddedMetrics(self._settings.emf_namespace, metrics, lambda: models.models)
-            watches.append(asyncio.create_task(embedded.run()))
         watches += [asyncio.create_task(ring.watch()) for ring in self._access.key_rings]
         if self._certificate is not None:
             watches.append(asyncio.create_task(self._certificate.watch()))
@@ -246,14 +236,14 @@ class _Server:
                 listener.url,
             )
 
-    async def _say_ready(self, models: Sequence[Model]) -> None:
+    async def _say_ready(self, models: Sequence[Model], pages: Mapping[str, str]) -> None:
         """Say that the server is ready, once every model of the start is loaded or cannot be."""
         await self._models.until_told()
         models = models or self._models.models
         for model in models:
             await model.settled.wait()
         if not self._ending.is_set():
-            logger.info(ready_line(self._listeners, self._settings, models))
+            logger.info(ready_line(self._listeners, self._settings, models, pages))
 
     async def _end_if_unloadable(self, model: Model) -> None:
         """End the service if a model of the start cannot be loaded, unless the other models are to be served then."""
@@ -362,8 +352,7 @@ class _HttpServer(uvicorn.Server):
     def refuse_unfinished(self, message: str) -> None:
         """Refuse requests that have not arrived as a whole: they would be refused at their end."""
         for connection in self._connections():
-            if connection.waits_for_body:
-                connection.refuse_unanswered(message)
+            connection.refuse_unanswered(message, only_unfinished=True)
 
     def refuse_unanswered(self, message: str) -> None:
         """Refuse requests whose answers have not begun."""

@@ -14,6 +14,8 @@ dialects/       LMI's, OpenAI's and Anthropic's requests and answers: pure funct
 media/          the images and sounds of requests, decoded within limits
 compat/         `djl_python`, on the path of workers only
 commands/       the command line
+client/         a server as commands and measurements see it
+features.py     the table of optional features, which the rest goes through
 
 The modules `handler`, `generation`, `protocol` and `errors` are the names under which code of one's own imports the
 contract; modules of this project import it from `contract/`.

@@ -74,7 +74,7 @@ class Console:
 
     @cached_property
     def _files(self) -> Mapping[str, bytes]:
-        own, plots = files("frontend.console"), files("lmi_server.bench")
+        own, plots = files("frontend.console"), files("lmi_server.plots")
         found = {name: own.joinpath("static", name).read_bytes() for name in (*_OWN, "console.html")}
         return found | {name: plots.joinpath("static", name).read_bytes() for name in _PLOTS}
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from frontend.features import ServerFeature, ServerParts, Target
 from frontend.http.clients import Scope, shown_error
 from frontend.http.responses import error_response, json_response
 from lmi_server.configuration.handlers import HandlerSpec
@@ -40,7 +41,7 @@ _STATES = {ModelStatus.HEALTHY: "READY", ModelStatus.PENDING: "LOADING"}
 _NOT_READY = 400  # the protocol asks for a status of 4xx
 
 
-def target(path: str) -> tuple[str, str | None, str | None] | None:
+def target(path: str) -> Target | None:
     """Return route, model and version of a path below /v2/models/; None if it is not for inference."""
     match path.removeprefix(MODELS).split("/"):
         case [name, "versions", number, action] if action in _ACTIONS:
@@ -50,16 +51,24 @@ def target(path: str) -> tuple[str, str | None, str | None] | None:
     return None
 
 
-class KServeEndpoints:
+def attach(server: ServerParts) -> ServerFeature:
+    """Return the feature, which every server has."""
+    return KServeEndpoints(server.models)
+
+
+class KServeEndpoints(ServerFeature):
     """Health and metadata of the server and of its models."""
+
+    paths = PATHS
 
     def __init__(self, models: ModelRegistry) -> None:
         self._models = models
+        self.targets = {MODELS: target}
 
-    def health(self) -> list[Route]:
+    def health_routes(self) -> list[Route]:
         return [Route("/v2/health/live", self.live), Route("/v2/health/ready", self.ready)]
 
-    def routes(self) -> list[Route]:
+    def request_routes(self) -> list[Route]:
         model = "/v2/models/{model}"
         return [
             Route("/v2", self.server),
@@ -67,7 +76,7 @@ class KServeEndpoints:
             *(Route(path, self.model) for path in (model, f"{model}/versions/{{version}}")),
             *(Route(f"{path}/ready", self.model_ready) for path in (model, f"{model}/versions/{{version}}")),
             # Only other methods than POST get here, and are refused.
-            *(Route(path, self.refused, methods=["POST"], include_in_schema=False) for path in PATHS),
+            *(Route(path, self.refuse_method, methods=["POST"], include_in_schema=False) for path in PATHS),
         ]
 
     async def server(self, request: Request) -> Response:
@@ -86,25 +95,25 @@ class KServeEndpoints:
 
     async def model(self, request: Request) -> Response:
         """Return versions, inputs and outputs of a model."""
-        return json_response(self._metadata(self._named(request)))
+        return json_response(self._metadata(self._find(request)))
 
     async def model_ready(self, request: Request) -> Response:
         """Return 200 if the model can serve."""
-        model = self._named(request)
+        model = self._find(request)
         ready = model.status is ModelStatus.HEALTHY
         return json_response({"name": model.name, "ready": ready}, 200 if ready else _NOT_READY)
 
     async def index(self, request: Request) -> Response:
         """Return every version of every model with its state, as Triton's extension for repositories."""
-        return json_response([_indexed(model, request.scope) for model in self._models.models])
+        return json_response([_index_entry(model, request.scope) for model in self._models.models])
 
-    async def refused(self, request: Request) -> Response:
+    async def refuse_method(self, request: Request) -> Response:
         path = request.url.path
         return error_response(
             path, MethodNotAllowedError(f"{excerpt(request.method)} is not allowed on {excerpt(path)}; use POST")
         )
 
-    def _named(self, request: Request) -> Model:
+    def _find(self, request: Request) -> Model:
         return self._models.named(request.path_params["model"], request.path_params.get("version"))
 
     def _metadata(self, model: Model) -> dict[str, Any]:
@@ -125,17 +134,17 @@ def _tensors(spec: HandlerSpec) -> tuple[list[dict[str, Any]], list[dict[str, An
     if spec.runs_user_code:
         return [], []
     if spec.formats_text:
-        return [_described("text_input", "BYTES", 1)], [_described("text_output", "BYTES", 1)]
+        return [_describe("text_input", "BYTES", 1)], [_describe("text_output", "BYTES", 1)]
     if spec.reads_checkpoint:
-        return [_described("input", "BYTES", 1)], []  # the task says what comes back
-    return [_described("input", "FP32", 2)], []
+        return [_describe("input", "BYTES", 1)], []  # the task says what comes back
+    return [_describe("input", "FP32", 2)], []
 
 
-def _described(name: str, datatype: str, dimensions: int) -> dict[str, Any]:
+def _describe(name: str, datatype: str, dimensions: int) -> dict[str, Any]:
     return {"name": name, "datatype": datatype, "shape": [-1] * dimensions}
 
 
-def _indexed(model: Model, scope: Scope) -> dict[str, Any]:
+def _index_entry(model: Model, scope: Scope) -> dict[str, Any]:
     reason = "" if model.failure is None else shown_error(model.failure, scope).message
     state = _STATES.get(model.status, "UNAVAILABLE")
     return {"name": model.name, "version": model.version or "", "state": state, "reason": reason}

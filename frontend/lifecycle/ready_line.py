@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from frontend.console.pages import PAGE
 from frontend.http.listeners import Listener
 from lmi_server.configuration.server_settings import UNIX, ServerSettings
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.pool_settings import ModelStatus
 
 
-def ready_line(listeners: Sequence[Listener], settings: ServerSettings, models: Sequence[Model]) -> str:
-    """Return the URLs of the API and of the console, and a request with curl if a model can answer one."""
+def ready_line(
+    listeners: Sequence[Listener], settings: ServerSettings, models: Sequence[Model], pages: Mapping[str, str]
+) -> str:
+    """Return the URLs of the API and of `pages` (paths by name), and a request with curl if a model can answer one."""
     api, managing = listeners[0].url, listeners[-1].url
-    console = f", console {managing}{PAGE}" if settings.console and not managing.startswith(UNIX) else ""
+    shown = {} if managing.startswith(UNIX) else pages
+    urls = "".join(f", {name} {managing}{path}" for name, path in shown.items())
     able = [model for model in models if model.status is ModelStatus.HEALTHY]
     curl = f"; try: {_curl(api, settings, able[0])}" if able and not api.startswith(UNIX) else ""
-    return f"ready: API {api}{console}{curl}"
+    return f"ready: API {api}{urls}{curl}"
 
 
 def _curl(url: str, settings: ServerSettings, model: Model) -> str:

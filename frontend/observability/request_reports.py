@@ -9,7 +9,7 @@ from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.request_log import RequestLog
 from frontend.observability.request_record import FAILED, RequestRecord
-from frontend.observability.tracing import RequestTrace, Tracing, trace_id_in
+from frontend.observability.trace_context import RequestTrace, Tracer, trace_id_in
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.protocol import CANCELLED, Error
 from lmi_server.serving.models.model import Model
@@ -19,16 +19,16 @@ _PROMPT_BYTES = 8192  # of a body, in the access log
 
 
 class RequestReports:
-    """Counts requests, and logs and traces them as far as the settings ask for it. Raises ConfigurationError.
+    """Counts requests, and logs and traces them as far as the settings ask for it.
 
-    `tracing` begins the traces of requests, None if there are none.
+    `tracing` begins the traces of requests. It is None until something sets it.
     """
 
     def __init__(self, settings: ServerSettings, metrics: Metrics, error_rates: ErrorRates) -> None:
-        self.tracing = Tracing.from_settings(settings)
         self._metrics = metrics
         self._error_rates = error_rates
         self._log = RequestLog.from_settings(settings)
+        self.tracing: Tracer | None = None
         self._logs_prompts = settings.log_prompts
 
     def report_answer(

@@ -16,10 +16,10 @@ from starlette.routing import Route
 
 from frontend.http.responses import json_response
 from frontend.management.models import MethodRoute
-from frontend.sagemaker.runtime import STREAM_PATH, STREAM_TYPE
 from lmi_server.dialects import routes as names
 from lmi_server.dialects.errors import is_anthropic, is_kserve, is_openai
-from lmi_server.dialects.schemas import Schema, answer_schema, components, request_schema
+from lmi_server.dialects.optional import Schema
+from lmi_server.dialects.schemas import answer_schema, components, request_schema
 
 # What an inference route does, for readers of the document; the paths themselves come from the router.
 SUMMARIES: Mapping[str, str] = {
@@ -72,12 +72,18 @@ _PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
 
 
 class Document:
-    """The OpenAPI document of one address, which has `routes` and the paths of `inference`, each with its route."""
+    """The OpenAPI document of one address, which has `routes` and the paths of `inference`, each with its route.
 
-    def __init__(self, routes: Sequence[Route], inference: Mapping[str, str]) -> None:
+    `answer_types` are the content types of the answers at those paths that are not the usual ones.
+    """
+
+    def __init__(
+        self, routes: Sequence[Route], inference: Mapping[str, str], answer_types: Mapping[str, str] = {}
+    ) -> None:
         own = [Route("/openapi.json", self.json), Route("/docs", self.page)]
         self.routes = [*routes, *own]
         self._inference = inference
+        self._answer_types = answer_types
 
     async def json(self, request: Request) -> Response:
         """Return this document."""
@@ -96,7 +102,7 @@ class Document:
         """The document; the routes of an address never change."""
         paths: dict[str, dict[str, Any]] = {}
         for path, route in self._inference.items():
-            paths.setdefault(path, {})["post"] = _inference_operation(path, route)
+            paths.setdefault(path, {})["post"] = _inference_operation(path, route, self._answer_types.get(path))
         for served in self.routes:
             if served.include_in_schema:
                 paths.setdefault(_PARAMETER.sub(r"{\1}", served.path), {}).update(_operations(served))
@@ -117,8 +123,8 @@ def _operations(route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
         yield method.lower(), _operation(method, route.path, lines[0], {"description": "The answer"})
 
 
-def _inference_operation(path: str, route: str) -> dict[str, Any]:
-    content = {STREAM_TYPE: {}} if path == STREAM_PATH else _contents(route)
+def _inference_operation(path: str, route: str, answer_type: str | None) -> dict[str, Any]:
+    content = _contents(route) if answer_type is None else {answer_type: {}}
     answer = {"description": "The answer; a stream if the request asks for one", "content": content}
     body = {"required": True, "content": {kind: {"schema": request_schema(route)} for kind in _body_types(route)}}
     return {**_operation("POST", path, SUMMARIES[route], answer, route), "requestBody": body}
@@ -176,14 +182,14 @@ _STYLE = (
 
 def _page(document: Mapping[str, Any]) -> str:
     rows = "".join(
-        _shown(
+        _folded_value(
             f"<b>{method.upper()}</b><code>{html.escape(path)}</code> {html.escape(operation['summary'])}", operation
         )
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
     )
     schemas = "".join(
-        _shown(f"<code>{html.escape(name)}</code>", schema)
+        _folded_value(f"<code>{html.escape(name)}</code>", schema)
         for name, schema in document["components"]["schemas"].items()
     )
     title = html.escape(f"{document['info']['title']} {document['info']['version']}")
@@ -194,9 +200,9 @@ def _page(document: Mapping[str, Any]) -> str:
     )
 
 
-def _shown(title: str, value: Any) -> str:
-    return f"<details><summary>{title}</summary><pre>{html.escape(_indented(value))}</pre></details>"
+def _folded_value(title: str, value: Any) -> str:
+    return f"<details><summary>{title}</summary><pre>{html.escape(_indent(value))}</pre></details>"
 
 
-def _indented(value: Any) -> str:
+def _indent(value: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()

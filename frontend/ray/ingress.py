@@ -16,7 +16,7 @@ from lmi_server.machine.environment import process_environment
 from lmi_server.processes.hidden_variables import hide_secrets
 from lmi_server.ray.processes.registry import ClusterRegistry
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
     handler.setFormatter(formatter(settings.log_format))
     logging.basicConfig(level="INFO", handlers=[handler])
     for warning in warnings:
-        _log.warning(warning)
+        logger.warning(warning)
     return run([], settings, environment, registry=ClusterRegistry)
 
 

@@ -51,7 +51,6 @@ class Relay:
         self._choice = ModelChoice(models)
         self._metrics = metrics
         self.reports = RequestReports(settings, metrics, self.error_rates)
-        self._tracing = self.reports.tracing
         self._max_request_size = settings.max_request_size
         self._request_id_header = settings.request_id_header.lower()
         self._statuses = error_statuses(settings)
@@ -65,7 +64,7 @@ class Relay:
         held = keep_held(scope)
         try:
             request = RelayedRequest(route, scope, receive, self._request_id_header)
-            self._prepare_response(request, send, is_traced=self._tracing is not None)
+            self._prepare_response(request, send, is_traced=self.reports.tracing is not None)
             try:
                 self._check_page(request)
                 request.read_query()
@@ -100,7 +99,7 @@ class Relay:
     def _prepare_response(self, request: RelayedRequest, send: Send, is_traced: bool = False) -> None:
         headers = self.headers
         if is_traced:
-            tracing = self._tracing
+            tracing = self.reports.tracing
             if tracing is not None and ("traceparent" in request.properties or random() < tracing.ratio):
                 request.trace = trace = tracing.begin(request.properties, request.scope, request.arrived)
                 headers = headers if trace is None else [(b"traceparent", trace.header.encode()), *headers]

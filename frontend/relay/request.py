@@ -14,9 +14,9 @@ import msgspec
 from frontend.access.api_keys import TENANT
 from frontend.http.clients import Receive, Scope
 from frontend.http.deadlines import deadline_of
-from frontend.http.protocol import RelayProtocol, connection_of, header_names
+from frontend.http.protocol import ClientConnection, connection_of, header_names
 from frontend.http.request_ids import new_request_id
-from frontend.observability.tracing import RequestTrace
+from frontend.observability.trace_context import RequestTrace
 from frontend.relay.response import Response
 from lmi_server.contract.errors import MalformedUrlError, PayloadTooLargeError, RequestError
 from lmi_server.contract.protocol import DEFAULT_PRIORITY, Input
@@ -61,7 +61,7 @@ class RelayedRequest:
         self.arrived = time.monotonic()
         self.route = route
         self.scope = scope
-        self.connection: RelayProtocol = connection_of(scope)
+        self.connection: ClientConnection = connection_of(scope)
         self.properties = properties = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }

@@ -7,7 +7,7 @@ import functools
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 
 from frontend.http.clients import Send
-from frontend.http.protocol import RelayProtocol
+from frontend.http.protocol import ClientConnection
 from lmi_server.contract.protocol import Head
 
 _PART = 256 * 1024  # bytes of a whole answer that are written at once
@@ -23,7 +23,7 @@ class Response:
     __slots__ = ("_connection", "_has_body", "_headers", "_request_id", "_send")
 
     def __init__(
-        self, connection: RelayProtocol, send: Send, request_id: str, headers: list[tuple[bytes, bytes]]
+        self, connection: ClientConnection, send: Send, request_id: str, headers: list[tuple[bytes, bytes]]
     ) -> None:
         self._connection = connection
         self._has_body = True

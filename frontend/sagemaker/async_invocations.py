@@ -18,12 +18,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.responses import Response
 
+from frontend.features import Inference
 from frontend.http.clients import Receive, Scope
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import held_by
 from frontend.http.request_ids import new_request_id
-from frontend.sagemaker.detached import DetachedRequest, Inference
+from frontend.sagemaker.detached import DetachedRequest
 from frontend.sagemaker.job_store import JobRecord, as_os_errors, aws_client
+from frontend.sagemaker.settings import JobSettings
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError, NoRoomError, QueueFullError, RequestError
 from lmi_server.contract.quoting import excerpt
@@ -40,7 +42,7 @@ _EXTENSION = re.compile(r"[a-zA-Z0-9!_.*'()/-]{1,512}")
 _FILE_NAME = re.compile(r"(?!.*\..*\.)[a-zA-Z0-9][a-zA-Z0-9-_.]{0,31}")
 _INFERENCE_ID = re.compile(r"[!-~][ -~]{0,63}")
 _MAX_INLINE = 128_000  # bytes
-_TIME_TO_LIVE = (60, 21_600, 21_600)  # seconds: least, most, default
+_TIME_TO_LIVE = (60, 21_600, 21_600)  # seconds: min, max, default
 _INVOCATION_TIMEOUT = (1, 3600, 900)
 _THREADS = 16  # that read and write on S3
 _LAST_ANSWERS_S = 0.1
@@ -50,7 +52,7 @@ _PAUSE_S = 1.0  # until a full queue is asked again
 _Result = TypeVar("_Result")
 
 
-class _Place(NamedTuple):
+class _S3Object(NamedTuple):
     bucket: str
     key: str
 
@@ -62,9 +64,9 @@ class _Invocation(NamedTuple):
     """One request: where its input is or the input itself, where output and failure go, and its times in seconds."""
 
     inference_id: str
-    source: _Place | bytes
-    output: _Place
-    failure: _Place
+    source: _S3Object | bytes
+    output: _S3Object
+    failure: _S3Object
     expires: float
     timeout: int
 
@@ -86,11 +88,12 @@ class AsyncInvocations:
         self._infer = infer
         self._answers = answers
         self._check = check
-        self._capacity = settings.memory_cache_capacity
+        jobs = settings.part(JobSettings)
+        self._capacity = jobs.memory_cache_capacity
         self._max_size = settings.max_request_size
-        self._outputs = None if settings.async_output_path is None else _place(settings.async_output_path)
-        inputs = settings.async_input_path or (None if self._outputs is None else f"s3://{self._outputs.bucket}")
-        self._inputs = None if inputs is None else _place(inputs)
+        self._outputs = None if jobs.async_output_path is None else _parse_place(jobs.async_output_path)
+        inputs = jobs.async_input_path or (None if self._outputs is None else f"s3://{self._outputs.bucket}")
+        self._inputs = None if inputs is None else _parse_place(inputs)
         self._client: Any = None if self._outputs is None else aws_client("s3", "async_output_path")
         self._full = {429, 503, settings.throttle_error_http_code, settings.wlm_error_http_code}
         self._tasks: dict[asyncio.Task[None], str] = {}  # with the id of each invocation
@@ -136,26 +139,26 @@ class AsyncInvocations:
         for inference_id in self._tasks.values():
             _log_loss(inference_id, "the server ends before it is written")
 
-    def _read(self, headers: dict[bytes, bytes], body: bytes, outputs: _Place) -> _Invocation:
+    def _read(self, headers: dict[bytes, bytes], body: bytes, outputs: _S3Object) -> _Invocation:
         given = {
             key[len(_PREFIX) :]: value.decode("latin-1") for key, value in headers.items() if key.startswith(_PREFIX)
         }
-        inference_id = _matching(given, "Inference-Id", _INFERENCE_ID) or new_request_id()
-        extension = _matching(given, "S3OutputPathExtension", _EXTENSION)
+        inference_id = _match(given, "Inference-Id", _INFERENCE_ID) or new_request_id()
+        extension = _match(given, "S3OutputPathExtension", _EXTENSION)
         folder = f"{outputs.key}/{extension}/" if extension else f"{outputs.key}/"
-        name = _matching(given, "Filename", _FILE_NAME) or new_request_id()
+        name = _match(given, "Filename", _FILE_NAME) or new_request_id()
         stem, dot, ending = name.partition(".")
         begin = f"{folder}{stem}".strip("/")
         return _Invocation(
             inference_id,
             self._source(given.get(b"inputlocation"), body),
-            _Place(outputs.bucket, f"{begin}{dot}{ending}" if dot else f"{begin}.out"),
-            _Place(outputs.bucket, f"{begin}-error.out"),
+            _S3Object(outputs.bucket, f"{begin}{dot}{ending}" if dot else f"{begin}.out"),
+            _S3Object(outputs.bucket, f"{begin}-error.out"),
             time.monotonic() + _seconds(given, "RequestTTLSeconds", _TIME_TO_LIVE),
             _seconds(given, "InvocationTimeoutSeconds", _INVOCATION_TIMEOUT),
         )
 
-    def _source(self, location: str | None, body: bytes) -> _Place | bytes:
+    def _source(self, location: str | None, body: bytes) -> _S3Object | bytes:
         if location is None:
             if not body:
                 raise RequestError("InputLocation or a body is required")
@@ -163,7 +166,7 @@ class AsyncInvocations:
         if body:
             raise RequestError("InputLocation and a body exclude each other; send one of them")
         found = _S3.fullmatch(location)
-        place = None if found is None else _Place(*found.groups())
+        place = None if found is None else _S3Object(*found.groups())
         assert self._inputs is not None
         if place is None or not _is_below(place, self._inputs):
             raise RequestError(
@@ -224,13 +227,13 @@ class AsyncInvocations:
                 return request.record
             await self._pause()
 
-    async def _input(self, place: _Place, held: HeldBytes, expires: float) -> bytes:
+    async def _input(self, place: _S3Object, held: HeldBytes, expires: float) -> bytes:
         """Return the object once there is room for it. Raises OSError, and NoRoomError if there is none in time."""
         while True:
             size, stream = await self._in_thread(self._open, place)
             try:
                 held.reserve(size)
-                return await self._in_thread(_whole, stream, place)
+                return await self._in_thread(_read_whole, stream, place)
             except NoRoomError:
                 if time.monotonic() >= expires:
                     raise
@@ -246,7 +249,7 @@ class AsyncInvocations:
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": data, "more_body": False}
 
-        headers = _as_forwarded(scope["headers"], len(data), timeout_s)
+        headers = _forward_headers(scope["headers"], len(data), timeout_s)
         forwarded, decoded = {**scope, "headers": headers}, held_by(scope).another()
         await request.run(self._infer, (routes.INVOCATIONS, name, None), forwarded, receive, decoded)
         return request
@@ -262,7 +265,7 @@ class AsyncInvocations:
     async def _in_thread(self, function: Callable[..., _Result], *arguments: object) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
-    def _open(self, place: _Place) -> tuple[int, Any]:
+    def _open(self, place: _S3Object) -> tuple[int, Any]:
         """Return the size of an object, and the stream of its bytes."""
         with as_os_errors(str(place)):
             found = self._client.get_object(Bucket=place.bucket, Key=place.key)
@@ -272,12 +275,12 @@ class AsyncInvocations:
                 raise OSError(f"{place} is longer than max_request_size={self._max_size} bytes")
             return size, found["Body"]
 
-    def _put(self, place: _Place, data: bytes, content_type: str) -> None:
+    def _put(self, place: _S3Object, data: bytes, content_type: str) -> None:
         with as_os_errors(str(place)):
             self._client.put_object(Bucket=place.bucket, Key=place.key, Body=data, ContentType=content_type)
 
 
-def _whole(stream: Any, place: _Place) -> bytes:
+def _read_whole(stream: Any, place: _S3Object) -> bytes:
     with as_os_errors(str(place)):
         return bytes(stream.read())
 
@@ -306,7 +309,7 @@ async def _inline_body(receive: Receive) -> bytes:
             return body
 
 
-def _as_forwarded(headers: list[tuple[bytes, bytes]], length: int, timeout_s: int) -> list[tuple[bytes, bytes]]:
+def _forward_headers(headers: list[tuple[bytes, bytes]], length: int, timeout_s: int) -> list[tuple[bytes, bytes]]:
     """Return the headers that the container gets with the input: its type, and how long the answer may take."""
     given = dict(headers)
     changed = {b"content-length": b"%d" % length, b"x-request-timeout": b"%d" % timeout_s}
@@ -316,18 +319,18 @@ def _as_forwarded(headers: list[tuple[bytes, bytes]], length: int, timeout_s: in
     return [*(header for header in headers if header[0] not in dropped), *changed.items()]
 
 
-def _place(path: str) -> _Place:
+def _parse_place(path: str) -> _S3Object:
     found = _S3.fullmatch(path)
     assert found is not None, "the settings are checked"
-    return _Place(found[1], found[2].rstrip("/"))
+    return _S3Object(found[1], found[2].rstrip("/"))
 
 
-def _is_below(place: _Place, parent: _Place) -> bool:
+def _is_below(place: _S3Object, parent: _S3Object) -> bool:
     """Return whether `place` has the whole of the parent's parts before its own."""
     return place.bucket == parent.bucket and (not parent.key or place.key.startswith(f"{parent.key}/"))
 
 
-def _matching(given: dict[bytes, str], name: str, pattern: re.Pattern[str]) -> str | None:
+def _match(given: dict[bytes, str], name: str, pattern: re.Pattern[str]) -> str | None:
     value = given.get(name.lower().encode())
     if value is not None and (pattern.fullmatch(value) is None or ".." in value):
         raise RequestError(f"{name} is {excerpt(value)}; it must match {pattern.pattern}")
@@ -335,8 +338,8 @@ def _matching(given: dict[bytes, str], name: str, pattern: re.Pattern[str]) -> s
 
 
 def _seconds(given: dict[bytes, str], name: str, limits: tuple[int, int, int]) -> int:
-    least, most, default = limits
+    min_s, max_s, default = limits
     text = given.get(name.lower().encode(), str(default))
-    if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
-        raise RequestError(f"{name} is {excerpt(text)}; it takes an integer from {least} to {most}")
+    if not (text.isascii() and text.isdigit() and min_s <= int(text[:9]) <= max_s):
+        raise RequestError(f"{name} is {excerpt(text)}; it takes an integer from {min_s} to {max_s}")
     return int(text)

@@ -19,13 +19,15 @@ from typing import TypeVar
 
 from starlette.responses import Response
 
+from frontend.features import Inference, Target
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import connection_of
 from frontend.http.request_ids import new_request_id
 from frontend.http.responses import error_response, json_response
-from frontend.sagemaker.detached import DetachedRequest, Inference, Target
+from frontend.sagemaker.detached import DetachedRequest
 from frontend.sagemaker.job_store import JobRecord, job_store
+from frontend.sagemaker.settings import JobSettings
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
 from lmi_server.contract.protocol import SYNCHRONOUS_HEADER
@@ -86,10 +88,11 @@ class AsyncJobs:
         self._infer = infer
         self._answer = answer
         self._check = check
-        self._capacity = settings.memory_cache_capacity
+        jobs = settings.part(JobSettings)
+        self._capacity = jobs.memory_cache_capacity
         self._answers = answers
-        self._max_size = settings.async_jobs_size
-        self._lifetime = settings.async_jobs_lifetime
+        self._max_size = jobs.async_jobs_size
+        self._lifetime = jobs.async_jobs_lifetime
         self._store = job_store(settings)
         self._threads = ThreadPoolExecutor(_THREADS, "jobs")
         self._jobs: dict[str, _Job] = {}
@@ -140,7 +143,7 @@ class AsyncJobs:
     async def _about(self, text: str, limit: int | None, scope: Scope) -> Response:
         if self._check is not None:
             self._check(scope)
-        token, start = _parsed(text)
+        token, start = _parse_token(text)
         if scope["method"] == "DELETE":
             await self._end(token)
             return json_response({"status": "ended"})
@@ -164,10 +167,10 @@ class AsyncJobs:
         accepted.cancel()
         if not job.request.accepted.is_set():  # no queue has it: the client reads why at once
             self._forget(job.token)
-            return _response_of(record, record.items)
+            return _build_response(record, record.items)
         await self._save(job)  # so that other servers know the token
         attributes = ("x-amzn-sagemaker-custom-attributes", f"{_NEXT_TOKEN}={job.token}")
-        return _response_of(JobRecord(status=200, headers=[attributes]), [], job.token)
+        return _build_response(JobRecord(status=200, headers=[attributes]), [], job.token)
 
     async def _run(self, job: _Job, target: Target, scope: Scope, receive: Receive) -> None:
         record = job.record
@@ -231,8 +234,8 @@ class AsyncJobs:
 
     async def _end(self, token: str) -> None:
         job = self._forget(token)
-        if job is None and await self._stored(token) is None:
-            raise _unknown(token)
+        if job is None and await self._load(token) is None:
+            raise _unknown_token(token)
         if job is not None and job.request.cancel is not None:
             job.request.cancel()
         if self._store is not None:
@@ -243,26 +246,26 @@ class AsyncJobs:
     async def _page(self, token: str, start: int, limit: int | None) -> tuple[str, Response]:
         """Return the reason phrase and the response of a page that begins with item `start`, of at most `limit`."""
         job = self._jobs.get(token)
-        record = await self._stored(token) if job is None else job.record
+        record = await self._load(token) if job is None else job.record
         if record is None or record.expires < time.time():
-            raise _unknown(token)
+            raise _unknown_token(token)
         items = record.items[start:] if limit is None else record.items[start : start + limit]
         end = start + len(items)
         is_last = record.finished and end >= len(record.items)
         if not items and not is_last:
             if job is None and _is_gone(record.owner):
                 raise WorkerDiedError("the server ended while the job ran; send the request again")
-            return _NOT_YET, _response_of(JobRecord(status=202), [], f"{token}{start or ''}")
+            return _NOT_YET, _build_response(JobRecord(status=202), [], f"{token}{start or ''}")
         if job is not None and is_last:
             async with job.saving:  # whoever has seen the end may rely on the store, also if this server dies now
                 job.was_read = True
         first = record if start == 0 else JobRecord(status=200, headers=_content_type(record))
-        return first.reason, _response_of(first, items, None if is_last else f"{token}{end}")
+        return first.reason, _build_response(first, items, None if is_last else f"{token}{end}")
 
     async def _in_thread(self, function: Callable[..., _Result], *arguments: object) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
-    async def _stored(self, token: str) -> JobRecord | None:
+    async def _load(self, token: str) -> JobRecord | None:
         if self._store is None:
             return None
         try:
@@ -288,11 +291,11 @@ def _own_headers(headers: Headers) -> dict[bytes, bytes]:
     return given
 
 
-def _parsed(text: str) -> tuple[str, int]:
+def _parse_token(text: str) -> tuple[str, int]:
     """Return the job of a token and the number of the first item that is asked for."""
     found = _TOKEN.fullmatch(text)
     if found is None:
-        raise _unknown(text[:60])
+        raise _unknown_token(text[:60])
     return found[1], int(found[2] or 0)
 
 
@@ -304,7 +307,7 @@ def _max_items(given: dict[bytes, bytes]) -> int | None:
     return None if int(text) < 0 else int(text)
 
 
-def _unknown(token: str) -> BadParameterError:
+def _unknown_token(token: str) -> BadParameterError:
     return BadParameterError(f"Invalid x-starting-token: {excerpt(token)}")  # LMI's words
 
 
@@ -312,7 +315,7 @@ def _content_type(record: JobRecord) -> list[tuple[str, str]]:
     return [header for header in record.headers if header[0].lower() == "content-type"]
 
 
-def _response_of(record: JobRecord, items: list[bytes], next_token: str | None = None) -> Response:
+def _build_response(record: JobRecord, items: list[bytes], next_token: str | None = None) -> Response:
     response = Response(b"".join(items), record.status or 500)
     length = [header for header in response.raw_headers if header[0] == b"content-length"]
     headers = [*record.headers, *([] if next_token is None else [(_NEXT_TOKEN, next_token)])]

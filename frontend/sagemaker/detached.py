@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
+from frontend.features import Inference, Target
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import detached_scope
 from frontend.sagemaker.job_store import JobRecord
+from frontend.sagemaker.settings import JobSettings
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import NoRoomError
 from lmi_server.dialects.errors import error_reply
 from lmi_server.supervisor.job import ReplySlot
-
-Target = tuple[str, str | None, str | None]
-"""Route, name and version of the model, as the relay takes them."""
-Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Awaitable[None]]
 
 # What belongs to one answer over HTTP, and not to that of the model.
 _OF_AN_ANSWER = frozenset({"content-length", "connection", "x-request-id", "pragma", "cache-control", "expires"})
@@ -27,7 +25,7 @@ _ITEM_SIZE = 64  # bytes that a piece of an answer takes beside its content
 
 def memory_for_answers(settings: ServerSettings) -> MemoryBudget:
     """Return the memory for the answers of all requests that run without a client."""
-    limit = settings.async_jobs_size
+    limit = settings.part(JobSettings).async_jobs_size
     return MemoryBudget(
         limit, f"the answers that are kept take async_jobs_size={limit} bytes; read or end some jobs, or raise it"
     )

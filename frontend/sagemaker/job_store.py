@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from frontend.sagemaker.settings import JobSettings
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 
@@ -53,24 +54,25 @@ class JobStore(Protocol):
 
 def job_store(settings: ServerSettings) -> JobStore | None:
     """Return the store that the settings name, None if they name none. Raises ConfigurationError if they name two."""
+    asked = settings.part(JobSettings)
     named = [
         name
         for name, is_set in {
-            "async_jobs_dir": settings.async_jobs_dir is not None,
-            "s3_cache": settings.s3_cache,
-            "ddb_cache": settings.ddb_cache,
+            "async_jobs_dir": asked.async_jobs_dir is not None,
+            "s3_cache": asked.s3_cache,
+            "ddb_cache": asked.ddb_cache,
         }.items()
         if is_set
     ]
     if len(named) > 1:
         raise ConfigurationError(f"{' and '.join(named)} are set; answers of jobs are kept in one place: set one")
-    if settings.async_jobs_dir is not None:
-        return DirectoryStore(Path(settings.async_jobs_dir))
-    if settings.s3_cache:
-        if settings.s3_cache_bucket is None:
+    if asked.async_jobs_dir is not None:
+        return DirectoryStore(Path(asked.async_jobs_dir))
+    if asked.s3_cache:
+        if asked.s3_cache_bucket is None:
             raise ConfigurationError("s3_cache = true needs s3_cache_bucket, the bucket for the answers of jobs")
-        return S3Store(settings.s3_cache_bucket, settings.s3_cache_key_prefix, settings.s3_cache_autocreate)
-    return DynamoStore(settings.ddb_table_name) if settings.ddb_cache else None
+        return S3Store(asked.s3_cache_bucket, asked.s3_cache_key_prefix, asked.s3_cache_autocreate)
+    return DynamoStore(asked.ddb_table_name) if asked.ddb_cache else None
 
 
 class DirectoryStore:

@@ -15,6 +15,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from frontend.features import Inference
 from frontend.http.clients import Receive, Scope, Send
 from frontend.sagemaker.async_invocations import AsyncInvocations
 from frontend.sagemaker.request_signatures import SignatureCheck, SignatureRefusedError
@@ -30,7 +31,6 @@ from lmi_server.contract.errors import (
 from lmi_server.dialects import routes
 from lmi_server.serving.models.registry import ModelRegistry
 
-Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 ENDPOINTS = "/endpoints/"
@@ -99,7 +99,7 @@ class SageMakerRuntime:
             try:
                 receive = await self._signatures(scope, receive)
             except LmiServerError as error:
-                await self._answer(_refused(error), scope, receive, send)
+                await self._answer(_refuse(error), scope, receive, send)
                 return True
         endpoint, action = found.groups()
         name = self._model(endpoint, scope)
@@ -114,7 +114,7 @@ class SageMakerRuntime:
         try:
             return await self._invocations(name, scope, receive)
         except LmiServerError as error:
-            return _refused(error)
+            return _refuse(error)
 
     def _model(self, endpoint: str, scope: Scope) -> str | None:
         """Return the name of the model that is meant, None for the one that requests without a name go to.
@@ -122,7 +122,7 @@ class SageMakerRuntime:
         An endpoint with several models names one by its archive, as in "name.tar.gz". An inference component is a model
         or an adapter. The endpoint itself need not be known here: any name will do.
         """
-        scope["headers"] = _as_forwarded(scope["headers"])
+        scope["headers"] = _forward_headers(scope["headers"])
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if _TARGET_MODEL in headers:
             return headers[_TARGET_MODEL].decode("latin-1").strip("/").removesuffix(_ARCHIVE)
@@ -140,14 +140,14 @@ class SageMakerRuntime:
         return model
 
 
-def _refused(error: LmiServerError) -> Response:
+def _refuse(error: LmiServerError) -> Response:
     kind, status = _KINDS.get(type(error), ("ValidationError", 400))
     if isinstance(error, SignatureRefusedError):
         kind, status = error.error_type, 403
     return Response(json.dumps({"Message": error.message}), status, {"x-amzn-errortype": kind}, "application/json")
 
 
-def _as_forwarded(headers: Headers) -> Headers:
+def _forward_headers(headers: Headers) -> Headers:
     """Return the headers as the platform hands them to a container: without the signature, and with `accept`."""
     accept = dict(headers).get(_ACCEPT)
     kept = [
@@ -177,11 +177,11 @@ class _Answer:
             if not message.get("more_body"):
                 await self._fail(self._failed)
         elif message["type"] == "http.response.start":
-            await self._send({**message, "headers": [*self._begun(message["headers"]), _VARIANT]})
+            await self._send({**message, "headers": [*self._begin(message["headers"]), _VARIANT]})
         else:
             await self._continue(message)
 
-    def _begun(self, headers: Headers) -> Headers:
+    def _begin(self, headers: Headers) -> Headers:
         return headers
 
     async def _continue(self, message: MutableMapping[str, Any]) -> None:
@@ -209,7 +209,7 @@ class _EventStream(_Answer):
         super().__init__(send)
         self._separator = b""
 
-    def _begun(self, headers: Headers) -> Headers:
+    def _begin(self, headers: Headers) -> Headers:
         content_type = dict(headers).get(b"content-type", b"")
         self._separator = _SEPARATORS.get(content_type.partition(b";")[0], b"")
         kept = [pair for pair in headers if pair[0] not in _OF_THE_WHOLE]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from lmi_server.bench import server_metrics
 from lmi_server.bench.observation import Observation
+from lmi_server.client.server_calls import increase
 
 _BATCH = re.compile(r"(Prefill|Decode) batch\b(.*)")
 _PAIR = re.compile(r"#?([a-z][\w -]*)(?: \([^)]*\))?: (\d+(?:\.\d+)?)")
@@ -68,9 +69,9 @@ def add_metrics(evidence: Evidence, seen: Sequence[Observation]) -> None:
                 )
             )
     before, after = seen[0].reading, seen[-1].reading
-    evidence.retracted += server_metrics.increase(before, after, "retracted") or 0.0
-    evidence.cached_tokens += server_metrics.increase(before, after, "cached_tokens") or 0.0
-    evidence.prompt_tokens += server_metrics.increase(before, after, "looked_up_tokens") or 0.0
+    evidence.retracted += increase(before, after, "retracted") or 0.0
+    evidence.cached_tokens += increase(before, after, "cached_tokens") or 0.0
+    evidence.prompt_tokens += increase(before, after, "looked_up_tokens") or 0.0
 
 
 def add_log(evidence: Evidence, lines: Iterable[str]) -> None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import httptools
 import msgspec
@@ -20,7 +19,7 @@ import msgspec
 from lmi_server.bench.dialects import Dialect
 from lmi_server.bench.records import Record
 from lmi_server.bench.workload import Prompt
-from lmi_server.contract.errors import ConfigurationError
+from lmi_server.client.server_calls import address
 
 _ERROR_TEXT = 300  # characters of an error that are kept
 
@@ -56,19 +55,6 @@ class Target:
         head += ["content-type: application/json", f"content-length: {len(body)}"]
         head += [f"{name}: {value}" for name, value in self.headers]
         return "\r\n".join([*head, "", ""]).encode("latin-1") + body
-
-
-def address(url: str) -> tuple[str, int, str, ssl.SSLContext | None]:
-    """Return host, port, path and the TLS of a URL. Raises ConfigurationError if it is not http or https."""
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    try:
-        port = parts.port
-    except ValueError as error:
-        raise ConfigurationError(f"{url} is no URL: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigurationError(f"{url} is no URL of a server; allowed: http://HOST:PORT, https://HOST:PORT")
-    tls = ssl.create_default_context() if parts.scheme == "https" else None
-    return parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/"), tls
 
 
 class Connection(asyncio.Protocol):

@@ -12,6 +12,7 @@ from typing import Any
 from lmi_server.bench import server_metrics
 from lmi_server.bench.records import Record, summary
 from lmi_server.bench.server_metrics import Reading
+from lmi_server.client.server_calls import increase
 from lmi_server.machine.device_tools import GpuLoad, nvidia_load
 from lmi_server.processes.usage import ProcessUsage, measure_usage
 
@@ -88,7 +89,7 @@ def server_figures(seen: Sequence[Observation]) -> dict[str, Any]:
     figures: dict[str, float | None] = {
         "cache_hit": server_metrics.cache_hit(before.reading, after.reading),
         "queue_ms": _times(1000, server_metrics.queue_time(before.reading, after.reading)),
-        "retracted": server_metrics.increase(before.reading, after.reading, "retracted"),
+        "retracted": increase(before.reading, after.reading, "retracted"),
         "waiting_max": _max(server_metrics.waiting(each.reading) for each in seen),
         "running_max": _max(each.reading.get("running") for each in seen),
         "kv_usage_before": before.reading.get("kv_usage"),

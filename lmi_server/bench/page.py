@@ -1,6 +1,6 @@
 """Pages in HTML with tables and plots, which open offline: a page has all that it needs inside.
 
-The plots are drawn by uPlot (static/uPlot.iife.min.js, MIT licence in static/uPlot.LICENSE).
+The plots are drawn by uPlot (lmi_server/plots/static/uPlot.iife.min.js, MIT licence in uPlot.LICENSE beside it).
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def page(title: str, sections: Sequence[Section]) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_static('uPlot.min.css')}\n{_static('page.css')}</style></head>\n"
+        f"<title>{escape(title)}</title><style>{_plots('uPlot.min.css')}\n{_static('page.css')}</style></head>\n"
         f"<body><h1>{escape(title)}</h1>{body}"
-        f"<footer>Plots by uPlot. {escape(_static('uPlot.LICENSE'))}</footer>\n"
+        f"<footer>Plots by uPlot. {escape(_plots('uPlot.LICENSE'))}</footer>\n"
         f'<script type="application/json" id="plots">{data}</script>\n'
-        f"<script>{_static('language.js')}</script><script>{_static('uPlot.iife.min.js')}</script>\n"
+        f"<script>{_plots('language.js')}</script><script>{_plots('uPlot.iife.min.js')}</script>\n"
         f"<script>{_static('page.js')}</script></body></html>\n"
     )
 
@@ -99,6 +99,10 @@ def _markdown_parts(section: Section) -> Iterator[str]:
 
 def _static(name: str) -> str:
     return files("lmi_server.bench").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def _plots(name: str) -> str:
+    return files("lmi_server.plots").joinpath("static", name).read_text(encoding="utf-8")
 
 
 def _section(section: Section, numbers: Mapping[int, int]) -> str:

@@ -6,14 +6,14 @@ These are this server's own names and those of vLLM (docs.vllm.ai, "Production M
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from urllib.request import Request, urlopen
 
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+.\deE]*\d|NaN|[-+]Inf)(?: \d+)?")
+from lmi_server.client.metric_samples import increase, samples_in
+
 _BUCKET = "_bucket{"
 _VLLM = "vllm:"
 _WORKER = 'worker="'
@@ -152,19 +152,3 @@ def waiting(reading: Reading) -> float | None:
     """Return the requests that wait, before and in the engine; None if that is not known."""
     counts = [reading[key] for key in ("queued", "queued_in_engine") if key in reading]
     return sum(counts) if counts else None
-
-
-def increase(before: Reading, after: Reading, key: str) -> float | None:
-    """Return by how much a counter grew; from zero if it is new, or the server has started again."""
-    if key not in after:
-        return None
-    grown = after[key] - before.get(key, 0.0)
-    return after[key] if grown < 0 else grown
-
-
-def samples_in(lines: Iterable[str]) -> Iterable[tuple[str, str, float]]:
-    """Yield the name, the labels as they are written, and the value of each sample."""
-    for line in lines:
-        found = None if line.startswith("#") else _SAMPLE.fullmatch(line)
-        if found is not None:
-            yield found[1], found[2] or "", float(found[3])

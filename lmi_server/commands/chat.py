@@ -16,15 +16,15 @@ import typer
 from rich.console import Console
 
 from lmi_server.artifacts.fetch import artifact_settings
+from lmi_server.client.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
+from lmi_server.client.trial_server import LoadFailedError, trial_server
 from lmi_server.commands.conversation import Conversation
-from lmi_server.commands.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.files.whole_files import write_text
 from lmi_server.machine.environment import process_environment
 from lmi_server.serving.models.model_store import name_of
-from lmi_server.tune.server import LoadFailedError, trial_server
 
 _URL = re.compile(r"https?://.*|(\[[\da-fA-F:.]+\]|[\w.-]+):\d+(/.*)?", re.ASCII)
 _PROMPT = "> "

@@ -17,16 +17,11 @@ from rich.console import Console
 
 from frontend.observability.server_log import formatter
 from lmi_server.artifacts.location import MODEL_FORMS, names_model_file
-from lmi_server.commands import ray
-from lmi_server.commands.advise import advise_server
-from lmi_server.commands.bench import bench
 from lmi_server.commands.chat import chat
 from lmi_server.commands.reload import reload_model
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.commands.top import top
-from lmi_server.commands.tune import tune
 from lmi_server.configuration.handlers import DESCRIBE_GPUS, HANDLERS
-from lmi_server.configuration.handlers import load as load_by_name
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.configuration.server_settings import (
     ServerSettings,
@@ -39,20 +34,19 @@ from lmi_server.contract.errors import ConfigurationError, LmiServerError
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.explain.explanation import Explanation, file_problems
 from lmi_server.explain.explanation import explain as explain_model
-from lmi_server.machine.device_tools import Gpu, nvidia_products
+from lmi_server.features import FEATURES
+from lmi_server.features import load as load_by_name
+from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.devices import nvidia_driver
 from lmi_server.machine.environment import is_multi_model, log_format, log_stream, process_environment, set_region
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.processes import model_imports
 from lmi_server.processes.descriptors import send_errors_to_output
-from lmi_server.ray.recommendation import CONTEXT, DEGREES, Goal, find_accelerator, find_model, own_accelerator
-from lmi_server.ray.recommendation import recommend as recommend_settings
 from lmi_server.serving.models.model_store import ModelSource, Startup, is_spec, startup_sources
 
 app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
-app.add_typer(ray.app)
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _ONE_MODEL = f"Model: {MODEL_FORMS}. It is fetched first if it is not on this machine."
 _HELP = {option.field: f"{option.description} (default: {option.default})" for option in ServerSettings.declared()}
 
@@ -141,9 +135,9 @@ def serve(
         if startup.directories and len(sources) == 1:
             _check_directory(sources[0], environment)
     if config_file is not None:
-        _log.info("settings are read from %s", config_file)
+        logger.info("settings are read from %s", config_file)
     for warning in (*setting_warnings, *warnings):
-        _log.warning(warning)
+        logger.warning(warning)
     raise typer.Exit(run(sources, settings, environment))
 
 
@@ -259,39 +253,6 @@ def _explain(argument: str) -> Explanation:
         return explain_model(inspect_local(model, environment, machine))
 
 
-@app.command()
-def recommend(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Directory with a config.json, or a family: llama-3.1-8b, ...")
-    ],
-    accelerator: Annotated[
-        str | None,
-        typer.Option(
-            help="T4, L4, A10G, A100-40G, A100-80G, H100, H200, MI300X, Inf2, Trn1; this machine's GPU if not set."
-        ),
-    ] = None,
-    throughput: Annotated[
-        bool, typer.Option("--throughput/--latency", help="Many requests per device, or quick tokens for each.")
-    ] = False,
-    context: Annotated[int, typer.Option(min=1, help="Most tokens of prompt and output together.")] = CONTEXT,
-    as_file: Annotated[bool, typer.Option("--file", help="Print a model file of Ray.")] = False,
-) -> None:
-    """Recommend a serving.properties for a model on an accelerator, by its size and the memory.
-
-    It takes the fewest devices on which the model fits; a model file for low latency takes twice as many.
-    """
-    from lmi_server.ray.recommended_files import model_file
-
-    with plain_configuration_errors():
-        products = nvidia_products(process_environment()) if accelerator is None else ()
-        device = own_accelerator(products) if accelerator is None else find_accelerator(accelerator)
-        found_model = find_model(model)
-        goal: Goal = "throughput" if throughput else "latency"
-        found = recommend_settings(found_model, device, goal, context, len(products) or DEGREES[-1], spread=as_file)
-    text = model_file(found_model, device, found) if as_file else found.properties(found_model, device)
-    typer.echo(text, nl=False)
-
-
 @app.command("test-model")
 def try_model(
     model_dir: Annotated[Path, typer.Option(help="Model directory.")],
@@ -356,10 +317,14 @@ def version() -> None:
 # The help lists them in this order, those above first.
 app.command()(chat)
 app.command()(top)
-app.command()(bench)
-app.command()(tune)
-app.command("advise")(advise_server)
 app.command("reload")(reload_model)
+for _feature in FEATURES:
+    for _name, _path in _feature.commands.items():
+        _command = load_by_name(_path)
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name)
+        else:
+            app.command(_name)(cast("Callable[..., None]", _command))
 
 
 def _choose_stream(name: str) -> None:
@@ -384,7 +349,7 @@ def _startup_errors(written_as: str) -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
-        _log.error("%s", error.message)
+        logger.error("%s", error.message)
         raise typer.Exit(1) from error
 
 

@@ -13,25 +13,22 @@ import sys
 from collections.abc import Sequence
 
 from lmi_server.commands import start
+from lmi_server.features import FEATURES
 
 COMMANDS = frozenset(
     {
-        "advise",
-        "bench",
         "chat",
         "check",
         "demo-model",
         "devices",
         "explain",
         "partition",
-        "ray",
-        "recommend",
         "reload",
         "serve",
         "test-model",
         "top",
-        "tune",
         "version",
+        *(name for feature in FEATURES for name in feature.commands),
     }
 )
 """Names of lmi-server's own commands. They win over programs of the same name, such as `top` and `ray`."""

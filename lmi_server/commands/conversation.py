@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
-from lmi_server.commands.server_calls import ServerCalls
+from lmi_server.client.server_calls import ServerCalls
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects.openai.chat import CHAT_FIELDS

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
-from lmi_server.bench.server_metrics import increase, samples_in
-from lmi_server.commands.server_calls import ServerCalls
+from lmi_server.client.metric_samples import increase, samples_in
+from lmi_server.client.server_calls import ServerCalls
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.histogram import quantile
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from lmi_server.bench.page import Table as PageTable
 from lmi_server.bench.page import markdown, page
 from lmi_server.bench.workload import RandomPrompts, Recorded, Workload, read_prompts
+from lmi_server.client.trial_server import MODEL, trial_server
 from lmi_server.commands.bench import bench_target, parse_weights
 from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
@@ -29,7 +30,6 @@ from lmi_server.tune.measurement import Limits, Measurement, Traffic
 from lmi_server.tune.outcome import Trial, pareto
 from lmi_server.tune.report import SearchResult, confirmation_text, cost_table, sections
 from lmi_server.tune.result import as_json, difference, tuned_properties
-from lmi_server.tune.server import MODEL, trial_server
 from lmi_server.tune.space import Space, check_space, grid, parse_space, space_of_script
 
 if TYPE_CHECKING:

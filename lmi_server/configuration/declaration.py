@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from itertools import pairwise
@@ -165,9 +165,36 @@ class Options(BaseModel):
         return _declared_by(cls)
 
 
+class FeatureSettings(Options):
+    """Base of the settings that an optional feature adds to those of the server.
+
+    `after` is the setting behind which they stand in documents. `secrets` are those that hold keys or passwords.
+    """
+
+    after: ClassVar[str]
+    secrets: ClassVar[tuple[str, ...]] = ()
+
+
 @functools.cache  # each of the layers of a configuration, and each check of it, asks for them
 def _declared_by(options: type[Options]) -> tuple[Option, ...]:
-    return tuple(_option(options, name, info) for name, info in options.model_fields.items())
+    fields = options.model_fields
+    return tuple(_option(options, name, fields[name]) for name in _in_order(options))
+
+
+def _in_order(options: type[Options]) -> Sequence[str]:
+    """Return the names of the fields as they are declared; those of a feature stand where its `after` says."""
+    parts = feature_parts(options)
+    of_features = {name for part in parts for name in part.model_fields}
+    names = [name for name in options.model_fields if name not in of_features]
+    for part in parts:
+        place = names.index(part.after) + 1
+        names[place:place] = part.model_fields
+    return names
+
+
+def feature_parts(options: type[Options]) -> Sequence[type[FeatureSettings]]:
+    """Return the settings of features that `options` is made of."""
+    return [base for base in options.__bases__ if issubclass(base, FeatureSettings) and base is not FeatureSettings]
 
 
 @functools.cache

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Literal, cast
 
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.configuration.tasks import POOLING, TEXT_EMBEDDING, Workload
+from lmi_server.features import load as load  # for those who load what a table names
 from lmi_server.machine.devices import NVIDIA, Accelerator
 from lmi_server.machine.inventory import Machine
 
@@ -447,9 +447,3 @@ HANDLERS = HandlerTable(
 def load_options_type(spec: HandlerSpec) -> type[ModelOptions]:
     """Import the options class of `spec`."""
     return cast("type[ModelOptions]", load(spec.options))
-
-
-def load(path: str) -> object:
-    """Import the module of "module:name" and return its attribute `name`."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)

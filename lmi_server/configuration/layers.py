@@ -150,7 +150,7 @@ def build(options_type: type[_AnyOptions], sources: Given) -> tuple[_AnyOptions,
         # One key may have several errors: each member of a union reports its own.
         wrong = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors())
     sound = {field: value for field, value in values.items() if field not in wrong}
-    bad = [declared[field] for field in wrong]
+    bad = [option for field, option in declared.items() if field in wrong]
     return options_type.model_validate(sound), {option.key: _bad_value(option, sources) for option in bad}
 
 

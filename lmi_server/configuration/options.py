@@ -105,6 +105,7 @@ PositiveInt = Annotated[int, Field(ge=1), Allowed("an integer of 1 or more")]
 NonNegativeInt = Annotated[int, Field(ge=0), Allowed("an integer of 0 or more")]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number above 0")]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number, 0 or more")]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number of seconds above 0")]
 # A number that LMI keeps in 32 bits.
 Count = Annotated[int, Field(ge=1, le=2147483647), Allowed("an integer from 1 to 2147483647")]
 CountOrZero = Annotated[int, Field(ge=0, le=2147483647), Allowed("an integer from 0 to 2147483647")]

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from lmi_server.configuration.declaration import Allowed, Key, Option, Options
+from lmi_server.configuration.declaration import Allowed, FeatureSettings, Key, Option, Options, feature_parts
 from lmi_server.configuration.idle_variables import idle_variables
 from lmi_server.configuration.layers import (
     Given,
@@ -26,9 +26,10 @@ from lmi_server.configuration.layers import (
     unknown_key_warning,
     value_advice,
 )
-from lmi_server.configuration.options import NonNegativeInt, PositiveInt
+from lmi_server.configuration.options import NonNegativeInt, PositiveInt, Seconds
 from lmi_server.configuration.properties import read_properties
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.features import FEATURES, load
 from lmi_server.machine import environment as env
 
 _InLowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
@@ -108,10 +109,17 @@ PingStatus = Annotated[int, Field(ge=200, le=599), Allowed("a status, from 200 t
 HeaderValue = Annotated[str | None, Field(pattern=r"^[\x20-\x7e]+$"), Allowed("a text in ASCII, on one line")]
 
 
-S3Path = Annotated[str | None, Field(pattern=r"^s3://[^/]+(/.*)?$"), Allowed("s3://bucket/prefix")]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number of seconds above 0")]
+_FeatureSettings = TypeVar("_FeatureSettings", bound=FeatureSettings)
+_Settings = TypeVar("_Settings", bound=Options)
 
 
+def _with_features(core: type[_Settings]) -> type[_Settings]:
+    """Return the class with the settings of every feature of the table as further bases."""
+    parts = [cast("type[_Settings]", load(path)) for feature in FEATURES for path in feature.settings]
+    return type(core.__name__, (*parts, core), {"__doc__": core.__doc__, "__module__": core.__module__})
+
+
+@_with_features
 class ServerSettings(Options):
     """Settings of the front end, with LMI's names if LMI has such a key."""
 
@@ -134,12 +142,6 @@ class ServerSettings(Options):
         None, description="API keys for the management API and metrics; any client with one may manage models."
     )
     management_api_keys_file: str | None = Field(None, description="File with API keys for the management API.")
-    sigv4_keys: str | None = Field(
-        None,
-        description="Access keys of boto3's clients, ACCESS_KEY_ID:SECRET_KEY with commas between: /endpoints/ then "
-        "takes only requests that are signed with one of them. If not set, no signature is read.",
-    )
-    sigv4_region: str = Field("us-east-1", description="Region that the signatures must be for.")
     management_clients: Literal["local", "any"] | None = Field(
         None,
         description="Who may manage models without management_api_keys: clients on this machine, or any. If not set, "
@@ -160,9 +162,6 @@ class ServerSettings(Options):
     keystore_type: str = Field("PKCS12", description="Format of keystore; PKCS12 is the only one.")
     unix_socket_mode: Annotated[str, Field(pattern=r"^0?[0-7]{3}$"), Allowed("an octal number such as 660")] = Field(
         "600", description="Permissions of a Unix socket that an address names (unix:/path)."
-    )
-    console: bool = Field(
-        True, description="The page at /console, on the address of the management API and for the same clients."
     )
     max_request_size: PositiveInt = Field(67108864, description="Largest request body in bytes.")
     max_buffered_size: PositiveInt = Field(
@@ -224,32 +223,6 @@ class ServerSettings(Options):
         description="A request for an unknown model registers it if its header, query or form has a model_url that "
         "matches this as a whole.",
     )
-    memory_cache_capacity: PositiveInt = Field(
-        1000, description="Most asynchronous jobs (x-synchronous: false) that run or whose answers are in memory."
-    )
-    async_jobs_size: PositiveInt = Field(
-        1073741824,
-        description="Bytes of answers of asynchronous jobs and invocations in memory, from which on no further job is "
-        "taken and an answer that grows is given up (503).",
-    )
-    async_jobs_lifetime: Seconds = Field(
-        3600.0, description="Seconds for which the answer of an asynchronous job is kept."
-    )
-    async_jobs_dir: str | None = Field(
-        None, description="Directory that keeps the answers of asynchronous jobs over a restart."
-    )
-    async_output_path: S3Path = Field(
-        None, description="Where InvokeEndpointAsync of boto3's sagemaker-runtime puts its outputs."
-    )
-    async_input_path: S3Path = Field(
-        None, description="Where its inputs must be; the bucket of async_output_path if not set."
-    )
-    s3_cache: bool = Field(False, description="Keep the answers of asynchronous jobs on S3.")
-    s3_cache_bucket: str | None = Field(None, description="Bucket for s3_cache.")
-    s3_cache_key_prefix: str = Field("", description="What the names of the objects of s3_cache begin with.")
-    s3_cache_autocreate: bool = Field(False, description="Make s3_cache_bucket if it is not there.")
-    ddb_cache: bool = Field(False, description="Keep the answers of asynchronous jobs in DynamoDB.")
-    ddb_table_name: str = Field("djl-serving", description="Table for ddb_cache; it is made if it is not there.")
     model_store: str | None = Field(
         None,
         description="Directory with models, directories or archives; a relative path starts at $MODEL_SERVER_HOME.",
@@ -312,20 +285,9 @@ class ServerSettings(Options):
         1.0, description="Share of the answers below status 400 that get a line of access_log; all others do."
     )
     log_prompts: bool = Field(False, description="The body of each request, cut at 8 KiB, in its line of access_log.")
-    otlp_traces_endpoint: Annotated[
-        str | None, Field(pattern=r"^https?://[^/\s]+/\S*$"), Allowed("a URL, such as http://collector:4318/v1/traces")
-    ] = Field(None, description="Where traces go, by OTLP over HTTP; none if not set. It needs the extra otel.")
-    trace_sample: Annotated[float, Field(ge=0, le=1), Allowed("a number from 0 to 1")] = Field(
-        1.0, description="Share of the requests without a traceparent that are traced; with one, its flag decides."
-    )
     metric_names: MetricNames = Field(
         ("djl_serving", "vllm"),
         description="Under whose names /metrics shows what it measures, beside those that begin with lmi_.",
-    )
-    emf_namespace: str | None = Field(
-        None,
-        description="Namespace of CloudWatch: once a minute the log gets a line for each model in its embedded metric "
-        "format.",
     )
     extra_logs: ExtraLogs | None = Field(
         None,
@@ -336,11 +298,17 @@ class ServerSettings(Options):
         description="Directory for extra_logs: access.log, model_metric.log, server_metric.log; or standard error.",
     )
 
+    def part(self, kind: type[_FeatureSettings]) -> _FeatureSettings:
+        """Return these settings as those of a feature, which they include while its entry is in the table."""
+        assert isinstance(self, kind)
+        return self
+
     @property
     def holds_secrets(self) -> bool:
         """Return whether the memory of the server has keys or passwords that its clients or this machine share."""
         keys = (self.api_keys, self.api_keys_file, self.management_api_keys, self.management_api_keys_file)
-        return any((*keys, self.sigv4_keys, self.private_key_file, self.keystore))
+        of_features = (getattr(self, name) for part in feature_parts(type(self)) for name in part.secrets)
+        return any((*keys, self.private_key_file, self.keystore, *of_features))
 
     @property
     def error_rates(self) -> dict[str, ErrorRate]:

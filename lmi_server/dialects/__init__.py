@@ -2,8 +2,9 @@
 
 `parse` turns an Input into an Exchange: the sequences to generate, and the way to write the answer.
 
-    lmi/, openai/, anthropic/, kserve/
-                         one package per dialect
+    lmi/, openai/, anthropic/, kserve/, tgi.py
+                         one package or module per dialect
+    optional.py          the dialects among these that are optional features
     tokens.py            vLLM's /tokenize and /detokenize
     scores.py            vLLM's /score and /rerank
     routes.py            the names of the routes
@@ -25,12 +26,14 @@ from typing import Any
 
 from lmi_server.contract.errors import RequestError, RouteNotFoundError
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import anthropic, fields, kserve, lmi, openai, routes
+from lmi_server.dialects import fields, lmi, openai, routes
 from lmi_server.dialects.base import Exchange, ServedModel
+from lmi_server.dialects.optional import optional_dialects
 
 __all__ = ["FORMATTER_NAMES", "Exchange", "ServedModel", "parse"]
 
 FORMATTER_NAMES = lmi.FORMATTER_NAMES
+_OPTIONAL = optional_dialects()
 
 
 Parser = Callable[[Input, dict[str, Any], ServedModel], Exchange]
@@ -39,8 +42,6 @@ _BY_ROUTE: dict[str, Parser] = {
     routes.CHAT_COMPLETIONS: openai.parse_chat,
     routes.COMPLETIONS: openai.parse_completion,
     routes.RESPONSES: openai.parse_response,
-    routes.MESSAGES: anthropic.parse_message,
-    **dict.fromkeys(routes.TGI_ROUTES, lmi.parse_tgi),
 }
 
 
@@ -55,10 +56,9 @@ def parse(request: Input, served: ServedModel) -> Exchange:
         return parser(request, fields.json_object(request), served)
     if route in routes.LMI_ROUTES:
         return _parse_any(request, served)
-    if route == routes.INFER:
-        return kserve.parse_infer(request, served)
-    if route in routes.KSERVE_ROUTES:
-        return kserve.parse_generate(request, served)
+    optional = _OPTIONAL.parsers.get(route)
+    if optional is not None:
+        return optional(request, served)
     if route in routes.POOLING_ROUTES:
         raise RequestError(
             f"this model generates text and does not serve /{route}; serve a model of embeddings or classes,"

@@ -9,15 +9,12 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.dialects import routes, tokens
-from lmi_server.dialects.anthropic.request import MESSAGE_FIELDS
 from lmi_server.dialects.fields import Field
-from lmi_server.dialects.kserve.tensors import InferBody
 from lmi_server.dialects.lmi.objects import WholeAnswer
 from lmi_server.dialects.lmi.request import BODY, PARAMETERS
 from lmi_server.dialects.openai import CHAT_FIELDS, COMPLETION_FIELDS, embeddings, images
 from lmi_server.dialects.openai.responses import RESPONSE_FIELDS
-
-Schema = dict[str, Any]
+from lmi_server.dialects.optional import Schema, optional_dialects
 
 # A field's reader is asked which of these it takes. A list or an object may need what only its own reader knows; its
 # type then stays open. Empty values are no samples, because fields that are always refused take them.
@@ -29,12 +26,11 @@ _SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "array": ([1], ["a"], [{"role": "user", "content": "a"}]),
     "object": ({"a": 1}, {"type": "text"}),
 }
-_TABLES: Mapping[str, Mapping[str, Field]] = {
+_BODIES: Mapping[str, Mapping[str, Field] | type | Schema] = {
+    **optional_dialects().bodies,
     routes.COMPLETIONS: COMPLETION_FIELDS,
     routes.CHAT_COMPLETIONS: CHAT_FIELDS,
     routes.RESPONSES: RESPONSE_FIELDS,
-    routes.MESSAGES: MESSAGE_FIELDS,
-    routes.COUNT_TOKENS: MESSAGE_FIELDS,
     routes.EMBEDDINGS: embeddings.FIELDS,
     routes.IMAGES_GENERATIONS: images.GENERATION_FIELDS,
     routes.IMAGES_EDITS: images.EDIT_FIELDS,
@@ -50,7 +46,11 @@ _ANSWERS: Mapping[str, type] = {
 }
 # msgspec has no schema for unions, such as the tokens in details: the schema of these types ends at one level.
 _FLAT = (WholeAnswer,)
-_TYPES = tuple(kind for kind in dict.fromkeys((InferBody, *_ANSWERS.values())) if kind not in _FLAT)
+_TYPES = tuple(
+    kind
+    for kind in (*_BODIES.values(), *dict.fromkeys(_ANSWERS.values()))
+    if isinstance(kind, type) and kind not in _FLAT
+)
 _OBJECT: Schema = {"type": "object"}
 
 
@@ -63,13 +63,14 @@ def components() -> dict[str, Schema]:
 def request_schema(route: str) -> Schema:
     """Return the schema of the body of a request to this route."""
     if route in _OF_LMI:
-        return _with_parameters(_of_table(BODY), "inputs")
-    if route in (routes.V2_GENERATE, routes.V2_GENERATE_STREAM):
-        text: Schema = {"type": "object", "properties": {"text_input": {"type": "string"}, "id": {"type": "string"}}}
-        return _with_parameters(text, "text_input")
-    if route == routes.INFER:
-        return _reference(InferBody)
-    return _of_table(_TABLES[route]) if route in _TABLES else _OBJECT
+        schema = _of_table(BODY)
+        properties = {**schema["properties"], "parameters": {"$ref": "#/components/schemas/Parameters"}}
+        return {**schema, "properties": properties, "required": ["inputs"]}
+    body = _BODIES.get(route, _OBJECT)
+    if isinstance(body, type):
+        return _reference(body)
+    table = {name: field for name, field in body.items() if isinstance(field, Field)}
+    return _of_table(table) if table else dict(body)
 
 
 def answer_schema(route: str) -> Schema:
@@ -81,11 +82,6 @@ def answer_schema(route: str) -> Schema:
 
 def _reference(kind: type) -> Schema:
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
-
-
-def _with_parameters(schema: Schema, required: str) -> Schema:
-    properties = {**schema["properties"], "parameters": {"$ref": "#/components/schemas/Parameters"}}
-    return {**schema, "properties": properties, "required": [required]}
 
 
 def _of_struct(kind: type[msgspec.Struct]) -> Schema:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lmi_server.client.trial_server import LoadFailedError, TrialServer
 from lmi_server.tune.measurement import Traffic
-from lmi_server.tune.server import LoadFailedError, TrialServer
 
 BASE = "base"
 _ALONE = 16  # requests, one at a time

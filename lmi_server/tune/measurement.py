@@ -14,8 +14,8 @@ from lmi_server.bench.client import Target
 from lmi_server.bench.records import summary
 from lmi_server.bench.run import Run, RunLength
 from lmi_server.bench.workload import Workload, with_adapters
+from lmi_server.client.trial_server import LoadFailedError, TrialServer
 from lmi_server.tune.outcome import GOODPUT, THROUGHPUT, Outcome
-from lmi_server.tune.server import LoadFailedError, TrialServer
 
 _SHORT = 5  # the short run before has a fifth of the requests
 _HOPELESS = 0.6  # of the best value, below which a short run ends a trial

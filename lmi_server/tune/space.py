@@ -8,20 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmi_server.client.trial_server import PARAMETERS
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ConfigurationError
 
 _PASSED_ON = "it is passed on to the handler"
-PARAMETERS = {
-    "minWorkers": "min_worker",
-    "maxWorkers": "max_worker",
-    "batch_size": "batch_size",
-    "max_batch_delay": "max_batch_delay",
-    "job_queue_size": "job_queue_size",
-    "load_on_devices": "device",
-}
-"""Parameters of a registration by key of serving.properties; keys with "option." are parameters as they are."""
 _LISTED = ", ".join(PARAMETERS)
 _SERVING = frozenset(option.key for option in ServingOptions.declared())  # keys without "option."
 _ROUNDING = 1e-9  # a share of a step

@@ -39,8 +39,8 @@ from lmi_server.tune.result import difference, tuned_properties
 from lmi_server.tune.space import Choices, Range, Space, check_space, grid, parse_space, size_of, space_of_script
 
 if TYPE_CHECKING:
+    from lmi_server.client.trial_server import TrialServer
     from lmi_server.tune.search import Search
-    from lmi_server.tune.server import TrialServer
 
 # Each token takes 4 ms, so the throughput follows from the number of requests at a time.
 PROPERTIES = "option.entryPoint=djl_python.echo\n# at a time\noption.max_rolling_batch_size=2\noption.echo_delay_ms=4\n"
@@ -138,9 +138,9 @@ def test_a_search_goes_on_after_it_was_killed(model: Path) -> None:
 def test_a_port_that_is_taken_and_a_server_that_is_killed_cost_one_trial(model: Path) -> None:
     """Who has the port answers as a server would."""
     from lmi_server.bench.workload import RandomPrompts
+    from lmi_server.client.trial_server import MODEL, trial_server
     from lmi_server.commands.bench import bench_target
     from lmi_server.tune.measurement import Measurement, Traffic
-    from lmi_server.tune.server import MODEL, trial_server
 
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
     target = bench_target("http://127.0.0.1:1", "completions", MODEL, True, ())

@@ -13,7 +13,10 @@ import pytest
 from server_helpers import Server, connect, make_model, received, running
 
 from frontend import app
+from frontend.kserve.predictions import PATHS as KSERVE
+from frontend.sagemaker.runtime import PATHS as SAGEMAKER
 from lmi_server.dialects.lmi import PARAMETERS
+from lmi_server.dialects.optional import optional_dialects
 from lmi_server.dialects.schemas import components, request_schema
 
 
@@ -57,8 +60,9 @@ def test_every_operation_is_answered(server: Server, document: dict[str, Any]) -
 
 def test_every_route_is_documented(document: dict[str, Any]) -> None:
     """The tables of the front end are in the document, and a path that is in none is refused."""
-    assert app._INFERENCE.keys() <= document["paths"].keys()
-    assert all("post" in document["paths"][path] for path in app._INFERENCE)
+    inference = {*app._EXACT, *app._WITH_MODEL, *optional_dialects().paths, *KSERVE, *SAGEMAKER}
+    assert inference <= document["paths"].keys()
+    assert all("post" in document["paths"][path] for path in inference)
     for path in (
         "/ping",
         "/metrics",

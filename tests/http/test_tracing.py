@@ -13,7 +13,8 @@ from server_helpers import Server, make_model, running
 from waiting import wait_until
 
 from frontend.observability.request_record import RequestRecord
-from frontend.observability.tracing import Tracing, parse_traceparent
+from frontend.observability.trace_context import parse_traceparent
+from frontend.observability.traces.tracing import Tracing
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install lmi-server[otel]")
 Receiver = import_module("otlp_receiver").Receiver
@@ -169,7 +170,7 @@ class FailingTrace:
 
 def test_a_request_whose_spans_cannot_be_made_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     record = RequestRecord(200, 0.0, 0.0, "odd", "model", "invocations", "")
-    Tracing(1, import_module("frontend.observability.spans").OpenTelemetrySpans("http://127.0.0.1:1")).end(
+    Tracing(1, import_module("frontend.observability.traces.spans").OpenTelemetrySpans("http://127.0.0.1:1")).end(
         FailingTrace(), record
     )
     assert f"the spans of trace {1:032x} cannot be made" in caplog.text
@@ -207,12 +208,12 @@ def test_the_header(header: str, is_valid: bool) -> None:
 )
 def test_a_route_has_no_names(path: str, route: str) -> None:
     """A collector keeps a series for each."""
-    assert import_module("frontend.observability.spans").http_route(path) == route
+    assert import_module("frontend.observability.traces.spans").http_route(path) == route
 
 
 def test_without_traces_nothing_is_imported() -> None:
     code = (
-        "import sys, frontend.server; from frontend.observability.tracing import Tracing\n"
+        "import sys, frontend.server; from frontend.observability.traces.tracing import Tracing\n"
         "from lmi_server.configuration.server_settings import ServerSettings\n"
         "assert Tracing.from_settings(ServerSettings()) is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"

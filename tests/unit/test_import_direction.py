@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from feature_modules import BUILT_ON, feature_of
 from paths import ROOT
 
 from lmi_server.configuration.handlers import HANDLERS
@@ -24,21 +25,27 @@ _SERVING = {*_CONFIGURED, "artifacts", "supervisor"}
 MAY_IMPORT = {
     "contract": set[str](),
     "files": {"contract"},
+    "features": set[str](),
+    "client": _CORE,
+    "plots": set[str](),
     "machine": {"contract"},
     "processes": {"contract", "machine"},
     "artifacts": {"contract"},
-    "configuration": {*_CORE, "artifacts"},
-    "dialects": {"contract"},
+    "configuration": {*_CORE, "artifacts", "features"},
+    "dialects": {"contract", "features"},
     "media": {"contract"},
-    "bench": _CORE,
-    "advise": {*_CORE, "bench"},
-    "tune": {*_CONFIGURED, "bench"},
+    "bench": {*_CORE, "client"},
+    "advise": {*_CORE, "bench", "client"},
+    "tune": {*_CONFIGURED, "bench", "client"},
     "supervisor": _CONFIGURED,
     "explain": {*_CONFIGURED, "supervisor"},
     "serving": _SERVING,
     "worker": {*_CONFIGURED, "dialects", "media"},
     "ray": {*_SERVING, "dialects", "explain", "serving", "worker"},
-    "commands": {*_SERVING, "advise", "bench", "dialects", "explain", "ray", "serving", "tune"},
+    "commands": {
+        *(*_SERVING, "client", "dialects", "explain", "features", "serving"),
+        *("advise", "bench", "ray", "tune"),  # each only by the commands of this feature
+    },
     "__main__": {"commands"},
     # Public names for code of one's own; nothing of this project imports them.
     **{name: {"contract"} for name in ("errors", "generation", "handler", "protocol")},
@@ -51,14 +58,16 @@ INSIDE_MAY_IMPORT = {
     "frontend": {
         "http": set[str](),
         "access": _HTTP,
-        "observability": _HTTP,
+        "observability": {*_HTTP, "features"},  # the latter for traces
         "management": {*_HTTP, "access"},
         "relay": {*_WATCHED, "management"},
-        "sagemaker": _HTTP,
-        "kserve": _HTTP,
-        "openapi": {*_HTTP, "management", "sagemaker"},
-        "console": {*_WATCHED, "management", "relay"},
-        "lifecycle": {*_HTTP, "console"},
+        "sagemaker": {*_HTTP, "features"},
+        "kserve": {*_HTTP, "features"},
+        "tgi": {*_HTTP, "features", "management"},
+        "openapi": {*_HTTP, "management"},
+        "console": {*_WATCHED, "features", "management", "relay"},
+        "emf": {"features", "observability"},
+        "lifecycle": _HTTP,
         "ray": {"observability", "server"},
     },
     "lmi_server.configuration": {
@@ -95,6 +104,7 @@ INSIDE_MAY_IMPORT = {
     },
 }
 TABLE = "lmi_server/configuration/handlers.py"
+FEATURE_TABLE = "lmi_server/features.py"
 COMPOSITION_ROOT = "lmi_server/commands/cli.py"
 ENVIRONMENT = "lmi_server/machine/environment.py"
 # What a handler may import of lmi_server: the contract, what the machine has, the dialects' pure functions, media, and
@@ -252,6 +262,25 @@ def test_a_handler_is_its_folder_and_its_row_in_the_table() -> None:
         modules = [text for text in texts if isinstance(text, str) and text.startswith("handlers.")]
         asked = [value for value in compared(parsed(path)) if value in names]
         wrong += [f"{name_of(path)} names {text}" for text in (*modules, *asked)]
+    assert not wrong
+
+
+def test_a_feature_is_its_modules_and_its_entry() -> None:
+    """No other module imports those of a feature, and only the table names them."""
+    wrong = []
+    for name, path in BY_NAME.items():
+        own = feature_of(name)
+        for other in imported(parsed(path), path):
+            feature = feature_of(other)
+            if feature not in (None, own, *BUILT_ON.get(own or "", ())):
+                wrong.append(f"{name_of(path)} imports {other}")
+        if name_of(path) == FEATURE_TABLE:
+            continue
+        for node in ast.walk(parsed(path)):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            feature = feature_of(text.partition(":")[0])
+            if feature not in (None, own):
+                wrong.append(f"{name_of(path)} names {text}")
     assert not wrong
 
 

@@ -5,7 +5,16 @@ turns.py     the conversation: system, messages and their blocks
 answer.py    one message, or the events of its creation
 """
 
+from lmi_server.dialects import routes
 from lmi_server.dialects.anthropic.answer import count_body
-from lmi_server.dialects.anthropic.request import parse_count, parse_message
+from lmi_server.dialects.anthropic.request import MESSAGE_FIELDS, parse_count, parse_message
+from lmi_server.dialects.optional import OptionalDialect, TokenCount
 
-__all__ = ["count_body", "parse_count", "parse_message"]
+__all__ = ["DIALECT", "count_body", "parse_count", "parse_message"]
+
+DIALECT = OptionalDialect(
+    paths={"/v1/messages": routes.MESSAGES, "/v1/messages/count_tokens": routes.COUNT_TOKENS},
+    parsers={routes.MESSAGES: parse_message},
+    counts={routes.COUNT_TOKENS: TokenCount(parse_count, count_body)},
+    bodies=dict.fromkeys((routes.MESSAGES, routes.COUNT_TOKENS), MESSAGE_FIELDS),
+)

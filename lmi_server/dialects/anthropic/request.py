@@ -153,9 +153,9 @@ MESSAGE_FIELDS: dict[str, Field] = {
 # --- requests ---
 
 
-def parse_message(request: Input, body: dict[str, Any], served: ServedModel) -> Exchange:
+def parse_message(request: Input, served: ServedModel) -> Exchange:
     """Parse a body of /v1/messages. Raises RequestError."""
-    asked = _parse(request, body, served)
+    asked = _parse(request, fields.json_object(request), served)
     if asked.generation.sampling.max_new_tokens is None:
         raise RequestError("max_tokens is missing; send how many tokens the answer may have")
     kind = MessageStream if asked.generation.stream else MessageBody

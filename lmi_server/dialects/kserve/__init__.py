@@ -8,7 +8,27 @@ The sources are specification/protocol of kserve/open-inference-protocol, and Tr
 and for generating text.
 """
 
+from lmi_server.dialects import routes
+from lmi_server.dialects.kserve.tensors import InferBody
 from lmi_server.dialects.kserve.texts import parse_generate, parse_infer
 from lmi_server.dialects.kserve.values import as_lmi_request, as_tensors
+from lmi_server.dialects.optional import OptionalDialect, Translation
 
-__all__ = ["as_lmi_request", "as_tensors", "parse_generate", "parse_infer"]
+__all__ = ["DIALECT", "as_lmi_request", "as_tensors", "parse_generate", "parse_infer"]
+
+_GENERATE = (routes.V2_GENERATE, routes.V2_GENERATE_STREAM)
+_GENERATE_BODY = {
+    "type": "object",
+    "properties": {
+        "text_input": {"type": "string"},
+        "id": {"type": "string"},
+        "parameters": {"$ref": "#/components/schemas/Parameters"},
+    },
+    "required": ["text_input"],
+}
+# The paths name the model, so that the front end reads them (frontend/kserve/predictions.py).
+DIALECT = OptionalDialect(
+    parsers={routes.INFER: parse_infer, **dict.fromkeys(_GENERATE, parse_generate)},
+    translations={routes.INFER: Translation(as_lmi_request, as_tensors)},
+    bodies={routes.INFER: InferBody, **dict.fromkeys(_GENERATE, _GENERATE_BODY)},
+)

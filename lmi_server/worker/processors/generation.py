@@ -16,8 +16,9 @@ from lmi_server.contract.errors import EXITS, HandlerError, exit_message
 from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import AddAdapter, Command, GetMetrics, Input, RemoveAdapter
-from lmi_server.dialects import anthropic, routes, tokens
+from lmi_server.dialects import routes, tokens
 from lmi_server.dialects.base import Exchange, ServedModel
+from lmi_server.dialects.optional import optional_dialects
 from lmi_server.worker.answers.frame_buffer import ResponseWriter
 from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.processors.base import BURST, RequestProcessor, is_cancelled
@@ -141,10 +142,11 @@ class GenerationProcessor(RequestProcessor):
             generation, warnings = tokens.parse_tokenize(request, served)
             _log_warnings(request, warnings)
             return tokens.tokens_body(await self._handler.tokenize(generation), served)
-        if request.route == routes.COUNT_TOKENS:
-            generation, warnings = anthropic.parse_count(request, served)
+        if request.route != routes.DETOKENIZE:
+            count = optional_dialects().counts[request.route]
+            generation, warnings = count.parse(request, served)
             _log_warnings(request, warnings)
-            return anthropic.count_body(len(await self._handler.tokenize(generation)))
+            return count.body(len(await self._handler.tokenize(generation)))
         ids, warnings = tokens.parse_detokenize(request, served)
         _log_warnings(request, warnings)
         return tokens.text_body(await self._handler.detokenize(ids))

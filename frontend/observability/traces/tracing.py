@@ -5,43 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import re
 import threading
 from importlib import import_module
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from frontend.http.clients import Scope
 from frontend.observability.request_record import RequestRecord
+from frontend.observability.trace_context import RequestTrace, parse_traceparent
+from frontend.observability.traces.settings import TraceSettings
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_LIMIT_S = 5.0
-# W3C's Trace Context.
-_TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_SAMPLED = 1
-
-
-class TraceContext(NamedTuple):
-    """A trace and the span in it that sent the request, both in hexadecimal digits."""
-
-    trace_id: str
-    span_id: str
-    is_sampled: bool
-
-
-class RequestTrace(Protocol):
-    """The span of one request, and those of its phases. `spans.py` has the one for OpenTelemetry."""
-
-    trace_id: str
-    """In hexadecimal digits."""
-
-    header: str
-    """The header traceparent of whatever this request causes."""
-
-    def end(self, record: RequestRecord) -> None:
-        """Send the spans of the request, which has ended, soon."""
 
 
 class Spans(Protocol):
@@ -67,16 +44,17 @@ class Tracing:
     @classmethod
     def from_settings(cls, settings: ServerSettings) -> Tracing | None:
         """Return the traces that the settings ask for, None for none. Raises ConfigurationError."""
-        endpoint = settings.otlp_traces_endpoint
+        asked = settings.part(TraceSettings)
+        endpoint = asked.otlp_traces_endpoint
         if endpoint is None:
             return None
         try:
-            spans: Spans = import_module("frontend.observability.spans").OpenTelemetrySpans(endpoint)
+            spans: Spans = import_module("frontend.observability.traces.spans").OpenTelemetrySpans(endpoint)
         except ImportError as error:
             raise ConfigurationError(
                 f'otlp_traces_endpoint = "{endpoint}" needs OpenTelemetry ({error}); run: pip install lmi-server[otel]'
             ) from error
-        return cls(settings.trace_sample, spans)
+        return cls(asked.trace_sample, spans)
 
     def begin(self, properties: dict[str, str], scope: Scope, arrived: float) -> RequestTrace | None:
         """Return the span of a request that was drawn, or whose headers name a trace; None if that is not to be traced.
@@ -106,17 +84,3 @@ class Tracing:
         closing = threading.Thread(target=self._spans.close, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, _CLOSE_LIMIT_S)
-
-
-def parse_traceparent(header: str) -> TraceContext | None:
-    """Return what a header says, None if it is not valid. A later version may have more fields behind the flags."""
-    match = _TRACEPARENT.fullmatch(header)
-    if match is None or (match[1] == "00" and match[5] is not None):
-        return None
-    return TraceContext(match[2], match[3], bool(int(match[4], 16) & _SAMPLED))
-
-
-def trace_id_in(header: str) -> str:
-    """Return the id of the trace that a header names, "" if the header is not valid."""
-    context = parse_traceparent(header)
-    return "" if context is None else context.trace_id

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import subprocess
 import sys
 import time
@@ -14,12 +12,21 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
 
+from lmi_server.client.server_calls import error_message
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.ports import free_port
 from lmi_server.processes.parents import end_with_parent
 from lmi_server.processes.usage import find_listener
-from lmi_server.tune.space import PARAMETERS
 
+PARAMETERS = {
+    "minWorkers": "min_worker",
+    "maxWorkers": "max_worker",
+    "batch_size": "batch_size",
+    "max_batch_delay": "max_batch_delay",
+    "job_queue_size": "job_queue_size",
+    "load_on_devices": "device",
+}
+"""Parameters of a registration by key of serving.properties; keys with "option." are parameters as they are."""
 MODEL = "trial"
 """The name of the model while it is tried."""
 
@@ -134,13 +141,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _end_of(log: Path) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
-
-
-def error_message(body: bytes) -> str:
-    """Return the message of an error in LMI's or OpenAI's form, on one line; the body itself in another form."""
-    try:
-        found = json.loads(body)
-        text = str(found["message"] if "message" in found else found["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        text = body.decode("utf-8", "replace")
-    return re.sub(r"\s+", " ", text).strip()

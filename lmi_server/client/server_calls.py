@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import ssl
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
 from typing import Annotated, Any, cast
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import typer
 
-from lmi_server.bench.client import address
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.tune.server import error_message
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 Headers = Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")]
@@ -72,10 +73,17 @@ class ServerCalls:
         return ConfigurationError(f"{self.url} does not answer: {reason}")
 
 
-def remedy(error: Exception) -> str:
-    """Return how to send a key if the server asks for one, otherwise nothing."""
-    wants_key = isinstance(error, HTTPError) and error.code == HTTPStatus.UNAUTHORIZED
-    return "; --header 'x-api-key: KEY' sends a key" if wants_key else ""
+def address(url: str) -> tuple[str, int, str, ssl.SSLContext | None]:
+    """Return host, port, path and the TLS of a URL. Raises ConfigurationError if it is not http or https."""
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"{url} is no URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigurationError(f"{url} is no URL of a server; allowed: http://HOST:PORT, https://HOST:PORT")
+    tls = ssl.create_default_context() if parts.scheme == "https" else None
+    return parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/"), tls
 
 
 def parse_headers(headers: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -85,3 +93,19 @@ def parse_headers(headers: Sequence[str]) -> tuple[tuple[str, str], ...]:
         if not (name and separator):
             raise ConfigurationError(f'--header "{name}" is not allowed; allowed: "name: value"')
     return tuple((name.strip(), value.strip()) for name, _, value in pairs)
+
+
+def error_message(body: bytes) -> str:
+    """Return the message of an error in LMI's or OpenAI's form, on one line; the body itself in another form."""
+    try:
+        found = json.loads(body)
+        text = str(found["message"] if "message" in found else found["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        text = body.decode("utf-8", "replace")
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def remedy(error: Exception) -> str:
+    """Return how to send a key if the server asks for one, otherwise nothing."""
+    wants_key = isinstance(error, HTTPError) and error.code == HTTPStatus.UNAUTHORIZED
+    return "; --header 'x-api-key: KEY' sends a key" if wants_key else ""

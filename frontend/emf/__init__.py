@@ -1,0 +1,1 @@
+"""Metrics in CloudWatch's embedded metric format, as lines of the log."""

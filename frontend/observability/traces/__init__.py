@@ -1,0 +1,1 @@
+"""Traces of requests, for OpenTelemetry: a feature of the table."""

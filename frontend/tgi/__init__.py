@@ -1,0 +1,1 @@
+"""What text-generation-inference's clients ask a server for beside text."""

@@ -1,0 +1,19 @@
+"""text-generation-inference's own paths: LMI's requests, and answers in the form of that server."""
+
+from __future__ import annotations
+
+from lmi_server.contract.protocol import Input
+from lmi_server.dialects import fields, routes
+from lmi_server.dialects.base import Exchange, ServedModel
+from lmi_server.dialects.lmi import parse_tgi
+from lmi_server.dialects.optional import OptionalDialect
+
+
+def _parse(request: Input, served: ServedModel) -> Exchange:
+    return parse_tgi(request, fields.json_object(request), served)
+
+
+DIALECT = OptionalDialect(
+    paths={"/": routes.TGI, "/generate": routes.GENERATE, "/generate_stream": routes.GENERATE_STREAM},
+    parsers=dict.fromkeys(sorted(routes.TGI_ROUTES), _parse),
+)

@@ -1,0 +1,30 @@
+"""The modules of each optional feature, which its entry in lmi_server/features.py attaches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+FEATURE_MODULES: Mapping[str, Sequence[str]] = {
+    "sagemaker": ("frontend.sagemaker",),
+    "kserve": ("frontend.kserve", "lmi_server.dialects.kserve"),
+    "tgi": ("frontend.tgi", "lmi_server.dialects.tgi"),
+    "anthropic": ("lmi_server.dialects.anthropic",),
+    "console": ("frontend.console",),
+    "traces": ("frontend.observability.traces",),
+    "emf": ("frontend.emf",),
+    "ray": ("frontend.ray", "lmi_server.ray", "lmi_server.commands.ray", "lmi_server.commands.recommend"),
+    "bench": ("lmi_server.bench", "lmi_server.commands.bench", "lmi_server.commands.bench_progress"),
+    "tune": ("lmi_server.tune", "lmi_server.commands.tune"),
+    "advise": ("lmi_server.advise", "lmi_server.commands.advise"),
+}
+
+BUILT_ON: Mapping[str, Sequence[str]] = {"tune": ("bench",), "advise": ("bench",)}
+"""The features that a feature uses: without these it cannot be there."""
+
+
+def feature_of(module: str) -> str | None:
+    """Return the feature that a module belongs to, None for one of the core."""
+    for name, modules in FEATURE_MODULES.items():
+        if any(f"{module}.".startswith(f"{one}.") for one in modules):
+            return name
+    return None
