@@ -124,7 +124,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Keep what the modules have imported out of garbage collections, which would walk millions of objects each."""
-    model_imports.freeze_libraries()
+    model_imports.imported()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.devices import NVIDIA
-from lmi_server.processes import model_imports
+from lmi_server.processes import model_imports, shorter_imports
 
 
 @pytest.fixture(autouse=True)
@@ -25,30 +28,30 @@ def test_the_garbage_collector_works_as_usual_once_a_model_is_loaded() -> None:
     usual = model_imports._SERVING
     model_imports.prepare()
     assert gc.get_threshold() > usual
-    model_imports.finish_loading()
+    model_imports.loaded()
     assert gc.get_threshold() == usual
     assert gc.get_freeze_count() > 0
 
 
 def test_a_collection_during_the_load_leaves_out_what_was_imported_before() -> None:
     libraries = [[] for _ in range(1000)]
-    model_imports.freeze_libraries()
+    model_imports.imported()
     assert not any(found is libraries for found in gc.get_objects())
 
 
 def test_the_thresholds_that_a_model_sets_stay() -> None:
     model_imports.prepare()
     gc.set_threshold(5000, 5, 5)
-    model_imports.finish_loading()
+    model_imports.loaded()
     assert gc.get_threshold() == (5000, 5, 5)
 
 
 def test_a_hidden_library_is_not_found_meanwhile() -> None:
-    with model_imports.hide("wave"), pytest.raises(ImportError):
+    with model_imports.hidden("wave"), pytest.raises(ImportError):
         import wave
     import wave
 
-    with model_imports.hide("wave"):
+    with model_imports.hidden("wave"):
         import wave as again
     assert again is wave
 
@@ -59,6 +62,57 @@ def test_triton_is_hidden_where_there_is_no_gpu(
 ) -> None:
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.setattr(model_imports, "shown_gpus", lambda _: (NVIDIA, gpus))
-    with model_imports.hide_triton():
+    with model_imports.without_triton():
         assert ("triton" in sys.modules) is hides
     assert "triton" not in sys.modules
+
+
+@pytest.mark.slow
+def test_speculative_decoding_finds_scikit_learn_when_it_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from tiny_models import tiny_model
+    from transformers.generation import candidate_generator
+
+    asked = []
+    monkeypatch.setattr(
+        candidate_generator,
+        "roc_curve",
+        lambda *arguments, original=candidate_generator.roc_curve: asked.append(original(*arguments)) or asked[-1],
+    )
+    model, assistant = tiny_model("llama"), tiny_model("llama")
+    with torch.no_grad():
+        assistant.lm_head.weight.add_(torch.randn_like(assistant.lm_head.weight), alpha=0.02)
+    assistant.generation_config.assistant_confidence_threshold = 0.001
+    prompt = torch.tensor([[79, 110, 99, 101]])
+    wanted = model.generate(prompt, max_new_tokens=40, do_sample=False)
+    assert model.generate(prompt, assistant_model=assistant, max_new_tokens=40, do_sample=False).equal(wanted)
+    assert asked
+
+
+@pytest.mark.slow
+def test_the_loss_of_object_detection_finds_scipy_when_it_needs_it() -> None:
+    from transformers.loss import loss_deformable_detr, loss_for_object_detection, loss_rt_detr
+
+    for module in (loss_deformable_detr, loss_for_object_detection, loss_rt_detr):  # they import each other
+        assert module.is_scipy_available()
+        rows, columns = module.linear_sum_assignment([[2.0, 1.0], [1.0, 2.0]])
+        assert (rows.tolist(), columns.tolist()) == ([0, 1], [1, 0])
+
+
+def test_the_installed_packages_are_those_that_python_finds() -> None:
+    found, usual = shorter_imports.packages_distributions(), importlib.metadata.packages_distributions()
+    assert {name: sorted(found[name]) for name in found} == {name: sorted(usual[name]) for name in usual}
+
+
+@pytest.mark.slow
+def test_transformers_finds_its_modules_as_it_does_by_itself() -> None:
+    from transformers.utils import import_utils as ours
+
+    spec = importlib.util.find_spec(ours.__name__)
+    assert isinstance(spec.loader, shorter_imports.ScanningLoader)
+    usual = importlib.util.module_from_spec(importlib.util.spec_from_file_location(ours.__name__, spec.origin))
+    usual.__spec__.loader.exec_module(usual)
+    models = Path(ours.__file__).parent.parent / "models"
+    assert ours.define_import_structure(models) == usual.define_import_structure(models)
+    # Not what transformers itself found: the import path may have grown since.
+    assert shorter_imports.packages_distributions().keys() == usual.PACKAGE_DISTRIBUTION_MAPPING.keys()
