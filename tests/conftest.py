@@ -124,7 +124,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Keep what the modules have imported out of garbage collections, which would walk millions of objects each."""
-    model_imports.imported()
+    model_imports.freeze_libraries()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -60,7 +60,7 @@ class DeepSpeedTaskHandler(TaskHandler):
 
     def follow(self, model_dir: str, options: DeepSpeedOptions) -> None:
         self.start(model_dir, options)
-        model_imports.loaded()
+        model_imports.finish_loading()
         from handlers.batch_messages import Batch, decode
 
         assert self._communicator is not None

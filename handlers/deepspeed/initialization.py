@@ -60,7 +60,7 @@ def import_deepspeed() -> Any:
     """Import DeepSpeed. Raises ModelLoadError if it is not installed."""
     try:
         # Its autotuner, which nothing here uses, takes XGBoost if it is there, and with it scikit-learn and pandas.
-        with model_imports.hidden("xgboost"):
+        with model_imports.hide("xgboost"):
             import deepspeed
     except ImportError as error:
         raise ModelLoadError(

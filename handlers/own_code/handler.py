@@ -76,7 +76,7 @@ class OwnCodeHandler(RequestHandler):
 
     def follow(self, model_dir: str, options: OwnCodeOptions) -> None:
         self.start(model_dir, options)
-        model_imports.loaded()
+        model_imports.finish_loading()
         assert self._communicator is not None
         while isinstance(message := decode(self._communicator.receive()), Batch):
             _run_to_the_end(self._code.handle(message.requests))

@@ -186,7 +186,7 @@ def _refusals(model: Any, refusal: type[ModelLoadError] = RollingBatchError) -> 
 def follow(loaded: LoadedModel) -> None:
     """Run a rank other than 0: compute the passes that rank 0 sends with this rank's part of the model, until Stop."""
     runner = loaded.runner()
-    model_imports.loaded()
+    model_imports.finish_loading()
     runner.follow()
 
 

@@ -189,5 +189,5 @@ def import_engine(module: str) -> ModuleType:
         raise ModelLoadError(
             f"the vllm handler needs vLLM ({error}); install vllm, or lmi-server[vllm] on a machine without GPU"
         ) from error
-    model_imports.imported()
+    model_imports.freeze_libraries()
     return imported

@@ -38,7 +38,7 @@ def prepare_spawned() -> None:
     sys.meta_path.insert(0, _LateImportFinder())
 
 
-def imported() -> None:
+def freeze_libraries() -> None:
     """Keep the libraries out of the garbage collections of a load, if all of them are imported before it.
 
     vLLM has the collector walk all objects up to eight times while it loads a model, which takes half a second each
@@ -48,7 +48,7 @@ def imported() -> None:
     atexit.register(gc.unfreeze)  # nanobind would report what is never collected as leaks, a hundred lines of log
 
 
-def loaded() -> None:
+def finish_loading() -> None:
     """Have the garbage collector work as usual, but for all that exists by now: it stays until the end.
 
     Without the freeze, every full collection would walk all objects of the libraries, and all streams would stop for
@@ -61,7 +61,7 @@ def loaded() -> None:
 
 
 @contextlib.contextmanager
-def hidden(library: str) -> Iterator[None]:
+def hide(library: str) -> Iterator[None]:
     """Have imports of `library` fail meanwhile, as if it were not installed, unless it is imported already."""
     if library in sys.modules:
         yield
@@ -73,14 +73,14 @@ def hidden(library: str) -> Iterator[None]:
         del sys.modules[library]
 
 
-def without_triton() -> AbstractContextManager[None]:
+def hide_triton() -> AbstractContextManager[None]:
     """Return a context in which imports do not find Triton, which compiles for GPUs, if this process has no GPU.
 
     PyTorch imports it wherever it is installed. That takes 0.2 s, and when the process ends, Triton reports all that it
     holds as leaks, a hundred lines of log.
     """
     _, gpus = shown_gpus(process_environment())
-    return contextlib.nullcontext() if gpus else hidden("triton")
+    return contextlib.nullcontext() if gpus else hide("triton")
 
 
 class _Late(NamedTuple):
@@ -160,7 +160,7 @@ class _OptionalImportLoader(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         library, name = _OPTIONAL[module.__name__]
-        with hidden(library):
+        with hide(library):
             super().exec_module(module)
         setattr(module, name, _LateLibrary(library))
 

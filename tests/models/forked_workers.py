@@ -54,7 +54,7 @@ def install(libraries: str) -> None:
         import_module(name)
     for spec in HANDLERS:  # a thread of the server that imports one would keep its lock in a fork for ever
         load_class(spec.options)
-    model_imports.imported()
+    model_imports.freeze_libraries()
     launch._execute = _execute
 
 

@@ -125,7 +125,7 @@ if __name__ == "__main__":
     model_imports.prepare()
     for name in ("handlers.vllm.engine.loading", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"):
         import_module(name)
-    model_imports.imported()
+    model_imports.freeze_libraries()
     for line in sys.stdin:
         child = os.fork()
         if not child:

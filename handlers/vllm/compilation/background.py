@@ -132,7 +132,7 @@ def compile_models(arguments: Mapping[str, Any], directory: Path) -> None:
         stored_code,  # imported late: vLLM takes seconds, and a worker may end meanwhile
     )
 
-    model_imports.imported()
+    model_imports.freeze_libraries()
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -133,7 +133,7 @@ def follow(model_dir: str, options: VllmEngineOptions) -> None:
     config = create_engine_config(model_dir, options)
     with load_errors(CANNOT_LOAD):
         core = ranks.following_core(config)
-    model_imports.loaded()
+    model_imports.finish_loading()
     ranks.follow(core, Communicator(own_rank()))
 
 
