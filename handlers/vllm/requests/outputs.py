@@ -79,7 +79,7 @@ class DeltaBuilder:
             if isinstance(ended, LmiServerError):
                 return ended
             reason = ended
-            room = room_of(self._sampling, self.parameters.max_tokens)
+            room = room_of(self._sampling, self.parameters.max_tokens) if self._sampling.fit_context else None
             usage = Usage(
                 len(output.prompt_token_ids), self._completion_tokens, output.num_cached_tokens or 0, room=room
             )

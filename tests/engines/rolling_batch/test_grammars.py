@@ -125,7 +125,7 @@ def test_masks_select(dtype: torch.dtype) -> None:
     states = [SamplingState(one, [], grammar=Mask(row)) for one, row in zip(asked, allowed, strict=True)]
     states.append(SamplingState(SamplingParameters(), []))
     best, second = logits[0].float().masked_fill(~allowed[0], -torch.inf).topk(2).indices.tolist()
-    banned = BannedTokens(None, [[best], [best, second]], ends=[second], least=0)
+    banned = BannedTokens(None, [[best], [best, second]], ends=[second], min_tokens=0)
     states.append(SamplingState(SamplingParameters(), [], banned, Mask(allowed[0])))
     rows = torch.cat((logits, logits[:1], logits[:1]))
     chosen = [sampled.token for sampled in sample(rows, states)]
