@@ -247,7 +247,7 @@ class Batch:
         assert not self.scheduler.waiting
         assert not self.scheduler.slots._running
         assert not self.engine._requests
-        assert not self.engine._grammars
+        assert not self.engine._masks._grammars
         assert self.drafter is None or not self.drafter._lookups
 
     def _check(self, asked: Asked) -> None:
