@@ -135,7 +135,9 @@ def reads_environment(module: Module) -> bool:
 def _names_environment(node: ast.AST) -> bool:
     if isinstance(node, ast.ImportFrom) and node.module == "os":
         return any(alias.name in _ENVIRONMENT for alias in node.names)
-    return isinstance(node, ast.Attribute) and node.attr in _ENVIRONMENT
+    if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+        return False
+    return node.value.id == "os" and node.attr in _ENVIRONMENT
 
 
 def sentences(module: Module) -> Iterator[str]:

@@ -18,18 +18,16 @@ from frontend.http.responses import json_response
 from frontend.management.models import MethodRoute
 from lmi_server.dialects import routes as names
 from lmi_server.dialects.errors import is_anthropic, is_kserve, is_openai
-from lmi_server.dialects.optional import Schema
+from lmi_server.dialects.optional import Schema, optional_dialects
 from lmi_server.dialects.schemas import answer_schema, components, request_schema
 
 # What an inference route does, for readers of the document; the paths themselves come from the router.
-SUMMARIES: Mapping[str, str] = {
+_SUMMARIES: Mapping[str, str] = {
     names.INVOCATIONS: "LMI: generate text, or run the task of the model; a body with messages is a chat",
     names.PREDICTIONS: "LMI: as /invocations, with the model in the path",
     names.COMPLETIONS: "OpenAI: complete a prompt",
     names.CHAT_COMPLETIONS: "OpenAI: answer a chat",
     names.RESPONSES: "OpenAI: create a response",
-    names.MESSAGES: "Anthropic: create a message",
-    names.COUNT_TOKENS: "Anthropic: count the tokens of a message",
     names.EMBEDDINGS: "OpenAI: embed texts",
     names.IMAGES_GENERATIONS: "OpenAI: draw images from a text",
     names.IMAGES_EDITS: "OpenAI: draw images from an image and a text",
@@ -38,12 +36,7 @@ SUMMARIES: Mapping[str, str] = {
     names.RERANK: "vLLM: order documents by a query",
     names.TOKENIZE: "vLLM: return the token ids of a prompt or a chat",
     names.DETOKENIZE: "vLLM: return the text of token ids",
-    names.TGI: "text-generation-inference: generate text, as a stream if the body says so",
-    names.GENERATE: "text-generation-inference: generate text",
-    names.GENERATE_STREAM: "text-generation-inference: generate text as a stream",
-    names.INFER: "Open Inference Protocol: tensors in, tensors out",
-    names.V2_GENERATE: "Open Inference Protocol: generate text",
-    names.V2_GENERATE_STREAM: "Open Inference Protocol: generate text as a stream",
+    **optional_dialects().summaries,
 }
 _ERRORS: Mapping[str, Schema] = {
     "LmiError": {"code": {"type": "integer"}, **{name: {"type": "string"} for name in ("type", "message", "error")}},
@@ -127,7 +120,7 @@ def _inference_operation(path: str, route: str, answer_type: str | None) -> dict
     content = _contents(route) if answer_type is None else {answer_type: {}}
     answer = {"description": "The answer; a stream if the request asks for one", "content": content}
     body = {"required": True, "content": {kind: {"schema": request_schema(route)} for kind in _body_types(route)}}
-    return {**_operation("POST", path, SUMMARIES[route], answer, route), "requestBody": body}
+    return {**_operation("POST", path, _SUMMARIES[route], answer, route), "requestBody": body}
 
 
 def _contents(route: str) -> dict[str, Any]:

@@ -41,9 +41,11 @@ class Translation(NamedTuple):
 class OptionalDialect:
     """One dialect. `paths` has the route of each path that is always the same; everything else is by route.
 
-    `bodies` are the fields of requests, their type, or their schema.
+    `summaries` say what a route does, for the OpenAPI document; `bodies` are the fields of requests, their type, or
+    their schema.
     """
 
+    summaries: Mapping[str, str]
     paths: Mapping[str, str] = field(default_factory=dict)
     parsers: Mapping[str, Parser] = field(default_factory=dict)
     counts: Mapping[str, TokenCount] = field(default_factory=dict)
@@ -56,6 +58,7 @@ def optional_dialects() -> OptionalDialect:
     """Return all dialects of the table as one."""
     found = [cast(OptionalDialect, load(feature.dialect)) for feature in FEATURES if feature.dialect]
     return OptionalDialect(
+        summaries={route: summary for each in found for route, summary in each.summaries.items()},
         paths={path: route for each in found for path, route in each.paths.items()},
         parsers={route: parser for each in found for route, parser in each.parsers.items()},
         counts={route: count for each in found for route, count in each.counts.items()},

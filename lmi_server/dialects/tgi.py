@@ -14,6 +14,11 @@ def _parse(request: Input, served: ServedModel) -> Exchange:
 
 
 DIALECT = OptionalDialect(
+    summaries={
+        routes.TGI: "text-generation-inference: generate text, as a stream if the body says so",
+        routes.GENERATE: "text-generation-inference: generate text",
+        routes.GENERATE_STREAM: "text-generation-inference: generate text as a stream",
+    },
     paths={"/": routes.TGI, "/generate": routes.GENERATE, "/generate_stream": routes.GENERATE_STREAM},
     parsers=dict.fromkeys(sorted(routes.TGI_ROUTES), _parse),
 )

@@ -28,7 +28,7 @@ from lmi_server.configuration.handlers import load as load_class
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine
 from lmi_server.processes import model_imports
-from lmi_server.supervisor.launch.worker_launch import worker_launch as launch
+from lmi_server.supervisor.launch import worker_launch as launch
 from lmi_server.worker import __main__ as worker_program
 
 LIBRARIES = {

@@ -22,7 +22,7 @@ from forked_process import as_process
 from paths import TESTS
 from relay_helpers import HANDLERS
 
-from lmi_server.supervisor.launch.worker_launch import worker_launch as launch
+from lmi_server.supervisor.launch import worker_launch as launch
 
 SCRIPT = TESTS / "models" / "fault_server.py"
 

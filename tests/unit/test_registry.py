@@ -13,7 +13,7 @@ from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ModelMemoryError
 from lmi_server.contract.protocol import Input
 from lmi_server.machine.inventory import Machine
-from lmi_server.serving.models.model import model_memory
+from lmi_server.serving.models import model_memory
 from lmi_server.serving.models.model_store import ModelSource
 from lmi_server.serving.models.registry import ModelRegistry
 

@@ -13,6 +13,10 @@ from lmi_server.dialects.optional import OptionalDialect, TokenCount
 __all__ = ["DIALECT", "count_body", "parse_count", "parse_message"]
 
 DIALECT = OptionalDialect(
+    summaries={
+        routes.MESSAGES: "Anthropic: create a message",
+        routes.COUNT_TOKENS: "Anthropic: count the tokens of a message",
+    },
     paths={"/v1/messages": routes.MESSAGES, "/v1/messages/count_tokens": routes.COUNT_TOKENS},
     parsers={routes.MESSAGES: parse_message},
     counts={routes.COUNT_TOKENS: TokenCount(parse_count, count_body)},

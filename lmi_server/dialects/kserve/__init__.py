@@ -28,6 +28,11 @@ _GENERATE_BODY = {
 }
 # The paths name the model, so that the front end reads them (frontend/kserve/predictions.py).
 DIALECT = OptionalDialect(
+    summaries={
+        routes.INFER: "Open Inference Protocol: tensors in, tensors out",
+        routes.V2_GENERATE: "Open Inference Protocol: generate text",
+        routes.V2_GENERATE_STREAM: "Open Inference Protocol: generate text as a stream",
+    },
     parsers={routes.INFER: parse_infer, **dict.fromkeys(_GENERATE, parse_generate)},
     translations={routes.INFER: Translation(as_lmi_request, as_tensors)},
     bodies={routes.INFER: InferBody, **dict.fromkeys(_GENERATE, _GENERATE_BODY)},
