@@ -108,7 +108,7 @@ POOL_COUNTERS = (
 )
 POOL_HISTOGRAMS = (
     Quantity(
-        "batch_sizes", "lmi_batch_size",
+        "dispatcher.batch_sizes", "lmi_batch_size",
         "Requests of a batch; without batches, those that a worker had with each that it got.",
     ),
     Quantity("load_times", "lmi_model_load_seconds", "Start of a worker's process to its loaded model."),
