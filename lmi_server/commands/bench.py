@@ -11,12 +11,13 @@ import typer
 import uvloop
 from rich.console import Console
 
-from lmi_server.bench import dialects, report
+from lmi_server.bench import dialects
 from lmi_server.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Replay
 from lmi_server.bench.client import Target
-from lmi_server.bench.html_report import html_report
 from lmi_server.bench.observation import Measured, Observer
 from lmi_server.bench.records import LATENCIES
+from lmi_server.bench.reports import terminal_report as report
+from lmi_server.bench.reports.html_report import html_report
 from lmi_server.bench.run import Run, RunLength
 from lmi_server.bench.server_metrics import fetch
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer, Workload, read_prompts, with_adapters

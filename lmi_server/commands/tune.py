@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lmi_server.bench.page import Table as PageTable
-from lmi_server.bench.page import markdown, page
+from lmi_server.bench.reports.page import Table as PageTable
+from lmi_server.bench.reports.page import markdown, page
 from lmi_server.bench.workload import RandomPrompts, Recorded, Workload, read_prompts
 from lmi_server.client.trial_server import MODEL, trial_server
 from lmi_server.commands.bench import bench_target, parse_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lmi_server.bench.page import Plot, Section, Table, scattered
+from lmi_server.bench.reports.page import Plot, Section, Table, scattered
 from lmi_server.tune.adapter_costs import Cost
 from lmi_server.tune.confirmation import Confirmation, choose
 from lmi_server.tune.outcome import THROUGHPUT, Trial, pareto

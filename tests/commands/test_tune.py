@@ -25,7 +25,7 @@ from paths import ROOT
 from processes import children, is_running
 from waiting import wait_until
 
-from lmi_server.bench.page import markdown
+from lmi_server.bench.reports.page import markdown
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.ports import free_port
 from lmi_server.processes.usage import find_listener

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lmi_server.bench.observation import Measured, cores
-from lmi_server.bench.page import Plot, Points, Section, Table, Values, page, scattered
 from lmi_server.bench.records import Record, quantile
-from lmi_server.bench.report import TITLES, rows
+from lmi_server.bench.reports.page import Plot, Points, Section, Table, Values, page, scattered
+from lmi_server.bench.reports.terminal_report import TITLES, rows
+from lmi_server.bench.reports.timeline import start_of, timeline
 from lmi_server.bench.server_metrics import waiting
-from lmi_server.bench.timeline import start_of, timeline
 
 _PERCENTS = [*map(float, range(100)), 99.5, 99.9, 100.0]
 _MIB = 2**20
