@@ -66,20 +66,20 @@ FEATURES = (
     ),
     FeatureSpec(
         name="ray",
-        commands={"ray": "lmi_server.commands.ray:app", "recommend": "lmi_server.commands.recommend:recommend"},
+        commands={"ray": "lmi_server.ray.command:app", "recommend": "lmi_server.ray.recommend_command:recommend"},
     ),
     FeatureSpec(
         name="bench",
-        commands={"bench": "lmi_server.commands.bench:bench"},
+        commands={"bench": "lmi_server.bench.command:bench"},
     ),
     # These two measure with what bench measures with.
     FeatureSpec(
         name="tune",
-        commands={"tune": "lmi_server.commands.tune:tune"},
+        commands={"tune": "lmi_server.tune.command:tune"},
     ),
     FeatureSpec(
         name="advise",
-        commands={"advise": "lmi_server.commands.advise:advise_server"},
+        commands={"advise": "lmi_server.advise.command:advise_server"},
     ),
 )
 

@@ -17,10 +17,10 @@ from rich.console import Console
 
 from frontend.observability.server_log import formatter
 from lmi_server.artifacts.location import MODEL_FORMS, names_model_file
-from lmi_server.commands.chat import chat
+from lmi_server.client.terminal import plain_configuration_errors
+from lmi_server.commands.live.chat import chat
+from lmi_server.commands.live.top import top
 from lmi_server.commands.reload import reload_model
-from lmi_server.commands.terminal import plain_configuration_errors
-from lmi_server.commands.top import top
 from lmi_server.configuration.handlers import DESCRIBE_GPUS, HANDLERS
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.configuration.server_settings import (

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from lmi_server.client.server_calls import DEFAULT_URL, ServerCalls, parse_headers
-from lmi_server.commands.terminal import plain_configuration_errors
+from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 
 _LIST_S = 30.0

@@ -11,11 +11,11 @@ import pytest
 from forked_servers import run_command
 from server_helpers import connect, raw_request, serving
 
+from lmi_server.advise.command import engine_of
 from lmi_server.advise.evidence import Evidence, LoadSample, add_log, add_metrics
 from lmi_server.advise.rules import OPTIONS, OWN, SGLANG, VLLM, Advice, advise
 from lmi_server.bench.observation import Observation
 from lmi_server.bench.server_metrics import read
-from lmi_server.commands.advise import engine_of
 
 DECODE = (
     "[2026-01-01 10:00:00 TP0] Decode batch. #running-req: {running}, #token: 370959, token usage: {usage}, "

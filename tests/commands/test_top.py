@@ -11,7 +11,7 @@ from forked_servers import run_command
 from pseudo_terminal import terminal
 from server_helpers import Server, make_model, running, serving
 
-from lmi_server.commands.model_figures import figures, parse
+from lmi_server.commands.live.model_figures import figures, parse
 
 BEFORE = """
 # HELP lmi_queue_depth Requests that wait for a worker.

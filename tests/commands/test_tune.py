@@ -137,9 +137,9 @@ def test_a_search_goes_on_after_it_was_killed(model: Path) -> None:
 @pytest.mark.slow
 def test_a_port_that_is_taken_and_a_server_that_is_killed_cost_one_trial(model: Path) -> None:
     """Who has the port answers as a server would."""
+    from lmi_server.bench.command import bench_target
     from lmi_server.bench.workload import RandomPrompts
     from lmi_server.client.trial_server import MODEL, trial_server
-    from lmi_server.commands.bench import bench_target
     from lmi_server.tune.measurement import Measurement, Traffic
 
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"

@@ -12,10 +12,10 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
     "console": ("frontend.console",),
     "traces": ("frontend.observability.traces",),
     "emf": ("frontend.emf",),
-    "ray": ("frontend.ray", "lmi_server.ray", "lmi_server.commands.ray", "lmi_server.commands.recommend"),
-    "bench": ("lmi_server.bench", "lmi_server.commands.bench", "lmi_server.commands.bench_progress"),
-    "tune": ("lmi_server.tune", "lmi_server.commands.tune"),
-    "advise": ("lmi_server.advise", "lmi_server.commands.advise"),
+    "ray": ("frontend.ray", "lmi_server.ray"),
+    "bench": ("lmi_server.bench",),
+    "tune": ("lmi_server.tune",),
+    "advise": ("lmi_server.advise",),
 }
 
 BUILT_ON: Mapping[str, Sequence[str]] = {"tune": ("bench",), "advise": ("bench",)}

@@ -15,6 +15,7 @@ OF_USERS = {"model.py", "inference.py", "code/inference.py"}  # files of model d
 
 _FILE = re.compile(r"`([\w./-]+\.py)`")
 _FOLDER = re.compile(rf"`((?:{'|'.join(map(re.escape, FOLDERS))})/[\w/]*)`")
+_WRITTEN = re.compile(r"\bWrite `([^`]+)`")  # by a step of an example
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -37,9 +38,11 @@ def is_module(name: str) -> bool:
 
 
 def missing(document: Path) -> Iterator[str]:
-    for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), start=1):
+    text = document.read_text(encoding="utf-8")
+    present = {*OF_USERS, *_WRITTEN.findall(text)}
+    for number, line in enumerate(text.splitlines(), start=1):
         place = f"{document.name}:{number}"
-        yield from (f"{place}: {name}" for name in _FILE.findall(line) if name not in OF_USERS and not is_module(name))
+        yield from (f"{place}: {name}" for name in _FILE.findall(line) if name not in present and not is_module(name))
         yield from (f"{place}: {name}" for name in _FOLDER.findall(line) if not (ROOT / name).is_dir())
         yield from (f"{place}: {link}" for link in _LINK.findall(line) if not (document.parent / link).exists())
 

@@ -17,8 +17,8 @@ PACKAGES = ("lmi_server", "handlers", "frontend")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 ENGINES = {"torch", "transformers", "tokenizers", "accelerate", "vllm", "deepspeed", "tensorrt_llm", "gguf", "numba"}
 
-# What each folder of lmi_server may import beside itself. Only the command line, the
-# composition root, may import the front end, and nobody imports handlers: the table of handlers names them in strings.
+# What each folder of lmi_server may import beside itself. Only the command line, the composition root, may import the
+# front end. No folder imports handlers: the table of handlers names them in strings.
 _CORE = {"contract", "files", "machine", "processes"}
 _CONFIGURED = {*_CORE, "configuration"}
 _SERVING = {*_CONFIGURED, "artifacts", "supervisor"}
@@ -41,11 +41,8 @@ MAY_IMPORT = {
     "explain": {*_CONFIGURED, "supervisor"},
     "serving": _SERVING,
     "worker": {*_CONFIGURED, "dialects", "media"},
-    "ray": {*_SERVING, "dialects", "explain", "serving", "worker"},
-    "commands": {
-        *(*_SERVING, "client", "dialects", "explain", "features", "serving"),
-        *("advise", "bench", "ray", "tune"),  # each only by the commands of this feature
-    },
+    "ray": {*_SERVING, "client", "dialects", "explain", "serving", "worker"},
+    "commands": {*_SERVING, "client", "dialects", "explain", "features", "serving"},
     "__main__": {"commands"},
     # Public names for code of one's own; nothing of this project imports them.
     **{name: {"contract"} for name in ("errors", "generation", "handler", "protocol")},

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lmi_server.commands.terminal import plain_configuration_errors
+from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.machine.device_tools import nvidia_products
 from lmi_server.machine.environment import process_environment
 from lmi_server.ray.recommendation import CONTEXT, DEGREES, Goal, find_accelerator, find_model, own_accelerator

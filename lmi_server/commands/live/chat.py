@@ -17,9 +17,9 @@ from rich.console import Console
 
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.client.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
+from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.client.trial_server import LoadFailedError, trial_server
-from lmi_server.commands.conversation import Conversation
-from lmi_server.commands.terminal import plain_configuration_errors
+from lmi_server.commands.live.conversation import Conversation
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.secrets import SECRETS
 from lmi_server.files.whole_files import write_text

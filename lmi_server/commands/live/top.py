@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lmi_server.client.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
-from lmi_server.commands.model_figures import ModelFigures, Snapshot, figures, take_snapshot
-from lmi_server.commands.terminal import plain_configuration_errors
+from lmi_server.client.terminal import plain_configuration_errors
+from lmi_server.commands.live.model_figures import ModelFigures, Snapshot, figures, take_snapshot
 from lmi_server.contract.errors import ConfigurationError
 
 _WINDOW_S = 60.0  # of percentiles and of the cache

@@ -16,7 +16,7 @@ from lmi_server.advise.rules import Advice, advise
 from lmi_server.bench.observation import Observer
 from lmi_server.bench.server_metrics import fetch_text, is_lmi_server, read, reports_vllm
 from lmi_server.client.server_calls import Headers, parse_headers, remedy
-from lmi_server.commands.terminal import plain_configuration_errors
+from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
 

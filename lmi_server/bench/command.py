@@ -15,6 +15,7 @@ from lmi_server.bench import dialects
 from lmi_server.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Replay
 from lmi_server.bench.client import Target
 from lmi_server.bench.observation import Measured, Observer
+from lmi_server.bench.progress import show_progress
 from lmi_server.bench.records import LATENCIES
 from lmi_server.bench.reports import terminal_report as report
 from lmi_server.bench.reports.html_report import html_report
@@ -22,8 +23,7 @@ from lmi_server.bench.run import Run, RunLength
 from lmi_server.bench.server_metrics import fetch
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer, Workload, read_prompts, with_adapters
 from lmi_server.client.server_calls import Headers, address, parse_headers
-from lmi_server.commands.bench_progress import show_progress
-from lmi_server.commands.terminal import plain_configuration_errors
+from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
 from lmi_server.machine.environment import process_environment

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lmi_server.commands.terminal import plain_configuration_errors
+from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
 from lmi_server.machine.environment import process_environment

@@ -15,12 +15,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lmi_server.bench.command import bench_target, parse_weights
 from lmi_server.bench.reports.page import Table as PageTable
 from lmi_server.bench.reports.page import markdown, page
 from lmi_server.bench.workload import RandomPrompts, Recorded, Workload, read_prompts
+from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.client.trial_server import MODEL, trial_server
-from lmi_server.commands.bench import bench_target, parse_weights
-from lmi_server.commands.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
 from lmi_server.machine.environment import process_environment
