@@ -13,10 +13,10 @@ from typing import Any
 
 from djl_python.inputs import make_input
 
-from handlers.own_code.djl_adapters import await_result
-from handlers.own_code.djl_async import response_of
-from handlers.own_code.djl_inputs import InputBuilder
-from handlers.own_code.djl_outputs import FAILED, OUT_OF_MEMORY, piece_error
+from handlers.own_code.djl.adapters import await_result
+from handlers.own_code.djl.async_functions import response_of
+from handlers.own_code.djl.inputs import InputBuilder
+from handlers.own_code.djl.outputs import FAILED, OUT_OF_MEMORY, piece_error
 from handlers.user_code import DEFAULT_ENTRY_POINT, format_user_error, load_file
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import EXITS, LmiServerError, ModelLoadError, describe, is_out_of_memory, message_of

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from djl_python.request_io import RequestInput, TextInput
 
-from handlers.own_code.djl_inputs import InputBuilder
+from handlers.own_code.djl.inputs import InputBuilder
 from handlers.own_code.output_formatters import exchange_writer
 from handlers.user_code import DEFAULT_ENTRY_POINT, find_marked, format_user_error, load_file
 from lmi_server import dialects

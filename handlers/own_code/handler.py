@@ -146,13 +146,13 @@ def _code_of(module: ModuleType, options: OwnCodeOptions) -> RequestHandler:
     function = getattr(module, options.handler, None)
     if callable(function):
         # Late, because they import djl_python.
-        from handlers.own_code.djl_adapters import functions_in
-        from handlers.own_code.djl_function import DjlFunction
+        from handlers.own_code.djl.adapters import functions_in
+        from handlers.own_code.djl.function import DjlFunction
 
         return DjlFunction(function, find_marked(module, _FORMATTERS), functions_in(module))
     script = {name: found for name in _SCRIPT if callable(found := getattr(module, name, None))}
     if script:
-        from handlers.own_code.djl_function import DjlFunction
+        from handlers.own_code.djl.function import DjlFunction
         from handlers.own_code.framework_functions import JSON, Script
 
         accept = options.given.get("default_accept", JSON)

@@ -9,8 +9,8 @@ from typing import Any
 from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
-from handlers.own_code.djl_inputs import InputBuilder
-from handlers.own_code.djl_outputs import OUT_OF_MEMORY, error_response
+from handlers.own_code.djl.inputs import InputBuilder
+from handlers.own_code.djl.outputs import OUT_OF_MEMORY, error_response
 from handlers.user_code import format_user_error
 from lmi_server.contract.errors import (
     HandlerError,

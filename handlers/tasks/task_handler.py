@@ -35,7 +35,7 @@ from lmi_server.dialects.openai import embeddings as openai_embeddings
 from lmi_server.media.budget import media_of_request
 
 if TYPE_CHECKING:
-    from handlers.tasks.embedding import TextEmbedding
+    from handlers.tasks.encoders.embedding import TextEmbedding
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from handlers.tasks.embedding import TextEmbedding
-from handlers.tasks.encoder import FeatureExtraction
+from handlers.tasks.encoders.embedding import TextEmbedding
+from handlers.tasks.encoders.encoder import FeatureExtraction
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.question_answering import QuestionAnswering
 from handlers.tasks.task import Task

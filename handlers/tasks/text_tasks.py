@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from handlers.tasks import padding
-from handlers.tasks.generation import GenerationTask, Prompt
-from handlers.tasks.generation_parameters import LOWERED, PARAMETERS
+from handlers.tasks.generation.parameters import LOWERED, PARAMETERS
+from handlers.tasks.generation.task import GenerationTask, Prompt
 from handlers.tasks.options import TRANSLATION, PipelineOptions
 from handlers.tasks.task import named, read_text
 from lmi_server.contract.errors import ContextLengthError, RequestError

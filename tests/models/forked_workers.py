@@ -35,7 +35,7 @@ LIBRARIES = {
     "worker": ("handlers.own_code.handler", "handlers.echo.handler"),  # and nothing but what every worker imports
     "transformers": (
         *("handlers.huggingface.model", "handlers.rolling_batch.engine_loading", "handlers.tasks.task_loading"),
-        *("handlers.tasks.text_tasks", "handlers.tasks.transformers_pipeline", "handlers.tasks.embedding"),
+        *("handlers.tasks.text_tasks", "handlers.tasks.transformers_pipeline", "handlers.tasks.encoders.embedding"),
         *("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"),
     ),
     "vllm": ("handlers.vllm.engine.loading", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"),

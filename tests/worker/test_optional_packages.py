@@ -25,7 +25,7 @@ def run_without_packages(code: str) -> str:
 
 def test_no_module_needs_them_to_be_imported() -> None:
     names = "; ".join(f"import djl_python.{name}" for name in MODULES)
-    assert run_without_packages(f"{names}; import handlers.own_code.djl_function") == ""
+    assert run_without_packages(f"{names}; import handlers.own_code.djl.function") == ""
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from handlers.checkpoints.placement import main_device
-from handlers.tasks.encoder import Encoder
+from handlers.tasks.encoders.encoder import Encoder
+from handlers.tasks.encoders.pooling import Pooler, read_layout
 from handlers.tasks.options import PipelineOptions
-from handlers.tasks.pooling import Pooler, read_layout
 from handlers.tasks.task import Task, named
 from lmi_server.contract.errors import LmiServerError, RequestError
 from lmi_server.dialects import fields

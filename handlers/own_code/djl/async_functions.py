@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from djl_python.outputs import Output
 
-from handlers.own_code.djl_adapters import AdapterFunctions, await_result
-from handlers.own_code.djl_outputs import (
+from handlers.own_code.djl.adapters import AdapterFunctions, await_result
+from handlers.own_code.djl.outputs import (
     body_of,
     chunk_fields,
     error_response,

@@ -10,7 +10,7 @@ from typing import Any
 from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
-from handlers.own_code.djl_outputs import DEFAULT_MESSAGES, chunk_fields
+from handlers.own_code.djl.outputs import DEFAULT_MESSAGES, chunk_fields
 from lmi_server.contract.errors import (
     BadParameterError,
     HandlerError,

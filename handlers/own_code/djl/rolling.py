@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from djl_python.inputs import Input, make_input
 from djl_python.outputs import Output
 
-from handlers.own_code.djl_adapters import AdapterFunctions
-from handlers.own_code.djl_inputs import ADAPTER, sent_properties
-from handlers.own_code.djl_outputs import (
+from handlers.own_code.djl.adapters import AdapterFunctions
+from handlers.own_code.djl.inputs import ADAPTER, sent_properties
+from handlers.own_code.djl.outputs import (
     FAILED,
     OUT_OF_MEMORY,
     STEP_FAILED,

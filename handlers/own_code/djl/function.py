@@ -10,11 +10,11 @@ from typing import Any
 from djl_python.inputs import Input
 from djl_python.session_manager import save_sessions
 
-from handlers.own_code.djl_adapters import AdapterFunctions
-from handlers.own_code.djl_async import AsyncFunction
-from handlers.own_code.djl_inputs import InputBuilder
-from handlers.own_code.djl_outputs import respond, split
-from handlers.own_code.djl_rolling import RollingFunction
+from handlers.own_code.djl.adapters import AdapterFunctions
+from handlers.own_code.djl.async_functions import AsyncFunction
+from handlers.own_code.djl.inputs import InputBuilder
+from handlers.own_code.djl.outputs import respond, split
+from handlers.own_code.djl.rolling import RollingFunction
 from handlers.own_code.options import OwnCodeOptions
 from handlers.own_code.user_function import UserFunction
 from handlers.user_code import place_of

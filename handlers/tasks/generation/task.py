@@ -18,7 +18,7 @@ from handlers.checkpoints.placement import main_device
 from handlers.checkpoints.rotary import RotaryEmbeddings
 from handlers.checkpoints.text_length import TextLength
 from handlers.checkpoints.transformers_loading import eos_token_ids, load_model
-from handlers.tasks.generation_parameters import (
+from handlers.tasks.generation.parameters import (
     LOWERED,
     NO_TOKEN,
     OUR_OWN,
@@ -27,7 +27,7 @@ from handlers.tasks.generation_parameters import (
     TOKEN_PARAMETERS,
     flat_tokens,
 )
-from handlers.tasks.generation_steps import GrowingText, StepQueue, StopFlag, log_probs_of
+from handlers.tasks.generation.steps import GrowingText, StepQueue, StopFlag, log_probs_of
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.padding import load_padding_tokenizer
 from handlers.tasks.task import Piece, Task

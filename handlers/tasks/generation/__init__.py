@@ -1,0 +1,1 @@
+"""Whole tasks that generate text: translation, summarisation, and completion in static batches."""
