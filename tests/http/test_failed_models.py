@@ -42,7 +42,8 @@ AT_START = FAILING.keys() - ONLY_REGISTERED
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("store")
+    directory = tmp_path_factory.mktemp("around") / "store"  # other tests write next to their own directories
+    directory.mkdir()
     make_model(directory / "good")
     checkpoint(directory / "damaged").write_bytes(b"\xff" * 4096)
     (directory / "no_config").mkdir()

@@ -84,13 +84,17 @@ def background_log(capacity: int) -> Iterator[tuple[BackgroundLog, logging.Logge
     reading, writing = os.pipe()
     logger = logging.Logger("test")
     log = BackgroundLog(logger, writing, capacity)
+    others = threading.enumerate()
     log.start()
+    writers = [thread for thread in threading.enumerate() if thread not in others]
     try:
         yield log, logger, reading
     finally:
         with contextlib.suppress(OSError):
             os.close(reading)
         log.close(30)
+        for writer in writers:  # it would write what it still has into the next file with this number
+            writer.join(30)
         os.close(writing)
 
 
