@@ -36,9 +36,10 @@ from rich.table import Table
 from benchmarks.relay import Load, Rates, Server, measure
 from frontend import server as frontend_server
 from frontend.access.management_access import Access
-from frontend.observability import request_log, spans
+from frontend.observability import request_log
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.request_reports import RequestReports
+from frontend.observability.traces import spans
 from frontend.relay.relay import Relay
 from lmi_server.configuration.server_settings import ServerSettings, resolve_server
 from lmi_server.serving.models.model_store import ModelSource
@@ -61,7 +62,7 @@ class SwitchedRelay(Relay):
 
     def __init__(self, models: ModelRegistry, metrics: Metrics, settings: ServerSettings, access: Access) -> None:
         super().__init__(models, metrics, settings, access)
-        without = {"access_log": "off", "otlp_traces_endpoint": None}
+        without = {"access_log": "off"}
         plain = RequestReports(settings.model_copy(update=without), metrics, self.error_rates)
         self._states = [plain, self.reports]
         asyncio.get_running_loop().call_soon(self._set)  # the server has its traces attached to the observed ones first
