@@ -21,6 +21,7 @@ from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.request_record import CLIENT_GONE
 from frontend.observability.request_reports import RequestReports
+from frontend.observability.trace_context import Tracer
 from frontend.relay.answer import relay_stream, reply_with_error, send_whole
 from frontend.relay.model_choice import ModelChoice
 from frontend.relay.request import ClientGoneError, RelayedRequest, sent_request_id
@@ -64,7 +65,7 @@ class Relay:
         held = keep_held(scope)
         try:
             request = RelayedRequest(route, scope, receive, self._request_id_header)
-            self._prepare_response(request, send, is_traced=self.reports.tracing is not None)
+            self._prepare_response(request, send, self.reports.tracing)
             try:
                 self._check_page(request)
                 request.read_query()
@@ -96,13 +97,11 @@ class Relay:
 
     # --- the steps ---
 
-    def _prepare_response(self, request: RelayedRequest, send: Send, is_traced: bool = False) -> None:
+    def _prepare_response(self, request: RelayedRequest, send: Send, tracing: Tracer | None = None) -> None:
         headers = self.headers
-        if is_traced:
-            tracing = self.reports.tracing
-            if tracing is not None and ("traceparent" in request.properties or random() < tracing.ratio):
-                request.trace = trace = tracing.begin(request.properties, request.scope, request.arrived)
-                headers = headers if trace is None else [(b"traceparent", trace.header.encode()), *headers]
+        if tracing is not None and ("traceparent" in request.properties or random() < tracing.ratio):
+            request.trace = trace = tracing.begin(request.properties, request.scope, request.arrived)
+            headers = headers if trace is None else [(b"traceparent", trace.header.encode()), *headers]
         if request.route in ANTHROPIC_ROUTES:  # by which Anthropic's clients log the request
             headers = [(b"request-id", request.request_id.encode("latin-1")), *headers]
         request.response = Response(request.connection, send, request.request_id, headers)

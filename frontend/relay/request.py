@@ -7,7 +7,6 @@ import io
 import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -35,12 +34,18 @@ _PRIORITIES = range(-(2**31), 2**31)
 _SHORT_BODY = 64 * 1024
 
 
+_MAX_PRIORITY_SIZE = len(str(_PRIORITIES.start))  # bytes of JSON
+
+
 class _Fields(msgspec.Struct):
-    model: Any = None
-    priority: Any = None
+    """Values as JSON: whatever a client sends in them, it makes no objects here."""
+
+    model: msgspec.Raw = msgspec.Raw(b"null")
+    priority: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _decode = msgspec.json.Decoder(_Fields).decode
+_decode_value = msgspec.json.Decoder().decode
 
 
 class ClientGoneError(Exception):
@@ -206,13 +211,15 @@ def model_and_priority(body: bytes) -> tuple[str | None, int | None]:
     """
     try:
         fields = _decode(body.removeprefix(codecs.BOM_UTF8))
+        named, asked = memoryview(fields.model), memoryview(fields.priority)
+        model = _decode_value(named) if named[:1].tobytes() == b'"' else None
+        priority = _decode_value(asked) if len(asked) <= _MAX_PRIORITY_SIZE else None
     except RecursionError:
         raise RequestError("the body is nested too deeply; send a flat JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None, None
-    model, priority = fields.model, fields.priority
     is_allowed = type(priority) is int and priority in _PRIORITIES  # `isinstance` would take true for 1
-    return model if isinstance(model, str) else None, priority if is_allowed else None
+    return model, priority if is_allowed else None
 
 
 def parse_priority(value: str) -> int:

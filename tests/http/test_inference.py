@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from typing import Any, cast
 from uuid import RFC_4122, UUID
 
@@ -111,3 +112,14 @@ def test_an_id_is_a_random_uuid() -> None:
     for text in texts:
         parsed = UUID(text)
         assert (str(parsed), parsed.version, parsed.variant) == (text, 4, RFC_4122)
+
+
+def test_wrong_values_of_model_and_priority_make_no_objects() -> None:
+    many = b"[" + b",".join([b"[]"] * 100_000) + b"]"
+    body = b'{"model": ' + many + b', "priority": ' + many + b"}"
+    tracemalloc.start()
+    try:
+        assert model_and_priority(body) == (None, None)
+        assert tracemalloc.get_traced_memory()[1] < 64 * 1024
+    finally:
+        tracemalloc.stop()

@@ -168,6 +168,20 @@ class FailingTrace:
         raise ValueError("no span")
 
 
+class FailingSpans:
+    def begin(self, properties: dict[str, str], scope: object, arrived: float) -> FailingTrace:
+        raise ValueError("no span")
+
+    def close(self) -> None: ...
+
+
+def test_a_request_whose_span_cannot_be_begun_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    properties = {"host": "here"}
+    assert Tracing(1, FailingSpans()).begin(properties, {}, 0.0) is None
+    assert "the span of a request cannot be begun" in caplog.text
+    assert properties == {"host": "here"}
+
+
 def test_a_request_whose_spans_cannot_be_made_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     record = RequestRecord(200, 0.0, 0.0, "odd", "model", "invocations", "")
     Tracing(1, import_module("frontend.observability.traces.spans").OpenTelemetrySpans("http://127.0.0.1:1")).end(

@@ -68,7 +68,11 @@ class Tracing:
                 return None
         elif header is not None and random.random() >= self.ratio:  # not drawn yet: it could have been valid
             return None
-        trace = self._spans.begin(properties, scope, arrived)
+        try:
+            trace = self._spans.begin(properties, scope, arrived)
+        except Exception:  # as in `end`
+            logger.exception("the span of a request cannot be begun")
+            return None
         properties["traceparent"] = trace.header
         return trace
 
