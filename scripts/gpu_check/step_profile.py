@@ -1,0 +1,92 @@
+"""Where the time of a decode step goes: the GPU's work, and how long the GPU waits for the host.
+
+    python -m scripts.gpu_check.step_profile SHAPE DEVICE COUNT
+
+decodes for COUNT requests, and prints the figures of a step as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from scripts.gpu_check.contenders import add, load
+
+STEPS = 20
+TOP = 8
+
+Span = tuple[float, float]
+"""Begin and end in microseconds."""
+
+
+def busy_and_gaps(spans: Iterable[Span]) -> tuple[float, list[float]]:
+    """Return how many microseconds at least one span covers, and the gaps between those that touch no other."""
+    busy, gaps, end = 0.0, [], None
+    for begin, finish in sorted(spans):
+        if end is None or begin > end:
+            if end is not None:
+                gaps.append(begin - end)
+            busy += finish - begin
+            end = finish
+        elif finish > end:
+            busy += finish - end
+            end = finish
+    return busy, gaps
+
+
+def step_figures(shape: str, device: str, count: int) -> dict[str, Any]:
+    """Decode for `count` requests; return milliseconds of a step, and the kernels that take most of the GPU's time."""
+    loaded = load(shape, device, count)
+    add(loaded, count, 3 * STEPS + 8)
+    for _ in range(STEPS):
+        loaded.engine.step()
+    seconds = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        loaded.engine.step()
+        seconds.append(time.perf_counter() - began)
+    figures: dict[str, Any] = {"requests": count, "step_ms": 1e3 * statistics.median(seconds)}
+    if device != "cuda":
+        return figures
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(STEPS):
+            loaded.engine.step()
+        torch.cuda.synchronize()
+    spans, kernels = [], defaultdict(float)
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans.append((event.time_range.start, event.time_range.end))
+            kernels[event.name] += event.time_range.elapsed_us()
+    busy, gaps = busy_and_gaps(spans)
+    figures |= {
+        "gpu_ms": busy / STEPS / 1e3,
+        "waits_ms": sum(gaps) / STEPS / 1e3,
+        "longest_wait_ms": max(gaps, default=0.0) / 1e3,
+        "kernels": len(spans) / STEPS,
+        "top": [
+            (name[:90], round(took / STEPS / 1e3, 4))
+            for name, took in sorted(kernels.items(), key=lambda k: -k[1])[:TOP]
+        ],
+    }
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape")
+    parser.add_argument("device")
+    parser.add_argument("count", type=int)
+    asked = parser.parse_args()
+    print(json.dumps(step_figures(asked.shape, asked.device, asked.count)))
+
+
+if __name__ == "__main__":
+    main()
