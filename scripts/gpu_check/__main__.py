@@ -2,10 +2,10 @@
 
     python3 -m scripts.gpu_check [--out DIRECTORY] [SECTION ...]
 
-It needs torch for CUDA, this project with the extra `huggingface`, pytest with pytest-xdist, and the tokenizer of the demo
-model (`make demo-model`); no network. Weights are random, and made on the device. Without names every section runs, the
-cheapest first. Each is a process with a limit, so that one that fails or hangs costs its own figures only. `--dry-run`
-runs all of it with tiny models on the processor.
+It needs torch for CUDA, this project with the extra `huggingface`, pytest with pytest-xdist, and the tokenizer of the
+demo model (`make demo-model`); no network. Weights are random, and made on the device. Without names every section
+runs, the cheapest first. Each is a process with a limit, so that one that fails or hangs costs its own figures only.
+`--dry-run` runs all of it with tiny models on the processor.
 """
 
 from __future__ import annotations

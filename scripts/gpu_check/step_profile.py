@@ -66,15 +66,13 @@ def step_figures(shape: str, device: str, count: int) -> dict[str, Any]:
             spans.append((event.time_range.start, event.time_range.end))
             kernels[event.name] += event.time_range.elapsed_us()
     busy, gaps = busy_and_gaps(spans)
+    most = sorted(kernels.items(), key=lambda kernel: -kernel[1])[:TOP]
     figures |= {
         "gpu_ms": busy / STEPS / 1e3,
         "waits_ms": sum(gaps) / STEPS / 1e3,
         "longest_wait_ms": max(gaps, default=0.0) / 1e3,
         "kernels": len(spans) / STEPS,
-        "top": [
-            (name[:90], round(took / STEPS / 1e3, 4))
-            for name, took in sorted(kernels.items(), key=lambda k: -k[1])[:TOP]
-        ],
+        "top": [(name[:90], round(took / STEPS / 1e3, 4)) for name, took in most],
     }
     return figures
 
