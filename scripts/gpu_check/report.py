@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-import torch
-import transformers
-
 Results = Mapping[str, Mapping[str, Any]]
 
 
@@ -19,6 +16,9 @@ def tables(results: Results) -> str:
 
 
 def _machine() -> str:
+    import torch
+    import transformers
+
     card = "no GPU"
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

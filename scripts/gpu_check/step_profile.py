@@ -12,34 +12,16 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.gpu_check.contenders import add, load
+from scripts.gpu_check.timeline import busy_and_gaps
 
 STEPS = 20
 TOP = 8
-
-Span = tuple[float, float]
-"""Begin and end in microseconds."""
-
-
-def busy_and_gaps(spans: Iterable[Span]) -> tuple[float, list[float]]:
-    """Return how many microseconds at least one span covers, and the gaps between those that touch no other."""
-    busy, gaps, end = 0.0, [], None
-    for begin, finish in sorted(spans):
-        if end is None or begin > end:
-            if end is not None:
-                gaps.append(begin - end)
-            busy += finish - begin
-            end = finish
-        elif finish > end:
-            busy += finish - end
-            end = finish
-    return busy, gaps
 
 
 def step_figures(shape: str, device: str, count: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from scripts.gpu_check.__main__ import Section, run
 from scripts.gpu_check.report import tables
-from scripts.gpu_check.step_profile import busy_and_gaps
+from scripts.gpu_check.timeline import busy_and_gaps
 
 
 @pytest.mark.slow
