@@ -127,6 +127,12 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in (*ids, tokenizer.eos_token_id) if token is not None)
 
 
+def forced_eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Return the tokens of which one ends every text that is as long as it may be; () for nearly every model."""
+    configured = model.generation_config.forced_eos_token_id
+    return tuple(configured) if isinstance(configured, list) else () if configured is None else (int(configured),)
+
+
 def sampling_defaults(model: Any) -> dict[str, float]:
     """Return the parameters of sampling that generation_config.json names, as vLLM takes them."""
     configured = model.generation_config.to_diff_dict()

@@ -16,13 +16,16 @@ CACHE_LINE = 64  # bytes
 class AttentionSettings(NamedTuple):
     """How a layer attends: `scaling` of the scores, above 0; `window` in tokens, 0 for all; `softcap`, 0 for none.
 
-    `threads` is how many share the work.
+    A row sees nothing before the last multiple of `chunk`, 0 for no chunks. `threads` is how many share the work.
+    `sinks`: for each head the score of a token without a value, (heads,) float32, or (0,) for none.
     """
 
     scaling: float
     window: int
+    chunk: int
     softcap: float
     threads: int
+    sinks: np.ndarray
 
 
 class SlotSpan(NamedTuple):
@@ -46,9 +49,9 @@ class SeenColumns(NamedTuple):
     last_own: np.ndarray
 
     @classmethod
-    def of(cls, lengths: list[int], start: int, window: int) -> SeenColumns:
-        """Return it for sequences of `lengths` rows that share `start` tokens, some of which a window may leave out."""
-        begin = max(0, start + 1 - window) if window else 0
+    def of(cls, lengths: list[int], start: int, window: int, chunk: int = 0) -> SeenColumns:
+        """Return it for sequences of `lengths` rows that share `start` tokens; window and chunk may leave some out."""
+        begin = max(start + 1 - window if window else 0, start // chunk * chunk if chunk else 0, 0)
         ends = np.cumsum(lengths)
         firsts = np.repeat(ends - lengths, lengths)
         return cls(start, begin, firsts + (start - begin), np.arange(1, ends[-1] + 1) + (start - begin))

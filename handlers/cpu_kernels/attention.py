@@ -27,7 +27,7 @@ from handlers.cpu_kernels.attention_products import (
     prefetch,
 )
 from handlers.cpu_kernels.compilation import kernel, kernel_part
-from handlers.cpu_kernels.inlined import exp
+from handlers.cpu_kernels.inlined import exp, first_seen, sink_weight
 from handlers.cpu_kernels.intrinsics import LANES, larger, load, store
 from handlers.cpu_kernels.parallel import in_threads, shares_of
 
@@ -82,7 +82,7 @@ def slot_attention(query, key, value, keys, values, slots, positions, out, setti
 
 @kernel_part(fastmath=True)
 def _attend_rows(first_share, last_share, query, keys, values, slots, positions, out, settings, shares):
-    softcap, window = np.float32(settings.softcap), settings.window
+    softcap, window, chunk, sinks = np.float32(settings.softcap), settings.window, settings.chunk, settings.sinks
     kv_heads, value_dim = keys.shape[1], values.shape[3]
     group = query.shape[0] // kv_heads
     pieces = len(slots) * kv_heads
@@ -91,6 +91,8 @@ def _attend_rows(first_share, last_share, query, keys, values, slots, positions,
         longest = max(longest, positions[row] + 1)
     if window > 0:
         longest = min(longest, window)
+    if chunk > 0:
+        longest = min(longest, chunk)
     own = np.empty((group, query.shape[2]), query.dtype)
     scores, mixed = np.empty((group, longest), np.float32), np.empty((group, value_dim), np.float32)
     for share in range(first_share, last_share):
@@ -98,13 +100,13 @@ def _attend_rows(first_share, last_share, query, keys, values, slots, positions,
         for piece in range(share, pieces, shares):
             row, kv_head = piece // kv_heads, piece % kv_heads
             slot, last = slots[row], positions[row]
-            begin = max(0, last + 1 - window) if window > 0 else 0
+            begin = first_seen(last, window, chunk)
             count = last + 1 - begin
             seen_keys, seen_values = keys[slot, kv_head, begin:], values[slot, kv_head, begin:]
             # Memory delivers all the time: values while scores are computed, and then the next piece's keys.
             following = min(piece + shares, pieces - 1)
             next_slot, next_last = slots[following // kv_heads], positions[following // kv_heads]
-            next_begin = max(0, next_last + 1 - window) if window > 0 else 0
+            next_begin = first_seen(next_last, window, chunk)
             next_keys, next_count = keys[next_slot, following % kv_heads, next_begin:], next_last + 1 - next_begin
             for g in range(group):
                 for d in range(query.shape[2]):
@@ -115,7 +117,7 @@ def _attend_rows(first_share, last_share, query, keys, values, slots, positions,
                 if softcap > 0:
                     for t in range(count):
                         weights[t] = softcap * math.tanh(weights[t] / softcap)
-                _softmax(weights)
+                _softmax(weights, sinks, kv_head * group + g)
                 for d in range(value_dim):
                     mixed[g, d] = 0
             for first in range(0, count, _NEAR_TOKENS):
@@ -155,8 +157,8 @@ def _score_tokens(own, keys, count, scaling, scores, values):
 
 
 @kernel_part(fastmath=True)
-def _softmax(scores):
-    """Turn the scores of one head into weights, in place."""
+def _softmax(scores, sinks, head):
+    """Turn the scores of one head into weights, in place. `sinks` as in AttentionSettings."""
     highest = np.float32(-np.inf)
     for t in range(len(scores)):
         highest = larger(highest, scores[t])
@@ -165,6 +167,7 @@ def _softmax(scores):
         weight = exp(scores[t] - highest)
         scores[t] = weight
         total += weight
+    total += sink_weight(sinks, head, highest)
     for t in range(len(scores)):
         scores[t] /= total
 

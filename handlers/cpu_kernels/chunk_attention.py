@@ -19,7 +19,7 @@ from handlers.cpu_kernels import amx
 from handlers.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
 from handlers.cpu_kernels.chunk_attention_amx import chunk_attention_in_tile_registers
 from handlers.cpu_kernels.compilation import kernel, kernel_part
-from handlers.cpu_kernels.inlined import exp, fill, seen_columns
+from handlers.cpu_kernels.inlined import exp, fill, seen_columns, sink_weight
 from handlers.cpu_kernels.intrinsics import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -44,7 +44,8 @@ def chunk_attention(dtype: np.dtype[Any]) -> Callable[..., None]:
     element = from_dtype(dtype)
     query, cache, out = (types.Array(element, *shape) for shape in ((3, "A"), (4, "C"), (3, "C")))
     no_rows = np.empty(0, np.int64)
-    groups = (SlotSpan(0, 0, 0), SeenColumns(0, 0, no_rows, no_rows), AttentionSettings(1.0, 0, 0.0, 1))
+    settings_like = AttentionSettings(1.0, 0, 0, 0.0, 1, np.empty(0, np.float32))
+    groups = (SlotSpan(0, 0, 0), SeenColumns(0, 0, no_rows, no_rows), settings_like)
     span, columns, settings = map(numba.typeof, groups)
     signature = types.void(query, cache, cache, span, columns, out, settings)
     in_tile_registers = amx.IS_USABLE and dtype == np.uint16
@@ -76,7 +77,7 @@ def _chunk_attention(query, keys, values, span, columns, out, settings):
 def _attend_tiles(first_share, last_share, query, laid_keys, laid_values, seen, columns, out, settings, shares):
     start, begin, first_own, last_own = columns.start, columns.begin, columns.first_own, columns.last_own
     scaling, softcap = np.float32(settings.scaling), np.float32(settings.softcap)
-    window = settings.window
+    window, chunk, sinks = settings.window, settings.chunk, settings.sinks
     dim, value_dim, kv_heads, of_word = query.shape[2], out.shape[2], len(laid_keys), 4 // query.itemsize
     group, like = query.shape[0] // kv_heads, query[0, 0, 0]
     tiles, key_words, value_words = laid_keys.shape[1], laid_keys.shape[2], laid_values.shape[1]
@@ -94,7 +95,7 @@ def _attend_tiles(first_share, last_share, query, laid_keys, laid_values, seen, 
                 row = min(first + r, rows - 1)
                 for d in range(dim):
                     queries[r, d] = query[head * group + row % group, row // group, d]
-                low, own, last = seen_columns(first_own, last_own, row // group, start, begin, window)
+                low, own, last = seen_columns(first_own, last_own, row // group, start, begin, window, chunk)
                 lowest, nearest, farthest = min(lowest, low), min(nearest, own), max(farthest, last)
             fill(scores, np.float32(0))
             for tile in range(lowest // TILE_COLUMNS, -(-farthest // TILE_COLUMNS)):
@@ -104,8 +105,9 @@ def _attend_tiles(first_share, last_share, query, laid_keys, laid_values, seen, 
             fill(weights, store(np.float32(0), like))
             for r in range(TILE_ROWS):
                 row = min(first + r, rows - 1)
-                low, own, last = seen_columns(first_own, last_own, row // group, start, begin, window)
-                _softmax(scores[r], weights[r], low, shared, own, last, scaling, softcap)
+                low, own, last = seen_columns(first_own, last_own, row // group, start, begin, window, chunk)
+                query_head = head * group + row % group
+                _softmax(scores[r], weights[r], low, shared, own, last, scaling, softcap, sinks, query_head)
             fill(mixed, np.float32(0))
             low_word, own_word = lowest // of_word, max(shared_words, nearest // of_word)
             for column in range(0, value_dim, TILE_COLUMNS):
@@ -119,8 +121,11 @@ def _attend_tiles(first_share, last_share, query, laid_keys, laid_values, seen, 
 
 
 @kernel_part(fastmath=True)
-def _softmax(score, weight, low, shared, own, last, scaling, softcap):
-    """Write the softmax over columns `low:shared` and `own:last` of `score` to `weight`; `score` is overwritten."""
+def _softmax(score, weight, low, shared, own, last, scaling, softcap, sinks, head):
+    """Write the softmax over columns `low:shared` and `own:last` of `score` to `weight`; `score` is overwritten.
+
+    `sinks` as in AttentionSettings; the row is one of query head `head`.
+    """
     highest, total, factor = np.float32(-np.inf), np.float32(0), scaling
     # Both parts are slices because LLVM turns loops over them into vector instructions: with offsets that numba would
     # have to check for negative values (which wrap around), it does not.
@@ -137,7 +142,7 @@ def _softmax(score, weight, low, shared, own, last, scaling, softcap):
         for t in range(len(scored)):
             scored[t] = exp((scored[t] - highest) * factor)
             total += scored[t]
-    share = np.float32(1) / total
+    share = np.float32(1) / (total + sink_weight(sinks, head, highest * factor))
     for part in range(2):
         scored = score[low:shared] if part == 0 else score[own:last]
         weighed = weight[low:shared] if part == 0 else weight[own:last]

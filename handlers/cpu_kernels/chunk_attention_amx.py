@@ -11,7 +11,7 @@ import numpy as np
 
 from handlers.cpu_kernels import amx
 from handlers.cpu_kernels.compilation import kernel_part
-from handlers.cpu_kernels.inlined import exp, fill, seen_columns
+from handlers.cpu_kernels.inlined import exp, fill, seen_columns, sink_weight
 from handlers.cpu_kernels.intrinsics import finite, larger, store, word, words_of
 from handlers.cpu_kernels.parallel import in_threads, shares_of
 
@@ -96,6 +96,8 @@ def _lay_out_panels(first_work, last_work, cached, laid_keys, laid_values):
 def _attend_blocks(first_share, last_share, query, laid_keys, laid_values, seen, columns, out, settings, shares):
     start, begin, first_own, last_own = columns.start, columns.begin, columns.first_own, columns.last_own
     scaling, softcap = np.float32(settings.scaling), np.float32(settings.softcap)
+    factor = np.float32(1) if softcap > 0 else scaling  # of the highest scores
+    window, chunk = settings.window, settings.chunk
     dim, value_dim, kv_heads, of_panel = query.shape[2], out.shape[2], len(laid_keys), amx.PANEL_COLUMNS
     group, like = query.shape[0] // kv_heads, query[0, 0, 0]
     rows, shared = len(first_own) * group, start - begin
@@ -121,7 +123,7 @@ def _attend_blocks(first_share, last_share, query, laid_keys, laid_values, seen,
                 row = first + r
                 for d in range(dim):
                     queries[r, d] = query[head * group + row % group, row // group, d]
-                low, own, last = seen_columns(first_own, last_own, row // group, start, begin, settings.window)
+                low, own, last = seen_columns(first_own, last_own, row // group, start, begin, window, chunk)
                 sees[r, 0], sees[r, 1], sees[r, 2] = low, own, last
                 lowest, nearest, farthest = min(lowest, low), min(nearest, own), max(farthest, last)
                 highest[r], total[r] = _LOWEST, 0
@@ -157,8 +159,10 @@ def _attend_blocks(first_share, last_share, query, laid_keys, laid_values, seen,
                             for d in range(of_panel):
                                 sums[d] += product[r, d]
             for r in range(count):
-                row, portion = first + r, np.float32(1) / total[r]
-                target = out[row // group, head * group + row % group]
+                row = first + r
+                query_head = head * group + row % group
+                portion = np.float32(1) / (total[r] + sink_weight(settings.sinks, query_head, highest[r] * factor))
+                target = out[row // group, query_head]
                 for d in range(value_dim):
                     target[d] = store(mixed[r, d] * portion, like)
     amx.release_tiles()

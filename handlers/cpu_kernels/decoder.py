@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from handlers.cpu_kernels.arguments import AttentionSettings, LayerArrays
 from handlers.cpu_kernels.attention import slot_attention
 from handlers.cpu_kernels.compilation import kernel, kernel_part
@@ -35,7 +37,8 @@ def _decoder_layer(rows, space, layer, window, next_norm, next_epsilon, settings
     rotate(space.projected, rows.cosines, rows.sines, heads + kv_heads)
     by_head = heads_of(space.projected, dim)
     query, key, value = by_head[:heads], by_head[heads : heads + kv_heads], by_head[heads + kv_heads :]
-    attention = AttentionSettings(settings.scaling, window, settings.softcap, threads)
+    no_sinks = np.empty(0, np.float32)
+    attention = AttentionSettings(settings.scaling, window, 0, settings.softcap, threads, no_sinks)
     slot_attention(query, key, value, layer.keys, layer.values, rows.slots, rows.positions, space.attended, attention)
     attended = reshaped(space.attended, (len(hidden), heads * dim))
     linear(attended, layer.o, layer.o_bias, space.added, threads)

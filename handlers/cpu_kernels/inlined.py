@@ -112,16 +112,30 @@ def tokens_above(row, factor, logit, highest):
 
 
 @kernel_part(forceinline=True)
-def seen_columns(first_own, last_own, row, start, begin, window):
+def first_seen(position, window, chunk):
+    """Return the first token that the one at `position` sees under a window and a chunk, 0 for none."""
+    first = max(0, position + 1 - window) if window > 0 else 0
+    return max(first, position // chunk * chunk) if chunk > 0 else first
+
+
+@kernel_part(forceinline=True)
+def seen_columns(first_own, last_own, row, start, begin, window, chunk):
     """Return the columns that a row of a chunk may see, as three numbers: (first shared, first own, behind the last).
 
     It sees the shared columns from the first number on, and those from the second number up to the third.
     """
     own, last, shared = first_own[row], last_own[row], start - begin
     seen = start + last - own  # tokens up to the row's own
-    if window <= 0:
+    if window <= 0 and chunk <= 0:
         return 0, own, last
-    return min(max(0, seen - window - begin), shared), own + max(0, seen - window - start), last
+    first = first_seen(seen - 1, window, chunk)
+    return min(max(0, first - begin), shared), own + max(0, first - start), last
+
+
+@kernel_part(forceinline=True)
+def sink_weight(sinks, head, highest):
+    """Return the weight of a head's sink beside scores whose highest one has weight 1; 0 without sinks."""
+    return exp(sinks[head] - highest) if len(sinks) > 0 else np.float32(0)
 
 
 @kernel_part()

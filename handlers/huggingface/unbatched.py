@@ -25,23 +25,13 @@ _WITHOUT_INTERFACE = frozenset(
         "TrOCRForCausalLM", "XGLMForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel",
     }
 )
-_WITH_OWN_POSITIONS = frozenset(  # counted from the cache or the pad token, whatever positions they are given
-    {
-        "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM",
-        "BlenderbotSmallForCausalLM", "CamembertForCausalLM", "Data2VecTextForCausalLM", "MBartForCausalLM",
-        "MarianForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "RobertaForCausalLM",
-        "RobertaPreLayerNormForCausalLM", "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM",
-        "XmodForCausalLM",
-    }
-)
-_WITH_OTHER_ATTENTION = frozenset(  # sinks, biases, masks or indexes of their own, heads that are subtracted, chunks
+_WITH_OTHER_ATTENTION = frozenset(  # biases, masks or indexes of their own, heads that are subtracted
     {
         "AXK2ForCausalLM", "DeepseekV32ForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM",
-        "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM",
-        "HYV4ForCausalLM", "InklingForCausalLM", "Llama4ForCausalLM", "MiMoV2FlashForCausalLM",
+        "GlmMoeDsaForCausalLM", "HYV4ForCausalLM", "InklingForCausalLM",
     }
 )
 # fmt: on
-UNBATCHED = _WITH_STATE | _WITHOUT_INTERFACE | _WITH_OWN_POSITIONS | _WITH_OTHER_ATTENTION
+UNBATCHED = _WITH_STATE | _WITHOUT_INTERFACE | _WITH_OTHER_ATTENTION
 """Those that keep a state beside keys and values, those without transformers' attention interface, and those whose
-positions or attention the rolling batch does not compute."""
+attention the rolling batch does not compute."""

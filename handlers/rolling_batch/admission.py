@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -22,7 +23,10 @@ class Admission:
     """Checks requests for a model with `vocabulary` tokens; `end_ids` are those that end a sequence.
 
     `max_len` is the number of tokens that prompt and output may have together. `scores_prompts`: the runner can.
+    `forced_ends` are the tokens of which one has to be the last of an output that is as long as it may be.
     """
+
+    forced_ends: Sequence[int] = ()
 
     def __init__(
         self, tokenizer: Any, vocabulary: int, end_ids: frozenset[int], max_len: int, scores_prompts: bool
@@ -60,7 +64,9 @@ class Admission:
             raise RequestError(f"token id {unknown[0]} is not in the vocabulary of {self._vocabulary} tokens")
         return granted
 
-    def banned(self, parameters: SamplingParameters, grammar: Grammar | None) -> BannedTokens | None:
+    def banned(
+        self, parameters: SamplingParameters, grammar: Grammar | None, max_new_tokens: int
+    ) -> BannedTokens | None:
         """Return what a request must not generate; None, as for nearly every request, if it may generate anything.
 
         With `ignore_eos` a grammar goes on for as long as it can. Raises RequestError if nothing is left to generate.
@@ -68,7 +74,8 @@ class Admission:
         allowed = parameters.allowed_token_ids
         if grammar is not None and parameters.ignore_eos:
             parameters = replace(parameters, ignore_eos=False, min_tokens=self._max_len)
-        if allowed is None and not parameters.bad_words and not parameters.min_tokens:
+        forces = bool(self.forced_ends) and grammar is None and not parameters.ignore_eos
+        if allowed is None and not parameters.bad_words and not parameters.min_tokens and not forces:
             return None
         if allowed == ():
             raise RequestError("allowed_token_ids: a list of 0 is not allowed; send the ids of at least one token")
@@ -76,7 +83,8 @@ class Admission:
             raise RequestError(f"bad_words takes up to {_MAX_BAD_WORDS} words; send fewer")
         words = [ids for word in parameters.bad_words for ids in self._spellings(word)]
         ends = parameters.stop_token_ids if parameters.ignore_eos else (*self._end_ids, *parameters.stop_token_ids)
-        return BannedTokens(allowed, words, ends, parameters.min_tokens)
+        forced = (max_new_tokens - 1, self.forced_ends) if forces else None
+        return BannedTokens(allowed, words, ends, parameters.min_tokens, forced)
 
     def _spellings(self, word: str) -> list[list[int]]:
         """Return the token ids of a word at the beginning and in the middle of a text, where they differ."""

@@ -60,6 +60,10 @@ class RollingBatchEngine:
         """Draft tokens for the requests to come. The drafter learns from `clock`, in seconds, how long steps take."""
         self._drafter, self._clock = drafter, clock
 
+    def force_ends(self, tokens: SequenceOf[int]) -> None:
+        """Let one of `tokens` be the last of every output that is as long as its request allows."""
+        self._admission.forced_ends = tokens
+
     @property
     def stats(self) -> EngineStats:
         return self._recorder.stats
@@ -88,7 +92,9 @@ class RollingBatchEngine:
         Raises ContextLengthError or RequestError if the request cannot be served at all.
         """
         max_new_tokens = self._admission.max_new_tokens(prompt, parameters)
-        sampling = SamplingState(parameters, prompt, self._admission.banned(parameters, grammar), grammar)
+        sampling = SamplingState(
+            parameters, prompt, self._admission.banned(parameters, grammar, max_new_tokens), grammar
+        )
         number = next(self._numbers)
         sequence = Sequence(number, list(prompt), len(prompt), max_new_tokens, priority, adapter)
         # Scoring a prompt takes the logits of all its tokens, so that none of them may come from another sequence.

@@ -13,13 +13,13 @@ import numba
 import torch
 
 from handlers.chats.model import ModelChats
-from handlers.checkpoints.transformers_loading import eos_token_ids, sampling_defaults
+from handlers.checkpoints.transformers_loading import eos_token_ids, forced_eos_token_ids, sampling_defaults
 from handlers.generation.prompts import PromptEncoder
 from handlers.ranks.communicator import Communicator
 from handlers.rolling_batch.attention.decode_passes import CudaCapture
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
-from handlers.rolling_batch.limits import refuse_chunked_attention, refuse_unsteady_rope, scheduler_limits
+from handlers.rolling_batch.limits import refuse_unsteady_rope, scheduler_limits
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.runner.device_memory import enough_for_steps, records_graphs, step_size
 from handlers.rolling_batch.runner.load_check import LoadCheck
@@ -116,7 +116,6 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         step = step_size(runner, loaded.max_len, options)
         limits, max_len = scheduler_limits(runner, loaded.max_len, loaded.weights, options, step)
         refuse_unsteady_rope(model.config, max_len)
-        refuse_chunked_attention(model.config, max_len)
         with enough_for_steps(runner, limits.kv_tokens, step):
             runner.prepare(limits.slots, max_len, limits.max_running * (1 + _drafted(options)))
         decoding = _speed_up_decoding(runner, limits.max_running, options)
@@ -125,6 +124,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     if runner.use_helpers() and drafting is not None:
         drafting.use_helpers()
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
+    engine.force_ends(forced_eos_token_ids(model))
     prompts, chats = PromptEncoder(tokenizer), ModelChats(tokenizer, options)
     with enough_for_steps(runner, limits.kv_tokens, step):
         warm_up(engine, prompts, 4 if runner.device.type == "cpu" else min(step.idle_chunk, max_len - 2))

@@ -38,21 +38,6 @@ def refuse_unsteady_rope(config: Any, max_len: int) -> None:
         )
 
 
-def refuse_chunked_attention(config: Any, max_len: int) -> None:
-    """Refuse contexts longer than the chunks within which layers attend (Llama 4).
-
-    The kernels know windows, which move with each token, but no chunks. Raises UnsupportedAttentionError.
-    """
-    text_config = config.get_text_config()
-    if "chunked_attention" not in (getattr(text_config, "layer_types", None) or ()):
-        return
-    chunk = int(text_config.attention_chunk_size)
-    if max_len > chunk:
-        raise UnsupportedAttentionError(
-            f"its layers attend in chunks of {chunk} tokens; set option.max_model_len={chunk}"
-        )
-
-
 def scheduler_limits(
     runner: ModelRunner, max_len: int, weights: Mapping[torch.device, int], options: RollingBatchOptions, step: StepSize
 ) -> tuple[SchedulerLimits, int]:

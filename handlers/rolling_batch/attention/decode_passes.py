@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from handlers.rolling_batch.attention.paged import SlotAttention
+from handlers.rolling_batch.attention.pass_inputs import PassInputs
 from handlers.rolling_batch.attention.torch_attention import SingleRows
 from lmi_server.contract.errors import first_line
 
@@ -44,13 +45,14 @@ class Step(Protocol):
 class DecodeStep:
     """The decode step of `model` as Python calls it, operator by operator."""
 
-    def __init__(self, model: Any, attention: SlotAttention) -> None:
+    def __init__(self, model: Any, attention: SlotAttention, inputs: PassInputs) -> None:
         self._model = model
         self._attention = attention
+        self._inputs = inputs
 
     def __call__(self, ids: torch.Tensor, places: torch.Tensor, slots: torch.Tensor, columns: int) -> torch.Tensor:
         self._attention.begin_decoding(SingleRows(slots, places, columns, remembers=False))
-        logits: torch.Tensor = self._model(input_ids=ids[None], position_ids=places[None], use_cache=False).logits
+        logits: torch.Tensor = self._model(**self._inputs(ids[None], places[None])).logits
         return logits[0]
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from handlers.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
+from handlers.cpu_kernels.arguments import SeenColumns, SlotSpan
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.attention.kv_cache import KVCache
 from handlers.rolling_batch.attention.rows import ChunkGroup, StepRows
+from handlers.rolling_batch.attention.terms import AttentionTerms
 
 
 class KernelAttention:
@@ -50,12 +51,12 @@ class KernelAttention:
         value: torch.Tensor,
         rows: StepRows,
         out: torch.Tensor,
-        settings: AttentionSettings,
+        terms: AttentionTerms,
     ) -> None:
         """Write keys and values of the first rows to their slots; each row attends to its slot up to itself."""
         rows_of_layer = (as_numpy(query), as_numpy(key), as_numpy(value))
         kept = self._keys[layer], self._values[layer]
-        self._kernel(*rows_of_layer, *kept, rows.slots, rows.positions, as_numpy(out), settings)
+        self._kernel(*rows_of_layer, *kept, rows.slots, rows.positions, as_numpy(out), terms.settings())
 
     def attend_chunk(
         self,
@@ -65,8 +66,8 @@ class KernelAttention:
         span: SlotSpan,
         out: torch.Tensor,
         columns: SeenColumns,
-        settings: AttentionSettings,
+        terms: AttentionTerms,
     ) -> None:
         """query (heads, rows, dim), `span` of keys and values (slots, kv_heads, max_len, dim) -> out, by rows."""
         kept = as_numpy(keys), as_numpy(values)
-        self._chunk_kernel(as_numpy(query), *kept, span, columns, as_numpy(out), settings)
+        self._chunk_kernel(as_numpy(query), *kept, span, columns, as_numpy(out), terms.settings())

@@ -8,29 +8,31 @@ part, and each attends to its own slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from handlers.cpu_kernels.arguments import AttentionSettings, SlotSpan
+from handlers.cpu_kernels.arguments import SlotSpan
 from handlers.rolling_batch.attention.kernel_attention import KernelAttention
 from handlers.rolling_batch.attention.kv_cache import KVCache
 from handlers.rolling_batch.attention.rows import ChunkGroup, StepRows, groups_of
+from handlers.rolling_batch.attention.terms import AttentionTerms
 from handlers.rolling_batch.attention.torch_attention import SingleRows, TorchAttention
 
 
 class SlotAttention:
-    """An attention function; `begin` sets what the next forward pass holds.
+    """An attention function; `begin` sets what the next forward pass holds. `terms` has those of each layer.
 
     Queries (1, heads, rows, dim), keys and values (1, kv_heads, rows, dim) -> ((1, rows, heads, value_dim), None).
     """
 
-    def __init__(self, cache: KVCache, name: str) -> None:
+    def __init__(self, cache: KVCache, name: str, terms: Sequence[AttentionTerms]) -> None:
         self._cache = cache
+        self._terms = terms
         self._operators = _operators(cache)
-        self._threads = torch.get_num_threads()
         self._rows = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
         self._groups: list[ChunkGroup] = []
         self._decoding: SingleRows | None = None
@@ -71,25 +73,21 @@ class SlotAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
+        attention_mask: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        settings = AttentionSettings(float(scaling), int(sliding_window or 0), float(softcap or 0.0), self._threads)
         layer: int = module.layer_idx
+        terms = self._terms[layer]
         key, value = self._operators.harmless(key), self._operators.harmless(value)
         if self._decoding is not None:
             assert isinstance(self._operators, TorchAttention)
             rows = (query[0], key[0], value[0], self._decoding)
-            return self._operators.attend_rows(layer, *rows, settings).unsqueeze(0), None
+            return self._operators.attend_rows(layer, *rows, terms).unsqueeze(0), None
         out = query.new_zeros((query.shape[2], query.shape[1], value.shape[3]))  # padding rows stay zero
         if len(self._rows.slots):
-            self._operators.attend_single(layer, query[0], key[0], value[0], self._rows, out, settings)
+            self._operators.attend_single(layer, query[0], key[0], value[0], self._rows, out, terms)
         for group in self._groups:
-            self._prefill(layer, group, query[0], key[0], value[0], out, settings)
+            self._prefill(layer, group, query[0], key[0], value[0], out, terms)
         return out.unsqueeze(0), None
 
     def _prefill(
@@ -100,7 +98,7 @@ class SlotAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
-        settings: AttentionSettings,
+        terms: AttentionTerms,
     ) -> None:
         """Attend for the chunks of a group: each row to the tokens that the group shares, and to its own sequence's.
 
@@ -109,7 +107,7 @@ class SlotAttention:
         """
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         self._operators.write(layer, key[:, group.rows], value[:, group.rows], group)
-        first, rows, columns = group.chunks[0], group.rows, group.columns(settings.window)
+        first, rows, columns = group.chunks[0], group.rows, group.columns(terms.window, terms.chunk)
         span = SlotSpan(first.slot, columns.begin, first.end)
         if first.source != first.slot:
             before = (slice(first.source, first.source + 1), slice(None), slice(columns.begin, first.start))
@@ -117,7 +115,7 @@ class SlotAttention:
                 torch.cat((kept[before], own[None, :, rows]), 2) for kept, own in ((keys, key), (values, value))
             )
             span = SlotSpan(0, 0, keys.shape[2])
-        self._operators.attend_chunk(query[:, rows], keys, values, span, out[rows], columns, settings)
+        self._operators.attend_chunk(query[:, rows], keys, values, span, out[rows], columns, terms)
 
 
 def _operators(cache: KVCache) -> KernelAttention | TorchAttention:

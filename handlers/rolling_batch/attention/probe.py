@@ -10,6 +10,10 @@ from transformers import AttentionInterface
 
 from handlers.checkpoints.placement import main_device
 from handlers.rolling_batch.attention.kv_cache import LayerShape
+from handlers.rolling_batch.attention.pass_inputs import PassInputs
+from handlers.rolling_batch.attention.terms import AttentionTerms, terms_of
+
+_ROWS = 3  # of one row, a count per row would pass for one number
 
 
 class UnsupportedAttentionError(Exception):
@@ -18,21 +22,22 @@ class UnsupportedAttentionError(Exception):
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """An attention module, what it keeps per token, and how it calls its attention function."""
+    """An attention module, what it keeps per token, and how it attends."""
 
     module: Any
     shape: LayerShape
-    settings: dict[str, Any]
+    terms: AttentionTerms
 
 
-def probe_layers(model: Any, name: str) -> list[AttentionLayer]:
-    """Run one token through `model` and return its attention layers in order.
+def probe_layers(model: Any, name: str, inputs: PassInputs) -> list[AttentionLayer]:
+    """Run a few tokens through `model`, from which `inputs` finds out what it takes; return its attention layers.
 
     The attention function that records the calls shows, for any architecture, what its layers keep per token and what
     else they ask for. Raises UnsupportedAttentionError if a layer does not call it, or needs more than queries, keys,
-    values, a window and a soft cap.
+    values, and what AttentionTerms has.
     """
     layers: dict[int, AttentionLayer] = {}
+    chunks = _chunks(model.config.get_text_config())
 
     def record(
         module: Any,
@@ -42,27 +47,29 @@ def probe_layers(model: Any, name: str) -> list[AttentionLayer]:
         attention_mask: Any = None,
         **more: Any,
     ) -> tuple[torch.Tensor, None]:
-        extra = [name for name in ("s_aux", "sinks", "position_bias", "alibi") if more.get(name) is not None]
+        extra = [name for name in ("position_bias", "alibi") if more.get(name) is not None]
         extra += ["a mask of its own"] if attention_mask is not None else []
         extra += [f"{key.dtype} keys in a {model.dtype} model"] if key.dtype != model.dtype else []
         if extra:
             raise UnsupportedAttentionError(f"{type(module).__name__} attends with {extra[0]}")
         shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device)
-        settings = {name: more.get(name) for name in ("scaling", "sliding_window", "softcap")}
-        layers[module.layer_idx] = AttentionLayer(module, shape, settings)
+        chunk = chunks.get(module.layer_idx, 0)
+        layers[module.layer_idx] = AttentionLayer(module, shape, terms_of(query.shape[3], more, chunk))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(name, record)
     model.set_attn_implementation(name)
     device = main_device(model)
     with torch.inference_mode():
-        model(
-            input_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
-            position_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
-            use_cache=False,
-        )
+        inputs.find(model, torch.zeros((1, _ROWS), dtype=torch.long, device=device))
     if sorted(layers) != list(range(len(layers))) or not layers:
         raise UnsupportedAttentionError(f"{type(model).__name__} does not use transformers' attention interface")
     if len(layers) != model.config.get_text_config().num_hidden_layers or getattr(model, "_is_stateful", False):
         raise UnsupportedAttentionError(f"{type(model).__name__} keeps states beside the keys and values of attention")
     return [layers[index] for index in range(len(layers))]
+
+
+def _chunks(config: Any) -> dict[int, int]:
+    """Return within how many tokens each layer attends that does so in chunks (Llama 4); a mask says it otherwise."""
+    kinds = enumerate(getattr(config, "layer_types", None) or ())
+    return {layer: int(config.attention_chunk_size) for layer, kind in kinds if kind == "chunked_attention"}

@@ -44,13 +44,13 @@ class ChunkGroup:
         self._lengths = [chunk.end - chunk.start for chunk in chunks]
         self.slots = np.repeat([chunk.slot for chunk in chunks], self._lengths)
         self.positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
-        self._columns: dict[int, SeenColumns] = {}  # by window: the layers of a model have one or two different ones
+        self._columns: dict[tuple[int, int], SeenColumns] = {}  # the layers of a model have one or two different ones
 
-    def columns(self, window: int) -> SeenColumns:
-        """Return what each row sees under a window."""
-        if window not in self._columns:
-            self._columns[window] = SeenColumns.of(self._lengths, self.chunks[0].start, window)
-        return self._columns[window]
+    def columns(self, window: int, chunk: int = 0) -> SeenColumns:
+        """Return what each row sees under a window and a chunk."""
+        if (window, chunk) not in self._columns:
+            self._columns[window, chunk] = SeenColumns.of(self._lengths, self.chunks[0].start, window, chunk)
+        return self._columns[window, chunk]
 
 
 def groups_of(chunks: list[ChunkRows]) -> list[ChunkGroup]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from handlers.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
+from handlers.cpu_kernels.arguments import SeenColumns, SlotSpan
 from handlers.rolling_batch.attention.kv_cache import KVCache
 from handlers.rolling_batch.attention.rows import ChunkGroup, StepRows
+from handlers.rolling_batch.attention.terms import AttentionTerms
 
 MAX_SCORES = 2**26
 """The most scores (heads, rows, columns) that torch's operators compute at a time; they may keep all of them."""
@@ -26,26 +27,29 @@ class SingleRows:
     positions: torch.Tensor
     columns: int
     remembers: bool = True
-    _masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by window
+    _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by window and chunk
 
     @classmethod
     def from_rows(cls, rows: StepRows, device: torch.device) -> SingleRows:
         slots, positions = (torch.as_tensor(numbers, device=device) for numbers in (rows.slots, rows.positions))
         return cls(slots, positions, int(rows.positions.max()) + 1)
 
-    def seen(self, window: int) -> torch.Tensor:
+    def seen(self, window: int, chunk: int) -> torch.Tensor:
         """Return what each row sees, (rows, columns)."""
-        mask = self._masks.get(window)
+        mask = self._masks.get((window, chunk))
         if mask is None:
-            mask = self._seen(window)
+            mask = self._seen(window, chunk)
             if self.remembers:
-                self._masks[window] = mask
+                self._masks[window, chunk] = mask
         return mask
 
-    def _seen(self, window: int) -> torch.Tensor:
+    def _seen(self, window: int, chunk: int) -> torch.Tensor:
         columns = torch.arange(self.columns, device=self.positions.device)
-        seen = columns <= self.positions[:, None]
-        return seen & (columns > self.positions[:, None] - window) if window else seen
+        positions = self.positions[:, None]
+        seen = columns <= positions
+        if chunk:
+            seen &= columns >= positions // chunk * chunk
+        return seen & (columns > positions - window) if window else seen
 
 
 class TorchAttention:
@@ -82,12 +86,12 @@ class TorchAttention:
         value: torch.Tensor,
         rows: StepRows,
         out: torch.Tensor,
-        settings: AttentionSettings,
+        terms: AttentionTerms,
     ) -> None:
         """Write keys and values of the first rows to their slots; each row attends to its slot up to itself."""
         count = len(rows.slots)
         single = self._single(rows, self._cache.keys[layer].device)
-        out[:count] = self.attend_rows(layer, query[:, :count], key[:, :count], value[:, :count], single, settings)
+        out[:count] = self.attend_rows(layer, query[:, :count], key[:, :count], value[:, :count], single, terms)
 
     def _single(self, rows: StepRows, device: torch.device) -> SingleRows:
         """Return the rows of a pass for a device: copied there once, not in every layer."""
@@ -104,7 +108,7 @@ class TorchAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         rows: SingleRows,
-        settings: AttentionSettings,
+        terms: AttentionTerms,
     ) -> torch.Tensor:
         """Query (heads, rows, dim), keys and values (kv_heads, rows, dim) -> (rows, heads, value_dim)."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
@@ -113,8 +117,8 @@ class TorchAttention:
         values[rows.slots, :, rows.positions] = value.transpose(0, 1)
         queries = query.transpose(0, 1).unflatten(1, (keys.shape[1], -1))
         keys, values = (area[rows.slots, :, : rows.columns] for area in (keys, values))
-        seen = rows.seen(settings.window)[:, None, None]
-        return _attention(queries, keys, values, seen, settings).flatten(1, 2)
+        seen = rows.seen(terms.window, terms.chunk)[:, None, None]
+        return _attention(queries, keys, values, seen, terms, _sinks_of(terms, keys.shape[1], 1)).flatten(1, 2)
 
     def attend_chunk(
         self,
@@ -124,7 +128,7 @@ class TorchAttention:
         span: SlotSpan,
         out: torch.Tensor,
         columns: SeenColumns,
-        settings: AttentionSettings,
+        terms: AttentionTerms,
     ) -> None:
         """query (heads, rows, dim), `span` of keys and values (slots, kv_heads, max_len, dim) -> out, by rows."""
         keys, values = (kept[span.slot, :, span.first : span.last] for kept in (keys, values))
@@ -132,31 +136,55 @@ class TorchAttention:
         shared = (keys.shape[0], grouped.shape[1], -1, -1)
         keys, values = keys[:, None].expand(shared), values[:, None].expand(shared)
         rows = query.shape[1]
+        sinks = _sinks_of(terms, keys.shape[0], 2)
         step = max(1, MAX_SCORES // (query.shape[0] * keys.shape[2]))
         for block in (slice(first, first + step) for first in range(0, rows, step)):
-            seen = _seen_columns(columns, block, keys.shape[2], settings.window, keys.device)
-            attended = _attention(grouped[:, :, block], keys, values, seen, settings)
+            seen = _seen_columns(columns, block, keys.shape[2], terms, keys.device)
+            attended = _attention(grouped[:, :, block], keys, values, seen, terms, sinks)
             out[block] = attended.flatten(0, 1).transpose(0, 1)
 
 
-def _seen_columns(columns: SeenColumns, block: slice, count: int, window: int, device: torch.device) -> torch.Tensor:
+def _seen_columns(
+    columns: SeenColumns, block: slice, count: int, terms: AttentionTerms, device: torch.device
+) -> torch.Tensor:
     """Return which of `count` columns the rows of `block` see, (rows, columns)."""
     first, last = (torch.as_tensor(own[block], device=device)[:, None] for own in (columns.first_own, columns.last_own))
     column = torch.arange(count, device=device)
     shared = column < columns.start - columns.begin
     seen = shared | ((column >= first) & (column < last))
-    if window:
+    if terms.window or terms.chunk:
         token = torch.where(shared, columns.begin + column, columns.start + column - first)
-        seen &= token >= columns.start + last - first - window
+        own = columns.start + last - first - 1
+        if terms.window:
+            seen &= token > own - terms.window
+        if terms.chunk:
+            seen &= token >= own // terms.chunk * terms.chunk
     return seen
 
 
 def _attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, settings: AttentionSettings
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    terms: AttentionTerms,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    if not settings.softcap:
-        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=settings.scaling)
-    scores = torch.matmul(query, keys.transpose(-1, -2)) * settings.scaling
-    scores = settings.softcap * torch.tanh(scores / settings.softcap)
-    weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1, dtype=torch.float32)
+    """Query (..., rows, dim), keys and values (..., columns, dim); mask and sinks broadcast to (..., rows, columns)."""
+    if not terms.softcap and sinks is None:
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=terms.scaling)
+    scores = torch.matmul(query, keys.transpose(-1, -2)) * terms.scaling
+    if terms.softcap:
+        scores = terms.softcap * torch.tanh(scores / terms.softcap)
+    scores = scores.float().masked_fill(~mask, -torch.inf)
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:  # softmax with one more score, whose weight is dropped
+        weights *= torch.sigmoid(torch.logsumexp(scores, dim=-1, keepdim=True) - sinks)
     return torch.matmul(weights.to(values.dtype), values)
+
+
+def _sinks_of(terms: AttentionTerms, kv_heads: int, dimensions: int) -> torch.Tensor | None:
+    """Return the sinks by groups of heads, (kv_heads, group, 1, ...) with so many further dimensions."""
+    if terms.sinks is None:
+        return None
+    return terms.sinks.float().view(kv_heads, -1, *[1] * dimensions)

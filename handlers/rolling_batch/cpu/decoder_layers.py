@@ -54,6 +54,7 @@ def _is_llama_layer(module: Any, layer: AttentionLayer) -> bool:
         and isinstance(module.mlp, FusedGatedMLP)
         and all(isinstance(norm, FusedRMSNorm) for norm in norms)
         and layer.shape.head_dim == layer.shape.value_dim
+        and layer.terms.is_plain
     )
 
 
@@ -65,7 +66,7 @@ def _named_parameters(function: Any) -> set[str]:
 def _rotary_of(model: nn.Module) -> nn.Module | None:
     """Return the module that computes the model's rotary position embeddings."""
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
-    return found[0] if found else None
+    return found[0] if found and "layer_type" not in _named_parameters(found[0].forward) else None
 
 
 def _same_layer(
@@ -101,7 +102,7 @@ class FusedDecoderLayer(nn.Module):
         self.mlp = original.mlp
         self._rotate = rotate
         self._attention = attention
-        self.settings = layer.settings
+        self.terms = layer.terms
         self.index: int = layer.module.layer_idx
         self._owner = _LayerIndex(self.index)
         self.dim = layer.shape.head_dim
@@ -123,7 +124,7 @@ class FusedDecoderLayer(nn.Module):
         self._rotate(as_numpy(qkv), as_numpy(cosines[0]), as_numpy(sines[0]), rotated)
         heads = qkv.unflatten(1, (-1, self.dim)).transpose(0, 1)
         query, key, value = heads.split((self._heads, self._kv_heads, self._kv_heads))
-        return self._attention(self._owner, query[None], key[None], value[None], None, **self.settings)[0]
+        return self._attention(self._owner, query[None], key[None], value[None])[0]
 
 
 class _LayerIndex(nn.Module):

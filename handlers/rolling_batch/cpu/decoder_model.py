@@ -41,7 +41,7 @@ class DecoderModel:
         layers: list[FusedDecoderLayer] = list(base.layers)
         arrays = [_arrays(layer, attention) for layer in layers]
         addresses = np.array([[array.ctypes.data for array in row] for row in arrays], np.uintp)
-        windows = np.array([layer.settings["sliding_window"] or 0 for layer in layers], np.int64)
+        windows = np.array([layer.terms.window for layer in layers], np.int64)
         self._arrays = arrays  # keeps them alive: the kernel gets addresses, except for the first layer's
         norm, epsilon = base.norm.arguments
         self._layers = (addresses, windows, arrays[0], norm, LayerSettings(*_settings(layers[0]), epsilon))
@@ -200,9 +200,8 @@ def _shm(layer: FusedDecoderLayer) -> ShmAllReduce | None:
 
 def _settings(layer: FusedDecoderLayer) -> tuple[float, float, int, float, float]:
     """Return what LayerSettings has of a layer."""
-    scaling, softcap = layer.settings["scaling"] or layer.dim**-0.5, layer.settings["softcap"] or 0.0
     epsilons = layer.input_layernorm.arguments[1], layer.post_attention_layernorm.arguments[1]
-    return float(scaling), float(softcap), torch.get_num_threads(), *epsilons
+    return layer.terms.scaling, layer.terms.softcap, torch.get_num_threads(), *epsilons
 
 
 def _arrays(layer: FusedDecoderLayer, attention: SlotAttention) -> LayerArrays:

@@ -145,7 +145,7 @@ def decoding_kernels(element: str) -> Iterator[Call]:
 
     places, rows, cache = _array("int64", 1), _array(element, 2), _array(element, 4)
     heads = np.zeros((4, 4, 4), element)[:, :, ::2]  # of any strides
-    settings = AttentionSettings(1.0, 0, 0.0, 1)
+    settings = AttentionSettings(1.0, 0, 0, 0.0, 1, _array("float32", 1))
     attended = _array(element, 3)
     yield attention.slot_attention, (heads, heads, heads, cache, cache, places, places, attended, settings)
     if element == "uint16":

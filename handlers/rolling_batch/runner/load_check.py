@@ -122,9 +122,12 @@ def _windows(config: Any) -> set[int]:
 def _logits(model: Any, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return, in main memory, the logits that the model as it is has for some rows of a sequence.
 
-    The model may move to another device before others are compared with them.
+    The model may move to another device before others are compared with them. It gets positions where transformers'
+    `generate` gives it some: those of RoBERTa are others without.
     """
     inputs = {"input_ids": ids.to(main_device(model)), "use_cache": False}
+    if "position_ids" in inspect.signature(model.forward).parameters and not model.config.is_encoder_decoder:
+        inputs["position_ids"] = torch.arange(ids.shape[1], device=main_device(model))[None]
     with torch.inference_mode():
         if keeps_rows(model):
             return model(**inputs, logits_to_keep=rows.numpy()).logits[0].float().cpu()

@@ -26,6 +26,7 @@ from handlers.rolling_batch.attention.decode_passes import (
 )
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.attention.paged import SlotAttention
+from handlers.rolling_batch.attention.pass_inputs import PassInputs
 from handlers.rolling_batch.attention.probe import probe_layers
 from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
 from handlers.rolling_batch.cpu import kernel_choice
@@ -72,7 +73,8 @@ class ModelRunner:
         self._attention_name = f"lmi_rolling_batch_{next(_runner_ids)}"
         self.vocabulary = vocabulary_of(model)
         self._check = check or LoadCheck(model, max_len)
-        self._attention_layers = probe_layers(model, f"{self._attention_name}_probe")
+        self._inputs = PassInputs(model)
+        self._attention_layers = probe_layers(model, f"{self._attention_name}_probe", self._inputs)
         self._communicator = communicator
         on_cpu = self.device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float32)
         # The check and the probe come first: both need the modules as they were loaded.
@@ -115,9 +117,11 @@ class ModelRunner:
 
     def _allocate(self, slots: int, max_len: int, decode_rows: int = ALL) -> None:
         self.cache = KVCache(self.layers, slots, max_len, self.dtype)
-        self._attention = SlotAttention(self.cache, self._attention_name)
+        self._attention = SlotAttention(
+            self.cache, self._attention_name, [layer.terms for layer in self._attention_layers]
+        )
         self._model.set_attn_implementation(self._attention_name)
-        self._step = DecodeStep(self._model, self._attention)
+        self._step = DecodeStep(self._model, self._attention, self._inputs)
         if self.fused:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
             if self._keeps_rows:
@@ -290,7 +294,7 @@ class ModelRunner:
             if self._has_helpers:
                 begin_pass(len(kept) <= self._decoder.max_head_rows)  # the head is one operation of OpenMP's
             return self._decoder.head(normed)[0]
-        inputs = {"input_ids": ids, "position_ids": places, "use_cache": False}
+        inputs = self._inputs(ids, places)
         if self._keeps_rows:
             return self._model(**inputs, logits_to_keep=kept).logits[0]
         return self._model(**inputs).logits[0, kept]

@@ -19,11 +19,17 @@ class BannedTokens:
     """The tokens that a request must not generate next: `allowed_token_ids`, `bad_words` and `min_tokens`.
 
     `words` are the token ids of the bad words. The last token of a word is banned where the output ends with the
-    others. `ends` are the tokens that end a sequence; they are banned before `min_tokens` tokens.
+    others. `ends` are the tokens that end a sequence; they are banned before `min_tokens` tokens. `forced`: once an
+    output has as many tokens as the number says, only these tokens are left (`forced_eos_token_id`).
     """
 
     def __init__(
-        self, allowed: Sequence[int] | None, words: Sequence[Sequence[int]], ends: Iterable[int], min_tokens: int
+        self,
+        allowed: Sequence[int] | None,
+        words: Sequence[Sequence[int]],
+        ends: Iterable[int],
+        min_tokens: int,
+        forced: tuple[int, Sequence[int]] | None = None,
     ) -> None:
         self.output: list[int] = []
         self._allowed = None if allowed is None else torch.tensor(allowed, dtype=torch.long)
@@ -31,15 +37,16 @@ class BannedTokens:
         self._words = [(list(word[:-1]), word[-1]) for word in words if len(word) > 1]
         self._ends = list(ends)
         self._min_tokens = min_tokens
-        self.few = allowed is None  # `now` names them all
+        self._forced = forced
+        self.few = allowed is None and forced is None  # `now` names them all
 
     def mask(self, row: torch.Tensor) -> None:
         """Set the logits of the banned tokens to minus infinity, in place."""
+        if self._forced is not None and len(self.output) >= self._forced[0]:
+            _keep_only(row, torch.tensor(self._forced[1], dtype=torch.long))
+            return
         if self._allowed is not None:
-            allowed = self._allowed.to(row.device)
-            kept = row[allowed]
-            row.fill_(-torch.inf)
-            row[allowed] = kept
+            _keep_only(row, self._allowed)
         row[torch.tensor(self.now(), dtype=torch.long, device=row.device)] = -torch.inf
 
     def now(self) -> list[int]:
@@ -47,6 +54,13 @@ class BannedTokens:
         ends = self._ends if len(self.output) < self._min_tokens else []
         words = [last for before, last in self._words if self.output[-len(before) :] == before]
         return [*self._always, *ends, *words]
+
+
+def _keep_only(row: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Set the logits of all other tokens to minus infinity, in place."""
+    kept = row[tokens.to(row.device)]
+    row.fill_(-torch.inf)
+    row[tokens.to(row.device)] = kept
 
 
 class TokenMask(Protocol):

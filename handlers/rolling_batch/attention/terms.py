@@ -1,0 +1,57 @@
+"""What a layer's attention has beside queries, keys and values: one small record for every kind of kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from handlers.cpu_kernels.arguments import AttentionSettings
+
+_NO_SINKS = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTerms:
+    """How a layer attends, the same in every pass.
+
+    A token at position p sees those from p + 1 - `window` on, and those from the last multiple of `chunk` up to p on; 0
+    is no limit. The scores are products times `scaling`; with a `softcap` c above 0 they become c * tanh(score / c).
+    `sinks`, (heads,), are scores of a token without a value, which only takes its share of the weights (gpt-oss).
+    """
+
+    scaling: float
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    _settings: list[AttentionSettings] = field(default_factory=list, repr=False)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are no more terms than scaling, window and soft cap."""
+        return self.sinks is None and not self.chunk
+
+    def settings(self) -> AttentionSettings:
+        """Return the terms as the CPU kernels take them, made once."""
+        if not self._settings:
+            sinks = _NO_SINKS if self.sinks is None else self.sinks.detach().float().cpu().contiguous().numpy()
+            threads = torch.get_num_threads()
+            terms = (self.scaling, self.window, self.chunk, self.softcap)
+            self._settings.append(AttentionSettings(*terms, threads, sinks))
+        return self._settings[0]
+
+
+def terms_of(head_dim: int, call: dict[str, Any], chunk: int) -> AttentionTerms:
+    """Return the terms of a layer that calls its attention function with the keyword arguments `call`."""
+    scaling = call.get("scaling")
+    sinks = call.get("s_aux") if call.get("s_aux") is not None else call.get("sinks")
+    return AttentionTerms(
+        float(head_dim**-0.5 if scaling is None else scaling),
+        int(call.get("sliding_window") or 0),
+        chunk,
+        float(call.get("softcap") or 0.0),
+        sinks,
+    )
