@@ -1,0 +1,142 @@
+"""The Triton kernels of pages without a GPU: run by Triton's interpreter, and compiled for real GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from handlers.rolling_batch.pages import kernels  # noqa: E402
+from handlers.rolling_batch.pages.launch import (  # noqa: E402
+    MAX_SPLITS,
+    PageLayer,
+    Tuning,
+    chunk_options,
+    decode_options,
+    padded,
+    splits_for,
+)
+
+H100 = Tuning(132, 232_448)
+A10 = Tuning(80, 101_376)
+INTEGERS = ("tables", "slots", "positions", "chunks")
+LLAMA = PageLayer(32, 8, 128, 128, 32)
+GEMMA = PageLayer(8, 4, 256, 256, 32, window=4096, softcap=50.0)
+GPT_OSS = PageLayer(64, 8, 64, 64, 32, window=128, sinks=True)
+ODD = PageLayer(71, 1, 80, 80, 32)
+
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+
+def test_the_interpreter_computes_what_torch_does() -> None:
+    """The interpreter has to be chosen before the first import of Triton, hence the process of its own."""
+    cases = "tests/gpu/test_paged_attention.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert " passed" in done.stdout
+
+
+def compiled(kernel: Any, constants: dict[str, Any], dtype: str, architecture: int, **options: int) -> Any:
+    """Compile a kernel to machine code; pointers and strides are multiples of 16, as those of tensors are."""
+
+    def type_of(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in INTEGERS:
+            return "*i32"
+        if name in ("partial", "weights"):
+            return "*fp32"
+        if name == "scale":
+            return "fp32"
+        return "i32" if name.endswith("_stride") or name == "splits" else f"*{dtype}"
+
+    names = kernel.arg_names
+    signature = {name: type_of(name) for name in names}
+    aligned = [place for place, name in enumerate(names) if signature[name].startswith("*") or name.endswith("_stride")]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(place,): [["tt.divisibility", 16]] for place in aligned},
+    )
+    result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    assert result.asm["cubin"]
+    return result
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "dtype", "tuning", "architecture"),
+    [
+        (LLAMA, "bf16", H100, 90),
+        (LLAMA, "fp32", H100, 90),
+        (GEMMA, "bf16", H100, 90),
+        (GPT_OSS, "bf16", H100, 90),
+        (ODD, "fp16", A10, 86),
+    ],
+)
+def test_decoding_compiles_within_the_shared_memory(
+    layer: PageLayer, dtype: str, tuning: Tuning, architecture: int, splits: bool
+) -> None:
+    options = decode_options(layer, 4 if dtype == "fp32" else 2, tuning)
+    tile = options.pop("TILE")
+    constants = {**layer.widths, **layer.scores, "TILE": tile}
+    group = layer.heads // layer.kv_heads
+    more = {"GROUP": group, "GROUP_PAD": padded(group), "PAGE": layer.page, "SOFTCAP": layer.softcap}
+    decode = compiled(
+        kernels.decode_kernel, {**constants, **more, "DIRECT": not splits}, dtype, architecture, **options
+    )
+    assert decode.metadata.shared <= tuning.shared // 2  # two programs fit
+    if splits:
+        constants = {"TILE": tile, "VALUE_DIM": layer.value_dim, "VALUE_PAD": padded(layer.value_dim), **layer.scores}
+        whole = {**constants, "HEADS": layer.heads, "SPLITS_PAD": MAX_SPLITS}
+        assert compiled(kernels.reduce_kernel, whole, dtype, architecture).metadata.shared <= tuning.shared
+
+
+@pytest.mark.parametrize("rows", [5, 2048])
+@pytest.mark.parametrize(
+    ("layer", "dtype", "tuning", "architecture"),
+    [
+        (LLAMA, "bf16", H100, 90),
+        (LLAMA, "fp32", H100, 90),
+        (GEMMA, "bf16", H100, 90),
+        (GPT_OSS, "bf16", H100, 90),
+        (ODD, "fp16", A10, 86),
+    ],
+)
+def test_chunks_compile_within_the_shared_memory(
+    layer: PageLayer, dtype: str, tuning: Tuning, architecture: int, rows: int
+) -> None:
+    options = chunk_options(layer, 4 if dtype == "fp32" else 2, tuning, rows)
+    tiles = {name: options.pop(name) for name in ("ROWS", "TILE")}
+    constants = {**layer.widths, **layer.scores, **tiles}
+    more = {"HEADS": layer.heads, "PAGE": layer.page, "SOFTCAP": layer.softcap}
+    chunk = compiled(kernels.chunk_kernel, {**constants, **more}, dtype, architecture, **options)
+    assert chunk.metadata.shared <= tuning.shared
+
+
+@pytest.mark.parametrize("layer", [LLAMA, ODD])
+def test_writing_compiles(layer: PageLayer) -> None:
+    constants = {**layer.widths, "HEADS_PAD": 1 << (layer.kv_heads - 1).bit_length(), "PAGE": layer.page}
+    assert compiled(kernels.write_kernel, constants, "bf16", 90).metadata.shared <= H100.shared
+
+
+def test_few_rows_are_split_and_many_are_not() -> None:
+    assert splits_for(1, 8, H100) == MAX_SPLITS
+    assert splits_for(16, 8, H100) == 8
+    assert splits_for(256, 8, H100) == 1
+    for rows in range(1, 300):
+        splits = splits_for(rows, 8, H100)
+        assert splits == 1 or splits * rows * 8 <= H100.processors * H100.programs
+        assert splits & (splits - 1) == 0
