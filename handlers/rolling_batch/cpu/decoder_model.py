@@ -18,11 +18,11 @@ from handlers.ranks.sharding import RowParallelLinear
 from handlers.ranks.shm_allreduce import ONE_RANK, ShmAllReduce
 from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.rows import StepRows
-from handlers.rolling_batch.cpu.decoder_layers import FusedDecoderLayer
-from handlers.rolling_batch.cpu.fusion import FusedRMSNorm, close
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.cpu.lookup_tables import RotaryTable, embedding_rows
+from handlers.rolling_batch.fused.decoder_layers import FusedDecoderLayer
+from handlers.rolling_batch.fused.modules import FusedRMSNorm, close
 
 _PLACES = 4  # of the KV cache that are written while passes are measured
 

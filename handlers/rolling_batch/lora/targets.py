@@ -9,9 +9,9 @@ from torch import nn
 
 from handlers.checkpoints.adapter_layers import Widths, is_conv1d, module_widths
 from handlers.checkpoints.quantization import Int8Linear
-from handlers.rolling_batch.cpu.decoder_layers import FusedDecoderLayer
-from handlers.rolling_batch.cpu.fusion import PROJECTIONS, FusedGatedMLP, ProjectionPart
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
+from handlers.rolling_batch.fused.decoder_layers import FusedDecoderLayer
+from handlers.rolling_batch.fused.modules import PROJECTIONS, FusedGatedMLP, ProjectionPart
 
 
 @dataclass(frozen=True)

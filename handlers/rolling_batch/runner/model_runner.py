@@ -30,11 +30,12 @@ from handlers.rolling_batch.attention.pass_inputs import PassInputs
 from handlers.rolling_batch.attention.probe import probe_layers
 from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
 from handlers.rolling_batch.cpu import kernel_choice
-from handlers.rolling_batch.cpu.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.cpu.decoder_model import DecoderModel
-from handlers.rolling_batch.cpu.fusion import fuse
 from handlers.rolling_batch.cpu.kernel_choice import ALL
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
+from handlers.rolling_batch.fused.decoder_layers import fuse_decoder_layers
+from handlers.rolling_batch.fused.modules import fuse
+from handlers.rolling_batch.fused.row_kernels import is_fusible
 from handlers.rolling_batch.lora.layers import LoraLayers
 from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep, torch_compile
 from handlers.rolling_batch.runner.load_check import LoadCheck, keeps_rows, vocabulary_of
@@ -76,10 +77,10 @@ class ModelRunner:
         self._inputs = PassInputs(model)
         self._attention_layers = probe_layers(model, f"{self._attention_name}_probe", self._inputs)
         self._communicator = communicator
-        on_cpu = self.device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float32)
+        on_cpu = self.device.type == "cpu"
         # The check and the probe come first: both need the modules as they were loaded.
-        fuses = on_cpu and is_local and not is_spread(model)
-        self._crossovers = kernel_choice.load_crossovers() if fuses else kernel_choice.Crossovers()
+        fuses = is_fusible(self.device, self.dtype) and is_local and not is_spread(model)
+        self._crossovers = kernel_choice.load_crossovers() if fuses and on_cpu else kernel_choice.Crossovers()
         self.fused: dict[str, int] = fuse(model, self._crossovers) if fuses else {}
         self._keeps_rows = keeps_rows(model)
         self.cache: KVCache
@@ -124,7 +125,7 @@ class ModelRunner:
         self._step = DecodeStep(self._model, self._attention, self._inputs)
         if self.fused:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
-            if self._keeps_rows:
+            if self._keeps_rows and self.device.type == "cpu":
                 self._decoder = DecoderModel.from_model(self._model, self._attention, self._crossovers, decode_rows)
             self.fused["models"] = int(self._decoder is not None)
             self._unpadded_rows = 0 if self._decoder is None else _rows_without_onednn(self._model)

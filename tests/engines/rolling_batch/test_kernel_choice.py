@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from handlers.rolling_batch.cpu import kernel_choice
-from handlers.rolling_batch.cpu.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear, lay_out_linears, reads_tiles
+from handlers.rolling_batch.fused.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 
 _needs_onednn = pytest.mark.skipif(

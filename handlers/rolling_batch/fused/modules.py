@@ -1,4 +1,4 @@
-"""Replaces modules of a transformers model by faster ones, on the CPU.
+"""Replaces modules of a transformers model by faster ones, on the CPU and on a GPU.
 
 A module is recognised by its structure (the names and types of its children), not by its class: most families copy
 Llama's layers into classes of their own, and new families appear with every release of transformers. Structure alone
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,14 +20,15 @@ from handlers.cpu_kernels.arrays import as_numpy
 from handlers.ranks.sharding import RowParallelLinear, plain_linear
 from handlers.rolling_batch.cpu.kernel_choice import Crossovers
 from handlers.rolling_batch.cpu.linears import is_plain, lay_out_linears
+from handlers.rolling_batch.fused.row_kernels import row_kernels
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def fuse(model: nn.Module, crossovers: Crossovers) -> dict[str, int]:
-    """Replace modules of `model`, on the CPU in float32 or bfloat16; return how many of each kind.
+    """Replace modules of `model`, on one device that has row kernels; return how many of each kind.
 
-    `crossovers` say which kernel computes how many rows of a linear layer.
+    `crossovers` say which kernel of the CPU computes how many rows of a linear layer.
     """
     counts = {"norms": 0, "attentions": 0, "mlps": 0, "linears": 0}
     for module in list(model.modules()):
@@ -34,7 +36,8 @@ def fuse(model: nn.Module, crossovers: Crossovers) -> dict[str, int]:
         for name, child in list(module.named_children()):
             counts["norms"] += _replace(module, name, child, _is_rms_norm, FusedRMSNorm)
             counts["mlps"] += _replace(module, name, child, _is_gated_mlp, FusedGatedMLP)
-    if next(model.parameters()).dtype == torch.bfloat16:
+    parameter = next(model.parameters())
+    if parameter.device.type == "cpu" and parameter.dtype == torch.bfloat16:
         counts["linears"] = lay_out_linears(model, crossovers)
     return counts
 
@@ -58,7 +61,7 @@ def _replace(
 def _same_result(original: nn.Module, fused: nn.Module) -> bool:
     parameter = next(original.parameters())
     width = parameter.shape[-1]
-    rows = torch.randn((1, 5, width), generator=torch.Generator().manual_seed(0)).to(parameter.dtype)
+    rows = torch.randn((1, 5, width), generator=torch.Generator().manual_seed(0)).to(parameter)
     # On several ranks an MLP ends in an all-reduce. All ranks compare at the same time, with the same rows, and get the
     # same bits, so that they also decide alike.
     with torch.inference_mode():
@@ -85,19 +88,19 @@ class FusedRMSNorm(nn.Module):
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        from handlers.cpu_kernels.rows import rms_norm
-
         self.weight: nn.Parameter = norm.weight
-        self._kernel = rms_norm
-        # Of the kernel, behind the rows.
-        self.arguments = (as_numpy(self.weight.detach()), float(_epsilon(norm) or 0.0))
+        self.epsilon = float(_epsilon(norm) or 0.0)
+        self._kernels = row_kernels(self.weight.device)
+
+    @property
+    def arguments(self) -> tuple[np.ndarray, float]:
+        """Weight and epsilon as the kernels of the CPU take them."""
+        return as_numpy(self.weight.detach()), self.epsilon
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """(..., width) -> the same shape."""
-        flat = rows.reshape(-1, rows.shape[-1])
-        out = torch.empty_like(flat)
-        self._kernel(as_numpy(flat), *self.arguments, as_numpy(out))
-        return out.view(rows.shape)
+        normed = self._kernels.rms_norm(rows.reshape(-1, rows.shape[-1]).contiguous(), self.weight, self.epsilon)
+        return normed.view(rows.shape)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
@@ -117,12 +120,14 @@ class FusedGatedMLP(nn.Module):
         self.down_proj = mlp.down_proj
         self.act_fn = mlp.act_fn
         self.is_silu = _is_silu(mlp.act_fn)
+        self._kernels = row_kernels(self.gate_up_proj.weight.device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., width) -> the same shape."""
         gate_up = self.gate_up_proj(hidden)
         if self.is_silu:
-            return self.down_proj(_silu_and_mul(gate_up))
+            multiplied = self._kernels.silu_and_mul(gate_up.flatten(0, -2))
+            return self.down_proj(multiplied.view(*hidden.shape[:-1], -1))
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(self.act_fn(gate).mul_(up))
 
@@ -130,14 +135,6 @@ class FusedGatedMLP(nn.Module):
 def _is_silu(activation: Any) -> bool:
     probe = torch.linspace(-8, 8, 65)
     return bool(torch.allclose(activation(probe), nn.functional.silu(probe), atol=1e-6))
-
-
-def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    from handlers.cpu_kernels.rows import silu_and_mul
-
-    out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-    silu_and_mul(as_numpy(gate_up.flatten(0, -2)), as_numpy(out.flatten(0, -2)))
-    return out
 
 
 def _fuse_projections(module: nn.Module) -> int:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.probe import AttentionLayer
 from handlers.rolling_batch.attention.rows import StepRows
-from handlers.rolling_batch.cpu.fusion import PROJECTIONS, FusedGatedMLP, FusedRMSNorm, ProjectionPart, close
+from handlers.rolling_batch.fused.modules import PROJECTIONS, FusedGatedMLP, FusedRMSNorm, ProjectionPart, close
+from handlers.rolling_batch.fused.row_kernels import row_kernels
 
 # What a decoder layer passes to the attention of a Llama. An attention that takes more also computes more: Ministral 3
 # scales queries by their positions, which makes no difference near position 0, so that comparing results alone would
@@ -76,8 +76,8 @@ def _same_layer(
     if rotary is None:
         return False
     norm = fused.input_layernorm.weight
-    positions = torch.tensor([[0, 11, 37, 80, 150, 333, 700]])
-    rows = torch.randn((1, 7, norm.shape[0]), generator=torch.Generator().manual_seed(0)).to(norm.dtype)
+    positions = torch.tensor([[0, 11, 37, 80, 150, 333, 700]], device=norm.device)
+    rows = torch.randn((1, 7, norm.shape[0]), generator=torch.Generator().manual_seed(0)).to(norm)
     added = []
     with torch.inference_mode():
         embeddings = rotary(rows, positions)
@@ -93,14 +93,12 @@ class FusedDecoderLayer(nn.Module):
 
     def __init__(self, original: Any, layer: AttentionLayer, attention: SlotAttention) -> None:
         super().__init__()
-        from handlers.cpu_kernels.rows import rotate
-
         self.input_layernorm = original.input_layernorm
         self.qkv_proj = original.self_attn.q_proj.shared.linear
         self.o_proj = original.self_attn.o_proj
         self.post_attention_layernorm = original.post_attention_layernorm
         self.mlp = original.mlp
-        self._rotate = rotate
+        self._kernels = row_kernels(self.input_layernorm.weight.device)
         self._attention = attention
         self.terms = layer.terms
         self.index: int = layer.module.layer_idx
@@ -121,7 +119,7 @@ class FusedDecoderLayer(nn.Module):
     def _attend(self, qkv: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         cosines, sines = position_embeddings
         rotated = self._heads + self._kv_heads
-        self._rotate(as_numpy(qkv), as_numpy(cosines[0]), as_numpy(sines[0]), rotated)
+        self._kernels.rotate(qkv, cosines[0].contiguous(), sines[0].contiguous(), rotated)
         heads = qkv.unflatten(1, (-1, self.dim)).transpose(0, 1)
         query, key, value = heads.split((self._heads, self._kv_heads, self._kv_heads))
         return self._attention(self._owner, query[None], key[None], value[None])[0]

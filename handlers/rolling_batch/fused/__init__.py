@@ -1,0 +1,1 @@
+"""Modules of a transformers model, replaced by ones that make fewer passes over their activations."""
