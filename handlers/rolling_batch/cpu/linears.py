@@ -19,21 +19,11 @@ from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
+from handlers.rolling_batch.fused.modules import is_plain
 
 _DECODE_ROWS = 32  # the number of rows that oneDNN lays weights out for; it computes others with the same layout
 # Bytes of weights that are measured: more than caches hold if reading them counts, fewer from _MANY_ROWS rows on.
 _READ, _MULTIPLIED, _MANY_ROWS = 32 * 2**20, 8 * 2**20, 64
-
-
-def is_plain(module: Any) -> bool:
-    """Whether a module multiplies by its weight and adds its bias, and does nothing else.
-
-    A subclass may compute anything. compressed-tensors and accelerate set a `forward` of theirs on the instance, and
-    hooks may change the result.
-    """
-    if type(module) is not nn.Linear or "forward" in vars(module):
-        return False
-    return not (module._forward_pre_hooks or module._forward_hooks) and module.weight.is_floating_point()
 
 
 def lay_out_linears(model: nn.Module, crossovers: Crossovers) -> int:

@@ -18,28 +18,31 @@ from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.ranks.sharding import RowParallelLinear, plain_linear
-from handlers.rolling_batch.cpu.kernel_choice import Crossovers
-from handlers.rolling_batch.cpu.linears import is_plain, lay_out_linears
 from handlers.rolling_batch.fused.row_kernels import row_kernels
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-def fuse(model: nn.Module, crossovers: Crossovers) -> dict[str, int]:
-    """Replace modules of `model`, on one device that has row kernels; return how many of each kind.
-
-    `crossovers` say which kernel of the CPU computes how many rows of a linear layer.
-    """
-    counts = {"norms": 0, "attentions": 0, "mlps": 0, "linears": 0}
+def fuse(model: nn.Module) -> dict[str, int]:
+    """Replace modules of `model`, on one device that has row kernels; return how many of each kind."""
+    counts = {"norms": 0, "attentions": 0, "mlps": 0}
     for module in list(model.modules()):
         counts["attentions"] += _fuse_projections(module)
         for name, child in list(module.named_children()):
             counts["norms"] += _replace(module, name, child, _is_rms_norm, FusedRMSNorm)
             counts["mlps"] += _replace(module, name, child, _is_gated_mlp, FusedGatedMLP)
-    parameter = next(model.parameters())
-    if parameter.device.type == "cpu" and parameter.dtype == torch.bfloat16:
-        counts["linears"] = lay_out_linears(model, crossovers)
     return counts
+
+
+def is_plain(module: Any) -> bool:
+    """Whether a module multiplies by its weight and adds its bias, and does nothing else.
+
+    A subclass may compute anything. compressed-tensors and accelerate set a `forward` of theirs on the instance, and
+    hooks may change the result.
+    """
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    return not (module._forward_pre_hooks or module._forward_hooks) and module.weight.is_floating_point()
 
 
 def _replace(

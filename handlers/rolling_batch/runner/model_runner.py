@@ -32,7 +32,7 @@ from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
 from handlers.rolling_batch.cpu import kernel_choice
 from handlers.rolling_batch.cpu.decoder_model import DecoderModel
 from handlers.rolling_batch.cpu.kernel_choice import ALL
-from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
+from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear, lay_out_linears
 from handlers.rolling_batch.fused.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.fused.modules import fuse
 from handlers.rolling_batch.fused.row_kernels import is_fusible
@@ -81,7 +81,9 @@ class ModelRunner:
         # The check and the probe come first: both need the modules as they were loaded.
         fuses = is_fusible(self.device, self.dtype) and is_local and not is_spread(model)
         self._crossovers = kernel_choice.load_crossovers() if fuses and on_cpu else kernel_choice.Crossovers()
-        self.fused: dict[str, int] = fuse(model, self._crossovers) if fuses else {}
+        self.fused: dict[str, int] = fuse(model) if fuses else {}
+        if fuses and on_cpu:
+            self.fused["linears"] = lay_out_linears(model, self._crossovers)
         self._keeps_rows = keeps_rows(model)
         self.cache: KVCache
         self._attention: SlotAttention
