@@ -60,7 +60,12 @@ def sections(dry_run: bool) -> Iterator[Section]:
     if not dry_run:
         yield contender("ours", large, 120)
         yield profiled("8b", large)
-    yield Section("tests", 200, [*python, "pytest", "-q", "-n", "3", "--dist", "loadfile", "tests/gpu"], is_test=True)
+    yield Section(
+        "tests",
+        200,
+        [*python, "pytest", "-q", "-p", "no:benchmark", "-n", "3", "--dist", "loadfile", "tests/gpu"],
+        is_test=True,
+    )
     yield contender("generate", demo, 60)
     yield contender("continuous", demo, 60)
     if not dry_run:
