@@ -15,7 +15,6 @@ import random
 import re
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from http import HTTPStatus
 
 import msgspec
@@ -71,7 +70,7 @@ class RequestLog:
 
     def add(self, record: RequestRecord) -> None:
         """Write the line of a request that has just ended, soon."""
-        if record.code < HTTPStatus.BAD_REQUEST and random.random() >= self._sample:
+        if self._sample < 1 and record.code < HTTPStatus.BAD_REQUEST and random.random() >= self._sample:
             return
         self._records.append(record)
         if len(self._records) >= _MAX_LINES:
@@ -92,37 +91,43 @@ class RequestLog:
 
 
 def _line(record: RequestRecord, offset: float) -> RequestLine:
-    """Return the line of a request; `offset` is what time.time() is ahead of time.monotonic()."""
-    summary, first_token_s = record.summary, record.first_token_s
+    """Return the line of a request; `offset` is what time.time() is ahead of time.monotonic().
+
+    It is made for every request, so it calls little; whole microseconds become milliseconds.
+    """
+    arrived, sent, summary = record.arrived, record.sent, record.summary
     line = RequestLine(
-        time=_stamp(int((record.ended + offset) * 1000)),
-        id=record.id if len(record.id) <= _LONGEST_ID else excerpt(record.id, _LONGEST_ID),
-        model=record.model,
-        route=record.route,
-        code=record.code,
-        client=record.client,
-        duration_ms=_milliseconds(record.duration_s),
-        queue_ms=_milliseconds(record.queue_s) if record.sent else None,
-        ttft_ms=None if first_token_s is None else _milliseconds(first_token_s),
+        _stamp(int((record.ended + offset) * 1000)),
+        record.id if len(record.id) <= _LONGEST_ID else excerpt(record.id, _LONGEST_ID),
+        record.model,
+        record.route,
+        record.code,
+        record.client,
+        round((record.ended - arrived) * 1e6) / 1000,
+        round((sent - record.queued) * 1e6) / 1000 if sent else None,
         error=record.error,
         trace_id=record.trace_id,
-        prompt=record.prompt.decode(errors="replace"),
     )
     if summary is not None:
         line.prompt_tokens, line.output_tokens = summary.prompt_tokens, summary.output_tokens
         line.finish_reason, line.adapter = summary.finish_reason, summary.adapter
+        if summary.prefill_s is not None:
+            line.ttft_ms = round((sent - arrived + summary.prefill_s) * 1e6) / 1000
+    if record.prompt:
+        line.prompt = record.prompt.decode(errors="replace")
     return line
 
 
 @functools.lru_cache(1)  # several requests end in one millisecond
 def _stamp(milliseconds: int) -> str:
     """Return a time.time() in ISO 8601, in UTC."""
-    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    second, rest = divmod(milliseconds, 1000)
+    return f"{_second(second)}.{rest:03d}Z"
 
 
-def _milliseconds(seconds: float) -> float:
-    """Return the time in milliseconds, to the microsecond."""
-    return round(seconds * 1e6) / 1000
+@functools.lru_cache(1)
+def _second(moment: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment))
 
 
 def _texts(lines: Sequence[RequestLine]) -> bytes:

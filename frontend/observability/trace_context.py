@@ -41,7 +41,7 @@ class Tracer(Protocol):
 
     ratio: float
 
-    def begin(self, properties: dict[str, str], scope: Scope, arrived: float) -> RequestTrace | None:
+    def begin(self, properties: dict[str, str], scope: Scope) -> RequestTrace | None:
         """Return the span of a request that was drawn, or whose headers name a trace; None if it is not traced."""
 
     def end(self, trace: RequestTrace, record: RequestRecord) -> None:

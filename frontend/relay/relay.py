@@ -100,7 +100,7 @@ class Relay:
     def _prepare_response(self, request: RelayedRequest, send: Send, tracing: Tracer | None = None) -> None:
         headers = self.headers
         if tracing is not None and ("traceparent" in request.properties or random() < tracing.ratio):
-            request.trace = trace = tracing.begin(request.properties, request.scope, request.arrived)
+            request.trace = trace = tracing.begin(request.properties, request.scope)
             headers = headers if trace is None else [(b"traceparent", trace.header.encode()), *headers]
         if request.route in ANTHROPIC_ROUTES:  # by which Anthropic's clients log the request
             headers = [(b"request-id", request.request_id.encode("latin-1")), *headers]

@@ -169,7 +169,7 @@ class FailingTrace:
 
 
 class FailingSpans:
-    def begin(self, properties: dict[str, str], scope: object, arrived: float) -> FailingTrace:
+    def begin(self, properties: dict[str, str], scope: object) -> FailingTrace:
         raise ValueError("no span")
 
     def close(self) -> None: ...
@@ -177,7 +177,7 @@ class FailingSpans:
 
 def test_a_request_whose_span_cannot_be_begun_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     properties = {"host": "here"}
-    assert Tracing(1, FailingSpans()).begin(properties, {}, 0.0) is None
+    assert Tracing(1, FailingSpans()).begin(properties, {}) is None
     assert "the span of a request cannot be begun" in caplog.text
     assert properties == {"host": "here"}
 

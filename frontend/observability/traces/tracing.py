@@ -24,7 +24,7 @@ _CLOSE_LIMIT_S = 5.0
 class Spans(Protocol):
     """Begins the spans of requests, and sends those that have ended."""
 
-    def begin(self, properties: dict[str, str], scope: Scope, arrived: float) -> RequestTrace:
+    def begin(self, properties: dict[str, str], scope: Scope) -> RequestTrace:
         """Begin the span of a request with these headers: in the trace that they name, otherwise in a new one."""
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Tracing:
             ) from error
         return cls(asked.trace_sample, spans)
 
-    def begin(self, properties: dict[str, str], scope: Scope, arrived: float) -> RequestTrace | None:
+    def begin(self, properties: dict[str, str], scope: Scope) -> RequestTrace | None:
         """Return the span of a request that was drawn, or whose headers name a trace; None if that is not to be traced.
 
         The header traceparent is that of the new span from now on, so that code behind it adds to the same trace.
@@ -69,7 +69,7 @@ class Tracing:
         elif header is not None and random.random() >= self.ratio:  # not drawn yet: it could have been valid
             return None
         try:
-            trace = self._spans.begin(properties, scope, arrived)
+            trace = self._spans.begin(properties, scope)
         except Exception:  # as in `end`
             logger.exception("the span of a request cannot be begun")
             return None
