@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ports import reserved_port
 
 # Runs a server whose garbage collector is off, sends it the same request many times, and prints how many objects of
 # them only the collector would find.
@@ -68,12 +69,11 @@ ENDLESS = '{"inputs": "a b c", "parameters": {"max_new_tokens": 1000000}, "strea
     ],
     ids=["whole", "stream", "bad body", "no such model", "client gone"],
 )
-def test_nothing_of_a_request_waits_for_the_garbage_collector(
-    tmp_path: Path, free_tcp_port: int, path: str, body: str, ends: str
-) -> None:
+def test_nothing_of_a_request_waits_for_the_garbage_collector(tmp_path: Path, path: str, body: str, ends: str) -> None:
     (tmp_path / "serving.properties").write_text("option.entryPoint=djl_python.echo\n")
-    command = [sys.executable, "-c", SERVER, str(tmp_path), str(free_tcp_port), path, body, ends]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    with reserved_port() as port:
+        command = [sys.executable, "-c", SERVER, str(tmp_path), str(port), path, body, ends]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr
     # The server itself may leave something now and then.
     found = int(result.stdout.removeprefix("found "))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ports import reserved_port
 from server_helpers import Server, connect, make_model, raw_request, received, request, running, serving
 from waiting import wait_until
 
@@ -257,18 +258,16 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 def test_a_server_that_is_started_without_standard_files_serves(tmp_path: Path) -> None:
     directory = make_model(tmp_path / "model")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "lmi_server", "serve", str(directory), "--port", str(port)]
-    process = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command])
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until(lambda: process.poll() is not None or answers(f"{url}/ping"), "it is ready")
-        assert httpx.post(f"{url}/invocations", json=request("a")).json() == {"generated_text": " a a a"}
-    finally:
-        process.terminate()
-        assert process.wait(30) == 0
+    with reserved_port() as port:
+        command = [sys.executable, "-m", "lmi_server", "serve", str(directory), "--port", str(port)]
+        process = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command])
+        url = f"http://127.0.0.1:{port}"
+        try:
+            wait_until(lambda: process.poll() is not None or answers(f"{url}/ping"), "it is ready")
+            assert httpx.post(f"{url}/invocations", json=request("a")).json() == {"generated_text": " a a a"}
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0
 
 
 def answers(url: str) -> bool:

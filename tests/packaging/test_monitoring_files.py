@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import httpx
 import pytest
 import yaml
 from paths import ROOT
+from ports import reserved_port
 from server_helpers import Server, serving
 from waiting import wait_until
 
@@ -51,10 +51,7 @@ def rules() -> list[Any]:
 class Prometheus:
     """A Prometheus that scrapes one server every second."""
 
-    def __init__(self, directory: Path, target: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+    def __init__(self, directory: Path, target: int, port: int) -> None:
         job = {"job_name": "lmi-server", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}
         times = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config = {"global": times, "rule_files": [str(ALERTS)], "scrape_configs": [job]}
@@ -105,9 +102,9 @@ def load(server: Server) -> None:
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     program("prometheus")
     directory = tmp_path_factory.mktemp("monitored")
-    with serving(directory / "server", "fault_handlers:CachingHandler") as server:
+    with serving(directory / "server", "fault_handlers:CachingHandler") as server, reserved_port() as port:
         load(server)
-        prometheus = Prometheus(directory, server.port)
+        prometheus = Prometheus(directory, server.port, port)
         try:
             wait_until(prometheus.is_ready, "Prometheus is ready")
             wait_until(lambda: prometheus.query("lmi_requests_total"), "it has scraped the server")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
 import pytest
+from ports import reserved_port
 from ray_helpers import LIMIT_S
 
 from lmi_server.ray.authentication import send_token
@@ -43,32 +43,30 @@ def test_the_token_is_sent_if_there_is_one(
 def test_a_cluster_that_ray_has_started_is_joined_with_the_token(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install lmi-server[ray]")
     write_token(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {"HOME": str(tmp_path), "RAY_ADDRESS": f"127.0.0.1:{port}"}
-    environment.pop("RAY_AUTH_MODE", None)
-    node = ("--head", "--block", "--port", str(port), "--num-cpus", "1", "--include-dashboard=false")
-    started = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
-    with subprocess.Popen(
-        [str(Path(sys.executable).with_name("ray")), "start", *node],
-        env=started,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as ray:
-        try:
-            assert ray.stdout is not None
-            said = list(itertools.takewhile(lambda line: "Ray runtime started" not in line, ray.stdout))
-            assert any("Token authentication is enabled" in line for line in said), "".join(said)
-            command = [sys.executable, "-m", "lmi_server", "ray", "status"]
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-            )
-            assert "nothing is deployed on the cluster; run lmi-server ray deploy" in done.stderr
-        finally:
-            os.killpg(ray.pid, signal.SIGKILL)
+    with reserved_port() as port:
+        environment = os.environ | {"HOME": str(tmp_path), "RAY_ADDRESS": f"127.0.0.1:{port}"}
+        environment.pop("RAY_AUTH_MODE", None)
+        node = ("--head", "--block", "--port", str(port), "--num-cpus", "1", "--include-dashboard=false")
+        started = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
+        with subprocess.Popen(
+            [str(Path(sys.executable).with_name("ray")), "start", *node],
+            env=started,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as ray:
+            try:
+                assert ray.stdout is not None
+                said = list(itertools.takewhile(lambda line: "Ray runtime started" not in line, ray.stdout))
+                assert any("Token authentication is enabled" in line for line in said), "".join(said)
+                command = [sys.executable, "-m", "lmi_server", "ray", "status"]
+                done = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+                )
+                assert "nothing is deployed on the cluster; run lmi-server ray deploy" in done.stderr
+            finally:
+                os.killpg(ray.pid, signal.SIGKILL)
 
 
 def write_token(home: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import torch
 from paths import MODEL_CODE
+from ports import reserved_port
 from process_log import ProcessLog
 from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model
 from transformers import (
@@ -93,24 +93,27 @@ def make_image_model(directory: Path) -> tuple[Path, Blip2ForConditionalGenerati
 @contextlib.contextmanager
 def vllm_server(model: Path, name: str, *arguments: str) -> Iterator[httpx.Client]:
     """Run `python -m vllm.entrypoints.openai.api_server` on `model` and yield a client of it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *arguments]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    server = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    log = ProcessLog(server.stdout)
-    try:
-        log.wait_for("Application startup complete")
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            yield client
-    finally:
-        server.terminate()
-        log.close()
-        server.wait(60)
+    with reserved_port() as port:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *arguments]
+        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        server = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        log = ProcessLog(server.stdout)
+        try:
+            log.wait_for("Application startup complete")
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+                yield client
+        finally:
+            server.terminate()
+            log.close()
+            server.wait(60)
 
 
 class Loader:
