@@ -1,29 +1,23 @@
-"""The list of models that can answer, in OpenAI's form, or in Anthropic's for its clients."""
+"""The list of models that can answer, in OpenAI's form, or in that of the dialect whose header a request has."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from frontend.http.clients import Scope, shown_path
-from frontend.http.parameters import integer
 from frontend.http.responses import error_response, json_response
 from lmi_server.contract.errors import BadParameterError, ModelNotFoundError
-from lmi_server.contract.quoting import excerpt
-from lmi_server.dialects.routes import MESSAGES
+from lmi_server.dialects.optional import ModelListForm, optional_dialects
 from lmi_server.serving.models.model import Endpoint, Model
 from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool_settings import ModelStatus
 
 _ABLE = (ModelStatus.HEALTHY, ModelStatus.UNHEALTHY)  # the workers of the latter are started again
-_ANTHROPIC = "anthropic-version"  # the header that Anthropic's clients send with every request
-_PAGE = 20
-_MAX_PAGE = 1000
 
 
 class _Named(NamedTuple):
@@ -45,24 +39,26 @@ class ModelList:
         stores = await asyncio.gather(*(model.stored_adapters() for model in self._models.models))
         in_stores = zip(self._models.models, stores, strict=True)
         able += [_Named(name, model) for model, names in in_stores if model.status in _ABLE for name in names]
-        if _ANTHROPIC not in request.headers:
+        form = _form(request)
+        if form is None:
             return json_response({"object": "list", "data": [self._entry(*each, request.scope) for each in able]})
         try:
-            return json_response(_page(able, request.query_params))
+            created = [(each.name, _created(*each)) for each in able]
+            return json_response(form.page(created, request.query_params))
         except BadParameterError as error:
-            return error_response(MESSAGES, error)
+            return error_response(form.route, error)
 
     async def model(self, request: Request) -> Response:
         """Return the description of a model or an adapter."""
-        name = request.path_params["model"]
+        name, form = request.path_params["model"], _form(request)
         try:
             model = self._models.named_as_model(name)
         except ModelNotFoundError as error:
-            if _ANTHROPIC not in request.headers:
+            if form is None:
                 raise
-            return error_response(MESSAGES, error)
-        if _ANTHROPIC in request.headers:
-            return json_response(_anthropic_entry(name, model))
+            return error_response(form.route, error)
+        if form is not None:
+            return json_response(form.entry(name, _created(name, model)))
         return json_response(self._entry(name, model, request.scope))
 
     def _entry(self, name: str, model: Model, scope: Scope) -> dict[str, Any]:
@@ -76,39 +72,15 @@ class ModelList:
         return able + [_Named(name, model) for model in adapted for name in model.adapter_names]
 
 
+def _form(request: Request) -> ModelListForm | None:
+    """Return the form that a header of the request asks for, None for OpenAI's."""
+    forms = optional_dialects().model_lists
+    return next((form for header, form in forms.items() if header in request.headers), None)
+
+
 def _able_version(endpoint: Endpoint) -> Sequence[Model]:
     """Return the first version of a model that can answer, if there is one."""
     return [model for model in endpoint.models if model.status in _ABLE][:1]
-
-
-def _page(able: Sequence[_Named], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the part of Anthropic's list that `limit`, `after_id` and `before_id` ask for."""
-    limit = integer(query, "limit", _PAGE)
-    if not 1 <= limit <= _MAX_PAGE:
-        raise BadParameterError(f'Parameter limit is "{query["limit"][:100]}"; it takes 1 to {_MAX_PAGE}')
-    names = [each.name for each in able]
-    start = _place_in(names, "after_id", query["after_id"]) + 1 if "after_id" in query else 0
-    end = _place_in(names, "before_id", query["before_id"]) if "before_id" in query else len(names)
-    backwards = "before_id" in query and "after_id" not in query
-    shown = able[start:end][-limit:] if backwards else able[start:end][:limit]
-    return {
-        "data": [_anthropic_entry(*each) for each in shown],
-        "has_more": len(shown) < len(able[start:end]),
-        "first_id": shown[0].name if shown else None,
-        "last_id": shown[-1].name if shown else None,
-    }
-
-
-def _place_in(names: Sequence[str], parameter: str, name: str) -> int:
-    if name not in names:
-        raise BadParameterError(f'Parameter {parameter} is "{excerpt(name)}", no model of the list; send an id from it')
-    return names.index(name)
-
-
-def _anthropic_entry(name: str, model: Model) -> dict[str, Any]:
-    """Return Anthropic's model object."""
-    created = datetime.fromtimestamp(int(_created(name, model)), UTC)
-    return {"type": "model", "id": name, "display_name": name, "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ")}
 
 
 def _entry(name: str, model: Model, scope: Scope, parent: str | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from frontend.http.responses import json_response
 from frontend.management.models import MethodRoute
 from lmi_server.dialects import routes as names
-from lmi_server.dialects.errors import is_anthropic, is_kserve, is_openai
+from lmi_server.dialects.errors import form_of, is_kserve, is_openai
 from lmi_server.dialects.optional import Schema, optional_dialects
 from lmi_server.dialects.schemas import answer_schema, components, request_schema
 
@@ -51,12 +51,8 @@ _ERRORS: Mapping[str, Schema] = {
             },
         }
     },
-    "AnthropicError": {
-        "type": {"const": "error"},
-        "error": {"type": "object", "properties": {"type": {"type": "string"}, "message": {"type": "string"}}},
-        "request_id": {"type": "string"},
-    },
     "KServeError": {"error": {"type": "string"}},
+    **{form.name: form.properties for form in optional_dialects().errors.values()},
 }
 _STREAM_TYPES = ("text/event-stream", "application/jsonlines")
 # HEAD and OPTIONS are answered wherever HTTP wants them, and TRACE as GET is: they say nothing of their own.
@@ -158,8 +154,9 @@ def _error_of(path: str) -> str:
     """Return the schema of the errors of a path, or of a route for inference, which decides there."""
     if is_kserve(path):
         return "KServeError"
-    if is_anthropic(path):
-        return "AnthropicError"
+    form = form_of(path)
+    if form is not None:
+        return form.name
     return "OpenAIError" if is_openai(path) else "LmiError"
 
 

@@ -31,7 +31,8 @@ from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, Model
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects.adapters import naming_adapter
 from lmi_server.dialects.forms import form_fields
-from lmi_server.dialects.routes import ANTHROPIC_ROUTES, MODEL_IN_BODY
+from lmi_server.dialects.optional import optional_dialects
+from lmi_server.dialects.routes import MODEL_IN_BODY
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool.worker_pool import WorkerPool
@@ -54,6 +55,7 @@ class Relay:
         self.reports = RequestReports(settings, metrics, self.error_rates)
         self._max_request_size = settings.max_request_size
         self._request_id_header = settings.request_id_header.lower()
+        self._id_headers = optional_dialects().id_headers
         self._statuses = error_statuses(settings)
         pattern = settings.model_url_pattern
         self._implicit = None if pattern is None else ImplicitRegistration(models, access.limits, pattern)
@@ -102,8 +104,8 @@ class Relay:
         if tracing is not None and ("traceparent" in request.properties or random() < tracing.ratio):
             request.trace = trace = tracing.begin(request.properties, request.scope)
             headers = headers if trace is None else [(b"traceparent", trace.header.encode()), *headers]
-        if request.route in ANTHROPIC_ROUTES:  # by which Anthropic's clients log the request
-            headers = [(b"request-id", request.request_id.encode("latin-1")), *headers]
+        if request.route in self._id_headers:
+            headers = [(self._id_headers[request.route], request.request_id.encode("latin-1")), *headers]
         request.response = Response(request.connection, send, request.request_id, headers)
 
     def _check_page(self, request: RelayedRequest) -> None:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from lmi_server.contract import errors
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.dialects.framing import JSON_LINES, SSE, encode, named_event
-from lmi_server.dialects.routes import ANTHROPIC_ROUTES, OPENAI_ROUTES
+from lmi_server.dialects.optional import ErrorForm, optional_dialects
+from lmi_server.dialects.routes import OPENAI_ROUTES
 
 
 class _Row(NamedTuple):
@@ -64,28 +65,15 @@ _ROWS: dict[type[LmiServerError], _Row] = {
 }
 
 
-# Anthropic's API has the statuses that OpenAI's has, but one. Its types follow from them.
-_ANTHROPIC_STATUSES = {503: 529}
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
-
-
-def is_anthropic(route: str) -> bool:
-    """Return whether `route` (an Input's route, or a path) belongs to Anthropic's API."""
-    return route.strip("/").removeprefix("v1/") in ANTHROPIC_ROUTES
+def form_of(route: str) -> ErrorForm | None:
+    """Return how errors of an optional dialect read, if `route` (an Input's route, or a path) belongs to one."""
+    return optional_dialects().errors.get(route.strip("/").removeprefix("v1/"))
 
 
 def is_openai(route: str) -> bool:
     """Return whether `route` (an Input's route, or a path) belongs to OpenAI's API: everything else under /v1 does."""
     path = route.strip("/")
-    if is_anthropic(path):
+    if form_of(path) is not None:
         return False
     return path in OPENAI_ROUTES or path == "v1" or path.startswith("v1/")
 
@@ -109,24 +97,6 @@ def _openai_body(error: LmiServerError) -> dict[str, object]:
     return {"error": body}
 
 
-def _anthropic_body(error: LmiServerError, status: int, request_id: str) -> dict[str, object]:
-    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    message = _anthropic_length(error) if isinstance(error, errors.ContextLengthError) else error.message
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id or None}
-
-
-def _anthropic_length(error: errors.ContextLengthError) -> str:
-    """Return the message by which Anthropic's clients know that they have to shorten a conversation."""
-    if not error.prompt:
-        return f"prompt is too long: {error.message}"
-    if error.prompt >= error.limit:
-        return f"prompt is too long: {error.prompt} tokens > {error.limit} maximum"
-    return (
-        f"input length and `max_tokens` exceed context limit: {error.prompt} + {error.new} > {error.limit},"
-        " decrease input length or `max_tokens` and try again"
-    )
-
-
 def _lmi_body(error: LmiServerError, status: int | None = None) -> dict[str, object]:
     row = _row(error)
     if isinstance(error, errors.HandlerError) and error.code is not None:
@@ -140,7 +110,7 @@ def error_reply(
 ) -> tuple[int, list[tuple[str, str]], bytes]:
     """Return status, headers and body of the answer to a request that fails before the first byte of an answer.
 
-    `statuses` replace the usual statuses of some error classes. Errors of Anthropic's API repeat the id of the request.
+    `statuses` replace the usual statuses of some error classes. Errors of some dialects repeat the id of the request.
     """
     row = _row(error)
     status = statuses.get(type(error))
@@ -151,18 +121,15 @@ def error_reply(
         headers.append(("www-authenticate", "Bearer"))
     if isinstance(error, errors.UnsupportedEncodingError):
         headers.append(("accept-encoding", "gzip, deflate"))
+    form = form_of(route)
     if is_kserve(route):
         return status or row.openai_status, headers, encode({"error": error.message})
     if is_openai(route):
         return status or row.openai_status, headers, encode(_openai_body(error))
-    if is_anthropic(route):
-        status = _anthropic_status(status or row.openai_status)
-        return status, headers, encode(_anthropic_body(error, status, request_id))
+    if form is not None:
+        status, body = form.write(error, status or row.openai_status, request_id)
+        return status, headers, encode(body)
     return status or row.lmi_status, headers, encode(_lmi_body(error, status))
-
-
-def _anthropic_status(status: int) -> int:
-    return _ANTHROPIC_STATUSES.get(status, status)
 
 
 def error_event(route: str, content_type: str, error: LmiServerError, request_id: str = "") -> bytes:
@@ -171,9 +138,9 @@ def error_event(route: str, content_type: str, error: LmiServerError, request_id
     No `[DONE]` follows. OpenAI's SDK raises at the error event, and a client that reads raw bytes must not mistake the
     broken stream for a complete one.
     """
-    if is_anthropic(route):
-        status = _anthropic_status(_row(error).openai_status)
-        return named_event("error", _anthropic_body(error, status, request_id))
+    form = form_of(route)
+    if form is not None:
+        return named_event(form.event, form.write(error, _row(error).openai_status, request_id)[1])
     body = _openai_body(error) if is_openai(route) else _lmi_body(error)
     if is_kserve(route):
         body = {"error": error.message}

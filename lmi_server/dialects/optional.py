@@ -1,22 +1,25 @@
 """The dialects that are optional features: each declares an `OptionalDialect`, which the table of features names.
 
-Without its entry a dialect has no paths, and is not imported. How errors read in it stays in errors.py.
+Without its entry a dialect has no paths, and is not imported.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import GenerationRequest
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.fields import Field
 from lmi_server.features import FEATURES, load
 
-Parser = Callable[[Input, ServedModel], Exchange]
+if TYPE_CHECKING:  # errors.py, which these import, reads this table
+    from lmi_server.dialects.base import Exchange, ServedModel
+
 Schema = dict[str, Any]
 
 
@@ -37,31 +40,52 @@ class Translation(NamedTuple):
     write: Callable[[Any, str, bytes], tuple[list[tuple[str, str]], bytes]]
 
 
+class ErrorForm(NamedTuple):
+    """How errors read: `write` takes also OpenAI's status and the id of the request, and returns status and body.
+
+    `event` is the name of the event with which a stream fails; `name` and `properties` are those of the schema.
+    """
+
+    write: Callable[[LmiServerError, int, str], tuple[int, dict[str, object]]]
+    event: str
+    name: str
+    properties: Schema
+
+
+class ModelListForm(NamedTuple):
+    """How models read, each with its name and the time.time() at which it was registered.
+
+    `page` takes all models and the query, and may raise BadParameterError; errors have the form of `route`.
+    """
+
+    page: Callable[[Sequence[tuple[str, float]], Mapping[str, str]], dict[str, Any]]
+    entry: Callable[[str, float], dict[str, Any]]
+    route: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalDialect:
-    """One dialect. `paths` has the route of each path that is always the same; everything else is by route.
+    """One dialect. `paths` has the route of each path that is always the same.
 
+    `model_lists` are by the header of requests for /v1/models that asks for them; everything else is by route.
     `summaries` say what a route does, for the OpenAPI document; `bodies` are the fields of requests, their type, or
-    their schema.
+    their schema. Answers repeat the id of the request in the header of `id_headers`.
     """
 
     summaries: Mapping[str, str]
     paths: Mapping[str, str] = field(default_factory=dict)
-    parsers: Mapping[str, Parser] = field(default_factory=dict)
+    parsers: Mapping[str, Callable[[Input, ServedModel], Exchange]] = field(default_factory=dict)
     counts: Mapping[str, TokenCount] = field(default_factory=dict)
     translations: Mapping[str, Translation] = field(default_factory=dict)
     bodies: Mapping[str, Mapping[str, Field] | type | Schema] = field(default_factory=dict)
+    errors: Mapping[str, ErrorForm] = field(default_factory=dict)
+    id_headers: Mapping[str, bytes] = field(default_factory=dict)
+    model_lists: Mapping[str, ModelListForm] = field(default_factory=dict)
 
 
 @functools.cache
 def optional_dialects() -> OptionalDialect:
     """Return all dialects of the table as one."""
     found = [cast(OptionalDialect, load(feature.dialect)) for feature in FEATURES if feature.dialect]
-    return OptionalDialect(
-        summaries={route: summary for each in found for route, summary in each.summaries.items()},
-        paths={path: route for each in found for path, route in each.paths.items()},
-        parsers={route: parser for each in found for route, parser in each.parsers.items()},
-        counts={route: count for each in found for route, count in each.counts.items()},
-        translations={route: translation for each in found for route, translation in each.translations.items()},
-        bodies={route: body for each in found for route, body in each.bodies.items()},
-    )
+    tables = {each.name: [getattr(dialect, each.name) for dialect in found] for each in fields(OptionalDialect)}
+    return OptionalDialect(**{name: dict(ChainMap(*each)) for name, each in tables.items()})

@@ -52,10 +52,7 @@ OPENAI_ROUTES = (
 )
 """The routes of OpenAI's API and of vLLM's additions to it; their errors have OpenAI's form."""
 
-ANTHROPIC_ROUTES = frozenset({MESSAGES, COUNT_TOKENS})
-"""The routes of Anthropic's API; their errors have Anthropic's form."""
-
-MODEL_IN_BODY = OPENAI_ROUTES | ANTHROPIC_ROUTES
+MODEL_IN_BODY = OPENAI_ROUTES | {MESSAGES, COUNT_TOKENS}
 """The routes whose bodies name the model; one that is not served is refused."""
 
 

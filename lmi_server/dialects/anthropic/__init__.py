@@ -3,14 +3,19 @@
 request.py   /v1/messages and /v1/messages/count_tokens: the fields
 turns.py     the conversation: system, messages and their blocks
 answer.py    one message, or the events of its creation
+errors.py    how errors read
+models.py    the list of models
 """
 
 from lmi_server.dialects import routes
+from lmi_server.dialects.anthropic import errors, models
 from lmi_server.dialects.anthropic.answer import count_body
 from lmi_server.dialects.anthropic.request import MESSAGE_FIELDS, parse_count, parse_message
 from lmi_server.dialects.optional import OptionalDialect, TokenCount
 
 __all__ = ["DIALECT", "count_body", "parse_count", "parse_message"]
+
+_ROUTES = (routes.MESSAGES, routes.COUNT_TOKENS)
 
 DIALECT = OptionalDialect(
     summaries={
@@ -20,5 +25,8 @@ DIALECT = OptionalDialect(
     paths={"/v1/messages": routes.MESSAGES, "/v1/messages/count_tokens": routes.COUNT_TOKENS},
     parsers={routes.MESSAGES: parse_message},
     counts={routes.COUNT_TOKENS: TokenCount(parse_count, count_body)},
-    bodies=dict.fromkeys((routes.MESSAGES, routes.COUNT_TOKENS), MESSAGE_FIELDS),
+    bodies=dict.fromkeys(_ROUTES, MESSAGE_FIELDS),
+    errors=dict.fromkeys(_ROUTES, errors.FORM),
+    id_headers=dict.fromkeys(_ROUTES, b"request-id"),  # by which Anthropic's clients log a request
+    model_lists={"anthropic-version": models.FORM},  # the header that these clients send with every request
 )
