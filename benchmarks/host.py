@@ -2,8 +2,8 @@
 
     python -m benchmarks.host [--only engine|http] [--sampling greedy|drawn|mixed]
 
-In process, microseconds of processor time per sequence and step of the engine's thread, by part. Over HTTP, tokens/s of 64 streams with
-server and load generator on the same cores, and the processor time of front end and worker per token.
+In process, microseconds of processor time per sequence and step of the engine's thread, by part. Over HTTP, tokens/s of
+64 streams with server and load generator on the same cores, and the processor time of front end and worker per token.
 """
 
 from __future__ import annotations

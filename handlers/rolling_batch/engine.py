@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from handlers.generation.detokenizer import TokenTexts
 from handlers.rolling_batch.admission import Admission
-from handlers.rolling_batch.grammars import Grammar, GrammarMasks
+from handlers.rolling_batch.grammars import Grammar
 from handlers.rolling_batch.lora.layers import LoraPair, LoraWeights
 from handlers.rolling_batch.request import Request
+from handlers.rolling_batch.requests.live import LiveRequests
+from handlers.rolling_batch.requests.token_choice import ChosenTokens, choose_tokens
+from handlers.rolling_batch.runner.device_arrays import unknown_token
 from handlers.rolling_batch.runner.step_runner import StepLogits, StepRunner
-from handlers.rolling_batch.sampling.sampler import NO_TOKEN, Sampled, sample
+from handlers.rolling_batch.sampling.chosen import NO_TOKEN, Sampled
 from handlers.rolling_batch.sampling.state import SamplingState
 from handlers.rolling_batch.schedule.scheduler import Scheduler, Sequence, StepPlan
 from handlers.rolling_batch.speculation.drafting import Drafter
+from handlers.rolling_batch.speculation.verification import Verification
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.step_loop import EngineLostError, Output
-from lmi_server.contract.errors import RequestError, describe, failure_of, is_device_failure
+from lmi_server.contract.errors import describe, failure_of, is_device_failure
 from lmi_server.contract.generation import SamplingParameters
-from lmi_server.contract.quoting import excerpt
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Flight:
+    """A step that was computed, or that a GPU still computes: its tokens are told later. It began at `began`.
+
+    `needs_tokens`: the next step can begin only when these tokens are known.
+    """
+
+    plan: StepPlan
+    logits: StepLogits
+    chosen: ChosenTokens
+    began: float
+    needs_tokens: bool
 
 
 class RollingBatchEngine:
@@ -36,6 +50,10 @@ class RollingBatchEngine:
 
     It numbers the requests that it gets. A fault that concerns one request ends that one alone. A fault that concerns a
     whole step raises, and `fail_running` ends its requests.
+
+    A GPU computes while the host goes on. So the engine may run ahead: it begins a step before it tells the tokens of
+    the one before, which stay on the device. A sequence that has ended meanwhile has a row in that step, whose token is
+    dropped. A grammar, a ban and a draft need the tokens first: while a request has one, no step begins early.
     """
 
     def __init__(
@@ -50,15 +68,19 @@ class RollingBatchEngine:
         length = min(max_len, scheduler.limits.kv_tokens)
         self._admission = Admission(tokenizer, self.vocabulary, eos_ids, length, runner.scores_prompts)
         self._numbers = itertools.count(1)
-        self._requests: dict[int, Request] = {}  # by number, as long as the scheduler has them
-        self._masks = GrammarMasks()
+        self._live = LiveRequests(scheduler)
         self._recorder = StepRecorder(scheduler)
-        self._drafter: Drafter | None = None
+        self._runs_ahead = False
+        self._flight: Flight | None = None  # the step whose tokens are told next
         self._clock: Callable[[], float] = time.perf_counter
 
     def speculate(self, drafter: Drafter, clock: Callable[[], float] = time.perf_counter) -> None:
         """Draft tokens for the requests to come. The drafter learns from `clock`, in seconds, how long steps take."""
-        self._drafter, self._clock = drafter, clock
+        self._live.drafter, self._clock = drafter, clock
+
+    def run_ahead(self) -> None:
+        """Begin steps before the tokens of the step before are known. `runner.run` gets these from the device."""
+        self._runs_ahead = True
 
     def force_ends(self, tokens: SequenceOf[int]) -> None:
         """Let one of `tokens` be the last of every output that is as long as its request allows."""
@@ -70,7 +92,7 @@ class RollingBatchEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._live)
 
     def add(
         self,
@@ -112,12 +134,7 @@ class RollingBatchEngine:
             on_begin,
             grammar,
         )
-        self._scheduler.add(sequence)
-        self._requests[number] = request
-        if grammar is not None:
-            self._masks.add(number, grammar)
-        elif self._drafter is not None:  # the masks of a grammar are computed for one token per step
-            self._drafter.add(number, sampling)
+        self._live.add(request)
         return number
 
     def load_adapter(self, adapter: Mapping[str, LoraPair]) -> LoraWeights:
@@ -144,38 +161,73 @@ class RollingBatchEngine:
 
     def abort(self, number: int) -> None:
         """Forget a request; its slot is free for the next step. Requests that have ended are ignored."""
-        request = self._requests.get(number)
+        request = self._live.get(number)
         if request:
-            self._forget(request)
+            self._live.forget(request)
             self._recorder.observe()
 
     def stop(self) -> None:
         """End the other ranks; nothing is computed any more."""
-        self._masks.stop()
+        self._live.masks.stop()
         self._runner.stop()
 
     def step(self) -> None:
-        """Run one forward pass and emit the deltas of its tokens."""
+        """Run one forward pass and emit the deltas of its tokens; if it runs ahead, those of the pass before."""
         self._recorder.begin()
+        before, self._flight = self._flight, None
+        if before is not None and not self._scheduler.goes_on:
+            self._settle(before)
+            before = None
+        try:
+            flight = self._launch(before) if self._live else None
+        finally:
+            if before is not None:
+                self._settle(before)
+        if flight is None:
+            return
+        if self._runs_ahead and not flight.needs_tokens:
+            self._flight = flight
+        else:
+            self._settle(flight)
+
+    def _launch(self, before: Flight | None) -> Flight | None:
+        """Begin the next step; None if there is nothing to compute. The tokens of `before` may be unknown."""
         plan = self._plan()
+        if not plan.decode and not plan.prefill:  # what went on was just retracted, and the others end
+            return None
         began = self._clock()
-        self._masks.begin()
-        logits = self._runner.run(plan, self._prompts_to_score(plan))
+        self._live.masks.begin()
+        known = before.chosen.tokens if before is not None and before.chosen.requests else None
+        logits = self._run(plan, known)
         self._scheduler.advance(plan)
         self._score_prompts(logits)
-        for number, error in self._masks.finish().items():
-            self._end_alone(number, error)
-        count = len(logits.sampled)
-        self._choose(logits.sampled, logits.logits[:count])
-        accepted = self._verify(plan, logits)
-        self._time_drafts(plan, self._clock() - began)
+        for number, error in self._live.masks.finish().items():
+            self._live.end_alone(number, error)
+        chosen = self._choose(logits.sampled, logits.logits[: len(logits.sampled)], known)
+        needs_tokens = self._live.drafter is not None or any(entry.sampling.needs_tokens for entry in chosen.requests)
+        return Flight(plan, logits, chosen, began, needs_tokens)
+
+    def _run(self, plan: StepPlan, known: Tensor | None) -> StepLogits:
+        scored = self._prompts_to_score(plan)
+        return self._runner.run(plan, scored) if known is None else self._runner.run(plan, scored, known)
+
+    def _settle(self, flight: Flight) -> None:
+        """Emit the deltas of a step's tokens, once they are known."""
+        plan = flight.plan
+        count = self._tell(flight.chosen)
+        check = Verification(plan, self._scheduler, self._live.drafter, lambda entry: entry.number in self._live)
+        accepted = check.run(flight.logits, lambda entries, logits: self._choose_and_tell(entries, logits))
+        if self._live.drafter is not None and plan.decode and not plan.prefill:
+            rows = len(plan.decode) + sum(map(len, plan.drafts.values()))
+            self._live.drafter.timed(rows, self._clock() - flight.began)
         self._recorder.end(plan, count + accepted, accepted)
 
     def _plan(self) -> StepPlan:
         """Return what to compute next, and tell the requests that begin with it."""
-        plan = self._scheduler.plan(None if self._drafter is None else self._drafter.propose)
+        drafter = self._live.drafter
+        plan = self._scheduler.plan(None if drafter is None else drafter.propose)
         for sequence in plan.started:
-            on_begin = self._requests[sequence.number].on_begin
+            on_begin = self._live.of(sequence).on_begin
             if on_begin is not None:
                 on_begin()
         return plan
@@ -184,81 +236,62 @@ class RollingBatchEngine:
 
     def _prompts_to_score(self, plan: StepPlan) -> set[int]:
         """Return the numbers of the requests whose prompt tokens of this step get log probabilities."""
-        numbers = (
-            chunk.sequence.number for chunk in plan.prefill if self._requests[chunk.sequence.number].scores(chunk)
-        )
-        return set(numbers)
+        return {chunk.sequence.number for chunk in plan.prefill if self._live.of(chunk.sequence).scores(chunk)}
 
     def _score_prompts(self, logits: StepLogits) -> None:
         for sequence, first, rows in logits.prompt_rows:
             try:
-                self._requests[sequence.number].score_prompt(first, logits.logits[rows])
+                self._live.of(sequence).score_prompt(first, logits.logits[rows])
             # The border to torch and to tokenizers: the prompt of one request must not end the others.
             except BaseException as error:
                 if is_device_failure(error):
                     raise
-                self._end_alone(sequence.number, error)
+                self._live.end_alone(sequence.number, error)
 
     # --- tokens ---
 
-    def _choose(self, sequences: list[Sequence], logits: Tensor) -> None:
-        """Choose the next token of each sequence from its row of logits; emit it."""
-        found = [self._requests.get(sequence.number) for sequence in sequences]
+    def _choose(self, sequences: list[Sequence], logits: Tensor, known: Tensor | None = None) -> ChosenTokens:
+        """Choose the next token of each sequence from its row of logits. The host may know it later."""
+        found = [self._live.get(sequence.number) for sequence in sequences]
         requests = [request for request in found if request is not None]
         if len(requests) < len(found):  # what failed above has ended them
             logits = logits[[row for row, request in enumerate(found) if request is not None]]
-        for request, sampled in zip(requests, _sample_each(requests, logits), strict=True):
+        chosen = choose_tokens(requests, logits, known)
+        for row, request in enumerate(requests):
+            request.sequence.append(unknown_token(row))
+        return chosen
+
+    def _choose_and_tell(self, sequences: list[Sequence], logits: Tensor) -> None:
+        self._tell(self._choose(sequences, logits))
+
+    def _tell(self, chosen: ChosenTokens) -> int:
+        """Emit the delta of each request that has not ended since; return how many tokens there were."""
+        count = 0
+        for request, sampled in zip(chosen.requests, chosen.read(), strict=True):
+            number = request.sequence.number
+            if self._live.get(number) is None:
+                continue
+            count += 1
             if isinstance(sampled, BaseException):
-                self._end_alone(request.sequence.number, sampled)
+                self._live.end_alone(number, sampled, sound=False)  # its token stays unknown
             elif sampled.token == NO_TOKEN:
-                self._forget(request, sound=False)  # nothing of its slot is reused
-                request.emit(request.overflow(logits.dtype))
+                self._live.forget(request, sound=False)  # nothing of its slot is reused
+                request.emit(request.overflow(chosen.dtype))
             else:
                 self._accept(request, sampled)
+        return count
 
     def _accept(self, request: Request, sampled: Sampled) -> None:
-        """Append a token to its sequence and emit its delta; end the request if it is the last one."""
+        """Emit the delta of a token; end the request if it is the last one."""
         try:
             delta = request.accept(sampled)
             request.emit(delta)
             if delta.finish_reason:
-                self._forget(request)
+                self._live.forget(request)
         # A grammar may allow no token that the request's other parameters leave. All else is the border to tokenizers,
         # which may raise anything: the text of one request must not end the others.
         except BaseException as error:  # noqa: BLE001
-            self._end_alone(request.sequence.number, error)
-
-    # --- drafts ---
-
-    def _verify(self, plan: StepPlan, logits: StepLogits) -> int:
-        """Choose the tokens behind drafted ones, place by place, as long as the draft is right; return how many."""
-        if not plan.drafts:
-            return 0
-        going = list(logits.draft_rows)
-        total = 0
-        for place in range(max(map(len, plan.drafts.values()))):
-            going = [sequence for sequence in going if self._is_right(sequence, plan.drafts[sequence], place)]
-            if not going:
-                break
-            for sequence in going:
-                self._scheduler.draft_accepted(sequence)
-            self._choose(going, logits.logits[[logits.draft_rows[sequence][place] for sequence in going]])
-            total += len(going)
-        return total
-
-    def _is_right(self, sequence: Sequence, draft: list[int], place: int) -> bool:
-        """Whether the request goes on and its newest token is the drafted one; the request learns when it is not."""
-        if sequence.number not in self._requests or place >= len(draft):
-            return False
-        right = sequence.tokens[-1] == draft[place]
-        if self._drafter is not None and (not right or place == len(draft) - 1):
-            self._drafter.observe(sequence.number, len(draft), place + right)
-        return right
-
-    def _time_drafts(self, plan: StepPlan, seconds: float) -> None:
-        """Tell the drafter how long a step without prompts took."""
-        if self._drafter is not None and plan.decode and not plan.prefill:
-            self._drafter.timed(len(plan.decode) + sum(map(len, plan.drafts.values())), seconds)
+            self._live.end_alone(request.sequence.number, error, sound=False)
 
     # --- ends ---
 
@@ -271,43 +304,9 @@ class RollingBatchEngine:
         """
         if is_device_failure(error):
             raise EngineLostError(f"the device failed in a step: {describe(error)}") from error
-        held = list(self._requests.values())
-        for request in [entry for entry in held if entry.sequence.slot >= 0] or held:
+        self._flight = None
+        held = list(self._live)
+        for request in [entry for entry in held if entry.sequence.is_begun] or held:
             request.emit(failure_of(error, f"the step failed: {describe(error)}"))
-            self._forget(request, sound=False)
+            self._live.forget(request, sound=False)
         self._recorder.observe()
-
-    def _end_alone(self, number: int, error: BaseException) -> None:
-        """End a request by what failed for it alone. Requests that have ended are ignored."""
-        request = self._requests.get(number)
-        if request is None:
-            return
-        if not isinstance(error, RequestError):
-            logger.error("request %s fails: %s", excerpt(request.label), describe(error), exc_info=error)
-        request.emit(error if isinstance(error, RequestError) else failure_of(error))
-        self._forget(request)
-
-    def _forget(self, request: Request, sound: bool = True) -> None:
-        """Drop a request that has ended."""
-        number = request.sequence.number
-        del self._requests[number]
-        self._masks.remove(number)
-        self._scheduler.remove(request.sequence, sound=sound)
-        if self._drafter is not None:
-            self._drafter.remove(number)
-
-
-def _sample_each(requests: list[Request], logits: Tensor) -> SequenceOf[Sampled | BaseException]:
-    """Return the token of each request, or what its parameters raise: they are tried one by one if any does."""
-    if not requests:
-        return []
-    try:
-        return sample(logits, [request.sampling for request in requests])
-    # The border to torch and to kernels: the parameters of one request must not end the others.
-    except BaseException as error:
-        if is_device_failure(error):
-            raise
-        if len(requests) == 1:
-            return [error]
-    rows = [_sample_each([request], logits[row : row + 1]) for row, request in enumerate(requests)]
-    return [sampled for row in rows for sampled in row]

@@ -129,6 +129,8 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     with enough_for_steps(runner, limits.kv_tokens, step):
         warm_up(engine, prompts, 4 if runner.device.type == "cpu" else min(step.idle_chunk, max_len - 2))
     drafts = speculate(engine, runner, drafting, options)
+    if runner.may_run_ahead:
+        engine.run_ahead()
     details = {
         "model": type(model).__name__,
         "dtype": str(runner.dtype).removeprefix("torch."),

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from handlers.generation.detokenizer import IncrementalDetokenizer, StopMatcher, TokenTexts
 from handlers.generation.parameters import room_of
 from handlers.rolling_batch.grammars import Grammar
-from handlers.rolling_batch.sampling.sampler import Sampled, score
+from handlers.rolling_batch.sampling.chosen import Sampled
+from handlers.rolling_batch.sampling.sampler import score
 from handlers.rolling_batch.sampling.state import SamplingState
 from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence
 from handlers.step_loop import Output
@@ -72,16 +73,17 @@ class Request:
             self.scored_prompt += score(logits[begin - first :], ids, [self.parameters.prompt_logprobs or 0] * len(ids))
 
     def accept(self, sampled: Sampled) -> Delta:
-        """Append a token, and return its delta, which has a finish reason if it is the last one.
+        """Take the first token that was unknown, and return its delta, which has a finish reason if it is the last one.
 
         Raises RequestError if the grammar does not allow the token.
         """
         sequence, parameters = self.sequence, self.parameters
         if self.grammar is not None:
             self.grammar.accept(sampled.token)
-        sequence.tokens.append(sampled.token)
+        self.sampling.settle(sampled.token)
+        sequence.settle(sampled.token)
         piece = self.detokenizer.feed(sampled.token)
-        may_stop = sequence.generated > parameters.min_tokens
+        may_stop = sequence.known - sequence.prompt_len > parameters.min_tokens
         text, stopped = self.stop.feed(piece, may_stop)
         reason = self._finish_reason(sampled.token, stopped)
         if reason and not stopped:
@@ -90,6 +92,8 @@ class Request:
             tail, stopped = self.stop.feed(unfinished, may_stop)
             text += tail if stopped else tail + self.stop.flush()
             reason = "stop_sequence" if stopped else reason
+        if reason:
+            sequence.drop_unknown()
         delta = Delta(
             text,
             (self._token(sampled, piece),),
@@ -127,7 +131,8 @@ class Request:
             return "eos_token"
         if self.grammar is not None and self.grammar.is_complete:
             return "eos_token"
-        return "length" if self.sequence.generated >= self.sequence.max_new_tokens else None
+        sequence = self.sequence
+        return "length" if sequence.known - sequence.prompt_len >= sequence.max_new_tokens else None
 
     def _usage(self) -> Usage:
         sequence = self.sequence

@@ -21,6 +21,7 @@ import torch
 from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.pass_inputs import PassInputs
 from handlers.rolling_batch.attention.torch_attention import SingleRows
+from handlers.rolling_batch.runner.device_arrays import upload
 from lmi_server.contract.errors import first_line
 
 logger = logging.getLogger(__name__)
@@ -109,14 +110,20 @@ class DecodePasses:
         """Return the number of shapes."""
         return len(self._passes)
 
-    def logits(self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
-        """Return the logits of rows that decode, (rows, vocabulary). They are overwritten by the next pass."""
+    def logits(self, token_ids: torch.Tensor, positions: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
+        """Return the logits of rows that decode, (rows, vocabulary). They are overwritten by the next pass.
+
+        `token_ids` (rows,) may be on the device: nothing here waits for it.
+        """
         count = len(slots)
         rows = next(number for number in self._rows if number >= count)
         columns = next(number for number in self._columns if number > max(positions))
         with torch.inference_mode():
-            for buffer, numbers in zip(self._inputs, (token_ids, positions, slots), strict=True):
-                buffer[:rows] = torch.tensor([*numbers, *[numbers[-1]] * (rows - count)])
+            ids, *others = self._inputs
+            ids[:count], ids[count:rows] = token_ids, token_ids[-1]
+            for buffer, numbers in zip(others, (positions, slots), strict=True):
+                padded = upload([*numbers, *[numbers[-1]] * (rows - count)], buffer.device)
+                buffer[:rows].copy_(padded, non_blocking=True)
         return self._passes[rows, columns]()[:count]
 
     def _pass(self, rows: int, columns: int) -> Run:
@@ -150,7 +157,7 @@ def make_passes(
     """
     try:
         passes = make()
-        computed, expected = passes.logits([1], [0], [0]).clone(), eager([1], [0], [0])
+        computed, expected = passes.logits(torch.tensor([1]), [0], [0]).clone(), eager([1], [0], [0])
     # torch raises RuntimeError for what a stream cannot record, and NotImplementedError, which is one, for operators.
     except RuntimeError as error:
         log_no_effect(key, first_line(error))

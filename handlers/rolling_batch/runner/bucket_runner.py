@@ -86,7 +86,7 @@ class LineRunner(_CompiledRunner):
         self.vocabulary = model.vocabulary
         self.longest_prompt = model.prompt_buckets[-1]
 
-    def run(self, plan: StepPlan, prompt_scored: set[int]) -> StepLogits:
+    def run(self, plan: StepPlan, prompt_scored: set[int], before: torch.Tensor | None = None) -> StepLogits:
         """Compute a step: first a token of every running sequence, then the prompts that begin.
 
         The decode graph computes every line. In lines without a sequence it writes a padding token to position 0,
@@ -134,7 +134,7 @@ class AlignedRunner(_CompiledRunner):
         self._columns = 0  # that hold the tokens of the batch, or padding
         self._starts = torch.zeros(model.rows, dtype=torch.long)
 
-    def run(self, plan: StepPlan, prompt_scored: set[int]) -> StepLogits:
+    def run(self, plan: StepPlan, prompt_scored: set[int], before: torch.Tensor | None = None) -> StepLogits:
         """Compute a step: one token of each sequence, or all tokens of all of them if some begin."""
         sequences = [*plan.decode, *(chunk.sequence for chunk in plan.prefill)]
         begins = any(not sequence.computed for sequence in sequences)

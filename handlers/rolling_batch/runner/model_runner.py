@@ -38,6 +38,7 @@ from handlers.rolling_batch.fused.modules import fuse
 from handlers.rolling_batch.fused.row_kernels import is_fusible
 from handlers.rolling_batch.lora.layers import LoraLayers
 from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep, torch_compile
+from handlers.rolling_batch.runner.device_arrays import known_tokens, upload
 from handlers.rolling_batch.runner.load_check import LoadCheck, keeps_rows, vocabulary_of
 from handlers.rolling_batch.runner.pass_threads import begin_pass, start_helpers
 from handlers.rolling_batch.runner.step_layout import adapters_of, arrange, lay_out, pad_rows, rows_to_keep
@@ -107,7 +108,7 @@ class ModelRunner:
 
     def _measure(self, rows: int) -> None:
         with torch.inference_mode():
-            self._forward([0] * rows, list(range(rows)), [rows - 1])
+            self._forward(upload([0] * rows, self.device), list(range(rows)), [rows - 1])
 
     def prepare(self, slots: int, max_len: int, decode_rows: int = ALL) -> None:
         """Allocate the KV cache: `slots` slots of up to `max_len` tokens. A step decodes at most `decode_rows` rows.
@@ -194,6 +195,11 @@ class ModelRunner:
         return self._compute(Pass(token_ids, positions, slots, [], [0], [], []))
 
     @property
+    def may_run_ahead(self) -> bool:
+        """Whether the device computes while the host goes on, and has the tokens of a step before the host has them."""
+        return self.device.type != "cpu" and self._why_divided() is None
+
+    @property
     def lora(self) -> LoraLayers:
         """The adapters of the model, once it is prepared. Raises RequestError if the model is split over ranks."""
         if self._communicator is not None:
@@ -205,8 +211,8 @@ class ModelRunner:
             self._lora = LoraLayers(self._model, self._keeps_rows, pad)
         return self._lora
 
-    def run(self, plan: StepPlan, prompt_scored: set[int]) -> StepLogits:
-        """Compute a step; return the logits that the sampler needs.
+    def run(self, plan: StepPlan, prompt_scored: set[int], before: torch.Tensor | None = None) -> StepLogits:
+        """Compute a step; return the logits that the sampler needs. On a GPU it is computed when this has returned.
 
         `prompt_scored` has the numbers of the sequences whose prompt tokens in this step are scored as well. Raises
         GroupBrokenError if the step fails and other ranks compute it, too.
@@ -218,7 +224,7 @@ class ModelRunner:
         step = self._pad(lay_out(plan, kept.rows, self._attention.row_by_row))
         self._broadcast(step)
         try:
-            logits = self._compute(step)[: len(kept.rows)]
+            logits = self._compute(step, before)[: len(kept.rows)]
         except BaseException as error:
             # Whether the other ranks have computed the step is unknown, so the group has to end.
             if self._communicator is not None:
@@ -257,7 +263,7 @@ class ModelRunner:
         if self._communicator is not None:
             self._communicator.broadcast(encode(message))
 
-    def _compute(self, step: Pass) -> torch.Tensor:
+    def _compute(self, step: Pass, before: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of the rows to keep, padding last. Only rank 0 uses them."""
         self._copy(self._copies_due)
         for trim in step.trims:
@@ -269,7 +275,8 @@ class ModelRunner:
         self._copy([copy for copy in step.copies if copy.target not in later])
         if self._is_recorded(step):
             assert self._passes is not None
-            logits = self._passes.logits(step.token_ids, step.positions, step.slots)
+            ids = self._token_ids(step, before)
+            logits = self._passes.logits(ids, step.positions, step.slots)
             return logits if step.keep == list(range(len(logits))) else logits[step.keep]
         if self._has_helpers:
             rows, few = len(step.token_ids), self._unpadded_rows
@@ -277,7 +284,11 @@ class ModelRunner:
         singles = np.array(step.positions[: len(step.slots)], np.int64)
         self._attention.begin(StepRows(np.array(step.slots, np.int64), singles, step.chunks))
         with torch.inference_mode():
-            return self._forward(step.token_ids, step.positions, step.keep)
+            return self._forward(self._token_ids(step, before), step.positions, step.keep)
+
+    def _token_ids(self, step: Pass, before: torch.Tensor | None) -> torch.Tensor:
+        """Return the token ids of a pass, (rows,), on the device, which has those that the host does not know yet."""
+        return known_tokens(upload(step.token_ids, self.device), before)
 
     def _is_recorded(self, step: Pass) -> bool:
         """Whether a graph computes the pass: no chunks, no adapters, and no more rows than there are sequences."""
@@ -289,8 +300,8 @@ class ModelRunner:
         for copy in copies:
             self.cache.copy(copy.source, copy.target, copy.tokens)
 
-    def _forward(self, token_ids: list[int], positions: list[int], keep: list[int]) -> torch.Tensor:
-        ids, places = (torch.tensor([numbers], device=self.device) for numbers in (token_ids, positions))
+    def _forward(self, token_ids: torch.Tensor, positions: list[int], keep: list[int]) -> torch.Tensor:
+        ids, places = token_ids[None], upload(positions, self.device)[None]
         # Not a tensor: accelerate would move that to the first device of a model, and the rows are on its last one.
         kept = np.array(keep, np.int64)
         if self._decoder is not None and (normed := self._decoder.normed(ids, places, kept)) is not None:

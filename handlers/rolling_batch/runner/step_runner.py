@@ -47,8 +47,12 @@ class StepRunner(Protocol):
         """The adapters of the model. Raises RequestError if it takes none."""
         ...
 
-    def run(self, plan: StepPlan, prompt_scored: set[int]) -> StepLogits:
-        """Compute a step; `prompt_scored` has the numbers of the sequences whose prompt tokens are scored as well."""
+    def run(self, plan: StepPlan, prompt_scored: set[int], before: torch.Tensor | None = None) -> StepLogits:
+        """Compute a step; `prompt_scored` has the numbers of the sequences whose prompt tokens are scored as well.
+
+        `before` (rows,) are the tokens of the step before, on the device, if the engine runs ahead: the sequences'
+        newest tokens are negative numbers then, by which `device_arrays.known_tokens` finds them.
+        """
         ...
 
     def stop(self) -> None:

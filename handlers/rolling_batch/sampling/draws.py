@@ -1,4 +1,4 @@
-"""The ways to draw tokens from logits (rows, vocabulary), with one state for each row."""
+"""The ways to draw tokens from logits (rows, vocabulary), with one state for each row: -> (rows,) int64."""
 
 from __future__ import annotations
 
@@ -6,83 +6,85 @@ import numpy as np
 import torch
 
 from handlers.cpu_kernels.arrays import as_numpy
+from handlers.rolling_batch.runner.device_arrays import upload
 from handlers.rolling_batch.sampling import gumbel
 from handlers.rolling_batch.sampling.state import SamplingState
 from lmi_server.contract.generation import SamplingParameters
 
 
-def draw_by_kernel(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
+def draw_by_kernel(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
     from handlers.cpu_kernels.rows import draw_rows
 
-    keys = np.array([state.key for state in states], np.uint64)
-    top_p = np.array([state.parameters.top_p for state in states], np.float32)
-    min_p = np.array([state.parameters.min_p for state in states], np.float32)
+    own = np.array([(entry.temperature, entry.top_p, entry.min_p) for entry in _parameters(states)], np.float32)
+    temperatures, top_p, min_p = (np.ascontiguousarray(column) for column in own.T)
     drawn = np.empty(len(states), np.int64)
-    temperatures = np.array([state.parameters.temperature for state in states], np.float32)
-    draw_rows(as_numpy(logits), temperatures, keys, top_p, min_p, drawn)
-    return drawn.tolist()
+    draw_rows(as_numpy(logits), temperatures, _keys(states), top_p, min_p, drawn)
+    return torch.from_numpy(drawn)
 
 
-def draw_from_best(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
+def draw_from_best(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
     """Draw from the best tokens of each row, sorted: as many as the greatest top_k."""
-    values, ids = _best(logits, states)
-    values = values / _temperatures(logits, states)
-    kept = _drawable(values, [state.parameters for state in states])
-    columns = gumbel.draw(values.masked_fill(~kept, -torch.inf), ids, [state.key for state in states])
-    tokens: list[int] = ids[torch.arange(len(states)), columns].tolist()
-    return tokens
+    values, ids, kept = _drawable(logits, states)
+    return _draw(values.masked_fill(~kept, -torch.inf), ids, states)
 
 
-def _best(logits: torch.Tensor, states: list[SamplingState]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the greatest logits of each row in descending order, and their tokens."""
-    vocabulary = logits.shape[-1]
-    count = max(state.parameters.top_k or vocabulary for state in states)
-    values, ids = logits.topk(count, dim=-1) if count < vocabulary else logits.sort(dim=-1, descending=True)
-    return values, ids
+def draw_typical(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
+    values, ids, kept = _drawable(logits, states)
+    mass = np.array([[entry.typical_p] for entry in _parameters(states)], np.float32)
+    values = values.masked_fill(~kept, -torch.inf)
+    typical = _typical(values.softmax(dim=-1), upload(mass, logits.device))
+    return _draw(values.masked_fill(~typical, -torch.inf), ids, states)
 
 
-def _temperatures(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
-    return torch.tensor([[state.parameters.temperature] for state in states], device=logits.device)
+def _draw(values: torch.Tensor, ids: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
+    columns = gumbel.draw(values, ids, _keys(states))
+    return ids.gather(1, columns[:, None])[:, 0]
 
 
-def _drawable(logits: torch.Tensor, parameters: list[SamplingParameters]) -> torch.Tensor:
-    """Return which of the tokens of each row may be drawn: logits (rows, tokens) in descending order.
+def _keys(states: list[SamplingState]) -> np.ndarray:
+    return gumbel.keys_of([state.stream for state in states], [state.position for state in states])
+
+
+def _parameters(states: list[SamplingState]) -> list[SamplingParameters]:
+    return [state.parameters for state in states]
+
+
+def _drawable(logits: torch.Tensor, states: list[SamplingState]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the greatest logits of each row by temperature, in descending order, their tokens, and which to keep.
 
     top_k first, then top_p of what is left, then min_p.
     """
-    limits = torch.tensor(
+    own, vocabulary = _parameters(states), logits.shape[-1]
+    limits = np.array(
         [
-            (entry.top_k or torch.inf, entry.top_p if entry.top_p < 1.0 else torch.inf, entry.min_p)
-            for entry in parameters
+            (entry.temperature, entry.top_k or np.inf, entry.top_p if entry.top_p < 1.0 else np.inf, entry.min_p)
+            for entry in own
         ],
-        device=logits.device,
+        np.float32,
     )
-    top_k, top_p, min_p = limits.T[:, :, None]
-    kept = torch.arange(logits.shape[-1], device=logits.device)[None] < top_k
-    if any(entry.top_p < 1.0 or entry.min_p > 0.0 for entry in parameters):
-        weights = logits.softmax(dim=-1) * kept
+    temperature, top_k, top_p, min_p = upload(limits, logits.device).T[:, :, None]
+    count = max(entry.top_k or vocabulary for entry in own)
+    values, ids = logits.topk(count, dim=-1) if count < vocabulary else logits.sort(dim=-1, descending=True)
+    values = values / temperature
+    kept = torch.arange(values.shape[-1], device=logits.device)[None] < top_k
+    if any(entry.top_p < 1.0 or entry.min_p > 0.0 for entry in own):
+        weights = values.softmax(dim=-1) * kept
         before = weights.cumsum(-1) - weights
         kept &= (before < top_p * weights.sum(-1, keepdim=True)) & (weights >= min_p * weights[:, :1])
         kept[:, 0] = True
-    return kept
+    return values, ids, kept
 
 
-def draw_typical(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
-    values, ids = _best(logits / _temperatures(logits, states), states)
-    kept = _drawable(values, [state.parameters for state in states])
-    return [_draw_one_typical(values[row][kept[row]], ids[row][kept[row]], state) for row, state in enumerate(states)]
+def _typical(weights: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """Return which tokens have the information that is nearest to its expectation (Meister et al., 2022).
 
-
-def _draw_one_typical(logits: torch.Tensor, ids: torch.Tensor, state: SamplingState) -> int:
-    typical = _typical(logits.softmax(dim=-1), state.parameters.typical_p)
-    logits, ids = logits[typical], ids[typical]
-    return int(ids[gumbel.draw(logits[None], ids[None], [state.key])[0]])
-
-
-def _typical(weights: torch.Tensor, mass: float) -> torch.Tensor:
-    """Return the tokens whose information is nearest to its expectation, with `mass` in all (Meister et al., 2022)."""
+    Weights (rows, tokens) add up to 1; the tokens of a row have `mass` (rows, 1) in all. Those without weight are last.
+    """
     surprise = -weights.clamp_min(torch.finfo(weights.dtype).tiny).log()
-    entropy = (weights * surprise).sum()
-    order = (surprise - entropy).abs().argsort(stable=True)
-    keep = int((weights[order].cumsum(0) < mass).sum()) + 1
-    return order[:keep]
+    entropy = (weights * surprise).sum(-1, keepdim=True)
+    distance = (surprise - entropy).abs().masked_fill(weights == 0, torch.inf)
+    order = distance.argsort(dim=-1, stable=True)
+    sorted_weights = weights.gather(1, order)
+    kept = (sorted_weights.cumsum(-1) - sorted_weights < mass) & (sorted_weights > 0)
+    kept[:, 0] = True
+    return torch.zeros_like(kept).scatter_(1, order, kept)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from handlers.rolling_batch.runner.device_arrays import upload
+
 _INCREMENT = 0x9E3779B97F4A7C15  # 2 ** 64 divided by the golden ratio, as in SplitMix64
 _FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = 2**64 - 1
@@ -28,24 +30,32 @@ def key_of(stream: int, position: int) -> int:
     return _mix((stream + (position + 1) * _INCREMENT) & _MASK)
 
 
-def draw(logits: torch.Tensor, ids: torch.Tensor, keys: list[int]) -> list[int]:
-    """Return for each row of float32 logits the column that its softmax and the row's key draw.
+def keys_of(streams: list[int], positions: list[int]) -> np.ndarray:
+    """Return the key of each stream's position, as uint64."""
+    steps = np.array(positions, np.uint64) + np.uint64(1)
+    words = np.array(streams, np.uint64) + steps * np.uint64(_INCREMENT)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(_FACTORS[0])
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(_FACTORS[1])
+    mixed: np.ndarray = words ^ (words >> np.uint64(31))
+    return mixed
+
+
+def draw(logits: torch.Tensor, ids: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
+    """Return for each row of float32 logits the column that its softmax and the row's key (uint64) draw.
 
     `ids` are the tokens of the columns.
     """
     if logits.device.type == "cpu":
         return _draw_by_kernel(logits, ids, keys)
-    signed = torch.from_numpy(np.array(keys, np.uint64).view(np.int64)).to(logits.device)
-    columns: list[int] = (logits + noise(signed, ids)).argmax(dim=-1).tolist()
-    return columns
+    return (logits + noise(upload(keys.view(np.int64), logits.device), ids)).argmax(dim=-1)
 
 
-def _draw_by_kernel(logits: torch.Tensor, ids: torch.Tensor, keys: list[int]) -> list[int]:
+def _draw_by_kernel(logits: torch.Tensor, ids: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
     from handlers.cpu_kernels.rows import draw_columns
 
     drawn = np.empty(len(logits), np.int64)
-    draw_columns(logits.numpy(), ids.numpy(), np.array(keys, np.uint64), drawn)
-    return drawn.tolist()
+    draw_columns(logits.numpy(), ids.numpy(), keys, drawn)
+    return torch.from_numpy(drawn)
 
 
 def noise(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -3,51 +3,55 @@
 The parameters mean what transformers' logits processors of the same names mean. Each kind of work is done for the rows
 that ask for it only, for all of them at once. What a request draws follows from its seed and the place in its output
 (`gumbel.py`), so that a seed gives the same output in any batch.
+
+Nothing here waits for the device: `choose` returns tokens that are still on it (`chosen.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from handlers.cpu_kernels.arrays import as_numpy
+from handlers.rolling_batch.runner.device_arrays import Download, unknown_token, upload
+from handlers.rolling_batch.sampling.chosen import Chosen, Sampled, Scores
 from handlers.rolling_batch.sampling.draws import draw_by_kernel, draw_from_best, draw_typical
+from handlers.rolling_batch.sampling.penalties import penalise
 from handlers.rolling_batch.sampling.state import SamplingState, draws_from_all
 
-Choice = Callable[[torch.Tensor, list[SamplingState]], list[int]]
-"""Chooses a token for each row of logits (rows, vocabulary), with one state per row."""
-
-NO_TOKEN = -1
-"""In place of the token of a row whose logits are not finite."""
+Choice = Callable[[torch.Tensor, list[SamplingState]], torch.Tensor]
+"""Chooses a token for each row of logits (rows, vocabulary), with one state per row: (rows,) int64."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A chosen token, with `logprob` and `top` (token, log probability) if the request asks for them."""
+def choose(
+    logits: torch.Tensor, states: list[SamplingState], before: torch.Tensor | None = None, first_row: int = 0
+) -> Chosen:
+    """Choose one token per row: logits (rows, vocabulary) of any float type, one state per row.
 
-    token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+    `before` has the tokens of the step before, if the host does not know them yet. The states go on to the next
+    position; `SamplingState.settle` tells them their tokens. `first_row` is the row of the step that comes first here.
+    """
+    tokens = _choose(logits, states, _choice(before))
+    scored = [row for row, state in enumerate(states) if state.parameters.logprobs is not None]
+    scores = None
+    if scored:
+        counts = [states[row].parameters.logprobs or 0 for row in scored]
+        every = len(scored) == len(states)
+        rows = None if every else upload(scored, logits.device)
+        scores = _scores(logits if rows is None else logits[rows], tokens if rows is None else tokens[rows], counts)
+    chosen = Chosen(tokens, _finite(logits, tokens), scores, scored)
+    for row, state in enumerate(states, first_row):  # last, so that what raises above can be called again
+        state.advance(unknown_token(row))
+    return chosen
 
 
 def sample(logits: torch.Tensor, states: list[SamplingState]) -> list[Sampled]:
-    """Choose one token per row: logits (rows, vocabulary) of any float type, one state per row."""
-    tokens = _choose(logits, states, _choice)
-    scored = [row for row, state in enumerate(states) if state.parameters.logprobs is not None]
-    result = [Sampled(token) for token in tokens]
-    if scored:
-        counts = [states[row].parameters.logprobs or 0 for row in scored]
-        chosen = [tokens[row] for row in scored]
-        scored_logits = logits if len(scored) == len(states) else logits[scored]
-        for row, entry in zip(scored, score(scored_logits, chosen, counts), strict=True):
-            result[row] = entry
-    for row in _infinite(logits, tokens):
-        result[row] = Sampled(NO_TOKEN)
-    for token, state in zip(tokens, states, strict=True):  # last, so that what raises above can be called again
-        state.record(token)
+    """Choose one token per row, and wait for it."""
+    result = choose(logits, states).read()
+    for sampled, state in zip(result, states, strict=True):
+        state.settle(sampled.token)
     return result
 
 
@@ -56,20 +60,18 @@ def foresee(logits: torch.Tensor, states: list[SamplingState], places: list[int]
 
     Penalties and bans do not know of the tokens in between. `logits` are (rows, vocabulary).
     """
-    return _choose(logits, [state.ahead(place) for state, place in zip(states, places, strict=True)], _choice)
+    ahead = [state.ahead(place) for state, place in zip(states, places, strict=True)]
+    tokens: list[int] = _choose(logits, ahead, _choice(None)).tolist()
+    return tokens
 
 
-def _infinite(logits: torch.Tensor, tokens: list[int]) -> list[int]:
-    """Return the rows whose chosen logit is NaN or infinite: of NaN no token is the greatest, infinity is."""
-    if _has_kernels(logits):
-        bits = as_numpy(logits)[np.arange(len(tokens)), tokens]
-        # The exponent of what is not finite is all ones; numpy has no bfloat16 that it could ask.
-        lost = (bits & 0x7F80) == 0x7F80 if logits.dtype == torch.bfloat16 else ~np.isfinite(bits)
-        found: list[int] = lost.nonzero()[0].tolist()
-        return found
-    chosen = logits[torch.arange(len(tokens)), tokens]
-    rows: list[int] = [] if chosen.isfinite().all() else (~chosen.isfinite()).nonzero().flatten().tolist()
-    return rows
+def _finite(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return whether the chosen logit of each row is finite: of NaN no token is the greatest, infinity is."""
+    if not _has_kernels(logits):
+        return logits.gather(1, tokens[:, None])[:, 0].isfinite()
+    bits = as_numpy(logits)[np.arange(len(tokens)), tokens.numpy()]
+    # The exponent of what is not finite is all ones; numpy has no bfloat16 that it could ask.
+    return torch.from_numpy((bits & 0x7F80) != 0x7F80 if logits.dtype == torch.bfloat16 else np.isfinite(bits))
 
 
 def score(logits: torch.Tensor, tokens: list[int], top: list[int]) -> list[Sampled]:
@@ -77,51 +79,54 @@ def score(logits: torch.Tensor, tokens: list[int], top: list[int]) -> list[Sampl
 
     Log probabilities are the model's own: before temperature, penalties and truncation.
     """
+    scores = _scores(logits, upload(np.array(tokens, np.int64), logits.device), top)
+    return scores.sampled(tokens, Download(scores.tensors).read())
+
+
+def _scores(logits: torch.Tensor, tokens: torch.Tensor, top: Sequence[int]) -> Scores:
     # log softmax of the few tokens that are asked for: the logit less the row's log of the sum of exponentials.
     norms = _log_sum_exp(logits)
-    rows = torch.arange(len(tokens), device=logits.device)
-    chosen = logits[rows, torch.tensor(tokens, device=logits.device)].float() - norms
+    chosen = logits.gather(1, tokens[:, None])[:, 0].float() - norms
     count = min(max(top), logits.shape[-1])
     if count == 0:
-        return [Sampled(token, value) for token, value in zip(tokens, chosen.tolist(), strict=True)]
+        return Scores(chosen, None, None, top)
     values, ids = logits.topk(count, dim=-1)
-    values = values.float() - norms[:, None]
-    alternatives = [
-        tuple(zip(row_ids[:own], row_values[:own], strict=True))
-        for row_ids, row_values, own in zip(ids.tolist(), values.tolist(), top, strict=True)
-    ]
-    return [Sampled(*entry) for entry in zip(tokens, chosen.tolist(), alternatives, strict=True)]
+    return Scores(chosen, values.float() - norms[:, None], ids, top)
 
 
 def _choose(
     logits: torch.Tensor,
     states: list[SamplingState],
     choice_of: Callable[[torch.Tensor, SamplingState], Choice],
-) -> list[int]:
+) -> torch.Tensor:
     """Choose a token for each row, for all rows at once that `choice_of` gives the same choice."""
     groups: dict[Choice, list[int]] = {}
     for row, state in enumerate(states):
         groups.setdefault(choice_of(logits, state), []).append(row)
     if len(groups) == 1:
         return next(iter(groups))(logits, states)
-    tokens = [0] * len(states)
+    tokens = torch.empty(len(states), dtype=torch.long, device=logits.device)
     for choice, rows in groups.items():
-        for row, token in zip(rows, choice(logits[rows], [states[row] for row in rows]), strict=True):
-            tokens[row] = token
+        own = upload(rows, logits.device)
+        tokens[own] = choice(logits[own], [states[row] for row in rows])
     return tokens
 
 
-def _choice(logits: torch.Tensor, state: SamplingState) -> Choice:
-    """Return how a token is chosen: by a kernel if one can, which needs no float32 copy of the vocabulary."""
-    if state.plain:
-        return _argmax
-    if state.masked:
-        return _masked_argmax
-    return draw_by_kernel if state.unchanged and _has_kernels(logits) else _choose_adjusted
+def _choice(before: torch.Tensor | None) -> Callable[[torch.Tensor, SamplingState], Choice]:
+    """Return what tells how a token is chosen: if possible by a kernel, which needs no float32 copy of the logits."""
 
+    def adjusted(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
+        copied = _adjust(logits.to(torch.float32, copy=True), states, before)
+        return _choose(copied, states, _choice_of_adjusted)
 
-def _choose_adjusted(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
-    return _choose(_adjust(logits.to(torch.float32, copy=True), states), states, _choice_of_adjusted)
+    def choice(logits: torch.Tensor, state: SamplingState) -> Choice:
+        if state.plain:
+            return _argmax
+        if state.masked:
+            return _masked_argmax
+        return draw_by_kernel if state.unchanged and _has_kernels(logits) else adjusted
+
+    return choice
 
 
 def _choice_of_adjusted(logits: torch.Tensor, state: SamplingState) -> Choice:
@@ -133,22 +138,21 @@ def _choice_of_adjusted(logits: torch.Tensor, state: SamplingState) -> Choice:
     return draw_by_kernel if logits.device.type == "cpu" and draws_from_all(parameters) else draw_from_best
 
 
-def _greatest(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
-    ids: list[int] = logits.argmax(dim=-1).tolist()
-    return ids
+def _greatest(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
+    return logits.argmax(dim=-1)
 
 
-def _argmax(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
+def _argmax(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
     if not _has_kernels(logits):
         return _greatest(logits, states)
     from handlers.cpu_kernels.rows import argmax_rows
 
     best = np.empty(len(logits), np.int64)
     argmax_rows(as_numpy(logits), best)
-    return best.tolist()
+    return torch.from_numpy(best)
 
 
-def _masked_argmax(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
+def _masked_argmax(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
     masks = _masks(states)
     for mask, state in zip(masks, states, strict=True):
         for token in () if state.banned is None else state.banned.now():
@@ -159,7 +163,7 @@ def _masked_argmax(logits: torch.Tensor, states: list[SamplingState]) -> list[in
 
     best = np.empty(len(states), np.int64)
     masked_argmax_rows(as_numpy(logits), np.arange(len(states)), masks, best)
-    return best.tolist()
+    return torch.from_numpy(best)
 
 
 def _has_kernels(logits: torch.Tensor) -> bool:
@@ -185,36 +189,26 @@ def _masks(states: list[SamplingState]) -> np.ndarray:
 def _excluded(logits: torch.Tensor, masks: np.ndarray) -> torch.Tensor:
     """Return which logits (rows, vocabulary) the masks do not allow, on the logits' device."""
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little", count=logits.shape[-1])
-    return torch.from_numpy(bits == 0).to(logits.device)
+    return upload(bits == 0, logits.device)
 
 
 def _exclude(logits: torch.Tensor, rows: list[int], states: list[SamplingState]) -> None:
     """Set what the grammars of these rows do not allow to minus infinity, in place: float32 (all rows, vocabulary)."""
     masks = _masks([states[row] for row in rows])
     if not _has_kernels(logits):
-        logits[rows] = logits[rows].masked_fill(_excluded(logits, masks), -torch.inf)
+        own = upload(rows, logits.device)
+        logits[own] = logits[own].masked_fill(_excluded(logits, masks), -torch.inf)
         return
     from handlers.cpu_kernels.rows import mask_rows
 
     mask_rows(as_numpy(logits), np.array(rows), masks)
 
 
-def _adjust(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
+def _adjust(logits: torch.Tensor, states: list[SamplingState], before: torch.Tensor | None) -> torch.Tensor:
     """Apply penalties, biases and grammars to float32 logits (rows, vocabulary), in place."""
-    for row, state in zip(logits, states, strict=True):
-        if not state.changes_logits:
-            continue
-        parameters = state.parameters
-        if state.seen:
-            seen = state.seen_ids.to(logits.device)
-            values = row[seen]
-            penalty = parameters.repetition_penalty
-            row[seen] = torch.where(values < 0, values * penalty, values / penalty)
-        if state.generated:
-            ids = torch.tensor(list(state.generated), device=logits.device)
-            counts = torch.tensor(list(state.generated.values()), device=logits.device)
-            row[ids] -= parameters.presence_penalty + parameters.frequency_penalty * counts
-        if parameters.logit_bias:
+    penalise(logits, states, before)
+    for row, state in zip(logits.unbind(), states, strict=True):
+        if state.parameters.logit_bias:
             row[state.bias_ids.to(logits.device)] += state.biases.to(logits.device)
         if state.banned is not None:
             state.banned.mask(row)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -13,6 +12,8 @@ import torch
 
 from handlers.rolling_batch.sampling import gumbel
 from lmi_server.contract.generation import SamplingParameters
+
+_MIN_CAPACITY = 64
 
 
 class BannedTokens:
@@ -63,6 +64,30 @@ def _keep_only(row: torch.Tensor, tokens: torch.Tensor) -> None:
     row[tokens.to(row.device)] = kept
 
 
+class TokenHistory:
+    """The tokens of a request, prompt first. Those that the host does not know yet are negative numbers."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.first_generated = self._known = self.length = len(prompt)
+        self._tokens = np.array(prompt, np.int64)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self._tokens[: self.length]
+
+    def append(self, token: int) -> None:
+        if self.length == len(self._tokens):
+            more = np.empty(max(len(self._tokens), _MIN_CAPACITY), np.int64)
+            self._tokens = np.concatenate([self._tokens, more])
+        self._tokens[self.length] = token
+        self.length += 1
+
+    def settle(self, token: int) -> None:
+        """Put a token in place of the first one that is unknown."""
+        self._tokens[self._known] = token
+        self._known += 1
+
+
 class TokenMask(Protocol):
     """The tokens that the grammar of a request allows next: `mask` has a bit per token, the lowest first, in uint32."""
 
@@ -73,7 +98,8 @@ class SamplingState:
     """What the sampler keeps for one request: its parameters, its random numbers, the tokens seen so far.
 
     `plain`: the token is the argmax of the unchanged logits. `unchanged`: it is drawn from them, as the kernel can.
-    `masked`: it is the argmax of the tokens that `grammar` and `banned` allow.
+    `masked`: it is the argmax of the tokens that `grammar` and `banned` allow. `needs_tokens`: the next token cannot be
+    chosen before the host knows the one before it.
     """
 
     def __init__(
@@ -85,45 +111,51 @@ class SamplingState:
     ) -> None:
         self.parameters = parameters
         self.banned = banned
-        self._stream = gumbel.stream_of(secrets.randbits(64) if parameters.seed is None else parameters.seed)
-        self._position = 0  # of the next token in the output
+        self.stream = gumbel.stream_of(secrets.randbits(64) if parameters.seed is None else parameters.seed)
+        self.position = 0  # of the next token in the output
         self.grammar = grammar
-        self._penalised = parameters.repetition_penalty != 1.0
-        self._counted = parameters.presence_penalty != 0.0 or parameters.frequency_penalty != 0.0
-        self.seen: set[int] = set(prompt) if self._penalised else set()
-        self.seen_ids = torch.tensor(sorted(self.seen), dtype=torch.long)
-        self.generated: Counter[int] = Counter()
+        counted = parameters.presence_penalty != 0.0 or parameters.frequency_penalty != 0.0
+        self.has_penalties = counted or parameters.repetition_penalty != 1.0
+        self.history = TokenHistory(prompt if parameters.repetition_penalty != 1.0 else [])  # of what is penalised
         self.bias_ids = torch.tensor(list(parameters.logit_bias), dtype=torch.long)
         self.biases = torch.tensor(list(parameters.logit_bias.values()), dtype=torch.float32)
-        changes_values = self._penalised or self._counted or bool(parameters.logit_bias)
-        self.changes_logits = changes_values or banned is not None
-        self.plain = parameters.greedy and not self.changes_logits and grammar is None
+        changes_values = self.has_penalties or bool(parameters.logit_bias)
+        changes_logits = changes_values or banned is not None
+        self.plain = parameters.greedy and not changes_logits and grammar is None
         draws = not parameters.greedy and draws_from_all(parameters)
-        self.unchanged = draws and not self.changes_logits and grammar is None
+        self.unchanged = draws and not changes_logits and grammar is None
         takes_greatest = parameters.greedy and not changes_values and grammar is not None
         self.masked = takes_greatest and (banned is None or banned.few)
+        self.needs_tokens = banned is not None or grammar is not None
 
     @property
     def key(self) -> int:
         """The key of the noise with which the next token is drawn."""
-        return gumbel.key_of(self._stream, self._position)
+        return gumbel.key_of(self.stream, self.position)
 
     def ahead(self, places: int) -> SamplingState:
         """Return a copy for the token that comes `places` tokens later."""
         later = copy.copy(self)
-        later._position += places
+        later.position += places
         return later
 
-    def record(self, token: int) -> None:
-        """Go on to the next position; remember a generated token for the penalties."""
-        self._position += 1
-        if self._penalised and token not in self.seen:
-            self.seen.add(token)
-            self.seen_ids = torch.cat((self.seen_ids, torch.tensor([token])))
-        if self._counted:
-            self.generated[token] += 1
+    def advance(self, unknown: int) -> None:
+        """Go on to the next position. The host will know the token in between later: `unknown` stands for it."""
+        self.position += 1
+        if self.has_penalties:
+            self.history.append(unknown)
+
+    def settle(self, token: int) -> None:
+        """Remember the first token that is unknown, for penalties and bans."""
+        if self.has_penalties:
+            self.history.settle(token)
         if self.banned is not None:
             self.banned.output.append(token)
+
+    def record(self, token: int) -> None:
+        """Go on to the next position behind a token that is known."""
+        self.advance(token)
+        self.settle(token)
 
 
 def draws_from_all(parameters: SamplingParameters) -> bool:

@@ -36,6 +36,9 @@ _MAX_SORTED = 128  # waiting sequences; with more of them lpm is fcfs, because m
 class Sequence:
     """One request in the rolling batch. `tokens` is the prompt, followed by the output.
 
+    The first `known` tokens are known. What stands for the others, whose step was computed and not read yet, is up to
+    the engine.
+
     `number` is the engine's own. What clients call their requests tells no sequences apart.
     """
 
@@ -52,6 +55,10 @@ class Sequence:
     cached: int = -1  # prompt tokens that it took over from other sequences; -1 before it first ran
     arrival: int = -1
     overtaken: int = 0  # sequences that came later and were admitted before it
+    known: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.known = len(self.tokens)
 
     @property
     def max_kv_tokens(self) -> int:
@@ -66,6 +73,29 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether only the newest token is left to compute."""
         return self.computed == len(self.tokens) - 1
+
+    @property
+    def ends(self) -> bool:
+        """Whether its last token was computed, and only has to become known."""
+        return len(self.tokens) - self.prompt_len >= self.max_new_tokens
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it runs, or waits for a token of the time when it ran."""
+        return self.slot >= 0 or self.known < len(self.tokens)
+
+    def append(self, unknown: int) -> None:
+        """Add a token that is not known yet; `unknown` stands for it."""
+        self.tokens.append(unknown)
+
+    def settle(self, token: int) -> None:
+        """Put a token in place of the first one that is unknown."""
+        self.tokens[self.known] = token
+        self.known += 1
+
+    def drop_unknown(self) -> None:
+        """Drop what was computed behind the last token. Keys and values of that one may stay."""
+        del self.tokens[self.known :]
 
 
 @dataclass(slots=True, frozen=True)
@@ -149,6 +179,11 @@ class Scheduler:
         self._start_ratio = min(_RATIO_AT_START * limits.conservativeness, 1.0)
         self.new_token_ratio = self._start_ratio
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a running sequence has further tokens to compute, whatever those are that are not known yet."""
+        return any(not sequence.ends for sequence in self.running)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those of the same and of higher priority.
 
@@ -182,7 +217,7 @@ class Scheduler:
         """Admit what fits and return the next step, which is empty only if nothing runs."""
         retraction = self._retract()
         started = [] if retraction else self._admit()  # a sequence that was just retracted must not come back at once
-        decode = [sequence for sequence in self.running if sequence.decoding]
+        decode = [sequence for sequence in self.running if sequence.decoding and not sequence.ends]
         budget, of_prompt = self._prompt_tokens(len(decode))
         # Decoding sequences get their memory first; prompts take what is left in this step.
         room = self.limits.kv_tokens - self._running_tokens() - len(decode)
@@ -322,7 +357,7 @@ class Scheduler:
         """Send running sequences back to the queue until the others can go on: of the lowest priority, the newest."""
         retracted: list[Sequence] = []
         while self.running:
-            wanted = max(sum(sequence.decoding for sequence in self.running), 1)
+            wanted = max(sum(sequence.decoding and not sequence.ends for sequence in self.running), 1)
             if self._running_tokens() + wanted <= self.limits.kv_tokens:
                 break
             last = max(self.running, key=lambda entry: (entry.priority, entry.arrival))

@@ -53,7 +53,7 @@ def test_a_prompt_that_cannot_be_scored_ends_its_request_alone() -> None:
     scored = {"max_new_tokens": 4, "prompt_logprobs": 0}
     _, broken = engine.add([1, 77, 2], **scored)
     _, sound = engine.add([1, 76, 2], **scored)
-    for request in engine.engine._requests.values():
+    for request in engine.engine._live:
         request.tokenizer = WithoutToken(engine.tokenizer, 77)
     engine.run()
     assert "no such piece" in str(broken.error)

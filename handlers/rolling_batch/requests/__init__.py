@@ -1,0 +1,1 @@
+"""The requests that the engine has, and the choice of their tokens."""
