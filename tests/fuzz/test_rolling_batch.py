@@ -113,11 +113,11 @@ class FailingRunner:
     def lora(self) -> LoraLayers:
         return self._runner.lora
 
-    def run(self, plan: StepPlan, prompt_scored: set[int]) -> StepLogits:
+    def run(self, plan: StepPlan, prompt_scored: set[int], before: torch.Tensor | None = None) -> StepLogits:
         fails, self.fails = self.fails, None
         if fails == "before":
             raise StepFailedError("before anything was computed")
-        logits = self._runner.run(plan, prompt_scored)
+        logits = self._runner.run(plan, prompt_scored, before)
         if fails == "after":
             raise StepFailedError("after everything was computed")
         return logits
@@ -185,14 +185,16 @@ class Batch:
     """An engine whose steps are run as the step loop runs them."""
 
     def __init__(
-        self, lab: Lab, *, kv_tokens: int = KV_TOKENS, chunk: int = 8, drafts: bool = False, policy: Any = "lpm"
+        self, lab: Lab, *, kv_tokens: int = KV_TOKENS, chunk: int = 8, engine: str = "waits", policy: Any = "lpm"
     ) -> None:
         self._lab = lab
         self.runner = FailingRunner(lab.runner)
         limits = SchedulerLimits(SLOTS, kv_tokens, chunk, chunk, 2 * SLOTS, policy, conservativeness=0.05)
         self.scheduler = Scheduler(limits)
         self.engine = RollingBatchEngine(self.runner, self.scheduler, lab.tokenizer, frozenset({EOS}), CONTEXT)
-        self.drafter = Speculation(4, GivenStepTimes(0.0)) if drafts else None
+        self.drafter = Speculation(4, GivenStepTimes(0.0)) if engine == "drafts" else None
+        if engine == "runs ahead":
+            self.engine.run_ahead()
         if self.drafter is not None:
             self.engine.speculate(self.drafter)
         self.asked: list[Asked] = []
@@ -246,8 +248,8 @@ class Batch:
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert not self.scheduler.slots._running
-        assert not self.engine._requests
-        assert not self.engine._masks._grammars
+        assert not self.engine.has_work
+        assert not self.engine._live.masks._grammars
         assert self.drafter is None or not self.drafter._lookups
 
     def _check(self, asked: Asked) -> None:
@@ -327,13 +329,13 @@ def apply(batch: Batch, event: tuple[str, Any]) -> None:
 @given(
     events=st.lists(EVENTS, min_size=4, max_size=40),
     chunk=st.sampled_from([3, 8, 64]),
-    drafts=st.booleans(),
+    engine=st.sampled_from(["waits", "drafts", "runs ahead"]),
     policy=st.sampled_from(["lpm", "fcfs"]),
 )
 def test_every_request_gets_its_own_tokens_and_ends_once(
-    lab: Lab, events: list[tuple[str, Any]], chunk: int, drafts: bool, policy: str
+    lab: Lab, events: list[tuple[str, Any]], chunk: int, engine: str, policy: str
 ) -> None:
-    batch = lab.batch(chunk=chunk, drafts=drafts, policy=policy)
+    batch = lab.batch(chunk=chunk, engine=engine, policy=policy)
     for event in events:
         apply(batch, event)
     batch.runner.fails = None
@@ -343,7 +345,7 @@ def test_every_request_gets_its_own_tokens_and_ends_once(
 
 
 def test_the_examples_retract_requests(lab: Lab) -> None:
-    batch = lab.batch(drafts=True)
+    batch = lab.batch(engine="drafts")
     for place in range(12):
         batch.add(Ask("greedy", PROMPTS[place % len(PROMPTS)], MAX_NEW, "mine"))
     batch.drain()
@@ -368,9 +370,9 @@ async def _read(loop: StepLoop[RollingBatchEngine], batch: Batch, asked: Asked, 
         asked.received.take(error)
 
 
-async def _served(lab: Lab, asks: Sequence[tuple[Ask, int, int]], fails: Sequence[int]) -> Batch:
+async def _served(lab: Lab, asks: Sequence[tuple[Ask, int, int]], fails: Sequence[int], engine: str) -> Batch:
     """Serve requests from a step loop: each comes after some deltas of the first one, and leaves after some of its."""
-    batch = lab.batch()
+    batch = lab.batch(engine=engine)
     loop = StepLoop(lambda: batch.engine)
     await loop.start()
     clients = []
@@ -395,9 +397,10 @@ async def _served(lab: Lab, asks: Sequence[tuple[Ask, int, int]], fails: Sequenc
         st.tuples(st.one_of(ASKS, FAULTY_ASKS), st.integers(0, 6), st.integers(1, MAX_NEW)), min_size=2, max_size=10
     ),
     fails=st.lists(st.integers(0, 9), max_size=1),
+    engine=st.sampled_from(["waits", "runs ahead"]),
 )
 def test_clients_that_come_and_leave_get_their_own_tokens(
-    lab: Lab, asks: list[tuple[Ask, int, int]], fails: list[int]
+    lab: Lab, asks: list[tuple[Ask, int, int]], fails: list[int], engine: str
 ) -> None:
-    batch = asyncio.run(_served(lab, asks, fails))
+    batch = asyncio.run(_served(lab, asks, fails, engine))
     batch.check()

@@ -11,7 +11,9 @@ import torch
 def upload(numbers: np.ndarray | Sequence[int], device: torch.device) -> torch.Tensor:
     """Return the numbers on `device`. On a GPU the copy is one more entry of its stream: the host goes on."""
     tensor = torch.from_numpy(np.asarray(numbers))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":  # from other memory the copy waits for what the GPU computes
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class Download:
