@@ -82,7 +82,7 @@ class RollingBatchEngine:
         """Begin steps before the tokens of the step before are known. `runner.run` gets these from the device."""
         self._runs_ahead = True
 
-    def force_ends(self, tokens: SequenceOf[int]) -> None:
+    def force_ends(self, tokens: tuple[int, ...]) -> None:
         """Let one of `tokens` be the last of every output that is as long as its request allows."""
         self._admission.forced_ends = tokens
 
