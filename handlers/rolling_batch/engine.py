@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from handlers.generation.detokenizer import TokenTexts
 from handlers.rolling_batch.admission import Admission
+from handlers.rolling_batch.device_arrays import unknown_token
 from handlers.rolling_batch.grammars import Grammar
 from handlers.rolling_batch.lora.layers import LoraPair, LoraWeights
 from handlers.rolling_batch.request import Request
 from handlers.rolling_batch.requests.live import LiveRequests
 from handlers.rolling_batch.requests.token_choice import ChosenTokens, choose_tokens
-from handlers.rolling_batch.runner.device_arrays import unknown_token
 from handlers.rolling_batch.runner.step_runner import StepLogits, StepRunner
 from handlers.rolling_batch.sampling.chosen import NO_TOKEN, Sampled
 from handlers.rolling_batch.sampling.state import SamplingState

@@ -92,13 +92,14 @@ INSIDE_MAY_IMPORT = {
     },
     "handlers.rolling_batch": {
         "schedule": set[str](),
-        "attention": set[str](),
+        "attention": {"device_arrays"},
         "pages": {"attention"},
         "fused": {"attention"},
         "cpu": {"attention", "fused", "options"},
         "lora": {"cpu", "engine", "fused"},
-        "runner": {"attention", "cpu", "fused", "lora", "options", "pages", "schedule"},
-        "sampling": set[str](),
+        "runner": {"attention", "cpu", "device_arrays", "fused", "lora", "options", "pages", "schedule"},
+        "sampling": {"device_arrays"},
+        "requests": {"grammars", "request", "sampling", "schedule", "speculation"},
         "speculation": {"engine", "options", "runner", "sampling", "schedule"},
     },
 }

@@ -21,7 +21,7 @@ import torch
 from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.pass_inputs import PassInputs
 from handlers.rolling_batch.attention.torch_attention import SingleRows
-from handlers.rolling_batch.runner.device_arrays import upload
+from handlers.rolling_batch.device_arrays import upload
 from lmi_server.contract.errors import first_line
 
 logger = logging.getLogger(__name__)

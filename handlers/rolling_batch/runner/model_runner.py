@@ -33,12 +33,12 @@ from handlers.rolling_batch.cpu import kernel_choice
 from handlers.rolling_batch.cpu.decoder_model import DecoderModel
 from handlers.rolling_batch.cpu.kernel_choice import ALL
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear, lay_out_linears
+from handlers.rolling_batch.device_arrays import known_tokens, upload
 from handlers.rolling_batch.fused.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.fused.modules import fuse
 from handlers.rolling_batch.fused.row_kernels import is_fusible
 from handlers.rolling_batch.lora.layers import LoraLayers
 from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep, torch_compile
-from handlers.rolling_batch.runner.device_arrays import known_tokens, upload
 from handlers.rolling_batch.runner.load_check import LoadCheck, keeps_rows, vocabulary_of
 from handlers.rolling_batch.runner.pass_threads import begin_pass, start_helpers
 from handlers.rolling_batch.runner.step_layout import adapters_of, arrange, lay_out, pad_rows, rows_to_keep

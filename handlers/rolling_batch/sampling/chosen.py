@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from handlers.rolling_batch.runner.device_arrays import Download
+from handlers.rolling_batch.device_arrays import Download
 
 NO_TOKEN = -1
 """In place of the token of a row whose logits are not finite."""

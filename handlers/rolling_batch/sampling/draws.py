@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.rolling_batch.runner.device_arrays import upload
+from handlers.rolling_batch.device_arrays import upload
 from handlers.rolling_batch.sampling import gumbel
 from handlers.rolling_batch.sampling.state import SamplingState
 from lmi_server.contract.generation import SamplingParameters

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from handlers.rolling_batch.runner.device_arrays import upload
+from handlers.rolling_batch.device_arrays import upload
 
 _INCREMENT = 0x9E3779B97F4A7C15  # 2 ** 64 divided by the golden ratio, as in SplitMix64
 _FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from handlers.rolling_batch.runner.device_arrays import known_tokens, upload
+from handlers.rolling_batch.device_arrays import known_tokens, upload
 from handlers.rolling_batch.sampling.state import SamplingState
 
 

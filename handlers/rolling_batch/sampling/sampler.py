@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.rolling_batch.runner.device_arrays import Download, unknown_token, upload
+from handlers.rolling_batch.device_arrays import Download, unknown_token, upload
 from handlers.rolling_batch.sampling.chosen import Chosen, Sampled, Scores
 from handlers.rolling_batch.sampling.draws import draw_by_kernel, draw_from_best, draw_typical
 from handlers.rolling_batch.sampling.penalties import penalise
