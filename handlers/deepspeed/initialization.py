@@ -24,7 +24,6 @@ from pydantic import ValidationError
 from torch import nn
 
 from handlers.checkpoints.gpus import usable_gpus
-from handlers.deepspeed.int8 import check_device
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.ranks.communicator import Communicator
 from handlers.ranks.sharding import RowParallelLinear, join_process_group, plain_linear
@@ -112,8 +111,6 @@ def check_before_loading(config: Any, options: DeepSpeedOptions, degree: int) ->
     has_gpu = usable_gpus().count > 0
     if options.dtype == "fp16" and not has_gpu:
         raise ModelLoadError("option.dtype=fp16: DeepSpeed has no fp16 on the CPU; set option.dtype=bf16 or fp32")
-    if options.quantize is not None:
-        check_device(torch.device("cuda" if has_gpu else "cpu"))
     if getattr(config, "quantization_config", None):
         raise ModelLoadError(
             "the checkpoint is quantised already, and DeepSpeed cannot split such a checkpoint; use"

@@ -1,4 +1,4 @@
-"""Linear layers with 8-bit weights and activations (W8A8) on the CPU: `option.quantize=dynamic_int8` or `smoothquant`.
+"""Linear layers with 8-bit weights and activations (W8A8): `option.quantize=dynamic_int8` or `smoothquant`.
 
 LMI has both methods from a fork of DeepSpeed that was never published; DeepSpeed itself has 8 bits only in its kernels
 for GPUs. This is an implementation of its own, on torch's integer matrix product:
@@ -34,6 +34,7 @@ from handlers.ranks.sharding import local_bytes
 from lmi_server.contract.errors import ModelLoadError
 
 _ALPHA = 0.5  # the paper's default
+_GPU_WIDTH, _GPU_ROWS = 8, 32
 _MIN_SCALE = 1e-5  # a row of zeros has no magnitude to divide by
 # Texts of several kinds (prose, code, questions, numbers, JSON, languages), to find the inputs that have outliers.
 _SENTENCES = (
@@ -52,13 +53,12 @@ def quantize(model: Any, tokenizer: Any, options: DeepSpeedOptions) -> dict[str,
     """Quantise the linear layers of `model` in place as option.quantize says; return details for the log.
 
     The result is empty if the option is not set. On several ranks every rank must call it, because SmoothQuant runs the
-    model. Raises ModelLoadError if the model is not on the CPU, or if SmoothQuant has no tokenizer for its sentences.
+    model. Raises ModelLoadError if SmoothQuant has no tokenizer for its sentences.
     """
     if options.quantize is None:
         return {}
     before = sum(local_bytes(model).values())
     smoothing: Mapping[str, torch.Tensor] = {}
-    check_device(model.device)
     if options.quantize == "smoothquant":
         alpha = _ALPHA if options.smoothquant_alpha is None else options.smoothquant_alpha
         smoothing = _smoothing_factors(model, _largest_inputs(model, tokenizer), alpha)
@@ -78,15 +78,6 @@ def insert_empty_layers(model: nn.Module, smoothed: Collection[str]) -> None:
     """
     for name, linear in list(_linears(model)):
         _replace(model, name, DynamicInt8Linear.empty(linear, name in smoothed))
-
-
-def check_device(device: torch.device) -> None:
-    """Raise ModelLoadError if there is no 8-bit product for `device`."""
-    if device.type != "cpu":
-        raise ModelLoadError(
-            f"option.quantize=dynamic_int8 and smoothquant run on the CPU, not on {device.type}; for 8-bit weights"
-            " there use option.entryPoint=djl_python.huggingface with option.quantize=bitsandbytes8"
-        )
 
 
 class DynamicInt8Linear(nn.Module):
@@ -132,12 +123,29 @@ class DynamicInt8Linear(nn.Module):
         if self.smoothing is not None:
             rows = rows / self.smoothing
         scales = _scales(rows)
-        # (rows, in) int8 @ (in, out) int8 -> (rows, out) int32: exact for up to 133,000 inputs, 2 ** 31 / 127 ** 2.
-        products = torch._int_mm(_rounded(rows, scales), self.weight.t())
+        multiply = _product if hidden.device.type == "cpu" else product_of_blocks
+        products = multiply(_rounded(rows, scales), self.weight)
         out = products.float().mul_(scales).mul_(self.scales).to(hidden.dtype)
         if self.bias is not None:
             out += self.bias
         return out.view(*hidden.shape[:-1], self.out_features)
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """(n, in) int8 by (out, in) int8 -> (n, out) int32: exact for up to 133,000 inputs, 2 ** 31 / 127 ** 2."""
+    return torch._int_mm(rows, weight.t())
+
+
+def product_of_blocks(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the same for a GPU, whose library multiplies more than 16 rows, and widths that are multiples of 8."""
+    count, outputs = len(rows), len(weight)
+    if rows.shape[1] % _GPU_WIDTH or outputs % _GPU_WIDTH:  # rare, and slow: the weights are copied
+        inputs = (0, -rows.shape[1] % _GPU_WIDTH)
+        rows = nn.functional.pad(rows, inputs)
+        weight = nn.functional.pad(weight, (*inputs, 0, -outputs % _GPU_WIDTH))
+    if count < _GPU_ROWS:
+        rows = nn.functional.pad(rows, (0, 0, 0, _GPU_ROWS - count))
+    return _product(rows, weight)[:count, :outputs]
 
 
 def _scales(rows: torch.Tensor) -> torch.Tensor:
@@ -187,7 +195,7 @@ def _largest_inputs(model: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
     hooks = [linear.register_forward_pre_hook(watch(name)) for name, linear in _linears(model)]
     try:
         for sentence in _SENTENCES:
-            _run(model, tokenizer(sentence, return_tensors="pt")["input_ids"])
+            _run(model, tokenizer(sentence, return_tensors="pt")["input_ids"].to(model.device))
     finally:
         for hook in hooks:
             hook.remove()

@@ -81,8 +81,8 @@ class DeepSpeedOptions(RollingBatchOptions):
     """Without a rolling batch: answer tasks that generate text as JSON lines, one per step. With a rolling batch
     `stream` in the request decides."""
     quantize: Literal["dynamic_int8", "smoothquant"] | None = None
-    """Compute linear layers with weights and activations in 8 bits, on the CPU only. smoothquant first moves outliers
-    of the activations, which it measures on a few sentences, into the weights."""
+    """Compute linear layers with weights and activations in 8 bits. smoothquant first moves outliers of the
+    activations, which it measures on a few sentences, into the weights."""
     smoothquant_alpha: Annotated[float, Field(ge=0, le=1), Allowed("a number from 0 to 1")] | None = None
     """Share of the outliers that smoothquant moves into the weights; the default is 0.5."""
     max_tokens: PositiveInt = 1024

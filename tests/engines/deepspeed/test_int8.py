@@ -11,7 +11,7 @@ from rolling_batch_helpers import Engine, generated, prompts
 from tiny_models import byte_tokenizer, llama_of_whole_blocks
 from torch import nn
 
-from handlers.deepspeed.int8 import DynamicInt8Linear, check_device, quantize
+from handlers.deepspeed.int8 import DynamicInt8Linear, product_of_blocks, quantize
 from handlers.deepspeed.model import load
 from handlers.deepspeed.options import DeepSpeedOptions
 from lmi_server.contract.errors import ModelLoadError
@@ -79,9 +79,15 @@ def test_the_details_report_the_saved_memory(method: str, tmp_path: Path) -> Non
     assert details["weights_mib"] < 0.6 * details["unquantized_weights_mib"]
 
 
-def test_a_gpu_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ModelLoadError, match=r"run on the CPU, not on cuda; .* option\.quantize=bitsandbytes8"):
-        check_device(torch.device("cuda"))
+@pytest.mark.parametrize("inputs", [8, 12, 96])
+@pytest.mark.parametrize("outputs", [5, 40])
+@pytest.mark.parametrize("count", [1, 17, 40])
+def test_the_product_for_a_gpu_is_that_of_the_cpu(count: int, outputs: int, inputs: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows, weight = (
+        torch.randint(-127, 128, (length, inputs), dtype=torch.int8, generator=generator) for length in (count, outputs)
+    )
+    assert torch.equal(product_of_blocks(rows, weight).long(), rows.long() @ weight.long().t())
 
 
 def test_a_model_that_reads_no_texts_is_not_measured_with_texts() -> None:
