@@ -154,7 +154,7 @@ class _Server:
         self._models = registry(
             environment, artifacts, inspect, settings.drain_timeout, settings.log_level.upper(), self._metrics.record
         )
-        self._models.unloads_idle = settings.unload_idle_models
+        self._models.room.unloads_idle = settings.unload_idle_models
 
     async def serve(self) -> int:
         """Serve until the end; return the exit code of the process."""

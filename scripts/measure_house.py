@@ -23,6 +23,8 @@ PACKAGES = ("lmi_server", "handlers", "frontend")
 _COMPAT = "lmi_server/compat/"  # its files are named as LMI's are
 _ENVIRONMENT = ("environ", "getenv")
 _MAX_COMPLEXITY = 10
+_MAX_METHODS = 20
+_MAX_MODULES = 12  # of a folder
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.Assert)
 _SUBORDINATE = re.compile(r"\b(?:which|that|those|what)\b", re.IGNORECASE)
@@ -169,9 +171,27 @@ def modules_per_folder(modules: Iterable[Module], root: Path) -> Counter[str]:
     return Counter(path.parent.relative_to(root).as_posix() for path in inside)
 
 
-def table(root: Path) -> list[tuple[str, str]]:
+def large_classes(modules: Iterable[Module]) -> Counter[str]:
+    """Return the classes with too many methods, and how many they have; properties count, and no overloads."""
+    classes = {
+        f"{module.name}.{node.name}": len({part.name for part in node.body if isinstance(part, _FUNCTIONS)})
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    return Counter({name: count for name, count in classes.items() if count > _MAX_METHODS})
+
+
+def large_folders(modules: Iterable[Module], root: Path) -> Counter[str]:
+    """Return the folders with too many modules, and how many they have."""
+    folders = modules_per_folder(modules, root)
+    return Counter(
+        {name: count for name, count in folders.items() if count > _MAX_MODULES and not f"{name}/".startswith(_COMPAT)}
+    )
+
+
+def table(root: Path, modules: Sequence[Module]) -> list[tuple[str, str]]:
     """Return the rows: what is measured, and how much it is."""
-    modules = read_modules(root)
     lengths = sorted(module.lines for module in modules)
     found = list(functions(modules))
     sizes = sorted(map(code_lines, found))
@@ -201,10 +221,16 @@ def table(root: Path) -> list[tuple[str, str]]:
 
 
 def main() -> int:
-    rows = table(ROOT)
+    modules = read_modules(ROOT)
+    rows = table(ROOT, modules)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
+    for what, found in (
+        (f"classes with more than {_MAX_METHODS} methods", large_classes(modules)),
+        (f"folders with more than {_MAX_MODULES} modules", large_folders(modules, ROOT)),
+    ):
+        print(f"\n{what}:", *(f"  {name} {count}" for name, count in found.most_common()), sep="\n")
     return 0
 
 

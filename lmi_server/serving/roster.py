@@ -29,6 +29,11 @@ class WorkerRoster:
         return [*self.ready, *self.leaving]
 
     @property
+    def in_flight(self) -> int:
+        """Return how many requests have a place in a worker."""
+        return sum(worker.requests.running for worker in self.serving)
+
+    @property
     def everyone(self) -> list[WorkerProcess]:
         return list(self.numbers)
 

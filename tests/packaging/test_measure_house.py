@@ -13,6 +13,8 @@ from scripts.measure_house import (
     functions,
     import_cycles,
     is_nested,
+    large_classes,
+    large_folders,
     modules_per_folder,
     read_modules,
     reads_environment,
@@ -53,6 +55,17 @@ def test_complexity_and_lines_of_a_function(tmp_path: Path) -> None:
 
 def test_simple_function_has_complexity_one() -> None:
     assert complexity(ast.parse("def f():\n    return 1").body[0]) == 1
+
+
+def test_large_classes_and_folders_are_named(tmp_path: Path) -> None:
+    methods = "".join(f"    def m{number}(self): ...\n" for number in range(21))
+    twice = "    @property\n    def m0(self): ...\n    @m0.setter\n    def m0(self, value): ...\n"
+    modules = {f"a/wide/m{number}.py": "" for number in range(13)} | {"a/wide/__init__.py": ""}
+    modules |= {f"a/narrow/m{number}.py": "" for number in range(12)}
+    modules |= {"a/narrow/c.py": f"class Large:\n{methods}\nclass Small:\n{twice}{methods.replace('m20', 'm19')}"}
+    found = read_modules(write(tmp_path, modules), ["a"])
+    assert large_classes(found) == {"a.narrow.c.Large": 21}
+    assert large_folders(found, tmp_path) == {"a/wide": 13, "a/narrow": 13}
 
 
 def test_modules_that_import_each_other_are_a_cycle(tmp_path: Path) -> None:
@@ -97,6 +110,6 @@ def test_modules_of_a_folder_and_readers_of_the_environment(tmp_path: Path) -> N
 
 
 def test_the_table_of_this_checkout() -> None:
-    rows = dict(table(ROOT))
+    rows = dict(table(ROOT, read_modules(ROOT)))
     assert rows["import cycles"] == "0"
     assert rows["files that read the environment"] == "1"

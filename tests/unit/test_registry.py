@@ -47,7 +47,7 @@ async def test_idle_models_make_room_if_the_settings_say_so(tmp_path: Path, monk
         with pytest.raises(ModelMemoryError, match=r"required_memory_mb: .* 300 MiB are needed, 100 are free"):
             await models.register_and_load(wanting)
         assert models.names == ["a", "b", "c"]
-        models.unloads_idle = True
+        models.room.unloads_idle = True
         await ask(models, "a")
         await models.register_and_load(wanting)
         assert models.names == ["a", "c", "d"], "b had no request for longest"

@@ -144,7 +144,7 @@ class ClusterRegistry(ModelRegistry):
         models = [*self._endpoints[name].models, *([] if coming is None else [coming])]
         for model in models:
             self._forget(model)
-        self._begin(self._remove(models))
+        self._retiring.run(self._remove(models))
 
     # --- a new version of a model may have other settings ---
 
@@ -167,7 +167,7 @@ class ClusterRegistry(ModelRegistry):
         if after.pool is not None:
             self._endpoints[before.name].models = [after]
             logger.info("model %s has the settings of its new version", before.name)
-            self._begin(self._end(before))
+            self._retiring.run(self._end(before))
             self._renew_if_outdated(before.name)
 
 

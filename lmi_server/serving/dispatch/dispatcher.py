@@ -27,18 +27,19 @@ import logging
 import time
 from collections.abc import Callable
 
-from lmi_server.contract.errors import LmiServerError, QueueDelayError, QueueFullError
+from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.histogram import Histogram
 from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import CANCELLED, RECALLED, Begun, Chunk, End, Error, Frame, Head, Input, Reply
 from lmi_server.serving.dispatch import deadlines
+from lmi_server.serving.dispatch.admission import Admission
 from lmi_server.serving.dispatch.batch_forming import BatchForming
 from lmi_server.serving.dispatch.job_queue import JobQueue
 from lmi_server.serving.dispatch.lending import Lending
 from lmi_server.serving.dispatch.recovery import Recovery
 from lmi_server.serving.dispatch.router import Router
-from lmi_server.serving.dispatch.service_rate import ServiceRate, retry_after
+from lmi_server.serving.dispatch.service_rate import ServiceRate
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.supervisor.job import Deadline, Job, ReplySlot
@@ -69,7 +70,6 @@ class Dispatcher:
         on_metric: MetricSink = unrecorded,
     ) -> None:
         self._queue: JobQueue[Job] = JobQueue(settings.load.model_name, settings.job_queue_size)
-        self._max_queue_delay_s = settings.max_queue_delay_s
         self._rate = ServiceRate()
         self._roster = roster
         self._on_no_room = on_no_room
@@ -79,6 +79,9 @@ class Dispatcher:
         self.batch_sizes = Histogram(_BATCH_SIZES)
         self._ids = itertools.count(1)
         self.router = Router(settings, roster)
+        self._admission = Admission(
+            self._queue, self._rate, roster, self.router, settings.max_queue_delay_s, on_no_room
+        )
         self.recovery = Recovery(settings.quarantine_s)
         self.lending = Lending(self._queue, roster, self.router)
         self._idle = asyncio.Event()
@@ -93,7 +96,7 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> int:
-        return sum(worker.requests.running for worker in self._roster.serving)
+        return self._roster.in_flight
 
     # --- requests ---
 
@@ -111,47 +114,15 @@ class Dispatcher:
         """
         job = Job(next(self._ids), request, on_overflow, deadline, tenant, reply or ReplySlot())
         self.recovery.check(job)
-        if self._max_queue_delay_s is not None:
-            self._check_delay(job, self._max_queue_delay_s)
-        self._push(job)
+        self.used_at = job.queued_at
+        loser = self._admission.admit(job)
+        if loser is not None:
+            _cancel_in_worker(loser)
+        self.lending.make_way(job)
         self.dispatch()
         if deadline is not None and (not job.sent_at or deadline.ends_running):
             deadlines.watch(job, deadline, self._expire)
         return job
-
-    def _push(self, job: Job) -> None:
-        """Put `job` into the queue. Raises QueueFullError."""
-        self.used_at = job.queued_at
-        try:
-            loser = self._queue.push(job)
-        except QueueFullError as error:
-            error.retry_after = self._rate.retry_after(self.in_flight, job.queued_at)
-            raise
-        if loser is not None:
-            refusal = QueueFullError("The queue is full, and this API key has most of the requests in it")
-            refusal.retry_after = self._rate.retry_after(self.in_flight, job.queued_at)
-            loser.fail(refusal)
-            _cancel_in_worker(loser)
-        self.lending.make_way(job)
-
-    def _check_delay(self, job: Job, allowed_s: float) -> None:
-        """Raise QueueDelayError if `job` would wait for longer than `allowed_s`."""
-        if not self._roster.ready:
-            return
-        if not self._rate.is_measuring:
-            # What waits although there is room forms a batch.
-            if self._queue or self.router.worker_for(job.request) is not None:
-                return
-            self._rate.begin(job.queued_at)
-        wait_s = self._rate.wait_s(self._queue.ahead_of(job), self.in_flight, job.queued_at)
-        if wait_s is not None and wait_s > allowed_s:
-            self._on_no_room()
-            error = QueueDelayError(
-                f"The request would wait for about {wait_s:.1f} seconds, and option.max_queue_delay_ms="
-                f"{allowed_s * 1000:.0f} allows no more than {allowed_s:g}; send it again later"
-            )
-            error.retry_after = retry_after(wait_s - allowed_s)
-            raise error
 
     def cancel(self, job: Job) -> None:
         """Free what `job` holds, because its client went away or it has ended."""

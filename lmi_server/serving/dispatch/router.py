@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 
 from lmi_server.contract.protocol import ADAPTER_HEADER, Input
-from lmi_server.serving.dispatch.adapter_affinity import AdapterAffinity
-from lmi_server.serving.dispatch.prefix_affinity import PrefixAffinity
-from lmi_server.serving.dispatch.sticky_sessions import StickySessions
+from lmi_server.serving.dispatch.affinity.adapter_affinity import AdapterAffinity
+from lmi_server.serving.dispatch.affinity.prefix_affinity import PrefixAffinity
+from lmi_server.serving.dispatch.affinity.sticky_sessions import StickySessions
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.supervisor.worker_process import WorkerProcess

@@ -26,6 +26,12 @@ class ModelCatalog:
         self._endpoints: dict[str, Endpoint] = {}
         self._aliases: dict[str, Endpoint] = {}
 
+    async def follow(self) -> None:
+        """Follow what another process says of the models; a single server has none to follow."""
+
+    async def until_told(self) -> None:
+        """Return once it is known which models there are; a single server knows it from the start."""
+
     def refuse_if_untold(self) -> None:
         """Raise ModelNotReadyError while it is not known which models there are."""
 

@@ -1,13 +1,60 @@
-"""Whether a model that is to be loaded finds enough free memory."""
+"""Whether a model that is to be loaded finds enough free memory, and what is unloaded for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from lmi_server.configuration.model_directory.memory_estimate import estimate_of_files, shortages
 from lmi_server.configuration.resolve import ResolvedModel
+from lmi_server.contract.errors import ModelMemoryError
+from lmi_server.machine.environment import is_multi_model
 from lmi_server.machine.inventory import Machine, this_machine, with_gpu_memory
+from lmi_server.serving.models.model import Model
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryRoom:
+    """Makes room for models; if it `unloads_idle` ones, those without requests go for others.
+
+    SageMaker's multi-model endpoints load models until the server answers 507, and unload others then. So the need of a
+    model that does not say it is estimated there.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        models: Callable[[], list[Model]],
+        unload: Callable[[Model], Awaitable[None]],
+    ) -> None:
+        self.unloads_idle = False
+        self._environment = environment
+        self._models = models
+        self._unload = unload
+
+    async def make(self, model: Model, resolved: ResolvedModel) -> None:
+        """Raise ModelMemoryError if less memory is free than `model` needs, and unloading others does not help."""
+        estimates = self.unloads_idle or is_multi_model(self._environment)
+        while shortage := await asyncio.to_thread(memory_shortage, resolved, self._environment, estimates):
+            held = [each.resolved for each in self._idle() if each.resolved is not None]
+            lacking = await asyncio.to_thread(memory_shortage, resolved, self._environment, estimates, held)
+            idle = self._idle()
+            if lacking or not idle:
+                raise ModelMemoryError(shortage)
+            logger.warning("model %s is unloaded to make room for model %s: %s", idle[0].label, model.label, shortage)
+            await self._unload(idle[0])
+
+    def _idle(self) -> list[Model]:
+        """Return the models that may be unloaded, the one without a request for longest first."""
+        idle = [
+            (model.pool.dispatcher.used_at, model)
+            for model in (self._models() if self.unloads_idle else ())
+            if not (model.at_startup or model.is_reloading) and model.pool is not None and model.is_idle
+        ]
+        return [model for _, model in sorted(idle, key=lambda pair: pair[0])]
 
 
 def memory_shortage(

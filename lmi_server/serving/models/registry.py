@@ -9,31 +9,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.configuration.layers import DERIVED
-from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import (
     ConfigurationError,
     LmiServerError,
     ModelLoadError,
-    ModelMemoryError,
     ModelNotFoundError,
     ModelNotReadyError,
     RollingBatchError,
 )
 from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.quoting import excerpt
-from lmi_server.machine.environment import is_multi_model
 from lmi_server.serving.models.catalog import ModelCatalog
 from lmi_server.serving.models.fetch_model import Inspect
 from lmi_server.serving.models.loader import ROLLING_BATCH, ModelLoader
 from lmi_server.serving.models.model import Model
-from lmi_server.serving.models.model_memory import memory_shortage
+from lmi_server.serving.models.model_memory import MemoryRoom
 from lmi_server.serving.models.model_store import HUB_VARIABLES, ModelSource
 from lmi_server.serving.models.reload import Reload
+from lmi_server.serving.pool.retirement import RetiringPools
 from lmi_server.serving.pool.worker_pool import SHUTTING_DOWN, WORKER_STOP_S, WorkerPool
 from lmi_server.supervisor.log import LEVELS
 
@@ -60,7 +57,6 @@ class ModelRegistry(ModelCatalog):
         on_metric: MetricSink = unrecorded,
     ) -> None:
         super().__init__()
-        self.unloads_idle = False  # models without requests, to make room for others
         self.artifacts = artifacts
         self._environment = {name: value for name, value in environment.items() if name not in HUB_VARIABLES}
         self._drain_timeout_s = drain_timeout_s
@@ -68,16 +64,10 @@ class ModelRegistry(ModelCatalog):
         self._on_metric = on_metric
         self._loader = ModelLoader(self._environment, artifacts, inspect, self._log_levels, on_metric)
         self.refuse_unsafe_adapter = self._loader.refuse_unsafe_adapter
-        self._ending: set[WorkerPool] = set()  # of models that are unregistered, or have another pool now
+        self.room = MemoryRoom(self._environment, lambda: self.models, lambda model: self._remove([model]))
+        self._retiring = RetiringPools()  # of models that are unregistered, or have another pool now
         self._coming: dict[str, Model] = {}  # what is to take the place of a model, by the model's label
-        self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
-
-    async def follow(self) -> None:
-        """Follow what another process says of the models; a single server has none to follow."""
-
-    async def until_told(self) -> None:
-        """Return once it is known which models there are; a single server knows it from the start."""
 
     # --- registration ---
 
@@ -124,24 +114,7 @@ class ModelRegistry(ModelCatalog):
             model.task.cancel()
             await asyncio.gather(model.task, return_exceptions=True)
         if model.pool is not None:
-            await self._end_pool(model.pool, self._drain_timeout_s, f"Model {model.label} is unregistered")
-
-    def _retire(self, pool: WorkerPool, drain_timeout_s: float, reason: str) -> None:
-        """Begin to end a pool that no model has any more."""
-        self._ending.add(pool)
-        self._begin(self._end_pool(pool, drain_timeout_s, reason))
-
-    async def _end_pool(self, pool: WorkerPool, drain_timeout_s: float, reason: str) -> None:
-        self._ending.add(pool)  # `stop` and `kill` must still reach its workers while it drains
-        await pool.drain(drain_timeout_s, reason)
-        await pool.stop()
-        self._ending.discard(pool)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work` in the background."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            await self._retiring.end(model.pool, self._drain_timeout_s, f"Model {model.label} is unregistered")
 
     # --- loading again ---
 
@@ -209,7 +182,7 @@ class ModelRegistry(ModelCatalog):
             model.failed = failure
         logger.error("model %s could not be loaded again, and stays as it was: %s", model.label, failure)
         if after.pool is not None:
-            self._retire(after.pool, 0.0, failure.message)
+            self._retiring.begin(after.pool, 0.0, failure.message)
 
     def _replace(self, model: Model, after: Model) -> None:
         """Have `model` served as `after` is; what its workers hold finishes there."""
@@ -220,7 +193,7 @@ class ModelRegistry(ModelCatalog):
         model.pool, model.resolved, model.directory, model.failed = after.pool, after.resolved, after.directory, None
         self.renew_aliases(model.name)
         if before is not None:
-            self._retire(before, _RELOAD_DRAIN_S, f"Model {model.label} has other workers now")
+            self._retiring.begin(before, _RELOAD_DRAIN_S, f"Model {model.label} has other workers now")
 
     # --- loading ---
 
@@ -284,33 +257,8 @@ class ModelRegistry(ModelCatalog):
         self.renew_aliases(model.name)
         for warning in resolved.warnings:
             logger.warning("model %s: %s", model.label, warning)
-        await self._make_room(model, resolved)
+        await self.room.make(model, resolved)
         return await self._loader.make_pool(model, fetched, before)
-
-    async def _make_room(self, model: Model, resolved: ResolvedModel) -> None:
-        """Raise ModelMemoryError if less memory is free than `model` asks for, and unloading others does not help.
-
-        SageMaker's multi-model endpoints load models until the server answers 507, and unload others then. So the need
-        of a model that does not say it is estimated there.
-        """
-        estimates = self.unloads_idle or is_multi_model(self._environment)
-        while shortage := await asyncio.to_thread(memory_shortage, resolved, self._environment, estimates):
-            held = [each.resolved for each in self._idle_models() if each.resolved is not None]
-            lacking = await asyncio.to_thread(memory_shortage, resolved, self._environment, estimates, held)
-            idle = self._idle_models()
-            if lacking or not idle:
-                raise ModelMemoryError(shortage)
-            logger.warning("model %s is unloaded to make room for model %s: %s", idle[0].label, model.label, shortage)
-            await self._remove(idle[:1])
-
-    def _idle_models(self) -> list[Model]:
-        """Return the models that may be unloaded to make room, the one without a request for longest first."""
-        idle = [
-            (model.pool.dispatcher.used_at, model)
-            for model in (self.models if self.unloads_idle else ())
-            if not (model.at_startup or model.is_reloading) and model.pool is not None and model.is_idle
-        ]
-        return [model for _, model in sorted(idle, key=lambda pair: pair[0])]
 
     def set_log_level(self, level: str, name: str = "") -> None:
         """Set the level ("INFO", ...) of the logger `name` in this process and every worker, present and future.
@@ -360,7 +308,7 @@ class ModelRegistry(ModelCatalog):
 
     def _pools(self) -> list[WorkerPool]:
         models = [*self.models, *self._coming.values()]
-        return [*(model.pool for model in models if model.pool is not None), *self._ending]
+        return [*(model.pool for model in models if model.pool is not None), *self._retiring]
 
 
 def _fail(model: Model, error: LmiServerError) -> None:
