@@ -21,10 +21,13 @@ from handlers.ranks.sharding import (
 )
 from handlers.rolling_batch.engine_loading import LoadedModel, set_kernel_threads
 from handlers.rolling_batch.runner.load_check import LoadCheck
+from handlers.rolling_batch.states.probe import keeps_states
 from lmi_server.configuration.options import NGRAM
 from lmi_server.contract.errors import ModelLoadError, RollingBatchError
 from lmi_server.contract.ranks import Rank
 from lmi_server.machine.environment import own_rank
+
+_STATES_MAX_LEN = 32_768  # tokens; a model whose layers keep states may have no context that its configuration limits
 
 
 def load(path: str, options: HuggingFaceOptions) -> LoadedModel:
@@ -90,9 +93,9 @@ def _max_len(model: Any, options: HuggingFaceOptions) -> int:
     text_config = model.config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None)
     if options.max_model_len is None:
-        if context is None:
+        if context is None and not keeps_states(model):
             raise RollingBatchError("config.json gives no max_position_embeddings; set option.max_model_len")
-        return int(context)
+        return int(context or _STATES_MAX_LEN)
     if context is not None and options.max_model_len > context:
         raise ModelLoadError(
             f"option.max_model_len={options.max_model_len} is more than the model's context of {context} tokens"

@@ -117,7 +117,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         limits, max_len = scheduler_limits(runner, loaded.max_len, loaded.weights, options, step)
         refuse_unsteady_rope(model.config, max_len)
         with enough_for_steps(runner, limits.kv_tokens, step):
-            runner.prepare(limits.slots, max_len, limits.max_running * (1 + _drafted(options)))
+            runner.prepare(limits.slots, max_len, limits.max_running * (1 + _drafted(options)), limits.state_rows)
         decoding = _speed_up_decoding(runner, limits.max_running, options)
         drafting = _drafting_runner(loaded, limits.max_running)
     threads = torch.get_num_threads()
@@ -141,6 +141,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         "max_running_requests": limits.max_running,
         "kv_cache_tokens": limits.kv_tokens,
         "kv_cache_gib": round(limits.kv_tokens * runner.cache.bytes_per_token / _GIB, 3),
+        **_states_in_memory(runner, limits.state_rows),
         "chunked_prefill_size": limits.chunk_size,
         "schedule_policy": limits.policy,
         **loaded.details,
@@ -204,6 +205,13 @@ def set_kernel_threads() -> None:
     torch.set_num_threads(threads)
 
 
+def _states_in_memory(runner: ModelRunner, rows: int) -> dict[str, Any]:
+    """Return what the states of recurrent layers take, for the details."""
+    if runner.states is None:
+        return {}
+    return {"states": rows, "states_gib": round(rows * runner.states.bytes_per_sequence / _GIB, 3)}
+
+
 def _drafted(options: RollingBatchOptions) -> int:
     """Return how many tokens a step drafts at most for one sequence."""
     return 0 if options.speculative_draft_model is None else options.speculative_length
@@ -215,5 +223,7 @@ def _drafting_runner(loaded: LoadedModel, slots: int) -> ModelRunner | None:
         return None
     with _refusals(loaded.draft.model, ModelLoadError):
         drafting = loaded.draft.runner()
+        if drafting.states is not None:
+            raise UnsupportedAttentionError("a model that drafts tokens must not keep states, and its layers do")
         drafting.prepare(slots, loaded.draft.max_len)
     return drafting

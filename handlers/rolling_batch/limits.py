@@ -12,8 +12,9 @@ from handlers.checkpoints.rotary import steady_length
 from handlers.rolling_batch.attention.kv_cache import bytes_per_token
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.options import RollingBatchOptions
-from handlers.rolling_batch.runner.device_memory import StepSize, kv_tokens, refuse_more_than_free
+from handlers.rolling_batch.runner.device_memory import StepSize, refuse_more_than_free
 from handlers.rolling_batch.runner.model_runner import ModelRunner
+from handlers.rolling_batch.runner.state_memory import tokens_and_states
 from handlers.rolling_batch.schedule.scheduler import SchedulerLimits
 from lmi_server.contract.errors import ModelMemoryError
 
@@ -48,7 +49,7 @@ def scheduler_limits(
     per_token = bytes_per_token(runner.layers, runner.dtype)
     running = min(options.max_running_requests or options.max_rolling_batch_size, options.max_rolling_batch_size)
     slots = running + _FURTHER_SLOTS.get(runner.device.type, 0)
-    tokens = min(slots * max_len, kv_tokens(runner, weights, options, step))
+    tokens, states = tokens_and_states(runner, weights, options, step, running, slots * max_len)
     refuse_more_than_free(runner, tokens, options)
     if tokens < 16:
         raise ModelMemoryError(
@@ -60,8 +61,9 @@ def scheduler_limits(
     all_at_once = options.chunked_prefill_size == -1 and runner.device.type == "cpu"
     chunk, idle_chunk = (tokens, tokens) if all_at_once else (step.chunk, step.idle_chunk)
     limits = SchedulerLimits(
-        running, tokens, chunk, idle_chunk, slots, options.schedule_policy, options.schedule_conservativeness
-    )
+        running, tokens, chunk, idle_chunk, slots, options.schedule_policy, options.schedule_conservativeness,
+        state_rows=states,
+    )  # fmt: skip
     return limits, min(max_len, tokens)
 
 

@@ -97,7 +97,10 @@ INSIDE_MAY_IMPORT = {
         "fused": {"attention"},
         "cpu": {"attention", "fused", "options"},
         "lora": {"cpu", "engine", "fused"},
-        "runner": {"attention", "cpu", "device_arrays", "fused", "lora", "options", "pages", "schedule"},
+        "states": {"attention", "schedule"},
+        "runner": {
+            "attention", "cpu", "device_arrays", "fused", "lora", "options", "pages", "schedule", "states",
+        },  # fmt: skip
         "sampling": {"device_arrays"},
         "requests": {"grammars", "request", "sampling", "schedule", "speculation"},
         "speculation": {"engine", "options", "runner", "sampling", "schedule"},

@@ -27,15 +27,21 @@ class SlotAttention:
     """An attention function; `begin` sets what the next forward pass holds. `terms` has those of each layer.
 
     Queries (1, heads, rows, dim), keys and values (1, kv_heads, rows, dim) -> ((1, rows, heads, value_dim), None).
+
+    `in_call_order`: layers are counted as they are called, and their own numbers mean nothing.
     """
 
-    def __init__(self, cache: KVCache, name: str, terms: Sequence[AttentionTerms]) -> None:
+    def __init__(
+        self, cache: KVCache, name: str, terms: Sequence[AttentionTerms], in_call_order: bool = False
+    ) -> None:
         self._cache = cache
         self._terms = terms
         self._operators = _operators(cache)
         self._rows = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
         self._groups: list[ChunkGroup] = []
         self._decoding: SingleRows | None = None
+        self._in_call_order = in_call_order
+        self._calls = 0  # in the current pass
         AttentionInterface.register(name, self)
 
     def row_by_row(self, start: int, end: int) -> bool:
@@ -47,6 +53,7 @@ class SlotAttention:
         self._rows = rows
         self._groups = groups_of(rows.chunks)
         self._decoding = None
+        self._calls = 0
 
     def begin_decoding(self, rows: SingleRows) -> None:
         """Set the rows of the next forward passes, which decode; only without kernels."""
@@ -76,7 +83,7 @@ class SlotAttention:
         attention_mask: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        layer: int = module.layer_idx
+        layer: int = self._next_layer() if self._in_call_order else module.layer_idx
         terms = self._terms[layer]
         key, value = self._operators.harmless(key), self._operators.harmless(value)
         if self._decoding is not None:
@@ -89,6 +96,10 @@ class SlotAttention:
         for group in self._groups:
             self._prefill(layer, group, query[0], key[0], value[0], out, terms)
         return out.unsqueeze(0), None
+
+    def _next_layer(self) -> int:
+        self._calls += 1
+        return self._calls - 1
 
     def _prefill(
         self,
@@ -119,6 +130,8 @@ class SlotAttention:
 
 
 def _operators(cache: KVCache) -> KernelAttention | TorchAttention:
+    if not cache.keys:  # no layer attends
+        return TorchAttention(cache)
     keys = cache.keys[0]
     if keys.device.type == "cpu" and keys.dtype in (torch.bfloat16, torch.float32):
         return KernelAttention(cache)

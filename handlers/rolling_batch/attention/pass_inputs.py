@@ -43,13 +43,14 @@ class PassInputs:
         self._positions = "position_ids" in _accepted(model)
         self._extra: tuple[str, ...] = ()
 
-    def find(self, model: Any, ids: torch.Tensor) -> None:
+    def find(self, model: Any, ids: torch.Tensor, counts_alone: bool = True) -> None:
         """Run the tokens `ids`, (1, rows), and choose the inputs with which the model computes them.
 
+        `counts_alone`: of its cache the model may want the length, but no states.
         Raises what the model raises without anything but ids and positions.
         """
         places = torch.arange(ids.shape[1], device=ids.device)[None]
-        for extra in ((_CACHE,), (_CACHE, _MASK)):
+        for extra in ((_CACHE,), (_CACHE, _MASK)) if counts_alone else ():
             self._extra = extra
             inputs = self(ids, places)
             try:

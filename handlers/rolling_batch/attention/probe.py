@@ -29,14 +29,15 @@ class AttentionLayer:
     terms: AttentionTerms
 
 
-def probe_layers(model: Any, name: str, inputs: PassInputs) -> list[AttentionLayer]:
+def probe_layers(model: Any, name: str, inputs: PassInputs, keeps_states: bool = False) -> list[AttentionLayer]:
     """Run a few tokens through `model`, from which `inputs` finds out what it takes; return its attention layers.
 
     The attention function that records the calls shows, for any architecture, what its layers keep per token and what
-    else they ask for. Raises UnsupportedAttentionError if a layer does not call it, or needs more than queries, keys,
-    values, and what AttentionTerms has.
+    else they ask for. The layers come in the order of their calls. Raises UnsupportedAttentionError if a layer does not
+    call it, or needs more than queries, keys, values, and what AttentionTerms has. `keeps_states`: some layers have a
+    state in place of attention, or all have.
     """
-    layers: dict[int, AttentionLayer] = {}
+    layers: list[AttentionLayer] = []
     chunks = _chunks(model.config.get_text_config())
 
     def record(
@@ -53,20 +54,26 @@ def probe_layers(model: Any, name: str, inputs: PassInputs) -> list[AttentionLay
         if extra:
             raise UnsupportedAttentionError(f"{type(module).__name__} attends with {extra[0]}")
         shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device)
-        chunk = chunks.get(module.layer_idx, 0)
-        layers[module.layer_idx] = AttentionLayer(module, shape, terms_of(query.shape[3], more, chunk))
+        chunk = chunks.get(getattr(module, "layer_idx", -1), 0)
+        layers.append(AttentionLayer(module, shape, terms_of(query.shape[3], more, chunk)))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(name, record)
     model.set_attn_implementation(name)
     device = main_device(model)
     with torch.inference_mode():
-        inputs.find(model, torch.zeros((1, _ROWS), dtype=torch.long, device=device))
-    if sorted(layers) != list(range(len(layers))) or not layers:
+        ids = torch.zeros((1, _ROWS), dtype=torch.long, device=device)
+        inputs.find(model, ids, counts_alone=not keeps_states)
+        layers.clear()
+        model(**inputs(ids, torch.arange(_ROWS, device=device)[None]))
+    found = list(layers)
+    if keeps_states:
+        return found
+    if not found:
         raise UnsupportedAttentionError(f"{type(model).__name__} does not use transformers' attention interface")
-    if len(layers) != model.config.get_text_config().num_hidden_layers or getattr(model, "_is_stateful", False):
-        raise UnsupportedAttentionError(f"{type(model).__name__} keeps states beside the keys and values of attention")
-    return [layers[index] for index in range(len(layers))]
+    if len(found) < model.config.get_text_config().num_hidden_layers:
+        raise UnsupportedAttentionError(f"{type(model).__name__} has layers that do not attend through that interface")
+    return found
 
 
 def _chunks(config: Any) -> dict[int, int]:

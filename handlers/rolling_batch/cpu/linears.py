@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,16 @@ _DECODE_ROWS = 32  # the number of rows that oneDNN lays weights out for; it com
 _READ, _MULTIPLIED, _MANY_ROWS = 32 * 2**20, 8 * 2**20, 64
 
 
-def lay_out_linears(model: nn.Module, crossovers: Crossovers) -> int:
-    """Replace the plain bfloat16 linear layers of `model` by the kind that is fastest on this CPU; return how many."""
+def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection[nn.Module] = ()) -> int:
+    """Replace the plain bfloat16 linear layers of `model` by the kind that is fastest on this CPU; return how many.
+
+    The modules that read the weights of those in `spared` do so directly.
+    """
     packs = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     places: dict[tuple[int, int, bool], list[tuple[nn.Module, str]]] = {}
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if is_plain(child) and child.weight.dtype == torch.bfloat16:
+            if is_plain(child) and child.weight.dtype == torch.bfloat16 and child not in spared:
                 places.setdefault((*child.weight.shape, child.bias is not None), []).append((module, name))
     count = 0
     for shape, alike in places.items():

@@ -96,6 +96,8 @@ class LoraLayers:
         self._adders: dict[nn.Module, _Adder] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []  # empty if no row of the pass has an adapter
         self._rows: _Rows | None = None  # of the current pass; None if no row has an adapter
+        self._places: list[int] = []  # of the adapters of all rows of the pass, -1 for none
+        self._parts: dict[tuple[int, int], _Rows | None] = {}  # of the pass, by their first row and that behind the last
         self._head_rows: _Rows | None = None
 
     @property
@@ -150,9 +152,18 @@ class LoraLayers:
             self._stack(needed)
         if not self._hooks:
             self._hooks = [module.register_forward_hook(adder) for module, adder in self._adders.items()]
-        places = [-1 if adapter is None else self._stacked[adapter] for adapter in adapters]
+        self._places = places = [-1 if adapter is None else self._stacked[adapter] for adapter in adapters]
+        self._parts = {}
         self._rows = self._rows_of(places)
         self._head_rows = self._rows if self._head is None else self._rows_of([places[row] for row in kept])
+
+    def enter(self, first: int, last: int) -> None:
+        """Let the next layers compute rows `first:last` of the pass, and not all of them."""
+        if not self._hooks:
+            return
+        if (first, last) not in self._parts:
+            self._parts[first, last] = self._rows_of(self._places[first:last])
+        self._rows = self._parts[first, last]
 
     def _rows_of(self, places: list[int]) -> _Rows | None:
         index = [row for row, place in enumerate(places) if place >= 0]

@@ -110,6 +110,16 @@ def kv_tokens(
     return fitting_tokens(runner.layers, runner.dtype, room)
 
 
+def cache_room(
+    runner: ModelRunner, weights: Mapping[torch.device, int], options: RollingBatchOptions, step: StepSize
+) -> float:
+    """Return the bytes for keys, values and states of a model on one device."""
+    if options.kv_cache_memory_gb is not None:
+        return options.kv_cache_memory_gb * _GIB
+    layers = max(len(runner.layers), 1)
+    return _room(runner.device, layers / (layers + 1), weights.get(runner.device, 0), options, step)
+
+
 def records_graphs(runner: ModelRunner, options: RollingBatchOptions) -> bool:
     """Return whether decoding is to be recorded as CUDA graphs: where they are known to work, if no key says it."""
     if options.enable_cuda_graph is not None:

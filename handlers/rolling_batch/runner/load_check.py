@@ -12,6 +12,7 @@ from handlers.checkpoints.placement import main_device
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence, StepPlan
 from handlers.rolling_batch.schedule.slots import SlotCopy
+from handlers.rolling_batch.schedule.state_table import RowCopy, StateStep
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.runner.model_runner import ModelRunner
@@ -62,14 +63,16 @@ class LoadCheck:
         sequence = Sequence(0, ids[:prompt], prompt, self._DECODED)
         sequence.slot, other = 0, runner.cache.slots - 1
         half = prompt // 2
-        runner.run(StepPlan([], [Chunk(sequence, 0, half)]), set())
+        runner.run(StepPlan([], [Chunk(sequence, 0, half)], states=StateStep({0: 0})), set())
         sequence.slot = other
-        second = StepPlan([], [Chunk(sequence, half, prompt)], copies=[SlotCopy(0, other, half)] if other else [])
+        copies = [SlotCopy(0, other, half)] if other else []
+        copied, kept = StateStep({other: 1}, [RowCopy(0, 1)]), StateStep({other: 1})
+        second = StepPlan([], [Chunk(sequence, half, prompt)], copies=copies, states=copied)
         logits = [runner.run(second, set()).logits]
         for position in range(prompt, length):
             sequence.tokens.append(ids[position])
             sequence.computed = position
-            logits.append(runner.run(StepPlan([sequence], []), set()).logits)
+            logits.append(runner.run(StepPlan([sequence], [], states=kept), set()).logits)
         for slot in {0, other}:
             runner.cache.trim(slot, 0)
         judge = self._judge_rounded if self._rounds_activations else self._judge

@@ -27,7 +27,7 @@ from handlers.rolling_batch.attention.decode_passes import (
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.pass_inputs import PassInputs
-from handlers.rolling_batch.attention.probe import probe_layers
+from handlers.rolling_batch.attention.probe import UnsupportedAttentionError, probe_layers
 from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
 from handlers.rolling_batch.cpu import kernel_choice
 from handlers.rolling_batch.cpu.decoder_model import DecoderModel
@@ -46,6 +46,8 @@ from handlers.rolling_batch.runner.step_messages import Measure, Pass, Prepare, 
 from handlers.rolling_batch.runner.step_runner import StepLogits
 from handlers.rolling_batch.schedule.scheduler import StepPlan
 from handlers.rolling_batch.schedule.slots import SlotCopy
+from handlers.rolling_batch.states.model_states import ModelStates
+from handlers.rolling_batch.states.probe import keeps_states
 from lmi_server.contract.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -76,15 +78,20 @@ class ModelRunner:
         self.vocabulary = vocabulary_of(model)
         self._check = check or LoadCheck(model, max_len)
         self._inputs = PassInputs(model)
-        self._attention_layers = probe_layers(model, f"{self._attention_name}_probe", self._inputs)
+        probe_name = f"{self._attention_name}_probe"
+        self._attention_layers = probe_layers(model, probe_name, self._inputs, keeps_states(model))
+        self.states = ModelStates.from_model(model, self._inputs, self.device)
         self._communicator = communicator
+        if self.states is not None and (reason := self._why_divided()) is not None:
+            raise UnsupportedAttentionError(f"its layers keep states, and {reason}")
         on_cpu = self.device.type == "cpu"
         # The check and the probe come first: both need the modules as they were loaded.
         fuses = is_fusible(self.device, self.dtype) and is_local and not is_spread(model)
         self._crossovers = kernel_choice.load_crossovers() if fuses and on_cpu else kernel_choice.Crossovers()
         self.fused: dict[str, int] = fuse(model) if fuses else {}
         if fuses and on_cpu:
-            self.fused["linears"] = lay_out_linears(model, self._crossovers)
+            spared = frozenset[Any]() if self.states is None else self.states.unread
+            self.fused["linears"] = lay_out_linears(model, self._crossovers, spared)
         self._keeps_rows = keeps_rows(model)
         self.cache: KVCache
         self._attention: SlotAttention
@@ -110,23 +117,26 @@ class ModelRunner:
         with torch.inference_mode():
             self._forward(upload([0] * rows, self.device), list(range(rows)), [rows - 1])
 
-    def prepare(self, slots: int, max_len: int, decode_rows: int = ALL) -> None:
+    def prepare(self, slots: int, max_len: int, decode_rows: int = ALL, state_rows: int = 2) -> None:
         """Allocate the KV cache: `slots` slots of up to `max_len` tokens. A step decodes at most `decode_rows` rows.
+
+        If layers keep states, there is room for those of `state_rows` sequences, two at least.
 
         Raises UnsupportedAttentionError if the logits over that cache differ from the model's own.
         """
         self._broadcast(Prepare(slots, max_len))
+        if self.states is not None:
+            self.states.allocate(state_rows)
         self._allocate(slots, max_len, decode_rows)
         self._check.compare(self)
 
     def _allocate(self, slots: int, max_len: int, decode_rows: int = ALL) -> None:
         self.cache = KVCache(self.layers, slots, max_len, self.dtype)
-        self._attention = SlotAttention(
-            self.cache, self._attention_name, [layer.terms for layer in self._attention_layers]
-        )
+        terms = [layer.terms for layer in self._attention_layers]
+        self._attention = SlotAttention(self.cache, self._attention_name, terms, self._in_call_order)
         self._model.set_attn_implementation(self._attention_name)
         self._step = DecodeStep(self._model, self._attention, self._inputs)
-        if self.fused:
+        if self.fused and not self._in_call_order:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
             if self._keeps_rows and self.device.type == "cpu":
                 self._decoder = DecoderModel.from_model(self._model, self._attention, self._crossovers, decode_rows)
@@ -177,13 +187,21 @@ class ModelRunner:
     def _passes_of(self, step: Step, rows: int, capture: Capture) -> DecodePasses:
         return DecodePasses(step, rows, self.cache.max_len, self.device, capture)
 
+    @property
+    def _in_call_order(self) -> bool:
+        """Whether the layers that attend are counted as they are called, because their numbers have gaps or repeat."""
+        numbers = [getattr(layer.module, "layer_idx", None) for layer in self._attention_layers]
+        return self.states is not None or numbers != list(range(len(numbers)))
+
     def _uncompilable(self) -> str | None:
         if self._attention.has_kernels:
             return "on the CPU a model in bf16 or fp32 runs on kernels of this project, which torch cannot compile"
-        return self._why_divided()
+        return self._why_divided() if self.states is None else "its layers keep states"
 
     def uncapturable(self) -> str | None:
         """Return why decoding cannot be recorded as CUDA graphs, as far as that is known before."""
+        if self.states is not None:
+            return "its layers keep states"
         return "the model is on the CPU" if self.device.type == "cpu" else self._why_divided()
 
     def _why_divided(self) -> str | None:
@@ -197,7 +215,8 @@ class ModelRunner:
     @property
     def may_run_ahead(self) -> bool:
         """Whether the device computes while the host goes on, and has the tokens of a step before the host has them."""
-        return self.device.type != "cpu" and self._why_divided() is None
+        # A state that has gone a token beyond the end of its sequence cannot be taken back.
+        return self.device.type != "cpu" and self._why_divided() is None and self.states is None
 
     @property
     def lora(self) -> LoraLayers:
@@ -209,6 +228,8 @@ class ModelRunner:
         if self._lora is None:
             pad = pad_rows if self.device.type == "cpu" else list
             self._lora = LoraLayers(self._model, self._keeps_rows, pad)
+            if self.states is not None:
+                self.states.on_rows(self._lora.enter)
         return self._lora
 
     def run(self, plan: StepPlan, prompt_scored: set[int], before: torch.Tensor | None = None) -> StepLogits:
@@ -217,11 +238,13 @@ class ModelRunner:
         `prompt_scored` has the numbers of the sequences whose prompt tokens in this step are scored as well. Raises
         GroupBrokenError if the step fails and other ranks compute it, too.
         """
-        plan = arrange(plan, self._attention.row_by_row)
+        # A mixer computes a chunk as a sequence, so that its rows are no rows of their own in attention either.
+        row_by_row = self._attention.row_by_row if self.states is None else _never
+        plan = arrange(plan, row_by_row)
         kept = rows_to_keep(plan, prompt_scored)
         if self._lora is not None:
             self._lora.begin(adapters_of(plan), kept.rows)
-        step = self._pad(lay_out(plan, kept.rows, self._attention.row_by_row))
+        step = self._pad(lay_out(plan, kept.rows, row_by_row))
         self._broadcast(step)
         try:
             logits = self._compute(step, before)[: len(kept.rows)]
@@ -284,7 +307,13 @@ class ModelRunner:
         singles = np.array(step.positions[: len(step.slots)], np.int64)
         self._attention.begin(StepRows(np.array(step.slots, np.int64), singles, step.chunks))
         with torch.inference_mode():
-            return self._forward(self._token_ids(step, before), step.positions, step.keep)
+            ids = self._token_ids(step, before)
+            if self.states is None:
+                return self._forward(ids, step.positions, step.keep)
+            self.states.begin(step.slots, step.positions, step.chunks, step.states)
+            logits = self._forward(ids, step.positions, step.keep)
+            self.states.end(step.states)
+            return logits
 
     def _token_ids(self, step: Pass, before: torch.Tensor | None) -> torch.Tensor:
         """Return the token ids of a pass, (rows,), on the device, which has those that the host does not know yet."""
@@ -312,6 +341,10 @@ class ModelRunner:
         if self._keeps_rows:
             return self._model(**inputs, logits_to_keep=kept).logits[0]
         return self._model(**inputs).logits[0, kept]
+
+
+def _never(start: int, end: int) -> bool:
+    return False
 
 
 def _rows_without_onednn(model: Any) -> int:

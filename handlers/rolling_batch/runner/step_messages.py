@@ -12,6 +12,7 @@ import msgspec
 
 from handlers.rolling_batch.attention.rows import ChunkRows
 from handlers.rolling_batch.schedule.slots import SlotCopy, SlotTrim
+from handlers.rolling_batch.schedule.state_table import StateStep
 
 
 class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -20,7 +21,8 @@ class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):
     A copy whose source a chunk reads directly is made after the step, before anything else of the next one.
 
     Row i of the pass is `token_ids[i]` at `positions[i]`. The first rows belong to `slots`, the next ones to `chunks`,
-    and any others are padding. `keep` are the rows whose logits are wanted, with padding behind them.
+    and any others are padding. `keep` are the rows whose logits are wanted, with padding behind them. `states` is for
+    models with recurrent layers alone.
     """
 
     token_ids: list[int]
@@ -30,6 +32,7 @@ class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):
     keep: list[int]
     trims: list[SlotTrim]
     copies: list[SlotCopy]
+    states: StateStep | None = None
 
 
 class Measure(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from handlers.rolling_batch.schedule.slots import Match, SlotCopy, SlotTable, SlotTrim
+from handlers.rolling_batch.schedule.state_table import StateStep, StateTable
 
 Policy = Literal["lpm", "fcfs"]
 
@@ -126,7 +127,8 @@ class StepPlan:
     """Do `trims`, then `copies`, then one forward pass: a token of each of `decode`, then the tokens of `prefill`.
 
     `drafts` has the tokens that may follow some of `decode`, and are computed behind these sequences' own token.
-    `started` are the sequences that run for the first time. It and `retraction` are for the statistics.
+    `started` are the sequences that run for the first time. It and `retraction` are for the statistics. `states` has
+    what is done with the states of recurrent layers, if there are such.
     """
 
     decode: list[Sequence]
@@ -136,6 +138,7 @@ class StepPlan:
     started: list[Sequence] = field(default_factory=list)
     retraction: Retraction | None = None
     drafts: Mapping[Sequence, list[int]] = field(default_factory=dict)
+    states: StateStep | None = None
 
 
 Draft = Callable[[list[tuple[Sequence, int]], int, int], Mapping[Sequence, list[int]]]
@@ -150,6 +153,8 @@ class SchedulerLimits:
 
     `prompt_bucket` is for graphs that compute a prompt from its first token only: the most prompt tokens of a graph.
     Further tokens are computed one per step, and no prefix is reused.
+
+    `state_rows`: how many states of recurrent layers there is memory for, 0 if the model has none.
     """
 
     max_running: int
@@ -160,6 +165,7 @@ class SchedulerLimits:
     policy: Policy = "lpm"
     conservativeness: float = 1.0
     prompt_bucket: int | None = None
+    state_rows: int = 0  # at least `max_running` if there are any
 
 
 class Scheduler:
@@ -172,7 +178,8 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        self.slots = SlotTable(max(limits.slots, limits.max_running), limits.kv_tokens)
+        states = StateTable(max(limits.state_rows, limits.max_running)) if limits.state_rows else None
+        self.slots = SlotTable(max(limits.slots, limits.max_running), limits.kv_tokens, states)
         self.waiting: list[Sequence] = []  # by priority, then by arrival
         self.running: list[Sequence] = []
         self._arrivals = 0
@@ -228,7 +235,16 @@ class Scheduler:
         for chunk in prefill:
             self.slots.reserve(chunk.sequence.slot, chunk.end)
         self._decay_ratio()
-        return StepPlan(decode, prefill, *self.slots.step_planned(), started, retraction, drafts)
+        states = self._states_planned(decode, prefill)
+        return StepPlan(decode, prefill, *self.slots.step_planned(), started, retraction, drafts, states)
+
+    def _states_planned(self, decode: list[Sequence], prefill: list[Chunk]) -> StateStep | None:
+        table = self.slots.states
+        if table is None:
+            return None
+        for chunk in prefill:
+            table.chunk_planned(chunk.sequence.slot, chunk.end, chunk.completes_prompt)
+        return table.step_planned([sequence.slot for sequence in (*decode, *(chunk.sequence for chunk in prefill))])
 
     def _prompt_tokens(self, decoding: int) -> tuple[int, int]:
         """Return how many prompt tokens a step computes beside a number of sequences that decode, and of one prompt.
@@ -278,6 +294,7 @@ class Scheduler:
             for sequence in self._in_order() if self._has_place() else []:
                 match = self._match(sequence)
                 if match.coming - match.tokens >= _WORTH_WAITING and not self._overdue(sequence):
+                    self.slots.follow(match)
                     continue  # a running sequence is about to compute the same prefix, to be reused then
                 if not self._has_place() or not self._fits(sequence) or not self._start(sequence, match):
                     break
@@ -395,6 +412,8 @@ class Scheduler:
                 # An empty chunk would get the logits of the row before it, which is another sequence's.
                 assert sequence.computed < len(sequence.tokens), "the last token of a sequence was never appended"
                 end = min(len(sequence.tokens), sequence.computed + self._max_at_once(sequence, min(budget, of_prompt)))
+                if self.slots.states is not None:
+                    end = self.slots.states.end_of_chunk(sequence.slot, sequence.computed, end)
                 budget -= end - sequence.computed
                 yield Chunk(sequence, sequence.computed, end)
 

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from handlers.rolling_batch.schedule.prefix_tree import PrefixTree
+from handlers.rolling_batch.schedule.state_table import MIN_PREFIX, StateTable
 
 _MIN_COPIED = 4  # tokens; computing fewer is as fast as copying
 _TAIL_WORTH_KEEPING = 16  # cached tokens behind a match; for more of them the match is copied, not overwritten
@@ -40,11 +41,16 @@ class SlotCopy:
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """The first `tokens` tokens are in `slot` now; `coming` are in some slot once a running sequence is computed."""
+    """The first `tokens` tokens are in `slot` now; `coming` are in some slot once a running sequence is computed.
+
+    With states, `leader` is the slot of that sequence, and `known` tokens were seen before, of use or not.
+    """
 
     slot: int
     tokens: int
     coming: int
+    leader: int = -1
+    known: int = 0
 
 
 class SlotTable:
@@ -55,10 +61,13 @@ class SlotTable:
     Three numbers of tokens per slot: `_running` or `_cached` have valid keys and values, `_needed` must keep their
     memory (a planned step is about to write some), `_resident` may occupy memory. A slot that has been emptied stays
     resident, because memory that is given back has to be provided again page by page; the next sequence writes to it.
+
+    If layers keep states, `states` says up to which lengths a slot is of use to others.
     """
 
-    def __init__(self, slots: int, kv_tokens: int) -> None:
+    def __init__(self, slots: int, kv_tokens: int, states: StateTable | None = None) -> None:
         self.kv_tokens = kv_tokens
+        self.states = states
         self.trims: list[SlotTrim] = []
         self.copies: list[SlotCopy] = []
         self._tree = PrefixTree()
@@ -81,16 +90,33 @@ class SlotTable:
         """
         best = Match(-1, 0, 0)
         longest = 0
-        for common, slots in self._tree.match(adapter, tokens):
+        matches = self._tree.match(adapter, tokens)
+        for common, slots in matches:
             depth = min(common, len(tokens) - 1)
             longest = max(longest, depth)
             if depth <= best.tokens:
                 break
             for slot in slots:
-                held = min(depth, self._held(slot))
+                held = self._usable(slot, min(depth, self._held(slot)))
                 if held > best.tokens or (held == best.tokens > 0 and self._fitness(slot) > self._fitness(best.slot)):
                     best = Match(slot, held, longest)
-        return Match(best.slot, best.tokens, longest)
+        if self.states is None:
+            return Match(best.slot, best.tokens, longest)
+        return self._with_leader(best, longest, matches)
+
+    def _with_leader(self, best: Match, known: int, matches: list[tuple[int, set[int]]]) -> Match:
+        """Add the running sequence that can still leave a snapshot of the longest prefix."""
+        for common, slots in matches:
+            depth = min(common, known)
+            leaders = [slot for slot in slots if self._running.get(slot, depth) < depth]
+            if leaders and depth > best.tokens:
+                return Match(best.slot, best.tokens, depth, max(leaders, key=self._held), known)
+        return Match(best.slot, best.tokens, best.tokens, -1, known)
+
+    def follow(self, match: Match) -> None:
+        """Have a running sequence leave a snapshot for one that waits for it."""
+        if self.states is not None and match.leader >= 0:
+            self.states.want(match.leader, match.coming)
 
     def claim(self, adapter: Hashable, tokens: list[int], match: Match, spare: int) -> tuple[int, int] | None:
         """Take a slot for a sequence of `tokens`; return it and how many of them it holds.
@@ -107,12 +133,19 @@ class SlotTable:
             if held:
                 self.copies.append(SlotCopy(match.slot, slot, held))
                 self._touch(match.slot)
+        if self.states is not None:
+            self._claim_state(self.states, slot, match, held)
         self._tree.remove(slot)
         self._tree.insert(slot, adapter, tokens)
         self._running[slot] = held
         self._needed[slot] = 0
         self.reserve(slot, held)
         return slot, held
+
+    def _claim_state(self, states: StateTable, slot: int, match: Match, held: int) -> None:
+        states.claim(slot, match.slot if held else -1, held)
+        if match.known - held >= MIN_PREFIX:  # two sequences have had these tokens: the next one finds a snapshot
+            states.want(slot, match.known)
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Make room for the first `tokens` tokens of a running sequence in its slot; evict cached ones if necessary."""
@@ -129,6 +162,8 @@ class SlotTable:
     def release(self, slot: int, adapter: Hashable, tokens: list[int]) -> None:
         """Take the slot back from a sequence that leaves; the computed part of its `tokens` stays cached."""
         held = self._running.pop(slot)
+        if self.states is not None:
+            self.states.release(slot, held) if held else self.states.discard(slot)
         self._tree.remove(slot)
         self._needed[slot] = held
         if held:
@@ -189,6 +224,10 @@ class SlotTable:
             return evictable
         return with_memory
 
+    def _usable(self, slot: int, tokens: int) -> int:
+        """Return up to how many of the first `tokens` tokens of a slot another sequence can continue from."""
+        return tokens if self.states is None else self.states.longest(slot, tokens)
+
     def _held(self, slot: int) -> int:
         return self._cached[slot] if slot in self._cached else self._running[slot]
 
@@ -229,17 +268,22 @@ class SlotTable:
         yield from (slot for slot in slots if slot in self._cached)
 
     def _is_copy(self, slot: int) -> bool:
-        """Whether other slots hold all but a small part of a cached slot now."""
+        """Whether other slots hold all but a small part of a cached slot now, or nothing of it is of use."""
         held = self._cached[slot]
+        if not self._usable(slot, held):
+            return True
         depth, others = self._tree.shared(slot)
         return held - max((min(depth, self._held(other)) for other in others), default=0) <= held * _MAX_LOST
 
     def _shorten(self, slot: int, keep: int) -> None:
+        keep = self._usable(slot, max(keep, 0))
         if keep < _MIN_KEPT:
             self._forget(slot)
             keep = 0
         else:
             self._tree.shorten(slot, keep)
+            if self.states is not None:
+                self.states.shorten(slot, keep)
             self._cached[slot] = keep
             self._needed[slot] = keep
         self._trim(slot, keep)
@@ -247,9 +291,18 @@ class SlotTable:
     def _forget(self, slot: int) -> None:
         """Empty a cached slot, but leave its memory behind it."""
         del self._cached[slot]
+        if self.states is not None:
+            self._hand_over(self.states, slot)
         self._tree.remove(slot)
         self._needed[slot] = 0
         self._empty[slot] = None
+
+    def _hand_over(self, states: StateTable, slot: int) -> None:
+        """Give the snapshots of a slot to another one that begins with the same tokens, as far as it does."""
+        depth, others = self._tree.shared(slot)
+        for other in others:
+            states.move(slot, other, min(depth, self._held(other)))
+        states.drop(slot)
 
     def _trim(self, slot: int, keep: int) -> None:
         self.trims.append(SlotTrim(slot, keep))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from handlers.rolling_batch.speculation.step_times import LearntStepTimes
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine
 
+logger = logging.getLogger(__name__)
+
 _MEASURED_ROWS, _MEASUREMENTS = 8, 6
 
 
@@ -24,6 +27,12 @@ def speculate(
 ) -> dict[str, Any]:
     """Let the engine draft tokens as the options say. Return what was decided."""
     if options.speculative_draft_model is None:
+        return {}
+    if runner.states is not None:
+        logger.warning(
+            "option.speculative_draft_model has no effect: the model's layers keep states, from which drafted tokens that"
+            " are not accepted cannot be taken back"
+        )
         return {}
     seconds, share = step_seconds(runner)
     if drafting is None:

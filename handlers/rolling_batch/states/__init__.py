@@ -1,0 +1,1 @@
+"""State beside keys and values: what recurrent layers keep of a sequence, however long it is."""
