@@ -93,7 +93,9 @@ class Engine:
         rows = 0 if runner.states is None else limits.pop("state_rows", 2 * slots)
         runner.prepare(2 * slots, context, state_rows=rows)
         self.fused = runner.fused
-        self.scheduler = Scheduler(SchedulerLimits(slots, kv_tokens, chunk, chunk, 2 * slots, state_rows=rows, **limits))
+        self.scheduler = Scheduler(
+            SchedulerLimits(slots, kv_tokens, chunk, chunk, 2 * slots, state_rows=rows, **limits)
+        )
         self.engine = RollingBatchEngine(runner, self.scheduler, self.tokenizer, frozenset({EOS}), context)
 
     def add(self, prompt: list[int], adapter: LoraWeights | None = None, **parameters: Any) -> tuple[int, Received]:

@@ -97,7 +97,9 @@ class LoraLayers:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []  # empty if no row of the pass has an adapter
         self._rows: _Rows | None = None  # of the current pass; None if no row has an adapter
         self._places: list[int] = []  # of the adapters of all rows of the pass, -1 for none
-        self._parts: dict[tuple[int, int], _Rows | None] = {}  # of the pass, by their first row and that behind the last
+        self._parts: dict[
+            tuple[int, int], _Rows | None
+        ] = {}  # of the pass, by their first row and that behind the last
         self._head_rows: _Rows | None = None
 
     @property

@@ -146,5 +146,3 @@ def _inner(value: Any, path: Path) -> torch.Tensor:
         value = value[step]
     found: torch.Tensor = value
     return found
-
-
