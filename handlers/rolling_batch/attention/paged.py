@@ -31,9 +31,7 @@ class SlotAttention:
     `in_call_order`: layers are counted as they are called, and their own numbers mean nothing.
     """
 
-    def __init__(
-        self, cache: KVCache, name: str, terms: Sequence[AttentionTerms], in_call_order: bool = False
-    ) -> None:
+    def __init__(self, cache: KVCache, name: str, terms: Sequence[AttentionTerms], in_call_order: bool = False) -> None:
         self._cache = cache
         self._terms = terms
         self._operators = _operators(cache)

@@ -28,7 +28,7 @@ def tokens_and_states(
 ) -> tuple[int, int]:
     """Return how many tokens of the KV cache and how many states there is memory for; no states if no layer has any.
 
-    Running sequences come first, then snapshots, then tokens. Raises ModelMemoryError if there is no room for the first.
+    Running sequences come first, then snapshots, then tokens. Raises ModelMemoryError if those leave no room.
     """
     if runner.states is None:
         return min(most_tokens, kv_tokens(runner, weights, options, step)), 0
@@ -39,8 +39,8 @@ def tokens_and_states(
     if left < 0:
         raise ModelMemoryError(
             f"no memory for the states of recurrent layers: {running} requests at a time take"
-            f" {least * size / _GIB:.2f} GiB, {room / _GIB:.2f} GiB are there; lower option.max_rolling_batch_size, raise"
-            " option.kv_cache_memory_gb, or free memory"
+            f" {least * size / _GIB:.2f} GiB, {room / _GIB:.2f} GiB are there; lower option.max_rolling_batch_size,"
+            " raise option.kv_cache_memory_gb, or free memory"
         )
     snapshots = min(_SNAPSHOTS * running, int(left * _SNAPSHOT_SHARE // size))
     left -= snapshots * size

@@ -4,8 +4,8 @@ A state belongs to one length of one sequence: it cannot be cut to a prefix as k
 are of use to another sequence only up to a length at which its state was kept. Such snapshots are taken
 
 - of what a sequence leaves behind when it ends or is retracted, at no cost;
-- where prompts were seen to part: another sequence waits for a prefix, or had to compute it again (as in Marconi, Pan et
-  al., 2024);
+- where prompts were seen to part: another sequence waits for a prefix, or had to compute it again (as in Marconi, Pan
+  et al., 2024);
 - at the ends of prompt chunks, each at least twice as far as the one before.
 
 Snapshots take the rows that running sequences leave over; the least recently used one gives way.

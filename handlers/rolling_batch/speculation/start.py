@@ -30,8 +30,8 @@ def speculate(
         return {}
     if runner.states is not None:
         logger.warning(
-            "option.speculative_draft_model has no effect: the model's layers keep states, from which drafted tokens that"
-            " are not accepted cannot be taken back"
+            "option.speculative_draft_model has no effect: the model's layers keep states, from which no drafted token"
+            " can be taken back"
         )
         return {}
     seconds, share = step_seconds(runner)

@@ -6,6 +6,7 @@ delta net, a short convolution. Its states are a list of tensors, (sequences, ..
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ class StateShape:
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 class Form(Protocol):

@@ -63,7 +63,9 @@ def find_mixers(model: Any, inputs: PassInputs) -> list[Mixer]:
     own = own_forms(model)
     if not own:
         candidates = [module for module in model.modules() if _cache_name(module) is not None]
-        recorded = _record(model, inputs, [module for module in candidates if not isinstance(module, PreTrainedModel)], {})
+        recorded = _record(
+            model, inputs, [module for module in candidates if not isinstance(module, PreTrainedModel)], {}
+        )
         writers = [call.module for call in recorded if any(call.cache.states())]
         modules = [module for module in writers if not any(_contains(outer, module) for outer in writers)]
     else:

@@ -43,15 +43,15 @@ class ContinuedScan:
 
     def _continued(
         self,
-        hidden_states: torch.Tensor,
+        hidden: torch.Tensor,
         dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
+        decay: torch.Tensor,
+        into: torch.Tensor,
+        out_of: torch.Tensor,
         **more: Any,
     ) -> Any:
-        """Compute the scan with the arguments of transformers' function."""
-        found = self._scan(hidden_states, dt, A, B, C, **more)
+        """Compute the scan with the arguments of transformers' function: `decay` and the two behind it are A, B, C."""
+        found = self._scan(hidden, dt, decay, into, out_of, **more)
         if not self._states:
             return found
         out, last = found
@@ -59,8 +59,8 @@ class ContinuedScan:
         bias, gate = more.get("delta_bias"), more.get("z")
         step = dt if bias is None else dt + bias.to(dt.dtype)[..., None]
         step = functional.softplus(step) if more.get("delta_softplus") else step
-        carried = torch.exp(A[None, :, None] * step.cumsum(-1)[..., None]) * state[:, :, None]
-        added = torch.einsum("bdtn,bnt->bdt", carried, C.float())
+        carried = torch.exp(decay[None, :, None] * step.cumsum(-1)[..., None]) * state[:, :, None]
+        added = torch.einsum("bdtn,bnt->bdt", carried, out_of.float())
         added = added if gate is None else added * functional.silu(gate)
         return out + added.to(out.dtype), last + carried[:, :, -1].to(last.dtype)
 
