@@ -8,97 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_helpers import Batch, name_of, next_token, number_of, sequence
 
-from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
-
-
-class Batch:
-    """A scheduler, and the slots as its plans would fill them: each step is checked against the tokens that it needs.
-
-    The next token of a sequence is a function of its tokens, as with a model.
-    """
-
-    def __init__(
-        self, max_running: int = 4, kv_tokens: int = 1000, chunk: int = 10, idle_chunk: int = 40, **limits: Any
-    ) -> None:
-        self.limits = SchedulerLimits(max_running, kv_tokens, chunk, idle_chunk, **limits)
-        self.scheduler = Scheduler(self.limits)
-        self.written: dict[int, list[tuple[str | None, int]]] = {}  # adapter and token of each row of a slot
-        self.plan = StepPlan([], [])
-        self.retracted = 0
-
-    def add(self, *sequences: Sequence) -> None:
-        for sequence in sequences:
-            self.scheduler.add(sequence)
-
-    @property
-    def running(self) -> list[str]:
-        return [name_of(sequence) for sequence in self.scheduler.running]
-
-    def step(self) -> tuple[list[str], list[tuple[str, int, int]]]:
-        """Run one step, with a token for each sequence that gets logits; return what was planned."""
-        plan = self.plan = self.scheduler.plan()
-        self.retracted += len(plan.retraction.sequences) if plan.retraction else 0
-        for trim in plan.trims:
-            del self.written.setdefault(trim.slot, [])[trim.keep :]
-        for copy in plan.copies:
-            source, target = (self.written.setdefault(slot, []) for slot in (copy.source, copy.target))
-            assert len(source) >= copy.tokens
-            target[: copy.tokens] = source[: copy.tokens]
-        rows = [(sequence, sequence.computed, sequence.computed + 1) for sequence in plan.decode]
-        rows += [(chunk.sequence, chunk.start, chunk.end) for chunk in plan.prefill]
-        for sequence, start, end in rows:
-            self._compute(sequence, start, end)
-        self.scheduler.advance(plan)
-        for sequence, _, end in rows:
-            if end == len(sequence.tokens):
-                sequence.tokens.append(next_token(sequence.tokens))
-                if sequence.generated == sequence.max_new_tokens:
-                    self.scheduler.remove(sequence)
-        return (
-            [name_of(sequence) for sequence in plan.decode],
-            [(name_of(chunk.sequence), chunk.start, chunk.end) for chunk in plan.prefill],
-        )
-
-    def run(self) -> None:
-        while self.scheduler.running or self.scheduler.waiting:
-            self.step()
-
-    @property
-    def resident(self) -> int:
-        return sum(map(len, self.written.values()))
-
-    def _compute(self, sequence: Sequence, start: int, end: int) -> None:
-        """Assert that the rows before `start` hold this sequence's tokens, whoever computed them."""
-        slot = self.written.setdefault(sequence.slot, [])
-        assert slot[:start] == [(sequence.adapter, token) for token in sequence.tokens[:start]]
-        assert end <= len(sequence.tokens)
-        slot[start:end] = [(sequence.adapter, token) for token in sequence.tokens[start:end]]
-
-
-_names: dict[int, str] = {}  # of sequences, by number
-
-
-def number_of(name: str) -> int:
-    """Return a new number for a sequence that the test calls `name`."""
-    number = len(_names)
-    _names[number] = name
-    return number
-
-
-def name_of(sequence: Sequence) -> str:
-    return _names[sequence.number]
-
-
-def next_token(tokens: list[int]) -> int:
-    return (sum(tokens) + len(tokens)) % 3
-
-
-def sequence(name: str, prompt: int | list[int], new: int = 5, priority: int = 3, **more: Any) -> Sequence:
-    """Return a sequence with a unique prompt of so many tokens, or with the given prompt."""
-    tokens = [hash(name)] + [1] * (prompt - 1) if isinstance(prompt, int) else list(prompt)
-    return Sequence(number_of(name), tokens, len(tokens), new, priority, **more)
-
+from handlers.rolling_batch.schedule.scheduler import Sequence
 
 # --- the batch ---
 
@@ -436,6 +348,7 @@ REQUESTS = st.lists(
     chunk=st.integers(1, 30),
     policy=st.sampled_from(["lpm", "fcfs"]),
     conservativeness=st.sampled_from([0.05, 0.3, 1.0, 2.0]),
+    snapshots=st.sampled_from([None, 0, 1, 4]),
     seed=st.integers(0, 5),
 )
 def test_everything_ends_within_the_memory(
@@ -446,13 +359,19 @@ def test_everything_ends_within_the_memory(
     chunk: int,
     policy: Any,
     conservativeness: float,
+    snapshots: int | None,
     seed: int,
 ) -> None:
-    """`Batch` checks that every row is computed over the sequence's own tokens; this test, that all sequences end."""
+    """`Batch` checks that every row is computed over the sequence's own tokens; this test, that all sequences end.
+
+    `snapshots` are states that there is room for beside those of running sequences; None: layers keep no states.
+    """
     prefixes = [[random.Random(index).randrange(3) for _ in range(40)] for index in range(4)]
     chance = random.Random(seed)
     slots = max_running + further_slots
-    batch = Batch(max_running, kv_tokens, chunk, chunk, slots=slots, policy=policy, conservativeness=conservativeness)
+    rows = 0 if snapshots is None else max_running + snapshots
+    more = {"slots": slots, "policy": policy, "conservativeness": conservativeness, "state_rows": rows}
+    batch = Batch(max_running, kv_tokens, chunk, chunk, **more)
     arrivals: list[tuple[int, Sequence, int | None]] = []
     for index, (prefix, shared, own, new, adapter, priority, after, aborted) in enumerate(requests):
         tokens = prefixes[prefix][:shared] + [chance.randrange(3) for _ in range(own)]

@@ -1,0 +1,128 @@
+"""Models whose layers keep states get the tokens of `generate` for every request, whatever else is in its batch."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_helpers import read_adapter, save_adapter, with_adapter
+from rolling_batch_helpers import EOS, Engine, Received, generated
+from tiny_models import VOCABULARY
+
+from benchmarks.tiny_checkpoints import random_model, tiny_config
+
+pytestmark = pytest.mark.slow
+
+FAMILIES = (
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
+    "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
+)  # fmt: skip
+TOKENS = 10
+
+
+def conversations(chance: random.Random, count: int) -> list[list[int]]:
+    """Return prompts of many lengths, several of which begin with the same tokens."""
+    system = [chance.randrange(256) for _ in range(40)]
+    lengths = [1, 2, 3, 17, 33, 70]
+    prompts = [[chance.randrange(256) for _ in range(chance.choice(lengths))] for _ in range(count)]
+    return [system + prompt[:25] if index % 2 else prompt for index, prompt in enumerate(prompts)]
+
+
+def expected(model: Any, prompt: list[int]) -> list[int]:
+    tokens = generated(model, prompt, TOKENS)
+    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_rounds_of_conversations_in_a_cache_that_is_too_small(family: str) -> None:
+    model = random_model(tiny_config(family))
+    reference = copy.deepcopy(model)
+    engine = Engine(model, reference=reference, slots=4, kv_tokens=170, chunk=20, conservativeness=0.05, state_rows=8)
+    assert engine.runner.states is not None
+    first = conversations(random.Random(family), 8)
+    asked = [(prompt, engine.add(prompt, max_new_tokens=TOKENS)[1]) for prompt in first]
+    engine.run()
+    second = [[*prompt, *answer.tokens, 7, 9][:120] for prompt, answer in asked[:4]]
+    asked += [(prompt, engine.add(prompt, max_new_tokens=TOKENS)[1]) for prompt in second]
+    engine.run()
+    for prompt, answer in asked:
+        assert answer.tokens == expected(reference, prompt)
+    stats = engine.engine.stats
+    assert stats.retracted_requests
+    assert stats.cached_prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("bamba", ["in_proj", "q_proj", "o_proj"]),
+        ("qwen3_next", ["in_proj_qkvz", "out_proj", "k_proj"]),
+        ("lfm2", ["in_proj", "out_proj", "q_proj"]),
+        ("recurrent_gemma", ["linear_x", "linear_out", "q_proj"]),
+    ],
+)
+def test_adapters_of_mixers_apply_to_the_rows_of_their_own_requests(
+    family: str, targets: list[str], tmp_path: Path
+) -> None:
+    model = random_model(tiny_config(family))
+    directory = save_adapter(model, tmp_path, target_modules=targets)
+    adapted = with_adapter(model, directory)
+    engine = Engine(model, slots=8, chunk=20)
+    weights = engine.engine.load_adapter(read_adapter(str(directory)))
+    asked = []
+    for index, prompt in enumerate(conversations(random.Random(3), 9)):
+        with_it = index % 3 != 0
+        _, answer = engine.add(prompt, weights if with_it else None, max_new_tokens=TOKENS)
+        asked.append((prompt, with_it, answer))
+    engine.run()
+    for prompt, with_it, answer in asked:
+        assert answer.tokens == expected(adapted if with_it else engine.reference, prompt)
+
+
+def test_requests_that_come_and_go_at_random_get_their_own_tokens() -> None:
+    """Aborts, failures of whole steps, prefixes of each other, and few rows for states, in many orders."""
+    model = random_model(tiny_config("qwen3_next"))
+    reference = copy.deepcopy(model)
+    answers: dict[tuple[int, ...], list[int]] = {}
+    for seed in range(6):
+        chance = random.Random(seed)
+        engine = Engine(copy.deepcopy(model), reference=reference, slots=3, kv_tokens=150, chunk=chance.choice([5, 16]))
+        system = [chance.randrange(VOCABULARY - 3) for _ in range(30)]
+        live: list[tuple[list[int], int, Received]] = []
+        ended: list[tuple[list[int], Received]] = []
+        for _ in range(40):
+            if chance.random() < 0.5:
+                prompt = system[: chance.randrange(1, 30)] + [
+                    chance.randrange(4) for _ in range(chance.randrange(1, 9))
+                ]
+                live.append((prompt, *engine.add(prompt, max_new_tokens=TOKENS)))
+            if live and chance.random() < 0.1:
+                engine.engine.abort(live.pop(chance.randrange(len(live)))[1])
+            if engine.engine.has_work:
+                engine.engine.step()
+            ended += [(prompt, answer) for prompt, _, answer in live if answer.finish_reason]
+            live = [entry for entry in live if not entry[2].finish_reason]
+        engine.run()
+        for prompt, answer in [*ended, *((prompt, answer) for prompt, _, answer in live)]:
+            key = tuple(prompt)
+            if key not in answers:
+                answers[key] = expected(reference, prompt)
+            assert answer.tokens == answers[key]
+
+
+def test_a_request_after_a_failed_step_continues_from_nothing_of_it() -> None:
+    engine = Engine(random_model(tiny_config("bamba")), chunk=16)
+    prompt = list(range(60))
+    _, failed = engine.add(prompt, max_new_tokens=TOKENS)
+    for _ in range(2):
+        engine.engine.step()
+    engine.engine.fail_running(RuntimeError("the step failed"))
+    assert failed.error is not None
+    with torch.inference_mode():
+        assert engine.generate(prompt, max_new_tokens=TOKENS).tokens == expected(engine.reference, prompt)
+    assert engine.engine.stats.cached_prompt_tokens == 0
