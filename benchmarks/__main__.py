@@ -16,6 +16,7 @@ BENCHMARKS = (
     "benchmarks.relay",
     "benchmarks.scheduling",
     "benchmarks.speculation",
+    "benchmarks.states",
     "benchmarks.structured_output",
     "benchmarks.vllm_server",
 )

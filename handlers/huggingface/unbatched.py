@@ -8,12 +8,7 @@ from __future__ import annotations
 # fmt: off
 _WITH_STATE = frozenset(
     {
-        "BambaForCausalLM", "DeepseekV4ForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
-        "GraniteMoeHybridForCausalLM", "HrmTextForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM",
-        "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM",
-        "NemotronHForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM", "RecurrentGemmaForCausalLM",
-        "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM", "xLSTMForCausalLM",
+        "DeepseekV4ForCausalLM", "HrmTextForCausalLM", "Qwen4ExpForCausalLM",
     }
 )
 _WITHOUT_INTERFACE = frozenset(

@@ -180,7 +180,8 @@ class RwkvForm:
         given = self._beginning(args[0].shape[0]) if states is None else states
         columns = [_Column(torch.empty(0)) for _ in range(5)]
         for number, state in zip(self._kept, given, strict=True):
-            columns[number] = _Column(state)
+            # A single token is mixed with the one before it in a way that is right for one sequence alone.
+            columns[number] = _Column(state, has_rows=number <= 1 and args[0].shape[1] == 1)
         caching = {"use_cache": True} if len(self._kept) > 1 else {}
         out, _ = self._forward(*args, **{**kwargs, **caching, "state": columns})
         return (out, None), [columns[number].state for number in self._kept]
@@ -193,13 +194,17 @@ class RwkvForm:
 
 
 class _Column:
-    """A tensor of states, (sequences, width, layers), that has the column of one layer alone."""
+    """A tensor of states, (sequences, width, layers), that has the column of one layer alone.
 
-    def __init__(self, state: torch.Tensor) -> None:
+    `has_rows`: it is read as (sequences, 1, width).
+    """
+
+    def __init__(self, state: torch.Tensor, has_rows: bool = False) -> None:
         self.state = state
+        self._has_rows = has_rows
 
     def __getitem__(self, place: Any) -> torch.Tensor:
-        return self.state
+        return self.state[:, None] if self._has_rows else self.state
 
     def __setitem__(self, place: Any, state: torch.Tensor) -> None:
         self.state = state.to(self.state.dtype)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmi_server.configuration.model_directory.gguf import is_gguf, read_gguf
+from lmi_server.configuration.model_directory.state_estimate import layer_counts, state_bytes
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.machine.inventory import Machine
 
@@ -36,6 +37,7 @@ class Estimate:
     - `unquantized_bytes`: size of the weights if they were not quantised; None if they are not.
     - `kv_reserved_bytes`: KV cache that the worker allocates when it loads; None if it allocates on demand, or if the
       engine decides.
+    - `state_bytes`: what recurrent layers keep of all running requests, which does not grow with their tokens.
     """
 
     devices: int
@@ -49,13 +51,15 @@ class Estimate:
     kv_bytes: int | None
     kv_reserved_bytes: int | None
     available_bytes: int | None
+    state_bytes: int | None = None
 
     @property
     def kv_tokens_that_fit(self) -> int | None:
         """Return the tokens of KV cache that fit beside the weights, however many `kv_tokens` are needed."""
         if self.weights_bytes is None or not self.kv_bytes_per_token or self.available_bytes is None:
             return None
-        return max(0, self.available_bytes - self.weights_bytes) // self.kv_bytes_per_token
+        free = self.available_bytes - self.weights_bytes - (self.state_bytes or 0)
+        return max(0, free) // self.kv_bytes_per_token
 
     def warnings(self) -> tuple[str, ...]:
         """Return a warning if the weights or one full context do not fit into the free memory."""
@@ -96,6 +100,7 @@ def estimate(
         kv_bytes=_share(kv_bytes, parts),
         kv_reserved_bytes=reserved,
         available_bytes=_available(machine),
+        state_bytes=_share(model.state_bytes() * options.max_running() or None, devices),
     )
 
 
@@ -241,7 +246,12 @@ class _Model:
     def kv_bytes_per_token(self) -> int | None:
         if not (self._layers and self._heads and self._hidden):
             return None
-        return 2 * self._layers * self._kv_heads * self._head_size * self._width
+        attending = layer_counts(self.text, self._layers).attending
+        return 2 * attending * self._kv_heads * self._head_size * self._width
+
+    def state_bytes(self) -> int:
+        """Return the bytes that recurrent layers keep of one sequence; 0 if the model has none that are known."""
+        return state_bytes(self.text, self._layers, self._width)
 
     def kv_parts(self, devices: int) -> int:
         """Return among how many devices the KV cache is divided: a head of keys and values is not, but copied."""

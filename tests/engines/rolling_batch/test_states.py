@@ -34,20 +34,32 @@ def conversations(chance: random.Random, count: int) -> list[list[int]]:
 
 
 def expected(model: Any, prompt: list[int]) -> list[int]:
-    tokens = generated(model, prompt, TOKENS)
+    if len(prompt) == 1 and any(hasattr(module, "rg_lru") for module in model.modules()):
+        tokens = without_cache(model, prompt)
+    else:
+        tokens = generated(model, prompt, TOKENS)
     return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+
+
+def without_cache(model: Any, prompt: list[int]) -> list[int]:
+    """Return the likeliest tokens. `generate` begins a prompt of one token in what RecurrentGemma kept of the last."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(TOKENS):
+            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[1:]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_rounds_of_conversations_in_a_cache_that_is_too_small(family: str) -> None:
     model = random_model(tiny_config(family))
     reference = copy.deepcopy(model)
-    engine = Engine(model, reference=reference, slots=4, kv_tokens=170, chunk=20, conservativeness=0.05, state_rows=8)
+    engine = Engine(model, reference=reference, slots=4, kv_tokens=128, chunk=20, conservativeness=0.05, state_rows=8)
     assert engine.runner.states is not None
-    first = conversations(random.Random(family), 8)
+    first = conversations(random.Random(2), 8)
     asked = [(prompt, engine.add(prompt, max_new_tokens=TOKENS)[1]) for prompt in first]
     engine.run()
-    second = [[*prompt, *answer.tokens, 7, 9][:120] for prompt, answer in asked[:4]]
+    second = [[*prompt, *answer.tokens, 7, 9][:118] for prompt, answer in asked[:4]]
     asked += [(prompt, engine.add(prompt, max_new_tokens=TOKENS)[1]) for prompt in second]
     engine.run()
     for prompt, answer in asked:

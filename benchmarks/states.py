@@ -1,0 +1,130 @@
+"""Measures models whose layers keep states: tokens per second under the rolling batch, and in static batches.
+
+    python -m benchmarks.states [--pairs 3] [model_type ...]
+
+Each model is tiny and random. Sixteen clients send one request after the other, with prompts and outputs of mixed
+lengths; no two prompts begin alike. A static batch takes the next sixteen requests, and ends with the longest of them.
+Both ways serve in this process, in turns. The ratio is that of the processor time that they take, so that other
+programs on the machine do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import string
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.tiny_checkpoints import save
+from lmi_server.configuration.handlers import load
+from lmi_server.configuration.resolve import inspect_model
+from lmi_server.contract.generation import GenerationRequest, SamplingParameters
+from lmi_server.contract.protocol import Input
+
+TYPES = ("qwen3_next", "falcon_h1", "bamba", "lfm2", "jamba", "mamba2")
+CLIENTS, REQUESTS = 16, 128
+PROMPTS = (5, 20, 40, 90)  # tokens; a letter is a token
+# Of the lengths of outputs, which are spread like those of chats: a few are several times as long as most.
+MEDIAN, SPREAD, MOST = 12, 1.3, 140
+_BOTH = {"option.dtype": "fp32", "option.max_rolling_batch_size": str(CLIENTS)}
+WAYS = {"scheduler": {"option.kv_cache_memory_gb": "0.5"}, "disable": {}}
+
+
+def requests(turn: int) -> list[tuple[str, int]]:
+    """Return texts, and how many tokens to generate for each: the same lengths in every turn, and other letters."""
+    chance = random.Random(1)
+    letters = random.Random(turn)
+    return [
+        (
+            "".join(letters.choices(string.ascii_letters, k=chance.choice(PROMPTS))),
+            max(1, min(MOST, round(MEDIAN * chance.lognormvariate(0, SPREAD)))),
+        )
+        for _ in range(REQUESTS)
+    ]
+
+
+def rolling(handler: Any, model: Any) -> Callable[[int], None]:
+    loop, places = asyncio.new_event_loop(), asyncio.Semaphore(CLIENTS)
+    loop.run_until_complete(handler.start(model.model_dir, model.options))
+
+    async def one(number: int, text: str, tokens: int) -> None:
+        sampling = SamplingParameters(max_new_tokens=tokens, ignore_eos=True)
+        request = GenerationRequest(request_id=str(number), prompt=text, sampling=sampling)
+        async with places:
+            async for _ in handler.generate(request):
+                pass
+
+    async def every(turn: int) -> None:
+        await asyncio.gather(*(one(number, *entry) for number, entry in enumerate(requests(turn))))
+
+    return lambda turn: loop.run_until_complete(every(turn))
+
+
+def static(handler: Any, model: Any) -> Callable[[int], None]:
+    handler.served_names = ("states",)
+    handler.start(model.model_dir, model.options)
+
+    def body(text: str, tokens: int) -> bytes:
+        parameters = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+        return json.dumps({"inputs": text, "parameters": parameters}).encode()
+
+    def every(turn: int) -> None:
+        headers = {"content-type": "application/json"}
+        inputs = [Input("invocations", headers, [("data", body(*entry))]) for entry in requests(turn)]
+        for batch in (inputs[first : first + CLIENTS] for first in range(0, REQUESTS, CLIENTS)):
+            for outcome in handler.handle(batch):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+
+    return every
+
+
+def seconds(run: Callable[[int], None], turn: int) -> float:
+    began = time.process_time()
+    run(turn)
+    return time.process_time() - began
+
+
+def measured(model_type: str, pairs: int) -> tuple[float, float]:
+    """Return tokens per second of processor time, under the rolling batch and in static batches."""
+    tokens = sum(output for _, output in requests(0))
+    with tempfile.TemporaryDirectory() as parent:
+        directory = Path(parent)
+        save(model_type, directory)
+        runs = []
+        for way, more in WAYS.items():
+            model = inspect_model(directory, {}, {**_BOTH, **more, "option.rolling_batch": way}).resolved()
+            handler: Any = load(model.handler)()
+            runs.append((rolling if way == "scheduler" else static)(handler, model))
+        for run in runs:
+            run(0)
+        times = [[seconds(run, turn) for run in runs] for turn in range(1, pairs + 1)]
+    one, other = (tokens / statistics.median(column) for column in zip(*times, strict=True))
+    return one, other
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.states", description=__doc__)
+    parser.add_argument("model_types", nargs="*", default=TYPES, metavar="model_type")
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each way")
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    print("model type | rolling batch, tokens/s | static batches, tokens/s | ratio")
+    for model_type in arguments.model_types:
+        one, other = measured(model_type, arguments.pairs)
+        print(f"{model_type} | {one:.0f} | {other:.0f} | {one / other:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
