@@ -99,8 +99,16 @@ INSIDE_MAY_IMPORT = {
         "lora": {"cpu", "engine", "fused"},
         "states": {"attention", "schedule"},
         "runner": {
-            "attention", "cpu", "device_arrays", "fused", "lora", "options", "pages", "schedule", "states",
-        },  # fmt: skip
+            "attention",
+            "cpu",
+            "device_arrays",
+            "fused",
+            "lora",
+            "options",
+            "pages",
+            "schedule",
+            "states",
+        },
         "sampling": {"device_arrays"},
         "requests": {"grammars", "request", "sampling", "schedule", "speculation"},
         "speculation": {"engine", "options", "runner", "sampling", "schedule"},
