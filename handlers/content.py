@@ -39,8 +39,19 @@ def parse_body(request: Input) -> Mapping[str, Any]:
     if kind.startswith(("image/", "audio/")):
         if not request.body():
             raise RequestError(f"the body is empty; send the bytes of an {kind.partition('/')[0]} file")
-        return {"inputs": request.body()}
+        return {"inputs": request.body(), **_parameters_beside(request)}
     return fields.json_object(request)
+
+
+def _parameters_beside(request: Input) -> dict[str, Any]:
+    """Return the `parameters` of the query, an object in JSON, for a body that is a file. Raises RequestError."""
+    sent = [value for name, value in request.content[:-1] if name == "parameters"]
+    if not sent:
+        return {}
+    try:
+        return {"parameters": msgspec.json.decode(sent[-1])}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise RequestError("parameters in the query are not JSON; send an object, percent-encoded") from None
 
 
 def accepted_type(request: Input, default: str, known: Collection[str] = ()) -> str:

@@ -50,6 +50,10 @@ FEATURES = (
         dialect="lmi_server.dialects.anthropic:DIALECT",
     ),
     FeatureSpec(
+        name="speech",
+        dialect="lmi_server.dialects.speech:DIALECT",
+    ),
+    FeatureSpec(
         name="console",
         settings=("frontend.console.settings:ConsoleSettings",),
         server="frontend.console.feature:attach",

@@ -125,6 +125,8 @@ def _contents(route: str) -> dict[str, Any]:
 
 
 def _body_types(route: str) -> Sequence[str]:
+    if route in optional_dialects().body_types:
+        return optional_dialects().body_types[route]
     files = route in (names.IMAGES_EDITS, names.IMAGES_VARIATIONS)
     return ("application/json", "multipart/form-data") if files else ("application/json",)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from handlers.tasks.options import PipelineOptions
+from handlers.tasks.options import SPEECH_RECOGNITION, PipelineOptions
 from handlers.tasks.task_handler import TaskHandler
+from lmi_server.contract.handler import AsyncRequestHandler
 from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
@@ -22,3 +23,12 @@ class PipelineHandler(TaskHandler):
 
         set_threads(options.threads)
         return load_task(task, options.model_id or model_dir, options)
+
+    def concurrent_handler(self) -> AsyncRequestHandler | None:
+        if self._name != SPEECH_RECOGNITION:
+            return None
+        from handlers.tasks.speech.recognition import SpeechRecognition
+        from handlers.tasks.speech.service import SpeechService
+
+        assert isinstance(self.task, SpeechRecognition), "it is the task of this name"
+        return SpeechService(self, self.task)

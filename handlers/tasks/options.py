@@ -14,9 +14,10 @@ from lmi_server.configuration.options import PositiveInt, RollingBatch, lower
 from lmi_server.configuration.references import NAMES_NOTHING
 from lmi_server.configuration.tasks import canonical_task
 
+SPEECH_RECOGNITION = "automatic-speech-recognition"
 TASKS = (
     "audio-classification",
-    "automatic-speech-recognition",
+    SPEECH_RECOGNITION,
     "feature-extraction",
     "fill-mask",
     "image-classification",
@@ -83,7 +84,8 @@ class PipelineOptions(TransformersOptions):
 
     def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
         formats = ("output_formatter", "input_formatter", "tgi_compat")
-        yield "a rolling batch", ("max_rolling_batch_size", "async_mode", *formats)
+        concurrent = self.task == SPEECH_RECOGNITION
+        yield "a rolling batch", ("async_mode", *formats, *(() if concurrent else ("max_rolling_batch_size",)))
         if self.task != "text-embedding":
             yield "option.task=text-embedding", ("pooling", "normalize")
         if self.task is not None and not generates(self.task):

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lmi_server.contract.errors import LmiServerError, ModelMemoryError, RequestError, failure_of
+from lmi_server.contract.errors import (
+    LmiServerError,
+    ModelMemoryError,
+    RequestError,
+    failure_of,
+    first_line,
+    is_device_failure,
+)
 from lmi_server.contract.generation import FinishReason
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields
@@ -116,6 +123,11 @@ def pipeline_failure(error: BaseException) -> LmiServerError:
         return RequestError(failure.message)
     logger.error("the model failed", exc_info=error)
     return failure
+
+
+def device_failure(error: BaseException) -> SystemExit | None:
+    """Return what ends this process if the GPU has failed, which nothing in it can use any more; None otherwise."""
+    return SystemExit(f"the GPU failed: {first_line(error)}") if is_device_failure(error) else None
 
 
 def read_text(value: Any) -> str:

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from handlers import content
 from handlers.tasks import tgi
-from handlers.tasks.options import generates
-from handlers.tasks.task import Piece, Task, pipeline_failure, read_parameters
+from handlers.tasks.options import SPEECH_RECOGNITION, generates
+from handlers.tasks.task import Piece, Task, device_failure, pipeline_failure, read_parameters
 from lmi_server.contract.errors import (
     EXITS,
     LmiServerError,
     ModelLoadError,
     RequestError,
-    first_line,
-    is_device_failure,
 )
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
@@ -76,6 +74,8 @@ class TaskHandler(RequestHandler):
         self._streams = options.streams and generates(options.task)
         # Hugging Face's clients send `inputs` of any task to the root.
         self._routes = routes.LMI_ROUTES | (routes.TGI_ROUTES if generates(options.task) else {routes.TGI})
+        if options.task == SPEECH_RECOGNITION:
+            self._routes |= routes.AUDIO_ROUTES
         self._task = self._load(options.task, model_dir, options)
         details = {"task": options.task, **self._task.details()}
         return ModelInfo(max_model_len=self._task.max_length, details=details)
@@ -90,8 +90,7 @@ class TaskHandler(RequestHandler):
         calls: dict[int, ParsedRequest] = {}
         for index, request in enumerate(requests):
             try:
-                with media_of_request():
-                    calls[index] = self._read(request)
+                calls[index] = self.read(request)
             except LmiServerError as error:
                 outcomes[index] = error
         for group in self._groups(calls):
@@ -107,6 +106,11 @@ class TaskHandler(RequestHandler):
             ) from error
 
     # --- reading ---
+
+    def read(self, request: Input) -> ParsedRequest:
+        """Return a request, parsed. Raises RequestError."""
+        with media_of_request():
+            return self._read(request)
 
     def _read(self, request: Input) -> ParsedRequest:
         if request.route == routes.EMBEDDINGS:
@@ -159,7 +163,7 @@ class TaskHandler(RequestHandler):
         as_tgi = generates(self._name) and wants_tgi(request, self._served)
         single = single or request.route == routes.GENERATE
         task = self._task
-        reads_events = generates(self._name) and SSE.content_type in request.properties.get("accept", "")
+        reads_events = self._has_steps and SSE.content_type in request.properties.get("accept", "")
         kind = content.JSON if as_tgi or reads_events else content.accepted_type(request, content.JSON)
         parameters = self._parameters(body)
         task.check(parameters)
@@ -180,8 +184,8 @@ class TaskHandler(RequestHandler):
         task.check_stream(parameters)
         if not as_tgi:
             _refuse_details(parameters)
-        elif len(inputs) > 1:
-            raise fields.not_allowed("inputs", value, "send one text: a stream is the answer for one")
+        if (as_tgi or not generates(self._name)) and len(inputs) > 1:
+            raise fields.not_allowed("inputs", value, "send one input: a stream is the answer for one")
         return ParsedRequest(inputs, parameters, write, SSE if as_tgi or reads_events else JSON_LINES, as_tgi)
 
     def _is_streamed(self, request: Input, body: Mapping[str, Any], as_tgi: bool, reads_events: bool) -> bool:
@@ -211,6 +215,11 @@ class TaskHandler(RequestHandler):
             logger.warning("%s is not known and is ignored", excerpt(name))
         return read_parameters(body.get("parameters"), self._task.parameters)
 
+    @property
+    def _has_steps(self) -> bool:
+        """Whether an answer grows step by step, so that it can be streamed."""
+        return generates(self._name) or self._name == SPEECH_RECOGNITION
+
     # --- running ---
 
     def _groups(self, calls: Mapping[int, ParsedRequest]) -> list[list[int]]:
@@ -230,8 +239,8 @@ class TaskHandler(RequestHandler):
         except EXITS:
             raise
         except BaseException as error:  # the border to engines (Rust's panics are no Exception)
-            if is_device_failure(error):
-                raise SystemExit(f"the GPU failed: {first_line(error)}") from error
+            if (ends_process := device_failure(error)) is not None:
+                raise ends_process from error
             if len(calls) > 1:
                 return [answer for call in calls for answer in self._answers([call])]
             return [self._failure(calls[0], error)]

@@ -24,19 +24,6 @@ _MAX_BATCH = 32  # inputs of one forward pass; a request may have any number of 
 
 _COUNT = fields.integer(1)
 _FUNCTION = one_of("sigmoid", "softmax", "none")
-_SECONDS = fields.number(lambda value: value >= 0, "a number of seconds, 0 or more")
-
-
-def _strides(name: str, value: Any) -> Any:
-    if isinstance(value, list) and len(value) == 2:
-        return tuple(_SECONDS(name, item) for item in value)
-    return _SECONDS(name, value)
-
-
-def _timestamps(name: str, value: Any) -> bool | str:
-    if value not in (True, False, "char", "word"):
-        raise fields.not_allowed(name, value, "send true, false, char or word")
-    return value  # type: ignore[no-any-return]
 
 
 def _text_or_pair(value: Any) -> Any:
@@ -70,7 +57,7 @@ def _table_reader(pipeline: Any) -> Callable[[Any], Any]:
     return _question_of_table
 
 
-def _sound_reader(pipeline: Any) -> Callable[[Any], Any]:
+def sound_reader(pipeline: Any) -> Callable[[Any], Any]:
     """Return what reads the file of a sound, in bytes or base64, at the rate that the model takes."""
     try:
         import soundfile  # noqa: F401
@@ -114,13 +101,9 @@ _KINDS = {
     "image-feature-extraction": _Kind(named(pool=fields.boolean), read_image),
     "object-detection": _Kind(named(threshold=fields.PROBABILITY), read_image),
     "zero-shot-image-classification": _Kind(_LABELS, read_image, required=("candidate_labels",)),
-    "audio-classification": _Kind(named(top_k=_COUNT, function_to_apply=_FUNCTION), reader_for=_sound_reader),
-    "automatic-speech-recognition": _Kind(
-        named(chunk_length_s=_SECONDS, stride_length_s=_strides, return_timestamps=_timestamps),
-        reader_for=_sound_reader,
-    ),
+    "audio-classification": _Kind(named(top_k=_COUNT, function_to_apply=_FUNCTION), reader_for=sound_reader),
 }
-_ALONE = frozenset({"table-question-answering", "automatic-speech-recognition", "object-detection"})
+_ALONE = frozenset({"table-question-answering", "object-detection"})
 """Tasks whose pipelines cannot pad inputs of different sizes to one batch, or return other results if they do."""
 
 
@@ -132,7 +115,7 @@ class TransformersPipeline(Task):
         self.parameters = kind.parameters
         self.object_fields = kind.object_fields
         self._required = kind.required
-        self._pipeline = _load(task, path, options)
+        self._pipeline = load_pipeline(task, path, options)
         self.model, self.tokenizer = self._pipeline.model, self._pipeline.tokenizer
         self._read = kind.read if kind.reader_for is None else kind.reader_for(self._pipeline)
         self._text_length = TextLength(self.tokenizer)
@@ -171,7 +154,8 @@ class TransformersPipeline(Task):
         )
 
 
-def _load(task: str, path: str, options: PipelineOptions) -> Any:
+def load_pipeline(task: str, path: str, options: PipelineOptions) -> Any:
+    """Return a pipeline with the model in `path`. Raises ModelLoadError."""
     arguments = model_arguments(path, options)
     loading = {name: arguments.pop(name) for name in ("max_memory", "quantization_config") if name in arguments}
     try:

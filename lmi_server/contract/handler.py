@@ -157,7 +157,7 @@ class RequestHandler(ABC):
 
     served_names: Sequence[str] = ()
     is_cancelled: Callable[[Input], bool] = staticmethod(lambda request: False)
-    reads_tensors = False  # requests of the Open Inference Protocol go to `handle` as they were sent
+    reads_tensors = False  # requests of dialects that are translated for others go to `handle` as they were sent
 
     @abstractmethod
     def start(self, model_dir: str, options: Any) -> ModelInfo:
@@ -204,8 +204,13 @@ class RequestHandler(ABC):
 class AsyncRequestHandler(ABC):
     """Serves anything but text generation, up to option.max_rolling_batch_size requests concurrently.
 
-    Every method runs on an event loop in the main thread of the process.
+    Every method runs on an event loop in the main thread of the process. The worker sets `note_progress` before
+    `start`: a handler calls it, on that loop, when it goes on with a request that has no stream yet. Without progress
+    for option.predict_timeout a request fails.
     """
+
+    note_progress: Callable[[Input], None] = staticmethod(lambda request: None)
+    reads_tensors = True  # as that of RequestHandler
 
     async def start(self) -> None:
         """Load what needs the running event loop."""

@@ -2,7 +2,7 @@
 
 `parse` turns an Input into an Exchange: the sequences to generate, and the way to write the answer.
 
-    lmi/, openai/, anthropic/, kserve/, tgi.py
+    lmi/, openai/, anthropic/, kserve/, speech/, tgi.py
                          one package or module per dialect
     optional.py          the dialects among these that are optional features
     tokens.py            vLLM's /tokenize and /detokenize

@@ -52,7 +52,7 @@ def form_fields(content_type: str, body: bytes, only: Collection[str] | None = N
     boundary = _BOUNDARY.search(content_type)
     if boundary is None or not (text := boundary[1] or boundary[2]):
         return None
-    return _multipart(excerpt(kind), text.encode("latin-1"), body)
+    return _multipart(excerpt(kind), text.encode("latin-1"), body, only)
 
 
 def split_pairs(text: str) -> list[tuple[str, str]]:
@@ -86,23 +86,24 @@ def too_many_fields() -> BadParameterError:
     return BadParameterError(f"there are more than {MAX_FIELDS} fields in the form or parameters in the query")
 
 
-def _multipart(kind: str, boundary: bytes, body: bytes) -> Fields | None:
+def _multipart(kind: str, boundary: bytes, body: bytes, only: Collection[str] | None) -> Fields | None:
+    longest = len(body) if only is None else _LONGEST_SHORT
     fields: Fields = []
-    for part in _parts(kind, boundary, body):
-        name, value = _field(kind, part)
-        if len(fields) == MAX_FIELDS:
+    for count, part in enumerate(_parts(kind, boundary, body)):
+        name, start, end = _field(kind, body, *part)
+        if count == MAX_FIELDS:
             raise too_many_fields()
-        if name is not None:
-            fields.append((name, value))
-        elif kind == _FORM_DATA:
+        if name is None and kind == _FORM_DATA:
             raise BadParameterError(f"the body is no {kind}: a part has no name; name it in its Content-Disposition")
-        else:
+        if name is None:
             return None
+        if only is None or name in only:
+            fields.append((name, body[start : min(end, start + longest)]))
     return fields
 
 
-def _parts(kind: str, boundary: bytes, body: bytes) -> Iterator[bytes]:
-    """Yield what is between the delimiters, from the end of one delimiter to the start of the next one."""
+def _parts(kind: str, boundary: bytes, body: bytes) -> Iterator[tuple[int, int]]:
+    """Yield where the parts are, from the end of one delimiter to the start of the next one."""
     delimiter = b"--" + boundary
     start = None
     lines = 0  # that begin like a delimiter
@@ -111,7 +112,7 @@ def _parts(kind: str, boundary: bytes, body: bytes) -> Iterator[bytes]:
         end = at + len(delimiter)
         rest = _rest_of_line(body, end)
         if start is not None and rest in (b"", b"--"):
-            yield body[start:at]
+            yield start, at
         if rest == b"--":
             return
         if not rest:
@@ -135,13 +136,15 @@ def _rest_of_line(body: bytes, start: int) -> bytes:
     return body[start : end if end >= 0 else len(body)].strip(b" \t\r")
 
 
-def _field(kind: str, part: bytes) -> tuple[str | None, bytes]:
-    """Return the name of a part, None if it has none, and its value."""
-    blank = _BLANK_LINE.search(part, 0, _LONGEST_HEAD)
+def _field(kind: str, body: bytes, start: int, end: int) -> tuple[str | None, int, int]:
+    """Return the name of a part, None if it has none, and where its value begins and ends."""
+    blank = _BLANK_LINE.search(body, start, min(end, start + _LONGEST_HEAD))
     if blank is None:
         raise BadParameterError(
             f"the body is no {kind}: no empty line ends the headers of a part within {_LONGEST_HEAD} bytes"
         )
-    name = _NAME.search(part[: blank.start()].decode("utf-8", "replace"))
-    value = part[blank.end() :].removesuffix(b"\n").removesuffix(b"\r")
-    return None if name is None else _ESCAPED.sub(r"\1", name[1] or name[2] or ""), value
+    name = _NAME.search(body[start : blank.start()].decode("utf-8", "replace"))
+    begin = blank.end()
+    last = body[max(begin, end - 2) : end]
+    end -= len(last) - len(last.removesuffix(b"\n").removesuffix(b"\r"))
+    return None if name is None else _ESCAPED.sub(r"\1", name[1] or name[2] or ""), begin, end

@@ -9,7 +9,7 @@ import functools
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import GenerationRequest
@@ -30,14 +30,32 @@ class TokenCount(NamedTuple):
     body: Callable[[int], bytes]
 
 
+class StreamTranslation(Protocol):
+    """Turns the pieces of LMI's stream into those of a dialect."""
+
+    def piece(self, data: bytes) -> bytes:
+        """Return what a piece becomes; it may be empty."""
+
+    def end(self) -> bytes:
+        """Return the end of the stream."""
+
+
+def _same_error(asked: Any, error: LmiServerError) -> LmiServerError:
+    return error
+
+
 class Translation(NamedTuple):
     """How a request to a model that generates no text becomes one of LMI's, and the answer of LMI one of the dialect.
 
-    `read` returns what `write` takes, and LMI's request; `write` takes also the name of the model and LMI's answer.
+    `read` returns what the others take first, and LMI's request. `write` and `stream` also take the name of the model;
+    `write` gets LMI's answer, and `error` an error, which it may return with the names of the dialect. A stream stays
+    as it is without `stream`, which gets the pieces of an AsyncRequestHandler.
     """
 
     read: Callable[[Input], tuple[Any, Input]]
     write: Callable[[Any, str, bytes], tuple[list[tuple[str, str]], bytes]]
+    stream: Callable[[Any, str], StreamTranslation] | None = None
+    error: Callable[[Any, LmiServerError], LmiServerError] = _same_error
 
 
 class ErrorForm(NamedTuple):
@@ -69,7 +87,8 @@ class OptionalDialect:
 
     `model_lists` are by the header of requests for /v1/models that asks for them; everything else is by route.
     `summaries` say what a route does, for the OpenAPI document; `bodies` are the fields of requests, their type, or
-    their schema. Answers repeat the id of the request in the header of `id_headers`.
+    their schema, and `body_types` the content types of those that are not JSON. Answers repeat the id of the request in
+    the header of `id_headers`.
     """
 
     summaries: Mapping[str, str]
@@ -78,6 +97,7 @@ class OptionalDialect:
     counts: Mapping[str, TokenCount] = field(default_factory=dict)
     translations: Mapping[str, Translation] = field(default_factory=dict)
     bodies: Mapping[str, Mapping[str, Field] | type | Schema] = field(default_factory=dict)
+    body_types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     errors: Mapping[str, ErrorForm] = field(default_factory=dict)
     id_headers: Mapping[str, bytes] = field(default_factory=dict)
     model_lists: Mapping[str, ModelListForm] = field(default_factory=dict)

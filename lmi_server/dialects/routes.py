@@ -15,6 +15,8 @@ RERANK = "rerank"
 IMAGES_GENERATIONS = "images/generations"
 IMAGES_EDITS = "images/edits"
 IMAGES_VARIATIONS = "images/variations"
+AUDIO_TRANSCRIPTIONS = "audio/transcriptions"
+AUDIO_TRANSLATIONS = "audio/translations"
 TOKENIZE = "tokenize"
 DETOKENIZE = "detokenize"
 TGI = "tgi"
@@ -38,6 +40,9 @@ POOLING_ROUTES = frozenset({EMBEDDINGS, SCORE, RERANK})
 IMAGE_ROUTES = frozenset({IMAGES_GENERATIONS, IMAGES_EDITS, IMAGES_VARIATIONS})
 """The routes for images; only a model that makes images serves them."""
 
+AUDIO_ROUTES = frozenset({AUDIO_TRANSCRIPTIONS, AUDIO_TRANSLATIONS})
+"""The routes for speech; only a model that recognizes speech serves them."""
+
 TOKEN_ROUTES = frozenset({TOKENIZE, DETOKENIZE, COUNT_TOKENS})
 """The routes that only read or count tokens, and generate nothing."""
 
@@ -48,7 +53,10 @@ KSERVE_ROUTES = frozenset({INFER, V2_GENERATE, V2_GENERATE_STREAM})
 """The routes of the Open Inference Protocol (KServe v2), /v2/models/{model}/infer and its generate extension."""
 
 OPENAI_ROUTES = (
-    frozenset({COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, TOKENIZE, DETOKENIZE}) | POOLING_ROUTES | IMAGE_ROUTES
+    frozenset({COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, TOKENIZE, DETOKENIZE})
+    | POOLING_ROUTES
+    | IMAGE_ROUTES
+    | AUDIO_ROUTES
 )
 """The routes of OpenAI's API and of vLLM's additions to it; their errors have OpenAI's form."""
 

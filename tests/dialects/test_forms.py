@@ -98,6 +98,14 @@ def test_only_some_fields_are_decoded() -> None:
     assert len(value) < 10_000
 
 
+def test_only_some_parts_are_read() -> None:
+    body = parts(FIELD, FIELD.replace(b'"a"', b'"b"'), FIELD.replace(b"1", b"2" * 100_000))
+    [first, (name, value)] = form_fields(FORM_DATA, body, ("a",)) or []
+    assert (first, name) == (("a", b"1"), "a")
+    assert value == b"2" * len(value)
+    assert len(value) < 10_000
+
+
 @pytest.mark.parametrize("only", [None, ("a",)])
 @pytest.mark.parametrize("part", ["%", "%41", "a", "+", "\u00e9"])
 def test_a_form_is_read_in_linear_time(part: str, only: tuple[str, ...] | None) -> None:

@@ -37,6 +37,7 @@ PATHS = {
     "kserve": "/v2/models/model/generate",
     "tgi": "/generate",
     "anthropic": "/v1/messages",
+    "speech": "/v1/audio/transcriptions",
 }
 KEYS = {"sagemaker": "async_jobs_size", "console": "console", "traces": "trace_sample", "emf": "emf_namespace"}
 """One setting of each feature that has settings."""

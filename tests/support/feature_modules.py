@@ -9,6 +9,7 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
     "kserve": ("frontend.kserve", "lmi_server.dialects.kserve"),
     "tgi": ("frontend.tgi", "lmi_server.dialects.tgi"),
     "anthropic": ("lmi_server.dialects.anthropic",),
+    "speech": ("lmi_server.dialects.speech",),
     "console": ("frontend.console",),
     "traces": ("frontend.observability.traces",),
     "emf": ("frontend.emf",),

@@ -64,9 +64,22 @@ def png(seed: int = 0, size: tuple[int, int] = (30, 20)) -> bytes:
 
 def wav(rate: int = 16000, seconds: float = 0.5) -> bytes:
     """Return the file of a tone."""
+    return sound_file(tone(rate, seconds), rate)
+
+
+def sound_file(samples: np.ndarray, rate: int = 16000, kind: str = "WAV", subtype: str | None = "FLOAT") -> bytes:
+    """Return the file of samples."""
     file = io.BytesIO()
-    soundfile.write(file, tone(rate, seconds), rate, format="WAV", subtype="FLOAT")
+    soundfile.write(file, samples, rate, format=kind, subtype=subtype)
     return file.getvalue()
+
+
+def speech(seconds: float, seed: int = 0, rate: int = 16000) -> np.ndarray:
+    """Return samples (samples,) of tones that change as syllables do, the same for the same seed."""
+    random, count = np.random.default_rng(seed), int(rate * seconds)
+    parts = np.arange(count) * 4 // rate  # four a second
+    pitch, volume = (random.random(int(seconds * 4) + 1)[parts] for _ in range(2))
+    return (np.sin(2 * np.pi * np.cumsum(200 + 2000 * pitch) / rate) * volume).astype(np.float32)
 
 
 def tone(rate: int, seconds: float = 0.5) -> np.ndarray:

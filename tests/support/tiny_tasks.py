@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from tiny_models import byte_tokenizer, tiny_model
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 CONTEXT = 64
@@ -46,13 +46,16 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _save(model_class: str, config: Any, directory: Path) -> None:
+def _save(model_class: str, config: Any, directory: Path, likely: Sequence[int] = ()) -> None:
+    """Save a random model; the tokens that are `likely` come more often than others."""
     torch.manual_seed(7)
     model = getattr(transformers, model_class)(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name.lower():
                 parameter.normal_(std=0.3)
+        if likely:
+            model.get_output_embeddings().weight[list(likely)] *= 3
     model.eval().save_pretrained(directory)
 
 
@@ -160,6 +163,75 @@ def _wav2vec2(directory: Path) -> None:
     vocabulary.write_text(json.dumps({letter: index for index, letter in enumerate(letters)}))
     transformers.Wav2Vec2CTCTokenizer(str(vocabulary)).save_pretrained(directory)
     transformers.Wav2Vec2FeatureExtractor(sampling_rate=SAMPLING_RATE).save_pretrained(directory)
+
+
+WHISPER_LANGUAGES = ("en", "de", "fr", "zh")
+_TIMES = [f"<|{step * 0.02:.2f}|>" for step in range(1501)]
+
+
+def whisper_tokenizer() -> transformers.WhisperTokenizer:
+    """Return a tokenizer with one token per byte, the special tokens of Whisper and its times."""
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary["<|endoftext|>"] = len(vocabulary)
+    tokenizer = transformers.WhisperTokenizer(vocabulary, [])
+    special = ["<|startoftranscript|>", *(f"<|{code}|>" for code in WHISPER_LANGUAGES), "<|translate|>"]
+    special += ["<|transcribe|>", "<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_tokens([AddedToken(time, special=False, normalized=False) for time in _TIMES])
+    return tokenizer
+
+
+def whisper(directory: Path, english_only: bool = False, **generation: Any) -> None:
+    """Save a Whisper of 30 s windows, whose generation_config.json has `generation` beside what Whisper needs."""
+    tokenizer = whisper_tokenizer()
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in (*WHISPER_LANGUAGES, "endoftext")}
+    tasks = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("transcribe", "translate")}
+    start = tokenizer.convert_tokens_to_ids("<|startoftranscript|>")
+    common = {
+        "decoder_start_token_id": start,
+        "eos_token_id": ids["endoftext"],
+        "bos_token_id": ids["endoftext"],
+        "pad_token_id": ids["endoftext"],
+    }
+    config = transformers.WhisperConfig(
+        vocab_size=len(tokenizer),
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_target_positions=32,
+        begin_suppress_tokens=None,
+        **common,
+    )
+    # Printable text: any other byte would be a replacement character.
+    readable = {*tokenizer.encode("abcdefghijklmnopqrstuvwxyz ", add_special_tokens=False), ids["endoftext"]}
+    first_time = tokenizer.convert_tokens_to_ids("<|0.00|>")
+    unreadable = [token for token in range(first_time) if token not in readable]
+    _save("WhisperForConditionalGeneration", config, directory, sorted(readable))
+    several = {
+        "lang_to_id": {f"<|{code}|>": ids[code] for code in WHISPER_LANGUAGES},
+        "task_to_id": tasks,
+    }
+    transformers.GenerationConfig(
+        **common,
+        max_length=32,
+        no_timestamps_token_id=tokenizer.convert_tokens_to_ids("<|notimestamps|>"),
+        prev_sot_token_id=tokenizer.convert_tokens_to_ids("<|startofprev|>"),
+        is_multilingual=not english_only,
+        begin_suppress_tokens=[ids["endoftext"]],
+        **{
+            "suppress_tokens": unreadable,
+            "no_repeat_ngram_size": 2,
+            "alignment_heads": [[0, 0], [1, 1]],
+            **generation,
+        },
+        **({} if english_only else several),
+    ).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    transformers.WhisperFeatureExtractor().save_pretrained(directory)
 
 
 def _causal(directory: Path) -> None:

@@ -5,5 +5,5 @@ generation.py       an LLMHandler generates; formats.py chooses who parses reque
 responses.py        an AsyncRequestHandler answers by itself
 custom_handler.py   code of the model that gets a request before a built-in handler
 sessions.py         requests that open and close stateful sessions
-tensors.py          requests of the Open Inference Protocol to handlers that read LMI's
+translation.py      requests of optional dialects to handlers that read LMI's
 """

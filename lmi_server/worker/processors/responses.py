@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 
-from lmi_server.contract.errors import EXITS
+from lmi_server.contract.errors import EXITS, LmiServerError
 from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, Response
 from lmi_server.contract.protocol import AddAdapter, Command, Input, RemoveAdapter
 from lmi_server.worker.answers.frame_buffer import ResponseWriter
+from lmi_server.worker.processors import translation
 from lmi_server.worker.processors.base import BURST, RequestProcessor, unsupported
 
 logger = logging.getLogger(__name__)
@@ -17,16 +18,33 @@ logger = logging.getLogger(__name__)
 class ResponseProcessor(RequestProcessor):
     """Sends what an `AsyncRequestHandler` returns."""
 
-    def __init__(self, handler: AsyncRequestHandler, info: ModelInfo) -> None:
+    def __init__(self, handler: AsyncRequestHandler, info: ModelInfo, model: str) -> None:
+        """`model` is the name of the model in answers that are translated."""
         self._handler = handler
         self._info = info
+        self._model = model
+        self._running: dict[int, ResponseWriter] = {}  # by the identity of the request
+        handler.note_progress = self._note_progress
 
     async def start(self) -> ModelInfo:
         await self._handler.start()
         return self._info
 
     async def _answer(self, request: Input, writer: ResponseWriter) -> None:
-        await send_response(await self._handler.handle(request), writer)
+        asked, read = translation.read(request) if not self._handler.reads_tensors else (None, request)
+        self._running[id(read)] = writer
+        try:
+            response = await self._handler.handle(read)
+        except LmiServerError as error:
+            raise translation.error(request.route, asked, error) from error
+        finally:
+            del self._running[id(read)]
+        await send_response(translation.write(request.route, asked, response, self._model), writer)
+
+    def _note_progress(self, request: Input) -> None:
+        writer = self._running.get(id(request))
+        if writer is not None:
+            writer.progressed = True
 
     async def control(self, command: Command) -> bytes:
         match command:

@@ -24,7 +24,7 @@ from lmi_server.contract.handler import RequestHandler, Response
 from lmi_server.contract.protocol import AddAdapter, Command, Input, Ready, RemoveAdapter, Submit
 from lmi_server.processes import model_imports
 from lmi_server.worker.answers.frame_buffer import FrameBuffer, ResponseWriter
-from lmi_server.worker.processors import tensors as tensor_requests
+from lmi_server.worker.processors import translation
 from lmi_server.worker.processors.base import unsupported
 from lmi_server.worker.processors.responses import call_after
 
@@ -170,7 +170,7 @@ class QueueRunner:
 
     def _outcomes(self, batch: Sequence[_Call]) -> Sequence[Response | LmiServerError]:
         try:
-            outcomes = tensor_requests.outcomes(self._handler, [call.request for call in batch])
+            outcomes = translation.outcomes(self._handler, [call.request for call in batch])
         except EXITS:
             raise
         except BaseException as error:  # noqa: BLE001 - the border to handlers, which raise anything; the requests end

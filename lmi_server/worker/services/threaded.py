@@ -184,7 +184,7 @@ class ThreadedService(WorkerService):
         processor: RequestProcessor = (
             GenerationProcessor(handler, self._loading)
             if isinstance(handler, LLMHandler)
-            else ResponseProcessor(handler, info)
+            else ResponseProcessor(handler, info, self._handler.served_names[0])
         )
         return LoopRunner(processor, self.buffer, self._on_loop_exit)
 
