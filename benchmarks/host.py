@@ -104,7 +104,7 @@ def timed_parts(engine: Any, parts: Parts) -> Iterator[None]:
         (engine._scheduler, "plan", "plan"),
         (engine._scheduler, "advance", "plan"),
         (engine._runner, "laid_out", "layout"),
-        (module, "sample", "sample"),
+        (module, "choose_tokens", "sample"),
         (Request, "accept", "tokens"),
         (engine._recorder, "end", "statistics"),
     ]

@@ -9,15 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from handlers.generation.token_pieces import TokenPieces
+
 _CONTEXT = 8  # prompt tokens that the first output token is decoded with, so that it keeps its leading space
 _LONGEST_CHARACTER = 16  # tokens; if so many complete no character, the model wrote invalid UTF-8
 
 
 class TokenTexts:
-    """The texts of single tokens. Each is decoded on first use and then kept."""
+    """The texts of single tokens, each decoded on first use and then kept; `pieces` are what they add to a text."""
 
-    def __init__(self, decode: Callable[[list[int]], str], special_ids: Sequence[int]) -> None:
+    def __init__(
+        self, decode: Callable[[list[int]], str], special_ids: Sequence[int], pieces: TokenPieces | None = None
+    ) -> None:
         self.decode = decode
+        self.pieces = pieces
         self.special_ids = frozenset(special_ids)
         self._texts: dict[int, str] = {}
 
@@ -75,20 +80,31 @@ class IncrementalDetokenizer:
 
     A token has no text of its own: a decoder strips the leading space of the first token that it is given, and a
     character may take several tokens of bytes. Decoding the whole output for every token would take quadratic time. So
-    new tokens are decoded together with the few before them, and the text of those is cut off.
+    new tokens are decoded together with the few before them, and the text of those is cut off. `pieces` spares that for
+    most tokens.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool, pieces: TokenPieces | None = None
+    ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
         self._decode: Callable[[list[int]], str] = lambda ids: backend.decode(
             ids, skip_special_tokens=skip_special_tokens
         )
         self._before = list(prompt[-_CONTEXT:])
-        self._before_text = self._decode(self._before)
+        self._before_text: str | None = self._decode(self._before)  # None: not decoded yet
         self._pending: list[int] = []
+        self._piece = None if pieces is None else pieces.piece
+        self._is_whole = _is_whole(self._before_text)  # the text so far ends with a whole character
 
     def feed(self, token: int) -> str:
         """Add a token; return the text that is complete with it."""
+        if self._is_whole and self._piece is not None and (piece := self._piece(token)) is not None:
+            self._before, self._before_text = [token], None
+            return piece
+        self._is_whole = False
+        if self._before_text is None:
+            self._before_text = self._decode(self._before)
         self._pending.append(token)
         text = self._decode(self._before + self._pending)
         unfinished = text.endswith("\ufffd") and len(self._pending) < _LONGEST_CHARACTER
@@ -110,7 +126,13 @@ class IncrementalDetokenizer:
         return self._emit(self._decode(self._before + self._pending)) if self._pending else ""
 
     def _emit(self, text: str) -> str:
+        assert self._before_text is not None, "feed decodes it"
         piece = text[len(self._before_text) :]
         self._before, self._pending = self._pending, []
         self._before_text = self._decode(self._before)
+        self._is_whole = _is_whole(self._before_text)
         return piece
+
+
+def _is_whole(text: str) -> bool:
+    return bool(text) and not text.endswith("\ufffd")

@@ -10,7 +10,7 @@ import torch
 
 def upload(numbers: np.ndarray | Sequence[int], device: torch.device) -> torch.Tensor:
     """Return the numbers on `device`. On a GPU the copy is one more entry of its stream: the host goes on."""
-    tensor = torch.from_numpy(np.asarray(numbers))
+    tensor = torch.from_numpy(numbers if isinstance(numbers, np.ndarray) else np.array(numbers, np.int64))
     if device.type == "cuda":  # from other memory the copy waits for what the GPU computes
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from handlers.generation.detokenizer import TokenTexts
+from handlers.generation.token_pieces import TokenPieces
 from handlers.rolling_batch.admission import Admission
 from handlers.rolling_batch.device_arrays import unknown_token
 from handlers.rolling_batch.grammars import Grammar
@@ -62,7 +63,9 @@ class RollingBatchEngine:
         self._runner = runner
         self._scheduler = scheduler
         self._tokenizer = tokenizer
-        self._texts = TokenTexts(lambda ids: str(tokenizer.decode(ids)), tokenizer.all_special_ids)
+        self._texts = TokenTexts(
+            lambda ids: str(tokenizer.decode(ids)), tokenizer.all_special_ids, TokenPieces(tokenizer)
+        )
         self.vocabulary = runner.vocabulary  # logits of a row
         self.end_ids = eos_ids  # the tokens that end a sequence
         length = min(max_len, scheduler.limits.kv_tokens)

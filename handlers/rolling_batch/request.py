@@ -50,7 +50,9 @@ class Request:
 
     def __post_init__(self) -> None:
         prompt, parameters = self.sequence.tokens, self.parameters
-        self.detokenizer = IncrementalDetokenizer(self.tokenizer, prompt, parameters.skip_special_tokens)
+        self.detokenizer = IncrementalDetokenizer(
+            self.tokenizer, prompt, parameters.skip_special_tokens, self.texts.pieces
+        )
         self.stop = StopMatcher(parameters.stop, parameters.include_stop_str_in_output)
         self.stop_ids = frozenset(parameters.stop_token_ids)
         if self.scores_prompt:

@@ -11,6 +11,7 @@ from handlers.cpu_kernels.arguments import SeenColumns, SlotSpan
 from handlers.rolling_batch.attention.kv_cache import KVCache
 from handlers.rolling_batch.attention.rows import ChunkGroup, StepRows
 from handlers.rolling_batch.attention.terms import AttentionTerms
+from handlers.rolling_batch.device_arrays import upload
 
 MAX_SCORES = 2**26
 """The most scores (heads, rows, columns) that torch's operators compute at a time; they may keep all of them."""
@@ -31,7 +32,7 @@ class SingleRows:
 
     @classmethod
     def from_rows(cls, rows: StepRows, device: torch.device) -> SingleRows:
-        slots, positions = (torch.as_tensor(numbers, device=device) for numbers in (rows.slots, rows.positions))
+        slots, positions = (upload(numbers, device) for numbers in (rows.slots, rows.positions))
         return cls(slots, positions, int(rows.positions.max()) + 1)
 
     def seen(self, window: int, chunk: int) -> torch.Tensor:
@@ -148,7 +149,7 @@ def _seen_columns(
     columns: SeenColumns, block: slice, count: int, terms: AttentionTerms, device: torch.device
 ) -> torch.Tensor:
     """Return which of `count` columns the rows of `block` see, (rows, columns)."""
-    first, last = (torch.as_tensor(own[block], device=device)[:, None] for own in (columns.first_own, columns.last_own))
+    first, last = (upload(own[block], device)[:, None] for own in (columns.first_own, columns.last_own))
     column = torch.arange(count, device=device)
     shared = column < columns.start - columns.begin
     seen = shared | ((column >= first) & (column < last))

@@ -82,6 +82,7 @@ class ModelRunner:
         self._attention_layers = probe_layers(model, probe_name, self._inputs, keeps_states(model))
         self.states = ModelStates.from_model(model, self._inputs, self.device)
         self._communicator = communicator
+        self._is_spread = is_spread(model)
         if self.states is not None and (reason := self._why_divided()) is not None:
             raise UnsupportedAttentionError(f"its layers keep states, and {reason}")
         on_cpu = self.device.type == "cpu"
@@ -207,7 +208,7 @@ class ModelRunner:
     def _why_divided(self) -> str | None:
         if self._communicator is not None:
             return "the model is split over ranks"
-        return "the model is spread over several devices" if is_spread(self._model) else None
+        return "the model is spread over several devices" if self._is_spread else None
 
     def _decode_eagerly(self, token_ids: list[int], positions: list[int], slots: list[int]) -> torch.Tensor:
         return self._compute(Pass(token_ids, positions, slots, [], [0], [], []))
@@ -300,7 +301,7 @@ class ModelRunner:
             assert self._passes is not None
             ids = self._token_ids(step, before)
             logits = self._passes.logits(ids, step.positions, step.slots)
-            return logits if step.keep == list(range(len(logits))) else logits[step.keep]
+            return logits if step.keep == list(range(len(logits))) else logits[upload(step.keep, logits.device)]
         if self._has_helpers:
             rows, few = len(step.token_ids), self._unpadded_rows
             begin_pass(self._is_at_once(rows, step.chunks) or max(rows, len(step.keep)) <= few)
@@ -331,8 +332,8 @@ class ModelRunner:
 
     def _forward(self, token_ids: torch.Tensor, positions: list[int], keep: list[int]) -> torch.Tensor:
         ids, places = token_ids[None], upload(positions, self.device)[None]
-        # Not a tensor: accelerate would move that to the first device of a model, and the rows are on its last one.
-        kept = np.array(keep, np.int64)
+        # accelerate moves tensors to the first device of a model; the rows are on its last one.
+        kept = np.array(keep, np.int64) if self._is_spread or self.device.type == "cpu" else upload(keep, self.device)
         if self._decoder is not None and (normed := self._decoder.normed(ids, places, kept)) is not None:
             if self._has_helpers:
                 begin_pass(len(kept) <= self._decoder.max_head_rows)  # the head is one operation of OpenMP's
