@@ -17,12 +17,13 @@ class TokenPieces:
     """The pieces of a fast tokenizer's tokens; each is found on first use and then kept."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._kind = None if self._backend is None else _kind_of(_decoder(self._backend))
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._kind = None if backend is None else _kind_of(_decoder(backend))
+        self._backend: Any = backend
         self._bytes = _byte_of_character() if self._kind == "bytes" else {}
         self._found: dict[int, str | None] = {}
         if self._kind is not None:
-            added = self._backend.get_added_tokens_decoder()
+            added = backend.get_added_tokens_decoder()
             self._found = {token: None for token, entry in added.items() if entry.special}
 
     def piece(self, token: int) -> str | None:
