@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from types import FrameType
 
 from lmi_server.contract.batch_progress import BatchProgress
-from lmi_server.contract.errors import EXITS, ModelLoadError, describe, exit_message
+from lmi_server.contract.errors import EXITS
 from lmi_server.contract.handler import LLMHandler, RequestHandler
 from lmi_server.contract.link import FrontendLink
 from lmi_server.contract.protocol import Command, Ready, Submit
@@ -35,6 +35,7 @@ from lmi_server.worker.processors.responses import ResponseProcessor
 from lmi_server.worker.services.base import WorkerService
 from lmi_server.worker.services.batches import QueueRunner
 from lmi_server.worker.services.concurrent import LoopRunner
+from lmi_server.worker.services.load_outcome import LoadOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,7 @@ class ThreadedService(WorkerService):
         self._exit_code = 0
         self._stopping = False
         self._hang_is_logged = False
-        self._loaded: Future[Ready] = Future()
-        self._loaded.set_running_or_notify_cancel()  # a shutdown cancels who waits for it, but not the future itself
+        self._outcome = LoadOutcome()
         self._start = threading.Event()
         self._ended: Future[None] = Future()
         self._pid = os.getpid()
@@ -74,7 +74,7 @@ class ThreadedService(WorkerService):
 
     async def load(self) -> Ready:
         self._start.set()
-        return await asyncio.wrap_future(self._loaded)
+        return await self._outcome.wait()
 
     def submit(self, submit: Submit, writer: ResponseWriter) -> None:
         self._running().submit(submit, writer)
@@ -152,27 +152,15 @@ class ThreadedService(WorkerService):
             # one of the two stops it, however the threads run.
             if self._stopping:
                 runner.stop()
-            runner.run(self._loaded.set_result)
+            runner.run(self._outcome.succeed)
         except BaseException as error:
-            if not self._is_loaded():
-                self._fail_loading(error)
+            if not self._outcome.is_loaded:
+                self._outcome.fail(error)
                 return
             if not isinstance(error, EXITS):
                 raise
             self._exit(error)
         self._handler.stop()
-
-    def _is_loaded(self) -> bool:
-        return self._loaded.done() and self._loaded.exception() is None
-
-    def _fail_loading(self, error: BaseException) -> None:
-        if self._loaded.done():
-            return
-        if isinstance(error, EXITS):
-            error = ModelLoadError(exit_message(error))
-        elif not isinstance(error, Exception):
-            error = ModelLoadError(describe(error))
-        self._loaded.set_exception(error)
 
     def _start_handler(self) -> QueueRunner | LoopRunner:
         """Load the model, as far as its handler does so by itself, and return what runs its requests."""
@@ -190,10 +178,10 @@ class ThreadedService(WorkerService):
 
     def _on_loop_exit(self, error: BaseException) -> None:
         """End the process, or fail the load, before the event loop of the handler has come to its end: it may hang."""
-        if self._is_loaded():
+        if self._outcome.is_loaded:
             self._exit(error)
         else:
-            self._fail_loading(error)
+            self._outcome.fail(error)
 
     def _exit(self, error: BaseException) -> None:
         """End the process, as the handler wants it."""
