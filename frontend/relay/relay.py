@@ -25,7 +25,7 @@ from frontend.observability.trace_context import Tracer
 from frontend.relay.answer import relay_stream, reply_with_error, send_whole
 from frontend.relay.model_choice import ModelChoice
 from frontend.relay.request import ClientGoneError, RelayedRequest, sent_request_id
-from frontend.relay.response import Response
+from frontend.relay.response import RelayedResponse
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError, PayloadTooLargeError
 from lmi_server.contract.protocol import Input
@@ -106,7 +106,7 @@ class Relay:
             headers = headers if trace is None else [(b"traceparent", trace.header.encode()), *headers]
         if request.route in self._id_headers:
             headers = [(self._id_headers[request.route], request.request_id.encode("latin-1")), *headers]
-        request.response = Response(request.connection, send, request.request_id, headers)
+        request.response = RelayedResponse(request.connection, send, request.request_id, headers)
 
     def _check_page(self, request: RelayedRequest) -> None:
         """Raise PermissionDeniedError for a web page of another site."""

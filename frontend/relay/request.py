@@ -16,7 +16,7 @@ from frontend.http.deadlines import deadline_of
 from frontend.http.protocol import ClientConnection, connection_of, header_names
 from frontend.http.request_ids import new_request_id
 from frontend.observability.trace_context import RequestTrace
-from frontend.relay.response import Response
+from frontend.relay.response import RelayedResponse
 from lmi_server.contract.errors import MalformedUrlError, PayloadTooLargeError, RequestError
 from lmi_server.contract.protocol import DEFAULT_PRIORITY, Input
 from lmi_server.contract.quoting import excerpt
@@ -60,7 +60,7 @@ class RelayedRequest:
     came. `body` is None until it is read.
     """
 
-    response: Response
+    response: RelayedResponse
 
     def __init__(self, route: str, scope: Scope, receive: Receive, id_header: str) -> None:
         self.arrived = time.monotonic()

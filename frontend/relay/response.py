@@ -17,7 +17,7 @@ _SET_HERE = frozenset({"cache-control", "expires", "pragma", "x-request-id"})  #
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding"})  # uvicorn acts on them
 
 
-class Response:
+class RelayedResponse:
     """Writes the answer to one request as ASGI messages. `headers` are added to every answer."""
 
     __slots__ = ("_connection", "_has_body", "_headers", "_request_id", "_send")

@@ -9,7 +9,7 @@ import pytest
 
 from frontend.http.request_ids import new_request_id
 from frontend.relay.request import RelayedRequest, model_and_priority, parse_priority
-from frontend.relay.response import Response
+from frontend.relay.response import RelayedResponse
 from lmi_server.contract.errors import RequestError
 
 
@@ -76,7 +76,7 @@ def answer(headers: list[tuple[str, str]], body: bytes = b"{}") -> tuple[Recordi
     async def send(message: Any) -> None:
         messages.append(message)
 
-    response = Response(cast(Any, connection), send, "id-1", [(b"pragma", b"no-cache")])
+    response = RelayedResponse(cast(Any, connection), send, "id-1", [(b"pragma", b"no-cache")])
     asyncio.run(response.whole(200, headers, body))
     return connection, messages
 

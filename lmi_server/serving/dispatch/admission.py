@@ -12,7 +12,7 @@ from lmi_server.serving.roster import WorkerRoster
 from lmi_server.supervisor.job import Job
 
 
-class Admission:
+class QueueAdmission:
     """Puts requests into the queue, or refuses them and says when there may be room.
 
     `max_delay_s` is for how long a request may wait, by the rate at which requests end; None for any time. `on_no_room`

@@ -33,7 +33,7 @@ from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import CANCELLED, RECALLED, Begun, Chunk, End, Error, Frame, Head, Input, Reply
 from lmi_server.serving.dispatch import deadlines
-from lmi_server.serving.dispatch.admission import Admission
+from lmi_server.serving.dispatch.admission import QueueAdmission
 from lmi_server.serving.dispatch.batch_forming import BatchForming
 from lmi_server.serving.dispatch.job_queue import JobQueue
 from lmi_server.serving.dispatch.lending import Lending
@@ -79,7 +79,7 @@ class Dispatcher:
         self.batch_sizes = Histogram(_BATCH_SIZES)
         self._ids = itertools.count(1)
         self.router = Router(settings, roster)
-        self._admission = Admission(
+        self._admission = QueueAdmission(
             self._queue, self._rate, roster, self.router, settings.max_queue_delay_s, on_no_room
         )
         self.recovery = Recovery(settings.quarantine_s)
