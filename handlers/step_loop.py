@@ -114,7 +114,8 @@ class StepLoop(Generic[E]):
         if self._stopping:  # after `prepare`, during which the loop may have been stopped
             raise ModelNotReadyError("the model is shutting down")
         inbox = _Inbox()
-        self._command(lambda: self._add(inbox, add))
+        self._command(functools.partial(self._add, inbox, add))
+        del add  # else the traceback of an aborted request would hold what it was given, such as images
         try:
             while True:
                 for output in await inbox.take():

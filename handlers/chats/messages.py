@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lmi_server.contract.errors import RequestError
@@ -45,8 +46,54 @@ def with_known_roles(messages: Sequence[Mapping[str, Any]], template: Any) -> Se
     if known or all(message["role"] != "developer" for message in messages):
         return messages
     instructions = [message for message in messages if message["role"] in ("developer", "system")]
-    whole = {**instructions[0], "role": "system", "content": "\n\n".join(one["content"] for one in instructions)}
+    whole = {**instructions[0], "role": "system", "content": "\n\n".join(_text(one["content"]) for one in instructions)}
     return [whole, *(message for message in messages if message["role"] not in ("developer", "system"))]
+
+
+def _text(content: Any) -> str:
+    """Return a content as one text, as LMI joins parts."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
+
+
+@dataclass(frozen=True)
+class ContentForms:
+    """The forms of a message's content that a template renders: a text, or a list of parts.
+
+    `image` stands for an image in a text.
+    """
+
+    text: bool
+    parts: bool
+    image: str
+
+    @classmethod
+    def from_template(cls, render: Callable[[list[dict[str, Any]]], str], image: str) -> ContentForms:
+        """Find out what a template of a model that reads images renders; `render` renders messages."""
+        mark = "probe"
+        text = _rendered(render, mark)
+        parts = _rendered(render, [{"type": "text", "text": mark}])
+        takes_parts = mark in parts and "'type'" not in parts
+        return cls(text=mark in text or not takes_parts, parts=takes_parts, image=image)
+
+    def apply(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages in a form that the template renders."""
+        return [{**message, "content": self._content(message.get("content"))} for message in messages]
+
+    def _content(self, content: Any) -> Any:
+        if isinstance(content, str):
+            return content if self.text else [{"type": "text", "text": content}]
+        if not isinstance(content, list) or self.parts:
+            return content
+        images = [self.image for part in content if part.get("type") != "text"]
+        return "\n".join([*images, *(part["text"] for part in content if part.get("type") == "text")])
+
+
+def _rendered(render: Callable[[list[dict[str, Any]]], str], content: Any) -> str:
+    try:
+        return render([{"role": "user", "content": content}])
+    # The border to the template's own code, which may raise anything for a form that it does not take.
+    except Exception:  # noqa: BLE001
+        return ""
 
 
 def _assistant(name: str, message: Mapping[str, Any], arguments_as_text: Callable[[], bool]) -> dict[str, Any]:

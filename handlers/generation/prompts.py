@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from handlers.chats.messages import needs_text, template_messages, with_known_roles
+from handlers.chats.messages import ContentForms, needs_text, template_messages, with_known_roles
 from handlers.checkpoints.text_length import LONG_TEXT_CHARS, TextLength
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import ChatOptions, GenerationRequest
@@ -23,10 +23,14 @@ _NICENESS = 10  # of that thread: what runs has the first claim on the cores
 
 
 class PromptEncoder:
-    """Encodes prompts of any form: token ids, text or messages."""
+    """Encodes prompts of any form: token ids, text or messages.
 
-    def __init__(self, tokenizer: Any) -> None:
+    `image` is what stands for an image in the prompts of a model that reads images; contents may be parts then.
+    """
+
+    def __init__(self, tokenizer: Any, image: str | None = None) -> None:
         self.tokenizer = tokenizer
+        self._image = image
         self._length = TextLength(tokenizer)
         # One thread for each, so that any number of long prompts takes one core at most. A thread of low priority must
         # hardly ever have the GIL: a thread that waits for the GIL would wait until other programs leave it a core.
@@ -64,6 +68,15 @@ class PromptEncoder:
         if len(text) > LONG_TEXT_CHARS:
             return await self._tokenize_long(text, special, limit), text
         return self.tokenize(text, special), text
+
+    async def render(self, request: GenerationRequest, limit: int = 0) -> str:
+        """Return the text of a chat by its template. Raises as `encode`."""
+        return await self._text(request, limit, self._python_thread)
+
+    async def tokenize_rendered(self, text: str, limit: int = 0) -> list[int]:
+        """Return the token ids of a rendered chat. Raises ContextLengthError as `encode`."""
+        self._length.check(text, limit)
+        return await self._tokenize_long(text, add_special_tokens=False, limit=limit)
 
     async def count(self, request: GenerationRequest, limit: int = 0) -> list[int]:
         """Return the token ids of a request's text or chat, which may be longer than a prompt.
@@ -141,6 +154,8 @@ class PromptEncoder:
             )
         chat = request.chat
         messages = with_known_roles(request.messages or (), self.tokenizer.chat_template)
+        if self._image is not None:
+            messages = self._content_forms(self._image).apply(messages)
         try:
             text: str = self.tokenizer.apply_chat_template(
                 template_messages(messages, self._arguments_as_text),
@@ -154,6 +169,12 @@ class PromptEncoder:
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
         return text
+
+    @functools.cache  # noqa: B019 - one encoder for each model, which lives as long as the process
+    def _content_forms(self, image: str) -> ContentForms:
+        return ContentForms.from_template(
+            lambda messages: str(self.tokenizer.apply_chat_template(messages, tokenize=False)), image
+        )
 
     @functools.cache  # noqa: B019 - one encoder for each model, which lives as long as the process
     def _arguments_as_text(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from handlers.checkpoints.placement import main_device, placement_details
 from handlers.checkpoints.quantization import quantization_details, rounds_activations
@@ -20,6 +20,7 @@ from handlers.ranks.sharding import (
     make_local,
 )
 from handlers.rolling_batch.engine_loading import LoadedModel, set_kernel_threads
+from handlers.rolling_batch.images.loading import load_image_model, load_images, reads_images
 from handlers.rolling_batch.runner.load_check import LoadCheck
 from handlers.rolling_batch.states.probe import keeps_states
 from lmi_server.configuration.options import NGRAM
@@ -62,6 +63,8 @@ def _load_draft(path: str, loaded: LoadedModel, options: HuggingFaceOptions) -> 
 
 
 def _load_whole(path: str, options: HuggingFaceOptions) -> LoadedModel:
+    if reads_images(load_config(path, options)):
+        return _load_with_images(path, options)
     model = load_model(AutoModelForCausalLM, path, options)
     max_len = _max_len(model, options)
     check = LoadCheck(model, max_len, rounds_activations=True) if rounds_activations(model) else None
@@ -75,8 +78,25 @@ def _load_whole(path: str, options: HuggingFaceOptions) -> LoadedModel:
     )
 
 
+def _load_with_images(path: str, options: HuggingFaceOptions) -> LoadedModel:
+    whole, model = load_image_model(path, options)
+    max_len, tokenizer = _max_len(model, options), load_tokenizer(path, options)
+    images = load_images(whole, path, tokenizer, options)
+    return LoadedModel(
+        model,
+        tokenizer,
+        max_len,
+        local_bytes(whole),
+        check=LoadCheck(whole, max_len, rounds_activations=rounds_activations(whole)),
+        details={**quantization_details(whole), **placement_details(whole)},
+        images=images,
+    )
+
+
 def _load_part(path: str, options: HuggingFaceOptions, rank: Rank) -> LoadedModel:
     config = load_config(path, options)
+    if reads_images(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelLoadError("a model that reads images is not split over ranks; set option.tensor_parallel_degree=1")
     if options.quantize or getattr(config, "quantization_config", None):
         raise ModelLoadError("quantised weights are not split over ranks; set option.tensor_parallel_degree=1")
     check_degree(config, rank.size)

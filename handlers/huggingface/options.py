@@ -12,6 +12,7 @@ from handlers.chats.options import tool_parser_note
 from handlers.checkpoints.options import TransformersEngine, TransformersOptions
 from handlers.checkpoints.rotary import steady_length
 from handlers.huggingface.unbatched import UNBATCHED
+from handlers.rolling_batch.images.options import ImageOptions
 from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.configuration.declaration import Conflict, Deprecated, NoEffect, Unavailable
 from lmi_server.configuration.options import (
@@ -28,7 +29,7 @@ from lmi_server.configuration.tasks import TEXT_GENERATION, Workload
 _NO_PADDING = "sequences are batched without padding"
 
 
-class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
+class HuggingFaceOptions(TransformersOptions, RollingBatchOptions, ImageOptions):
     """Keys of serving.properties for a causal language model under the rolling batch of transformers."""
 
     mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
@@ -61,6 +62,7 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions):
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         yield from super().conflicts(given)
         yield from self.reasoning_conflicts()
+        yield from self.image_conflicts()
 
     @property
     def default_stops(self) -> tuple[str, ...]:

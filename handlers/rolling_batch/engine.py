@@ -20,6 +20,7 @@ from handlers.rolling_batch.requests.token_choice import ChosenTokens, choose_to
 from handlers.rolling_batch.runner.step_runner import StepLogits, StepRunner
 from handlers.rolling_batch.sampling.chosen import NO_TOKEN, Sampled
 from handlers.rolling_batch.sampling.state import SamplingState
+from handlers.rolling_batch.schedule.images import PromptImages
 from handlers.rolling_batch.schedule.scheduler import Scheduler, Sequence, StepPlan
 from handlers.rolling_batch.speculation.drafting import Drafter
 from handlers.rolling_batch.speculation.verification import Verification
@@ -108,11 +109,12 @@ class RollingBatchEngine:
         adapter: LoraWeights | None = None,
         on_begin: Callable[[], None] | None = None,
         grammar: Grammar | None = None,
+        images: PromptImages | None = None,
     ) -> int:
         """Queue a request, and return its number; `emit` gets its deltas from `step`.
 
         `label` names it in messages, and need not be unique. `step` calls `on_begin` once the request runs. `grammar`
-        is the request's own, at its beginning.
+        is the request's own, at its beginning. `images` are those of the prompt.
 
         Raises ContextLengthError or RequestError if the request cannot be served at all.
         """
@@ -121,7 +123,7 @@ class RollingBatchEngine:
             parameters, prompt, self._admission.banned(parameters, grammar, max_new_tokens), grammar
         )
         number = next(self._numbers)
-        sequence = Sequence(number, list(prompt), len(prompt), max_new_tokens, priority, adapter)
+        sequence = Sequence(number, list(prompt), len(prompt), max_new_tokens, priority, adapter, images=images)
         # Scoring a prompt takes the logits of all its tokens, so that none of them may come from another sequence.
         sequence.may_reuse_prefix = parameters.prompt_logprobs is None
         request = Request(

@@ -19,6 +19,8 @@ from handlers.ranks.communicator import Communicator
 from handlers.rolling_batch.attention.decode_passes import CudaCapture
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
+from handlers.rolling_batch.images.intake import ImageModel
+from handlers.rolling_batch.images.loading import LoadedImages
 from handlers.rolling_batch.limits import refuse_unsteady_rope, scheduler_limits
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.runner.device_memory import enough_for_steps, records_graphs, step_size
@@ -53,6 +55,7 @@ class LoadedEngine:
     max_model_len: int
     kv_tokens: int
     details: dict[str, Any] = field(default_factory=dict)
+    images: ImageModel | None = None  # None: the model reads text alone
     chats: ModelChats | None = None  # None: the answers of chats are plain text, and requests with tools are refused
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of OpenAI requests, by the model's files
 
@@ -85,7 +88,8 @@ class LoadedModel:
     `max_len` counts tokens of prompt and output together, `weights` the bytes on each device of this rank. `check` has
     the logits of the model before any module was replaced; if it is None, those of the model as it is are taken.
     `is_local`: no parameter is a DTensor, so that modules can be fused. `details` are for the log and `explain`.
-    `draft` is the smaller model that drafts tokens, if there is one.
+    `draft` is the smaller model that drafts tokens, if there is one. `images` encodes images, or says why it cannot;
+    None if the model reads none.
     """
 
     model: Any
@@ -97,6 +101,7 @@ class LoadedModel:
     is_local: bool = True
     details: Mapping[str, Any] = field(default_factory=dict)
     draft: LoadedModel | None = None
+    images: LoadedImages | str | None = None
 
     def runner(self) -> ModelRunner:
         """Return the runner of the model's steps. Raises UnsupportedAttentionError."""
@@ -123,9 +128,11 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     threads = torch.get_num_threads()
     if runner.use_helpers() and drafting is not None:
         drafting.use_helpers()
+    images = _checked_images(loaded, runner)
     engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
     engine.force_ends(forced_eos_token_ids(model))
-    prompts, chats = PromptEncoder(tokenizer), ModelChats(tokenizer, options)
+    prompts = PromptEncoder(tokenizer, None if images is None else images.reader.placeholder)
+    chats = ModelChats(tokenizer, options)
     with enough_for_steps(runner, limits.kv_tokens, step):
         warm_up(engine, prompts, 4 if runner.device.type == "cpu" else min(step.idle_chunk, max_len - 2))
     drafts = speculate(engine, runner, drafting, options)
@@ -145,13 +152,30 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         "chunked_prefill_size": limits.chunk_size,
         "schedule_policy": limits.policy,
         **loaded.details,
+        **({} if loaded.images is None else {"images": "text alone" if images is None else "read"}),
         **chats.details,
         "fused_modules": runner.fused,
         **decoding,
         **drafts,
         "load_seconds": round(time.perf_counter() - began, 1),
     }
-    return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, chats, sampling_defaults(model))
+    defaults = sampling_defaults(model)
+    return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, images, chats, defaults)
+
+
+def _checked_images(loaded: LoadedModel, runner: ModelRunner) -> ImageModel | None:
+    """Return what encodes the model's images, if a prompt with one has the model's own logits; else log why not."""
+    images = loaded.images
+    if images is None or isinstance(images, str):  # the log has said why
+        return None
+    difference = images.check.difference(runner.run, runner.cache.max_len)
+    limit = 1e-3 if runner.dtype == torch.float32 else 0.25  # of the spread, as for text
+    if difference is not None and difference <= limit:
+        runner.cache.trim(0, 0)
+        return images.model
+    why = "one does not fit option.max_model_len" if difference is None else f"the logits are off by {difference:.2g}"
+    logger.warning("the model is served for text alone: its images cannot be read under the rolling batch: %s", why)
+    return None
 
 
 def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOptions) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine
     from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel
     from handlers.rolling_batch.grammars import Grammar
+    from handlers.rolling_batch.images.intake import ImageIntake
     from handlers.rolling_batch.options import RollingBatchOptions
 
 # Seven requests sent at once reach the engine within ten milliseconds, but a step of prompts takes thirty or more: a
@@ -42,6 +43,7 @@ class SchedulingHandler(LLMHandler):
         self._loaded: LoadedEngine
         self._adapters: LoadedAdapters
         self._grammars: GrammarCache[Any]
+        self._intake: ImageIntake | None
 
     @abstractmethod
     def load_engine(self, model_dir: str, options: Any) -> LoadedEngine:
@@ -68,14 +70,27 @@ class SchedulingHandler(LLMHandler):
         if options.enable_lora:
             await self._adapters.prepare()
         self._grammars = self._grammar_cache(self.max_white_space(options))
-        chats = self._loaded.chats
+        self._intake = self._image_intake(options)
         return ModelInfo(
             max_model_len=self._loaded.max_model_len,
-            features=_FEATURES if chats is None else _FEATURES | {"tools"},
+            features=self._features(),
             sampling_defaults=self._loaded.sampling_defaults,
             details=self._loaded.details,
             window=self.window(options),
         )
+
+    def _image_intake(self, options: Any) -> ImageIntake | None:
+        loaded = self._loaded
+        if loaded.images is None:
+            return None
+        from handlers.rolling_batch.images.intake import ImageIntake
+
+        return ImageIntake(loaded.images, loaded.prompts, self._loop, options, loaded.max_model_len)
+
+    def _features(self) -> frozenset[Feature]:
+        chats: frozenset[Feature] = frozenset() if self._loaded.chats is None else frozenset({"tools"})
+        media: frozenset[Feature] = frozenset() if self._intake is None else frozenset({"media"})
+        return _FEATURES | chats | media
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
@@ -123,13 +138,28 @@ class SchedulingHandler(LLMHandler):
     async def _prepare(self, request: GenerationRequest, on_begin: Callable[[], None] | None) -> AddRequest:
         grammar = await self._grammar(request.sampling.structured_outputs)
         weights = None if request.adapter is None else await self._adapters.weights(request.adapter)
-        prompt, text = await self._loaded.prompts.encode(request, self._loaded.max_model_len)
+        images = None
+        if self._intake is not None and self._intake.concerns(request):
+            prompt, text, images = await self._intake.encode(request)
+        else:
+            prompt, text = await self._loaded.prompts.encode(request, self._loaded.max_model_len)
         engine = self._loop.engine
         return lambda emit: engine.add(
-            request.request_id, prompt, request.sampling, text, request.priority, emit, weights, on_begin, grammar
+            request.request_id,
+            prompt,
+            request.sampling,
+            text,
+            request.priority,
+            emit,
+            weights,
+            on_begin,
+            grammar,
+            images,
         )
 
     async def tokenize(self, request: GenerationRequest) -> list[int]:
+        if self._intake is not None and self._intake.concerns(request):
+            return await self._intake.count(request)
         return await self._loaded.prompts.count(request, self._loaded.max_model_len)
 
     def tokenizer(self) -> Any:
@@ -149,7 +179,8 @@ class SchedulingHandler(LLMHandler):
         return await self._loaded.prompts.detokenize(tokens)
 
     def stats(self) -> Mapping[str, float]:
-        return self._loaded.stats()
+        more = {} if self._intake is None else self._intake.stats()
+        return {**self._loaded.stats(), **more}
 
     async def stop(self) -> None:
         self._grammars.stop()

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from handlers.chats.options import TOOL_PARSER_NOTE, tool_parser_note
 from handlers.chats.templates import AUTO
 from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
+from handlers.generation.media_options import MediaOptions
 from handlers.structured_output.options import WhiteSpaceLimit
 from handlers.vllm import engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect
@@ -25,8 +26,6 @@ from lmi_server.configuration.options import (
     STOP_SEQUENCE_DESCRIPTION,
     FloatDtype,
     JsonObject,
-    ModelOptions,
-    Names,
     NonNegativeFloat,
     ParallelDegree,
     PositiveFloat,
@@ -36,7 +35,6 @@ from lmi_server.configuration.options import (
     lower,
 )
 from lmi_server.configuration.references import (
-    FOR_OPERATOR,
     NAMES_CONNECTOR,
     NAMES_DRAFT,
     NAMES_DRAFTING,
@@ -60,7 +58,7 @@ _VARIABLES = {
 }
 
 
-class VllmEngineOptions(ModelOptions):
+class VllmEngineOptions(MediaOptions):
     """Keys of serving.properties for any model that vLLM runs; other arguments of its engine are passed on."""
 
     max_rolling_batch_size: Annotated[PositiveInt, Key(also=("option.max_num_seqs",), must_agree=True)] = 32
@@ -110,10 +108,6 @@ class VllmEngineOptions(ModelOptions):
     """Kind of tokenizer: auto, slow, mistral, ..."""
     limit_mm_per_prompt: Annotated[JsonObject | None, NAMES_NOTHING] = None
     """Maximum number of images, videos and other media per prompt, by kind."""
-    allowed_media_domains: Annotated[Names, NAMES_NOTHING] = ()
-    """Hosts from which URLs in requests may bring images and other media; if not set, any public."""
-    allow_private_media: Annotated[bool, FOR_OPERATOR] = False
-    """Fetch media from private addresses too, such as those of the server's own network."""
     kv_transfer_config: Annotated[JsonObject | None, NAMES_CONNECTOR] = None
     """Transfer of the KV cache between engines, as vLLM's JSON object."""
     speculative_config: Annotated[JsonObject | None, NAMES_DRAFTING] = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from lmi_server.configuration.model_directory.checkpoint import is_causal_lm
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.configuration.tasks import POOLING, TEXT_EMBEDDING, Workload
 from lmi_server.features import load as load  # for those who load what a table names
@@ -64,7 +65,8 @@ class HandlerSpec:
     - `reads_checkpoint`: the model is a Hugging Face checkpoint.
     - `reads_gguf`: the checkpoint may be a file in GGUF.
     - `weights_index`: the file that the directory of the weights must hold, if it is no Hugging Face checkpoint.
-    - `causal_lm_only`: it serves causal language models and no other architecture.
+    - `causal_lm_only`: it serves causal language models and no other architecture but `image_models`.
+    - `image_models`: architectures that read images beside text, and that it serves like causal language models.
     - `answers_tasks`: a request is a whole task of a Hugging Face model, answered in a static batch.
     - `degree_without_gpus`: what option.tensor_parallel_degree counts where no GPU is visible and mpirun starts no
       ranks: the devices of another kind, nothing, or processes that share the CPU.
@@ -102,6 +104,7 @@ class HandlerSpec:
     reads_gguf: bool = False
     weights_index: str | None = None
     causal_lm_only: bool = False
+    image_models: frozenset[str] = frozenset()
     answers_tasks: bool = False
     degree_without_gpus: Literal["devices", "nothing", "processes"] = "devices"
     one_worker_keys: tuple[str, ...] = ()
@@ -125,6 +128,10 @@ class HandlerSpec:
         others = machine.device_kind if self.runs_user_code else NVIDIA.kind
         accelerator, devices = machine.accelerator(self.device or others)
         return accelerator, tuple(device.name for device in devices)
+
+    def decodes(self, architectures: tuple[str, ...]) -> bool:
+        """Return whether it serves the text of a model with these architectures."""
+        return not self.causal_lm_only or is_causal_lm(architectures) or bool(self.image_models & {*architectures})
 
     def takes_over(self, architectures: tuple[str, ...], machine: Machine) -> bool:
         """Return whether the engine is here and serves a model that the default handler cannot batch."""
@@ -207,6 +214,13 @@ class HandlerTable:
 
 
 _NO_ADAPTERS = "compiled graphs take no adapters; merge the adapter into the model instead"
+_IMAGE_MODELS = frozenset(
+    f"{family}ForConditionalGeneration"
+    for family in (
+        *("Idefics3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3", "Qwen2VL", "Qwen2_5_VL"),
+        *("Qwen3VL", "Qwen3VLMoe", "SmolVLM"),
+    )
+)
 _HUGGING_FACE = HandlerSpec(
     title="huggingface",
     handler="handlers.huggingface.handler:HuggingFaceHandler",
@@ -218,6 +232,7 @@ _HUGGING_FACE = HandlerSpec(
     unbatched="handlers.huggingface.options:unbatched_rotary",
     engines=("transformers", "torch"),
     causal_lm_only=True,
+    image_models=_IMAGE_MODELS,
     reads_checkpoint=True,
     reads_gguf=True,
     batches_by_default=True,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.error import URLError
+from urllib.parse import urlsplit
 from urllib.request import (
+    BaseHandler,
     FTPHandler,
     HTTPHandler,
     HTTPSHandler,
@@ -28,14 +30,22 @@ _PIECE = 1 << 20
 _Connect = Callable[..., socket.socket]
 
 
-def fetch_bytes(url: str, *, private: bool = False, limit_s: float = LIMIT_S, max_bytes: int = MAX_BYTES) -> bytes:
+def fetch_bytes(
+    url: str,
+    *,
+    private: bool = False,
+    limit_s: float = LIMIT_S,
+    max_bytes: int = MAX_BYTES,
+    hosts: Collection[str] = (),
+) -> bytes:
     """Return what an http or https URL answers; with `private`, from any address and by the proxies of the environment.
 
-    Raises PrivateAddressError, ValueError if there is more than `max_bytes` bytes of it, TimeoutError if it is not here
-    after `limit_s` seconds, and OSError or HTTPException otherwise.
+    If there are `hosts`, it comes from one of these alone, also after a redirect. Raises PrivateAddressError,
+    ValueError for another host and if there is more than `max_bytes` bytes of it, TimeoutError if it is not here after
+    `limit_s` seconds, and OSError or HTTPException otherwise.
     """
     clock = _Clock(limit_s, connect_to_any if private else connect_to_public)
-    with clock.running(), _opener(clock.connect, private).open(url, timeout=limit_s) as answer:
+    with clock.running(), _opener(clock.connect, private, hosts).open(url, timeout=limit_s) as answer:
         return b"".join(_pieces(answer, max_bytes))
 
 
@@ -102,10 +112,28 @@ class _Clock:
         return TimeoutError(f"what the URL leads to did not arrive within {self._limit_s:g} seconds")
 
 
-def _opener(connect: _Connect, private: bool) -> OpenerDirector:
+def _opener(connect: _Connect, private: bool, hosts: Collection[str]) -> OpenerDirector:
     """Return what opens URLs. A proxy, or FTP behind a redirect, would connect without the check of the address."""
     proxies = ProxyHandler() if private else ProxyHandler({})
-    return build_opener(proxies, _Http(connect), _Https(connect), _NoFtp())
+    return build_opener(proxies, _Http(connect), _Https(connect), _NoFtp(), _Hosts(hosts))
+
+
+class _Hosts(BaseHandler):
+    """Refuses requests to other hosts than the named ones; an empty collection names all."""
+
+    handler_order = 0
+
+    def __init__(self, hosts: Collection[str]) -> None:
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    def _check(self, req: Request) -> Request:
+        host = (urlsplit(req.full_url).hostname or "").lower()
+        if self._hosts and host not in self._hosts:
+            raise ValueError(f"the URL leads to the host {host}, and option.allowed_media_domains names others")
+        return req
+
+    http_request = _check
+    https_request = _check
 
 
 class _Http(HTTPHandler):

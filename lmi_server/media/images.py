@@ -35,12 +35,12 @@ def open_image(data: bytes, budget: MediaBudget | None = None) -> Image:
     return image
 
 
-def read_image(name: str, data: bytes) -> Image:
+def read_image(name: str, data: bytes, budget: MediaBudget | None = None) -> Image:
     """Return the decoded image of a request's field. Raises RequestError and PayloadTooLargeError."""
     from PIL import UnidentifiedImageError
 
     try:
-        image = open_image(data)
+        image = open_image(data, budget)
         image.load()
     except LmiServerError:
         raise

@@ -96,6 +96,7 @@ INSIDE_MAY_IMPORT = {
         "pages": {"attention"},
         "fused": {"attention"},
         "cpu": {"attention", "fused", "options"},
+        "images": {"schedule"},
         "lora": {"cpu", "engine", "fused"},
         "states": {"attention", "schedule"},
         "runner": {
@@ -103,6 +104,7 @@ INSIDE_MAY_IMPORT = {
             "cpu",
             "device_arrays",
             "fused",
+            "images",
             "lora",
             "options",
             "pages",

@@ -35,6 +35,7 @@ class SlotAttention:
         self._cache = cache
         self._terms = terms
         self._operators = _operators(cache)
+        self._masked = TorchAttention(cache)  # for rows that see later ones
         self._rows = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
         self._groups: list[ChunkGroup] = []
         self._decoding: SingleRows | None = None
@@ -124,7 +125,12 @@ class SlotAttention:
                 torch.cat((kept[before], own[None, :, rows]), 2) for kept, own in ((keys, key), (values, value))
             )
             span = SlotSpan(0, 0, keys.shape[2])
-        self._operators.attend_chunk(query[:, rows], keys, values, span, out[rows], columns, terms)
+        chunk = (query[:, rows], keys, values, span, out[rows], columns, terms)
+        ends = group.ends(columns)
+        if ends is None:
+            self._operators.attend_chunk(*chunk)
+        else:
+            self._masked.attend_chunk(*chunk, ends)
 
 
 def _operators(cache: KVCache) -> KernelAttention | TorchAttention:

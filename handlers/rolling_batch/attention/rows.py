@@ -15,7 +15,7 @@ class ChunkRows:
     """Rows `first:last` of the pass are tokens `start:end` of the sequence in `slot`.
 
     `source` is the slot that holds the tokens before `start`: `slot` itself, or one from which they are copied after
-    this step.
+    this step. The tokens of each of `blocks`, from begin to end, attend to each other in both directions.
     """
 
     slot: int
@@ -24,6 +24,7 @@ class ChunkRows:
     first: int
     last: int
     source: int
+    blocks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,17 @@ class ChunkGroup:
         if (window, chunk) not in self._columns:
             self._columns[window, chunk] = SeenColumns.of(self._lengths, self.chunks[0].start, window, chunk)
         return self._columns[window, chunk]
+
+    def ends(self, columns: SeenColumns) -> np.ndarray | None:
+        """Return the column behind the last one that each row sees; None if that is its own, as without blocks."""
+        if not any(chunk.blocks for chunk in self.chunks):
+            return None
+        ends = columns.last_own.copy()
+        for chunk in self.chunks:
+            for begin, end in chunk.blocks:
+                first, last = (chunk.first + token - chunk.start - self.rows.start for token in (begin, end))
+                ends[first:last] = ends[last - 1]
+        return ends
 
 
 def groups_of(chunks: list[ChunkRows]) -> list[ChunkGroup]:

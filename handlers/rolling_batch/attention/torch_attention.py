@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -130,8 +131,12 @@ class TorchAttention:
         out: torch.Tensor,
         columns: SeenColumns,
         terms: AttentionTerms,
+        ends: np.ndarray | None = None,
     ) -> None:
-        """query (heads, rows, dim), `span` of keys and values (slots, kv_heads, max_len, dim) -> out, by rows."""
+        """query (heads, rows, dim), `span` of keys and values (slots, kv_heads, max_len, dim) -> out, by rows.
+
+        Each row sees the columns before `ends`, if these are not those of its own token.
+        """
         keys, values = (kept[span.slot, :, span.first : span.last] for kept in (keys, values))
         grouped = query.unflatten(0, (keys.shape[0], -1))  # a group of heads shares keys and values
         shared = (keys.shape[0], grouped.shape[1], -1, -1)
@@ -140,19 +145,25 @@ class TorchAttention:
         sinks = _sinks_of(terms, keys.shape[0], 2)
         step = max(1, MAX_SCORES // (query.shape[0] * keys.shape[2]))
         for block in (slice(first, first + step) for first in range(0, rows, step)):
-            seen = _seen_columns(columns, block, keys.shape[2], terms, keys.device)
+            seen = _seen_columns(columns, block, keys.shape[2], terms, keys.device, ends)
             attended = _attention(grouped[:, :, block], keys, values, seen, terms, sinks)
             out[block] = attended.flatten(0, 1).transpose(0, 1)
 
 
 def _seen_columns(
-    columns: SeenColumns, block: slice, count: int, terms: AttentionTerms, device: torch.device
+    columns: SeenColumns,
+    block: slice,
+    count: int,
+    terms: AttentionTerms,
+    device: torch.device,
+    ends: np.ndarray | None,
 ) -> torch.Tensor:
     """Return which of `count` columns the rows of `block` see, (rows, columns)."""
     first, last = (upload(own[block], device)[:, None] for own in (columns.first_own, columns.last_own))
     column = torch.arange(count, device=device)
     shared = column < columns.start - columns.begin
-    seen = shared | ((column >= first) & (column < last))
+    end = last if ends is None else torch.as_tensor(ends[block], device=device)[:, None]
+    seen = shared | ((column >= first) & (column < end))
     if terms.window or terms.chunk:
         token = torch.where(shared, columns.begin + column, columns.start + column - first)
         own = columns.start + last - first - 1

@@ -44,7 +44,8 @@ def lora_targets(model: nn.Module) -> dict[str, LoraTarget]:
         if not found and module not in shared and _is_linear(module):
             found = {name: LoraTarget(module, 0, module_widths(module).outputs)}
         targets = {**found, **targets}
-    return targets
+    former_name = getattr(model, "former_name", str)  # of a part of a model
+    return {former_name(name): target for name, target in targets.items()}
 
 
 def _fused_targets(name: str, module: nn.Module) -> Iterator[tuple[str, LoraTarget]]:

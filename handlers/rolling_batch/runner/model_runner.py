@@ -37,6 +37,7 @@ from handlers.rolling_batch.device_arrays import known_tokens, upload
 from handlers.rolling_batch.fused.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.fused.modules import fuse
 from handlers.rolling_batch.fused.row_kernels import is_fusible
+from handlers.rolling_batch.images.prompt import EmbeddedRows, embedded_rows
 from handlers.rolling_batch.lora.layers import LoraLayers
 from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep, torch_compile
 from handlers.rolling_batch.runner.load_check import LoadCheck, keeps_rows, vocabulary_of
@@ -246,9 +247,10 @@ class ModelRunner:
         if self._lora is not None:
             self._lora.begin(adapters_of(plan), kept.rows)
         step = self._pad(lay_out(plan, kept.rows, row_by_row))
+        embedded = embedded_rows(plan, len(step.token_ids))
         self._broadcast(step)
         try:
-            logits = self._compute(step, before)[: len(kept.rows)]
+            logits = self._compute(step, before, embedded)[: len(kept.rows)]
         except BaseException as error:
             # Whether the other ranks have computed the step is unknown, so the group has to end.
             if self._communicator is not None:
@@ -287,7 +289,9 @@ class ModelRunner:
         if self._communicator is not None:
             self._communicator.broadcast(encode(message))
 
-    def _compute(self, step: Pass, before: torch.Tensor | None = None) -> torch.Tensor:
+    def _compute(
+        self, step: Pass, before: torch.Tensor | None = None, embedded: EmbeddedRows | None = None
+    ) -> torch.Tensor:
         """Return the logits of the rows to keep, padding last. Only rank 0 uses them."""
         self._copy(self._copies_due)
         for trim in step.trims:
@@ -297,7 +301,7 @@ class ModelRunner:
         later = {chunk.slot for chunk in step.chunks if chunk.source != chunk.slot}
         self._copies_due = [copy for copy in step.copies if copy.target in later]
         self._copy([copy for copy in step.copies if copy.target not in later])
-        if self._is_recorded(step):
+        if embedded is None and self._is_recorded(step):
             assert self._passes is not None
             ids = self._token_ids(step, before)
             logits = self._passes.logits(ids, step.positions, step.slots)
@@ -310,9 +314,9 @@ class ModelRunner:
         with torch.inference_mode():
             ids = self._token_ids(step, before)
             if self.states is None:
-                return self._forward(ids, step.positions, step.keep)
+                return self._forward(ids, step.positions, step.keep, embedded)
             self.states.begin(step.slots, step.positions, step.chunks, step.states)
-            logits = self._forward(ids, step.positions, step.keep)
+            logits = self._forward(ids, step.positions, step.keep, embedded)
             self.states.end(step.states)
             return logits
 
@@ -330,10 +334,14 @@ class ModelRunner:
         for copy in copies:
             self.cache.copy(copy.source, copy.target, copy.tokens)
 
-    def _forward(self, token_ids: torch.Tensor, positions: list[int], keep: list[int]) -> torch.Tensor:
+    def _forward(
+        self, token_ids: torch.Tensor, positions: list[int], keep: list[int], embedded: EmbeddedRows | None = None
+    ) -> torch.Tensor:
         ids, places = token_ids[None], upload(positions, self.device)[None]
         # accelerate moves tensors to the first device of a model; the rows are on its last one.
         kept = np.array(keep, np.int64) if self._is_spread or self.device.type == "cpu" else upload(keep, self.device)
+        if embedded is not None:
+            return self._embedded(embedded, ids, places, kept)
         if self._decoder is not None and (normed := self._decoder.normed(ids, places, kept)) is not None:
             if self._has_helpers:
                 begin_pass(len(kept) <= self._decoder.max_head_rows)  # the head is one operation of OpenMP's
@@ -342,6 +350,15 @@ class ModelRunner:
         if self._keeps_rows:
             return self._model(**inputs, logits_to_keep=kept).logits[0]
         return self._model(**inputs).logits[0, kept]
+
+    def _embedded(
+        self, embedded: EmbeddedRows, ids: torch.Tensor, places: torch.Tensor, kept: Any
+    ) -> torch.Tensor:
+        """Return the logits of a pass in which sequences have images."""
+        if embedded.positions is not None:
+            places = torch.from_numpy(embedded.positions).to(ids.device)[:, None]
+        inputs = embedded.inputs(ids, self._model.get_input_embeddings())
+        return self._model(**inputs, position_ids=places, use_cache=False, logits_to_keep=kept).logits[0]
 
 
 def _never(start: int, end: int) -> bool:

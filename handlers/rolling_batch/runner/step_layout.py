@@ -53,17 +53,30 @@ def lay_out(plan: StepPlan, keep: list[int], row_by_row: RowByRow) -> Pass:
         token_ids.extend(chunk.sequence.tokens[chunk.start : chunk.end])
         positions.extend(range(chunk.start, chunk.end))
         slot = chunk.sequence.slot
+        blocks = _blocks(chunk)
         if _is_row_by_row(chunk, sources.get(slot, -1), row_by_row):
             slots.extend([slot] * (chunk.end - chunk.start))
         else:
             source = sources.get(slot, slot)
-            chunks.append(ChunkRows(slot, chunk.start, chunk.end, first, len(token_ids), source))
+            chunks.append(ChunkRows(slot, chunk.start, chunk.end, first, len(token_ids), source, blocks))
     return Pass(token_ids, positions, slots, chunks, keep, plan.trims, plan.copies, plan.states)
 
 
 def _is_row_by_row(chunk: Chunk, source: int, row_by_row: RowByRow) -> bool:
-    """Whether a chunk attends row by row. Rows attend to their own slot only, so that none may have a `source`."""
-    return source < 0 and row_by_row(chunk.start, chunk.end)
+    """Whether a chunk attends row by row. Rows attend to their own slot up to themselves.
+
+    So none may have a `source`, or see later ones.
+    """
+    return source < 0 and not _blocks(chunk) and row_by_row(chunk.start, chunk.end)
+
+
+def _blocks(chunk: Chunk) -> tuple[tuple[int, int], ...]:
+    """Return the parts of a chunk whose tokens attend to each other in both directions."""
+    images = chunk.sequence.images
+    if images is None:
+        return ()
+    found = ((max(begin, chunk.start), min(end, chunk.end)) for begin, end in images.blocks)
+    return tuple((begin, end) for begin, end in found if begin < end)
 
 
 @dataclass(frozen=True)

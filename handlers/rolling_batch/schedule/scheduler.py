@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from handlers.rolling_batch.schedule.images import PromptImages
 from handlers.rolling_batch.schedule.slots import Match, SlotCopy, SlotTable, SlotTrim
 from handlers.rolling_batch.schedule.state_table import StateStep, StateTable
 
@@ -56,10 +57,16 @@ class Sequence:
     cached: int = -1  # prompt tokens that it took over from other sequences; -1 before it first ran
     arrival: int = -1
     overtaken: int = 0  # sequences that came later and were admitted before it
+    images: PromptImages | None = None  # of the prompt
     known: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.known = len(self.tokens)
+
+    @property
+    def keys(self) -> list[int]:
+        """What identifies its tokens in the prefix tree: the token ids, but for images."""
+        return self.tokens if self.images is None else self.images.keys_of(self.tokens)
 
     @property
     def max_kv_tokens(self) -> int:
@@ -228,7 +235,7 @@ class Scheduler:
         budget, of_prompt = self._prompt_tokens(len(decode))
         # Decoding sequences get their memory first; prompts take what is left in this step.
         room = self.limits.kv_tokens - self._running_tokens() - len(decode)
-        prefill = list(self._chunks(min(budget, room), of_prompt))
+        prefill = list(self._chunks(budget, of_prompt, room))
         drafts = self._drafts(decode, room, draft) if draft is not None and not prefill else {}
         for sequence in decode:
             self.slots.reserve(sequence.slot, sequence.computed + 1 + len(drafts.get(sequence, ())))
@@ -330,11 +337,11 @@ class Scheduler:
     def _match(self, sequence: Sequence) -> Match:
         if not sequence.may_reuse_prefix or self.limits.prompt_bucket is not None:
             return Match(-1, 0, 0)
-        return self.slots.find(sequence.adapter, sequence.tokens)
+        return self.slots.find(sequence.adapter, sequence.keys)
 
     def _start(self, sequence: Sequence, match: Match) -> bool:
         needed = sum(len(entry.tokens) for entry in self.running)
-        claimed = self.slots.claim(sequence.adapter, sequence.tokens, match, self.limits.kv_tokens - needed)
+        claimed = self.slots.claim(sequence.adapter, sequence.keys, match, self.limits.kv_tokens - needed)
         if claimed is None:
             return False
         sequence.slot, sequence.computed = claimed
@@ -374,7 +381,8 @@ class Scheduler:
         """Send running sequences back to the queue until the others can go on: of the lowest priority, the newest."""
         retracted: list[Sequence] = []
         while self.running:
-            wanted = max(sum(sequence.decoding and not sequence.ends for sequence in self.running), 1)
+            decoding = sum(sequence.decoding and not sequence.ends for sequence in self.running)
+            wanted = decoding or min((_least(each) for each in self.running if not each.ends), default=1)
             if self._running_tokens() + wanted <= self.limits.kv_tokens:
                 break
             last = max(self.running, key=lambda entry: (entry.priority, entry.arrival))
@@ -391,7 +399,7 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence, sound: bool) -> None:
         if sound and sequence.shares_prefix:
-            self.slots.release(sequence.slot, sequence.adapter, sequence.tokens)
+            self.slots.release(sequence.slot, sequence.adapter, sequence.keys)
         else:
             self.slots.discard(sequence.slot)
         sequence.slot, sequence.computed = -1, 0
@@ -404,21 +412,33 @@ class Scheduler:
         elif self.new_token_ratio > least:
             self.new_token_ratio = max(least, self.new_token_ratio - (self._start_ratio - least) / _RATIO_STEPS)
 
-    def _chunks(self, budget: int, of_prompt: int) -> Iterable[Chunk]:
+    def _chunks(self, budget: int, of_prompt: int, room: int) -> Iterable[Chunk]:
+        """Yield chunks of up to `budget` tokens, more for the rest of an image, and of `room` tokens in any case."""
         for sequence in self.running:
-            if budget <= 0:
+            if min(budget, room) <= 0:
                 return
             if not sequence.decoding:
                 # An empty chunk would get the logits of the row before it, which is another sequence's.
                 assert sequence.computed < len(sequence.tokens), "the last token of a sequence was never appended"
-                end = min(len(sequence.tokens), sequence.computed + self._max_at_once(sequence, min(budget, of_prompt)))
+                start, most = sequence.computed, min(budget, of_prompt, room)
+                end = min(len(sequence.tokens), start + self._max_at_once(sequence, most))
                 if self.slots.states is not None:
-                    end = self.slots.states.end_of_chunk(sequence.slot, sequence.computed, end)
-                budget -= end - sequence.computed
-                yield Chunk(sequence, sequence.computed, end)
+                    end = self.slots.states.end_of_chunk(sequence.slot, start, end)
+                if sequence.images is not None:
+                    end = sequence.images.chunk_end(start, end, start + room)
+                if end == start:  # an image for which there is no room yet
+                    continue
+                budget -= end - start
+                room -= end - start
+                yield Chunk(sequence, start, end)
 
     def _max_at_once(self, sequence: Sequence, budget: int) -> int:
         bucket = self.limits.prompt_bucket
         if bucket is None:
             return budget
         return 1 if sequence.computed else min(bucket, budget)
+
+
+def _least(sequence: Sequence) -> int:
+    """Return how many tokens the next chunk of a sequence has at least."""
+    return 1 if sequence.images is None else sequence.images.next_tokens(sequence.computed)

@@ -19,7 +19,7 @@ from lmi_server.configuration.choice.handler_choice import HandlerChoice
 from lmi_server.configuration.declaration import Option
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import DERIVED, Given, SortedKeys, nearest_key, spellings, unknown_key_warning
-from lmi_server.configuration.model_directory.checkpoint import READS_MORE, CheckpointFacts, is_causal_lm
+from lmi_server.configuration.model_directory.checkpoint import READS_MORE, CheckpointFacts
 from lmi_server.configuration.model_directory.gguf import gguf_files, read_gguf
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import ModelOptions, ServingOptions
@@ -142,7 +142,7 @@ class ModelChecks:
                 f"{self.checkpoint.directory}: no task follows from architecture {', '.join(names) or 'unknown'}; "
                 "set option.task"
             )
-        if self.spec.causal_lm_only and names and not is_causal_lm(names):
+        if names and not self.spec.decodes(names):
             yield f"{self.checkpoint.directory}: architecture {', '.join(names)} {self._why_not_decoded(names)}"
 
     def _why_not_decoded(self, names: tuple[str, ...]) -> str:

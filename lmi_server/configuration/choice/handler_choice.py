@@ -15,7 +15,7 @@ from lmi_server.configuration.choice.deciding_keys import ENTRY_POINT, MPI_MODE,
 from lmi_server.configuration.choice.recommender import recommend_rolling_batch
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable
 from lmi_server.configuration.layers import Given, Source
-from lmi_server.configuration.model_directory.checkpoint import READS_MORE, CheckpointFacts, is_causal_lm
+from lmi_server.configuration.model_directory.checkpoint import READS_MORE, CheckpointFacts
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, takes_requests
 from lmi_server.configuration.tasks import Workload
 from lmi_server.machine.inventory import Machine
@@ -244,6 +244,6 @@ class _Chooser:
     def _reads_more_than_text(self, chosen: HandlerChoice, workload: Workload) -> bool:
         """Return whether the model reads images or sounds too, and its handler, chosen by auto, decodes text alone."""
         names = workload.architectures
-        text_alone = chosen.spec is not None and chosen.spec.causal_lm_only and not is_causal_lm(names)
+        text_alone = chosen.spec is not None and not chosen.spec.decodes(names)
         by_auto = self._batches_by_auto and not workload.under_mpi and not workload.batches_statically
         return text_alone and by_auto and any(name.endswith(READS_MORE) for name in names)

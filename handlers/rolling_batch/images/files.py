@@ -1,0 +1,116 @@
+"""The images that a chat names: which parts of its messages they are, and the bytes of their files.
+
+A request may name an image by a data: URL, or by an address of the public internet (`lmi_server/media/`). All limits
+hold before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+
+from handlers.rolling_batch.images.options import ImageOptions
+from lmi_server.contract.errors import PayloadTooLargeError, RequestError
+from lmi_server.contract.quoting import excerpt
+from lmi_server.media.fetching import MAX_BYTES, fetch_bytes
+from lmi_server.media.public_addresses import PrivateAddressError
+
+_REMEDY = "send a data: URL with base64, such as data:image/png;base64,..., or an http or https URL"
+_TEXT, _IMAGE = "text", "image_url"
+_FETCH_S = 30.0
+PLACEHOLDER: Mapping[str, str] = {"type": "image"}
+"""What chat templates take in place of an image."""
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """An image of a chat: its URL, and its `name` in errors."""
+
+    name: str
+    url: str
+
+
+def holds_images(messages: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Return whether a part of a message is not text."""
+    return any(part.get("type") != _TEXT for _, part in _parts(messages or ()))
+
+
+def image_parts(messages: Sequence[Mapping[str, Any]], limit: int) -> list[ImagePart]:
+    """Return the images of a chat, in order. Raises RequestError for any other part, and for more than `limit`."""
+    found = [_image_part(name, part) for name, part in _parts(messages) if part.get("type") != _TEXT]
+    if len(found) > limit:
+        raise RequestError(
+            f"messages: {len(found)} images are more than option.limit_mm_per_prompt allows ({limit}); send fewer, or"
+            " raise it"
+        )
+    return found
+
+
+def with_placeholders(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages as chat templates take them: with a mark in place of each image."""
+    return [
+        {**message, "content": [part if part.get("type") == _TEXT else PLACEHOLDER for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            yield from ((f"messages[{index}].content[{place}]", part) for place, part in enumerate(content))
+
+
+def _image_part(name: str, part: Mapping[str, Any]) -> ImagePart:
+    kind = part.get("type")
+    if kind != _IMAGE:
+        raise RequestError(f"{name}.type: {excerpt(str(kind), 40)} is not allowed; send text or image_url")
+    value = part.get(_IMAGE)
+    url = value.get("url") if isinstance(value, Mapping) else value
+    if not isinstance(url, str):
+        raise RequestError(f"{name}.image_url must be an object with a url; {_REMEDY}")
+    return ImagePart(f"{name}.image_url.url", url)
+
+
+class ImageFiles:
+    """Brings the files of images, as the options of the model allow."""
+
+    def __init__(self, options: ImageOptions) -> None:
+        self._hosts: Collection[str] = options.allowed_media_domains
+        self._private = options.allow_private_media
+
+    def read(self, part: ImagePart) -> bytes:
+        """Return the bytes of a file; it may take as long as a fetch. Raises RequestError or PayloadTooLargeError."""
+        scheme = part.url[:8].lower()
+        if scheme.startswith("data:"):
+            return _decoded(part)
+        if scheme.startswith(("http://", "https://")):
+            return self._fetched(part)
+        raise RequestError(f"{part.name}: '{excerpt(part.url, 40)}' is not allowed; {_REMEDY}")
+
+    def _fetched(self, part: ImagePart) -> bytes:
+        try:
+            return fetch_bytes(part.url, private=self._private, limit_s=_FETCH_S, hosts=self._hosts)
+        except PrivateAddressError as error:
+            raise RequestError(f"{part.name}: {error}") from None
+        except (OSError, HTTPException, ValueError) as error:
+            raise RequestError(f"{part.name}: '{excerpt(part.url, 80)}' cannot be fetched: {error}") from None
+
+
+def _decoded(part: ImagePart) -> bytes:
+    """Return the bytes of a data: URL."""
+    head, comma, encoded = part.url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise RequestError(f"{part.name}: '{excerpt(part.url, 40)}' is not allowed; {_REMEDY}")
+    if len(encoded) > MAX_BYTES * 4 // 3 + 4:
+        raise PayloadTooLargeError(f"{part.name}: a file may have {MAX_BYTES >> 20} MiB; send a smaller one")
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError(f"{part.name} is not base64; {_REMEDY}") from None

@@ -1,0 +1,160 @@
+"""A request with images on its way to the engine.
+
+Files are fetched, decoded and processed in threads beside the engine's. The engine's thread encodes them, one image
+between two steps, so that the streams of others never wait for more than one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from handlers.generation.prompts import PromptEncoder
+from handlers.rolling_batch.images.encoder import ImageEncoder
+from handlers.rolling_batch.images.features import FeatureCache, KnownImage
+from handlers.rolling_batch.images.files import ImageFiles, ImagePart, holds_images, image_parts, with_placeholders
+from handlers.rolling_batch.images.options import ImageOptions
+from handlers.rolling_batch.images.prompt import EncodedImages, ImagePlace, blocks_of, keys_of
+from handlers.rolling_batch.images.reader import ImageKey, ImageReader, ReadImage
+from handlers.step_loop import StepLoop
+from lmi_server.contract.errors import ContextLengthError, RequestError
+from lmi_server.contract.generation import GenerationRequest
+from lmi_server.media.budget import MediaBudget
+
+_GIB = 2**30
+_FETCHES = 4  # at a time; each waits for another server
+_Image = ReadImage | KnownImage
+
+
+@dataclass(frozen=True)
+class ImageModel:
+    """What a loaded model has for images. `both_ways`: the tokens of an image attend to each other."""
+
+    reader: ImageReader
+    encoder: ImageEncoder
+    both_ways: bool
+
+
+class ImageIntake:
+    """Encodes prompts with images of a model under `loop`; `limit` are the tokens of a context."""
+
+    def __init__(
+        self, model: ImageModel, prompts: PromptEncoder, loop: StepLoop[Any], options: ImageOptions, limit: int
+    ) -> None:
+        self._model = model
+        self._prompts = prompts
+        self._loop = loop
+        self._files = ImageFiles(options)
+        self._max_images = options.max_images
+        self._limit = limit
+        self._cache = FeatureCache(int(options.image_cache_gb * _GIB))
+        self._fetching = ThreadPoolExecutor(_FETCHES, "image-files")
+        self._reading = ThreadPoolExecutor(1, "images")
+        # One request after the other: what is decoded of images that wait would take any amount of memory.
+        self._turn = asyncio.Lock()
+
+    def concerns(self, request: GenerationRequest) -> bool:
+        """Return whether a request has anything but text."""
+        return holds_images(request.messages)
+
+    async def encode(self, request: GenerationRequest) -> tuple[list[int], str, EncodedImages]:
+        """Return the token ids, the text and the images of a prompt.
+
+        Raises RequestError, ContextLengthError or PayloadTooLargeError.
+        """
+        text, files = await self._fetch(request)
+        async with self._turn:
+            keys = [self._model.reader.key(data, len(files)) for _, data in files]
+            found = await self._read(files, keys)
+            read = [_as_read(found[key]) for key in keys]
+            filled = self._model.reader.fill(text, [image.text for image in read])
+            ids = await self._prompts.tokenize_rendered(filled, self._limit)
+            if len(ids) >= self._limit:
+                raise ContextLengthError.from_counts(len(ids), 0, self._limit)
+            rows = self._model.reader.rows(ids, [image.count for image in read])
+            known = await self._encode(keys, found)
+        blocks = blocks_of(np.concatenate(rows)) if self._model.both_ways else ()
+        numbers = [key.number for key in keys]
+        images = EncodedImages(
+            keys_of(ids, list(zip(rows, numbers, strict=True))),
+            blocks,
+            tuple(ImagePlace(row, each.features, each) for row, each in zip(rows, known, strict=True)),
+            self._model.reader.positions(ids, [image.grid for image in read]),
+        )
+        return ids, filled, images
+
+    async def count(self, request: GenerationRequest) -> list[int]:
+        """Return the token ids of a prompt, without encoding its images. Raises as `encode`."""
+        text, files = await self._fetch(request)
+        async with self._turn:
+            keys = [self._model.reader.key(data, len(files)) for _, data in files]
+            found = await self._read(files, keys)
+        filled = self._model.reader.fill(text, [_as_read(found[key]).text for key in keys])
+        return await self._prompts.tokenize_rendered(filled, 0)
+
+    def stats(self) -> Mapping[str, float]:
+        """Return gauges and counters."""
+        return {
+            "image_cache_bytes": self._cache.held,
+            "encoded_images_total": self._cache.encoded,
+            "cached_images_total": self._cache.found,
+        }
+
+    async def _fetch(self, request: GenerationRequest) -> tuple[str, list[tuple[ImagePart, bytes]]]:
+        """Return the rendered chat and the files of its images."""
+        messages = request.messages or ()
+        parts = image_parts(messages, self._max_images)
+        if request.sampling.truncate:
+            raise RequestError("truncate is not allowed with images; leave it out")
+        placed = msgspec.structs.replace(request, messages=with_placeholders(messages))
+        text = await self._prompts.render(placed, self._limit)
+        run = asyncio.get_running_loop().run_in_executor
+        return text, [(part, await run(self._fetching, self._files.read, part)) for part in parts]
+
+    async def _read(self, files: Sequence[tuple[ImagePart, bytes]], keys: Sequence[ImageKey]) -> dict[ImageKey, _Image]:
+        """Return each image as the processor makes it; one that is known is not decoded again."""
+        run = asyncio.get_running_loop().run_in_executor
+        budget = MediaBudget()
+        found: dict[ImageKey, _Image] = {}
+        for (part, data), key in zip(files, keys, strict=True):
+            if key in found:
+                continue
+            known = self._cache.find(key)
+            if known is not None:
+                found[key] = known
+            else:
+                read = self._model.reader.read
+                found[key] = await run(self._reading, read, part.name, data, budget, key.alone)
+        return found
+
+    async def _encode(self, keys: Sequence[ImageKey], found: dict[ImageKey, _Image]) -> list[KnownImage]:
+        """Return the encoded image of each key."""
+        known = {key: image for key, image in found.items() if isinstance(image, KnownImage)}
+        try:
+            for key, image in found.items():
+                if isinstance(image, ReadImage):
+                    await self._cache.wait_for_room(sum(each.features.nbytes for each in known.values()))
+                    known[key] = await self._loop.call(_encoding(self._model.encoder, image))
+                    self._cache.add(key, known[key])
+            return [known[key] for key in keys]
+        finally:  # a traceback holds what a frame has
+            known.clear()
+            found.clear()
+
+
+def _as_read(image: _Image) -> ReadImage:
+    return image.image if isinstance(image, KnownImage) else image
+
+
+def _encoding(encoder: ImageEncoder, image: ReadImage) -> Callable[[], KnownImage]:
+    def encode() -> KnownImage:
+        features = encoder.encode(image.count * image.copies, image.inputs).first(image.count)
+        return KnownImage(image.without_pixels(), features)
+
+    return encode

@@ -1,0 +1,76 @@
+"""The language model behind the images of a model, with its head, as a causal language model of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass
+class _Output:
+    logits: torch.Tensor
+
+
+class TextModel(nn.Module):
+    """What a causal language model of transformers is to the rolling batch, of the parts of a model that reads images.
+
+    Its modules have the names of a Llama's. `former_name` returns the name that a module has in the whole model, by
+    which adapters know it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model.get_decoder()
+        self.lm_head = model.get_output_embeddings()
+        self.config = model.config
+        self.generation_config = model.generation_config
+        self.hf_device_map = getattr(model, "hf_device_map", None)
+        self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        self._prefix = next(name for name, module in model.named_modules() if module is self.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    def get_input_embeddings(self) -> nn.Module:
+        embeddings: nn.Module = self.model.get_input_embeddings()
+        return embeddings
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.model.set_attn_implementation(name)
+
+    def former_name(self, name: str) -> str:
+        """Return the name of a module in the whole model."""
+        return self._prefix + name.removeprefix("model") if name.startswith("model.") else name
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        *,
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        use_cache: bool = False,
+        logits_to_keep: Any = slice(None),
+        **more: Any,
+    ) -> _Output:
+        """Token ids (1, rows) or embeddings (1, rows, width) -> logits of the rows to keep, (1, kept, vocabulary)."""
+        hidden = self.model(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            use_cache=use_cache,
+            **more,
+        ).last_hidden_state
+        logits = self.lm_head(hidden[:, logits_to_keep])
+        if self._softcap:
+            logits = self._softcap * torch.tanh(logits / self._softcap)
+        return _Output(logits)
