@@ -1078,8 +1078,10 @@ def test_auto_prefers_vllm_to_static_batches_if_it_is_able(
         ("Gemma3ForConditionalGeneration", False),  # its text is served, and compared when it loads
         ("BertGenerationDecoder", False),
         ("ReformerModelWithLMHead", False),
-        ("Qwen2VLForConditionalGeneration", True),
-        ("LlavaForConditionalGeneration", True),
+        ("Qwen2VLForConditionalGeneration", False),  # its images, too
+        ("LlavaForConditionalGeneration", False),
+        ("Blip2ForConditionalGeneration", True),
+        ("PaliGemmaForConditionalGeneration", True),
     ],
 )
 def test_a_model_of_images_and_text_points_to_vllm(write: Write, architecture: str, unavailable: bool) -> None:
@@ -1089,11 +1091,44 @@ def test_a_model_of_images_and_text_points_to_vllm(write: Write, architecture: s
     assert [text.partition(f"{architecture} ")[2] for text in found.unavailable] == [wanted] * unavailable
 
 
+@pytest.mark.parametrize("engines", [frozenset[str](), frozenset({"vllm"})])
+@pytest.mark.parametrize("family", ["Idefics3", "InternVL", "LlavaOnevision", "Mistral3", "Qwen2_5_VL", "SmolVLM"])
+def test_the_rolling_batch_serves_images_by_itself_without_gpus(
+    write: Write, family: str, engines: frozenset[str]
+) -> None:
+    config = {"architectures": [f"{family}ForConditionalGeneration"], "vision_config": {}}
+    found = inspect_model(write(config=config), {}, machine=replace(NO_GPU, engines=engines))
+    assert (found.spec.title, found.problems) == ("huggingface", ())
+
+
+def test_deepspeed_serves_no_images(write: Write) -> None:
+    config = {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}
+    found = inspect_model(write("option.rolling_batch=deepspeed\nengine=MPI", config=config), {}, machine=NO_GPU)
+    assert any("LlavaForConditionalGeneration" in line for line in found.unavailable)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('option.limit_mm_per_prompt={"image": 2}', None),
+        ("option.limit_mm_per_prompt=two", "a JSON object"),
+        ('option.limit_mm_per_prompt={"image": -1}', "the limit of image must be an integer of 0 or more"),
+        ('option.limit_mm_per_prompt={"video": 1}', "video is not read; name image alone"),
+        ("option.image_cache_gb=0", "image_cache_gb"),
+    ],
+)
+def test_limits_of_images(write: Write, line: str, problem: str | None) -> None:
+    config = {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}
+    found = inspect_model(write(line, config=config), {}, machine=NO_GPU)
+    assert bool(found.problems) == (problem is not None)
+    assert problem is None or problem in found.problems[0]
+
+
 @needs_vllm
 @pytest.mark.parametrize("lines", [(), ("option.rolling_batch=auto",)])
 @pytest.mark.parametrize(
     "architecture",
-    ["LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Idefics3ForConditionalGeneration"],
+    ["Blip2ForConditionalGeneration", "PaliGemmaForConditionalGeneration"],
 )
 def test_auto_serves_a_model_of_images_and_text_with_vllm(
     write: Write, lines: tuple[str, ...], architecture: str
@@ -1114,8 +1149,8 @@ def test_auto_serves_a_model_of_images_and_text_with_vllm(
     ("lines", "architecture", "reason"),
     [
         ((), "NewerForConditionalGeneration", "the installed vllm does not know it"),
-        (("option.entryPoint=djl_python.huggingface",), "LlavaForConditionalGeneration", "the rolling batch of trans"),
-        (("option.rolling_batch=scheduler",), "LlavaForConditionalGeneration", "option.rolling_batch=scheduler, which"),
+        (("option.entryPoint=djl_python.huggingface",), "Blip2ForConditionalGeneration", "the rolling batch of trans"),
+        (("option.rolling_batch=scheduler",), "Blip2ForConditionalGeneration", "option.rolling_batch=scheduler, which"),
     ],
 )
 def test_a_model_of_images_and_text_that_no_engine_serves_says_what_would(
