@@ -21,16 +21,16 @@ one way by name.
 `python -m benchmarks.zoo --page docs/models.md` writes this page. It builds a tiny random model of each type, serves it
 on the CPU in float32 with several prompts at once, longer than every window and chunk of the model, and compares tokens
 and log probabilities with greedy `generate` of transformers for each prompt alone. `exact` means that all are the same.
-A model of images or audio is asked with text alone. Pipelines of diffusers, which make images, are on a
-[page of their own](images.md).
+A model of images or audio is asked with text alone; [requests.md](requests.md#images-in-prompts) says which models read
+images. Pipelines of diffusers, which make images, are on a [page of their own](images.md).
 
 A model that the rolling batch refuses only when it loads is loaded again for static batches, and the log says why. If
 rotary embeddings change with the longest text of a batch (longrope of Phi 3, dynamic NTK), the rolling batch serves
 contexts up to the length at which they change: `option.max_model_len`. Static batches serve longer ones, and run texts
 together only where no answer depends on it.
 
-A model of images or sounds that is no causal language model is served with vLLM, if it is installed and knows the
-architecture. Most of vLLM's models of images need the package torchvision, too.
+Any other model of images or sounds that is no causal language model is served with vLLM, if it is installed and knows
+the architecture. Most of vLLM's models of images need the package torchvision, too.
 """
 
 

@@ -60,8 +60,8 @@ def test_answers_are_those_of_transformers(family: tuple[Path, Reference]) -> No
             answers = await asyncio.gather(*(served.ask(parts) for parts in _MIXED))
             assert [answer.tokens for answer in answers] == expected
         assert all(answer.cached > 0 for answer in answers)
-        # Each image was encoded once, or twice where it counts whether it is the only one of its prompt.
-        assert served.stat("encoded_images_total") <= 5
+        # Each image was encoded once, or twice where it matters whether it is the only one of its prompt.
+        assert served.stat("encoded_images_total") in (3, 6)
         await served.handler.stop()
 
     asyncio.run(run())
