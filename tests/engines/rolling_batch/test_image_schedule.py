@@ -98,7 +98,7 @@ def test_the_output_goes_on_behind_the_largest_position() -> None:
 def test_rows_of_a_block_see_to_its_end() -> None:
     chunks = [ChunkRows(0, 4, 8, 2, 6, 0, ((5, 7),)), ChunkRows(1, 4, 6, 6, 8, 0)]
     group = ChunkGroup(chunks)
-    ends = group.ends(0)
+    ends = group.ends(group.columns(0))
     assert ends is not None
     assert (ends - 4).tolist() == [1, 3, 3, 4, 5, 6]
-    assert ChunkGroup(chunks[1:]).ends(0) is None
+    assert ChunkGroup(chunks[1:]).ends(group.columns(0)) is None
