@@ -16,7 +16,7 @@ from handlers.rolling_batch.images.intake import ImageModel
 from handlers.rolling_batch.images.processors import load_processor
 from handlers.rolling_batch.images.reader import ImageReader
 from handlers.rolling_batch.images.text_model import TextModel
-from lmi_server.contract.errors import describe, is_out_of_memory
+from lmi_server.contract.errors import describe, first_line, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ def load_images(model: Any, path: str, tokenizer: Any, options: TransformersOpti
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        logger.warning("%s is served for text alone: its images cannot be read: %s", type(model).__name__, error)
+        name = type(model).__name__
+        logger.warning("%s is served for text alone: its images cannot be read: %s", name, first_line(error))
         return describe(error)
     return LoadedImages(ImageModel(reader, encoder, check.both_ways), check)
