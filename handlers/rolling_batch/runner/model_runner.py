@@ -351,9 +351,7 @@ class ModelRunner:
             return self._model(**inputs, logits_to_keep=kept).logits[0]
         return self._model(**inputs).logits[0, kept]
 
-    def _embedded(
-        self, embedded: EmbeddedRows, ids: torch.Tensor, places: torch.Tensor, kept: Any
-    ) -> torch.Tensor:
+    def _embedded(self, embedded: EmbeddedRows, ids: torch.Tensor, places: torch.Tensor, kept: Any) -> torch.Tensor:
         """Return the logits of a pass in which sequences have images."""
         if embedded.positions is not None:
             places = upload(embedded.positions, self.device)[:, None]
