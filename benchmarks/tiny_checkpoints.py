@@ -32,7 +32,8 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"index_block_size", 8),
     (r"index_topk_blocks", 2),
     (r"\w*(num_key_value_heads|num_kv_heads|num_query_groups)", 2),
-    (r"\w*(attention_|value_|key_|mamba_n_|linear_num_|mamba_num_)heads|(n|num)_heads?|index_n_heads", 4),
+    (r"\w*(attention_|value_|key_|mamba_n_|linear_num_|mamba_num_)heads|(n|num)_heads?", 4),
+    (r"index_n_heads", 32),  # with few heads, many tokens have the same score, 0, and any of them is chosen
     (r"\w*experts_per_tok(en)?|moe_top_?k|moe_k", 2),
     (r"\w*num_(local_|routed_)?experts|n_routed_experts|zero_expert_num", 4),
     (r"\w*head_(dim|size)|dim_head|d_head|kv_channels|head_dim_\w+|mamba_(headdim|d_head)", 32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +25,14 @@ from handlers.rolling_batch.images.loading import load_image_model, load_images,
 from handlers.rolling_batch.runner.load_check import LoadCheck
 from handlers.rolling_batch.states.probe import keeps_states
 from lmi_server.configuration.options import NGRAM
-from lmi_server.contract.errors import ModelLoadError, RollingBatchError
+from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 from lmi_server.machine.environment import own_rank
 
+logger = logging.getLogger(__name__)
+
+_CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")  # MPT and Bloom have the others
+_DEFAULT_CONTEXT = 2048  # tokens, of models that know no limit; vLLM takes as many
 _STATES_MAX_LEN = 32_768  # tokens; a model whose layers keep states may have no context that its configuration limits
 
 
@@ -111,11 +116,19 @@ def _load_part(path: str, options: HuggingFaceOptions, rank: Rank) -> LoadedMode
 
 def _max_len(model: Any, options: HuggingFaceOptions) -> int:
     text_config = model.config.get_text_config()
-    context = getattr(text_config, "max_position_embeddings", None)
+    named = (getattr(text_config, name, None) for name in _CONTEXT_NAMES)
+    context = next((length for length in named if length), None)
     if options.max_model_len is None:
-        if context is None and not keeps_states(model):
-            raise RollingBatchError("config.json gives no max_position_embeddings; set option.max_model_len")
-        return int(context or _STATES_MAX_LEN)
+        if context is None and keeps_states(model):
+            return _STATES_MAX_LEN
+        if context is None:
+            logger.warning(
+                "config.json gives no max_position_embeddings: prompts and outputs have up to %d tokens in all;"
+                " option.max_model_len sets another limit",
+                _DEFAULT_CONTEXT,
+            )
+            return _DEFAULT_CONTEXT
+        return int(context)
     if context is not None and options.max_model_len > context:
         raise ModelLoadError(
             f"option.max_model_len={options.max_model_len} is more than the model's context of {context} tokens"

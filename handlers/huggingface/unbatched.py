@@ -8,24 +8,16 @@ from __future__ import annotations
 # fmt: off
 _WITH_STATE = frozenset(
     {
-        "DeepseekV4ForCausalLM", "HrmTextForCausalLM", "Qwen4ExpForCausalLM",
+        "DeepseekV4ForCausalLM", "Qwen4ExpForCausalLM",
     }
 )
 _WITHOUT_INTERFACE = frozenset(
     {
-        "BigBirdForCausalLM", "BloomForCausalLM", "CodeGenForCausalLM", "CpmAntForCausalLM", "FalconForCausalLM",
-        "GPTJForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM", "GitForCausalLM",
-        "MegatronBertForCausalLM", "MptForCausalLM", "MvpForCausalLM", "OpenAIGPTLMHeadModel",
-        "ProphetNetForCausalLM", "ReformerModelWithLMHead", "RemBertForCausalLM", "RoFormerForCausalLM",
-        "TrOCRForCausalLM", "XGLMForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel",
+        "CpmAntForCausalLM", "OpenAIGPTLMHeadModel", "ProphetNetForCausalLM", "ReformerModelWithLMHead",
+        "XLMWithLMHeadModel", "XLNetLMHeadModel",
     }
 )
-_WITH_OTHER_ATTENTION = frozenset(  # biases, masks or indexes of their own, heads that are subtracted
-    {
-        "AXK2ForCausalLM", "DeepseekV32ForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM",
-        "GlmMoeDsaForCausalLM", "HYV4ForCausalLM", "InklingForCausalLM",
-    }
-)
+_WITH_OTHER_ATTENTION = frozenset({"DogeForCausalLM", "InklingForCausalLM"})  # masks and biases of their own
 # fmt: on
 UNBATCHED = _WITH_STATE | _WITHOUT_INTERFACE | _WITH_OTHER_ATTENTION
 """Those that keep a state beside keys and values, those without transformers' attention interface, and those whose

@@ -98,6 +98,7 @@ INSIDE_MAY_IMPORT = {
         "cpu": {"attention", "fused", "options"},
         "images": {"schedule"},
         "lora": {"cpu", "engine", "fused"},
+        "sequences": {"attention"},
         "states": {"attention", "schedule"},
         "runner": {
             "attention",
@@ -109,6 +110,7 @@ INSIDE_MAY_IMPORT = {
             "options",
             "pages",
             "schedule",
+            "sequences",
             "states",
         },
         "sampling": {"device_arrays"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Collection
 from typing import Any
@@ -35,7 +36,8 @@ def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection
     places: dict[tuple[int, int, bool], list[tuple[nn.Module, str]]] = {}
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if is_plain(child) and child.weight.dtype == torch.bfloat16 and child not in spared:
+            is_ours = is_plain(child) and child.weight.dtype == torch.bfloat16 and child not in spared
+            if is_ours and not _reads_weight(type(module), name):
                 places.setdefault((*child.weight.shape, child.bias is not None), []).append((module, name))
     count = 0
     for shape, alike in places.items():
@@ -46,6 +48,14 @@ def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection
             setattr(*place, kind(getattr(*place)))
             count += 1
     return count
+
+
+def _reads_weight(kind: type[nn.Module], name: str) -> bool:
+    """Whether the code of a module reads the weight of a layer below it (the index of DeepSeek V3.2 does)."""
+    try:
+        return f"self.{name}.weight" in inspect.getsource(kind)
+    except (OSError, TypeError):  # no source: an interactive class, or a compiled one
+        return False
 
 
 Kind = Callable[[nn.Linear], nn.Module]

@@ -78,12 +78,28 @@ class LoadCheck:
         judge = self._judge_rounded if self._rounds_activations else self._judge
         judge(torch.cat(logits).float().cpu(), self._expected[length], runner.dtype)
 
+    def computes_together(self, runner: ModelRunner) -> bool:
+        """Whether a step that decodes sequences of different lengths gives the logits that they have alone."""
+        length = max((length for length in self._expected if length <= runner.cache.max_len), default=0)
+        if not length or runner.cache.slots < 2:
+            return False
+        sequences = []
+        for slot, end in enumerate((length, length // 2)):
+            sequence = Sequence(slot, self._ids[0, :end].tolist(), end, 1)
+            sequence.slot = slot
+            runner.run(StepPlan([], [Chunk(sequence, 0, end - 1)]), set())
+            sequence.computed = end - 1
+            sequences.append(sequence)
+        together = runner.run(StepPlan(sequences, []), set()).logits.float().cpu()
+        alone = [runner.run(StepPlan([sequence], []), set()).logits.float().cpu() for sequence in sequences]
+        for sequence in sequences:
+            runner.cache.trim(sequence.slot, 0)
+        return _relative_error(together, torch.cat(alone)) <= _limit(runner.dtype)
+
     @staticmethod
     def _judge(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
         error = _relative_error(logits, expected)
-        # Rounding to bfloat16 in every layer adds up to several per cent. Without its state a model is off by about 1.
-        limit = 1e-3 if dtype == torch.float32 else 0.25
-        if not error <= limit:  # NaN is an error too
+        if not error <= _limit(dtype):  # NaN is an error too
             raise UnsupportedAttentionError(
                 f"its logits over a KV cache differ from its own by {error:.2g} of their spread; it keeps more than"
                 " keys and values from token to token"
@@ -108,6 +124,14 @@ class LoadCheck:
             )
 
 
+def _limit(dtype: torch.dtype) -> float:
+    """Return the error that rounding may cause.
+
+    Rounding to bfloat16 in every layer adds up to several per cent. Without its state a model is off by about 1.
+    """
+    return 1e-3 if dtype == torch.float32 else 0.25
+
+
 def _relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """Return how far logits are off, as a share of the spread of the expected ones."""
     spread = expected - expected.mean(dim=-1, keepdim=True)
@@ -119,7 +143,10 @@ def _windows(config: Any) -> set[int]:
     text_config = config.get_text_config()
     kinds = getattr(text_config, "layer_types", None)
     declared = getattr(text_config, "sliding_window", None)
-    return {int(declared)} if declared and (kinds is None or "sliding_attention" in kinds) else set()
+    windows = {int(declared)} if declared and (kinds is None or "sliding_attention" in kinds) else set()
+    # How many tokens an index chooses, of which there have to be more.
+    chosen = (getattr(text_config, name, None) for name in ("index_topk", "keep_window_size"))
+    return windows | {int(count) for count in chosen if count}
 
 
 def _logits(model: Any, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

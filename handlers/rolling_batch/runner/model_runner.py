@@ -27,7 +27,7 @@ from handlers.rolling_batch.attention.decode_passes import (
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.pass_inputs import PassInputs
-from handlers.rolling_batch.attention.probe import UnsupportedAttentionError, probe_layers
+from handlers.rolling_batch.attention.probe import AttentionLayer, UnsupportedAttentionError, probe_layers
 from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
 from handlers.rolling_batch.cpu import kernel_choice
 from handlers.rolling_batch.cpu.decoder_model import DecoderModel
@@ -38,18 +38,26 @@ from handlers.rolling_batch.fused.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.fused.modules import fuse
 from handlers.rolling_batch.fused.row_kernels import is_fusible
 from handlers.rolling_batch.images.prompt import EmbeddedRows, embedded_rows
-from handlers.rolling_batch.lora.layers import LoraLayers
+from handlers.rolling_batch.lora.layers import LoraLayers, LoraWeights
 from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep, torch_compile
 from handlers.rolling_batch.runner.load_check import LoadCheck, keeps_rows, vocabulary_of
 from handlers.rolling_batch.runner.pass_threads import begin_pass, start_helpers
-from handlers.rolling_batch.runner.step_layout import adapters_of, arrange, lay_out, pad_rows, rows_to_keep
+from handlers.rolling_batch.runner.step_layout import (
+    RowByRow,
+    adapters_of,
+    arrange,
+    lay_out,
+    pad_rows,
+    rows_to_keep,
+)
 from handlers.rolling_batch.runner.step_messages import Measure, Pass, Prepare, Stop, decode, encode
 from handlers.rolling_batch.runner.step_runner import StepLogits
 from handlers.rolling_batch.schedule.scheduler import StepPlan
 from handlers.rolling_batch.schedule.slots import SlotCopy
+from handlers.rolling_batch.sequences.passes import CODE_ERRORS, SequencePasses
 from handlers.rolling_batch.states.model_states import ModelStates
 from handlers.rolling_batch.states.probe import keeps_states
-from lmi_server.contract.errors import RequestError
+from lmi_server.contract.errors import RequestError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +87,18 @@ class ModelRunner:
         self.vocabulary = vocabulary_of(model)
         self._check = check or LoadCheck(model, max_len)
         self._inputs = PassInputs(model)
-        probe_name = f"{self._attention_name}_probe"
-        self._attention_layers = probe_layers(model, probe_name, self._inputs, keeps_states(model))
-        self.states = ModelStates.from_model(model, self._inputs, self.device)
         self._communicator = communicator
         self._is_spread = is_spread(model)
+        self._sequences: SequencePasses | None = None  # None: passes are flat
+        self._implementation: str = model.config._attn_implementation
+        self._attention_layers: list[AttentionLayer] = []  # of flat passes
+        self.states: ModelStates | None = None
+        try:
+            probe_name = f"{self._attention_name}_probe"
+            self._attention_layers = probe_layers(model, probe_name, self._inputs, keeps_states(model))
+            self.states = ModelStates.from_model(model, self._inputs, self.device)
+        except CODE_ERRORS as error:
+            self._leave_flat_passes(error)
         if self.states is not None and (reason := self._why_divided()) is not None:
             raise UnsupportedAttentionError(f"its layers keep states, and {reason}")
         on_cpu = self.device.type == "cpu"
@@ -101,6 +116,7 @@ class ModelRunner:
         self._unpadded_rows = 0  # up to which passes are not padded
         self._has_helpers = False
         self._lora: LoraLayers | None = None  # None until the first adapter
+        self._adapters: list[LoraWeights | None] = []  # of the rows of the pass
         self._step: Step  # computes rows that decode, if `_passes` are used
         self._passes: DecodePasses | None = None
         self._copies_due: list[SlotCopy] = []  # to be made before anything else of the next step
@@ -108,7 +124,19 @@ class ModelRunner:
     @property
     def layers(self) -> list[LayerShape]:
         """What each attention layer keeps per token."""
+        if self._sequences is not None:
+            return self._sequences.shapes
         return [layer.shape for layer in self._attention_layers]
+
+    def _leave_flat_passes(self, reason: Exception) -> None:
+        """Compute passes sequence by sequence, if the model can; raise `reason` otherwise."""
+        if self._communicator is not None or self._sequences is not None:
+            raise reason
+        try:
+            self._sequences = SequencePasses(self._model, self._implementation)
+        except CODE_ERRORS as error:
+            raise reason from error
+        logger.info("%s runs sequence by sequence: %s", type(self._model).__name__, first_line(reason))
 
     def measure(self, rows: int) -> None:
         """Compute `rows` rows before there is a KV cache, so that the caller sees what memory a step takes."""
@@ -117,7 +145,10 @@ class ModelRunner:
 
     def _measure(self, rows: int) -> None:
         with torch.inference_mode():
-            self._forward(upload([0] * rows, self.device), list(range(rows)), [rows - 1])
+            if self._sequences is not None:
+                self._sequences.measure(rows)
+            else:
+                self._forward(upload([0] * rows, self.device), list(range(rows)), [rows - 1])
 
     def prepare(self, slots: int, max_len: int, decode_rows: int = ALL, state_rows: int = 2) -> None:
         """Allocate the KV cache: `slots` slots of up to `max_len` tokens. A step decodes at most `decode_rows` rows.
@@ -130,10 +161,22 @@ class ModelRunner:
         if self.states is not None:
             self.states.allocate(state_rows)
         self._allocate(slots, max_len, decode_rows)
-        self._check.compare(self)
+        try:
+            self._check.compare(self)
+        except UnsupportedAttentionError as error:
+            if self.fused.get("decoder_layers") or self.states is not None:
+                raise
+            self._leave_flat_passes(error)
+            self._allocate(slots, max_len, decode_rows)
+            self._check.compare(self)
+        if self._sequences is not None:
+            self._sequences.together = self._check.computes_together(self)
 
     def _allocate(self, slots: int, max_len: int, decode_rows: int = ALL) -> None:
         self.cache = KVCache(self.layers, slots, max_len, self.dtype)
+        if self._sequences is not None:
+            self._sequences.use(self.cache)
+            return
         terms = [layer.terms for layer in self._attention_layers]
         self._attention = SlotAttention(self.cache, self._attention_name, terms, self._in_call_order)
         self._model.set_attn_implementation(self._attention_name)
@@ -196,7 +239,7 @@ class ModelRunner:
         return self.states is not None or numbers != list(range(len(numbers)))
 
     def _uncompilable(self) -> str | None:
-        if self._attention.has_kernels:
+        if self._sequences is None and self._attention.has_kernels:
             return "on the CPU a model in bf16 or fp32 runs on kernels of this project, which torch cannot compile"
         return self._why_divided() if self.states is None else "its layers keep states"
 
@@ -209,6 +252,8 @@ class ModelRunner:
     def _why_divided(self) -> str | None:
         if self._communicator is not None:
             return "the model is split over ranks"
+        if self._sequences is not None:
+            return "the model runs sequence by sequence"
         return "the model is spread over several devices" if self._is_spread else None
 
     def _decode_eagerly(self, token_ids: list[int], positions: list[int], slots: list[int]) -> torch.Tensor:
@@ -240,12 +285,12 @@ class ModelRunner:
         `prompt_scored` has the numbers of the sequences whose prompt tokens in this step are scored as well. Raises
         GroupBrokenError if the step fails and other ranks compute it, too.
         """
-        # A mixer computes a chunk as a sequence, so that its rows are no rows of their own in attention either.
-        row_by_row = self._attention.row_by_row if self.states is None else _never
+        row_by_row = self._row_by_row
         plan = arrange(plan, row_by_row)
         kept = rows_to_keep(plan, prompt_scored)
         if self._lora is not None:
-            self._lora.begin(adapters_of(plan), kept.rows)
+            self._adapters = adapters_of(plan)
+            self._lora.begin(self._adapters, kept.rows)
         step = self._pad(lay_out(plan, kept.rows, row_by_row))
         embedded = embedded_rows(plan, len(step.token_ids))
         self._broadcast(step)
@@ -258,9 +303,16 @@ class ModelRunner:
             raise
         return StepLogits(logits, kept.sampled, kept.prompt_rows, kept.draft_rows)
 
+    @property
+    def _row_by_row(self) -> RowByRow:
+        """Which chunks attend row by row: none of sequences that are computed as such, in attention or in a mixer."""
+        if self.states is not None or self._sequences is not None:
+            return _never
+        return self._attention.row_by_row
+
     def _pad(self, step: Pass) -> Pass:
         """Add rows that nothing reads to a pass that oneDNN computes."""
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or self._sequences is not None:
             return step
         rows = len(step.token_ids)
         if rows > self._unpadded_rows and not self._is_at_once(rows, step.chunks):
@@ -298,9 +350,14 @@ class ModelRunner:
             self.cache.trim(trim.slot, trim.keep)
         # Chunks that read a prefix from its source need no copy of it yet; it is made while the first tokens of these
         # sequences are on their way to the clients.
-        later = {chunk.slot for chunk in step.chunks if chunk.source != chunk.slot}
+        flat = self._sequences is None
+        later = {chunk.slot for chunk in step.chunks if chunk.source != chunk.slot and flat}
         self._copies_due = [copy for copy in step.copies if copy.target in later]
         self._copy([copy for copy in step.copies if copy.target not in later])
+        singles = np.array(step.positions[: len(step.slots)], np.int64)
+        step_rows = StepRows(np.array(step.slots, np.int64), singles, step.chunks)
+        if self._sequences is not None:
+            return self._sequences.logits(step.token_ids, step_rows, step.keep, self._begin_call)
         if embedded is None and self._is_recorded(step):
             assert self._passes is not None
             ids = self._token_ids(step, before)
@@ -309,8 +366,7 @@ class ModelRunner:
         if self._has_helpers:
             rows, few = len(step.token_ids), self._unpadded_rows
             begin_pass(self._is_at_once(rows, step.chunks) or max(rows, len(step.keep)) <= few)
-        singles = np.array(step.positions[: len(step.slots)], np.int64)
-        self._attention.begin(StepRows(np.array(step.slots, np.int64), singles, step.chunks))
+        self._attention.begin(step_rows)
         with torch.inference_mode():
             ids = self._token_ids(step, before)
             if self.states is None:
@@ -323,6 +379,11 @@ class ModelRunner:
     def _token_ids(self, step: Pass, before: torch.Tensor | None) -> torch.Tensor:
         """Return the token ids of a pass, (rows,), on the device, which has those that the host does not know yet."""
         return known_tokens(upload(step.token_ids, self.device), before)
+
+    def _begin_call(self, rows: list[int], kept: list[int]) -> None:
+        """Set the adapters of the rows of the pass that one call of the model computes."""
+        if self._lora is not None:
+            self._lora.begin([self._adapters[row] for row in rows], kept)
 
     def _is_recorded(self, step: Pass) -> bool:
         """Whether a graph computes the pass: no chunks, no adapters, and no more rows than there are sequences."""
@@ -359,11 +420,12 @@ class ModelRunner:
         return self._model(**inputs, position_ids=places, use_cache=False, logits_to_keep=kept).logits[0]
 
 
-def _never(start: int, end: int) -> bool:
-    return False
-
-
 def _rows_without_onednn(model: Any) -> int:
     """Return up to how many rows oneDNN computes no linear layer of a fused model."""
     linears = (module for module in model.modules() if isinstance(module, (TiledLinear, PackedLinear)))
     return min((linear.max_rows for linear in linears), default=0)
+
+
+def _never(_start: int, _end: int) -> bool:
+    """Say that no chunk attends row by row."""
+    return False

@@ -10,7 +10,7 @@ import pytest
 from product_helpers import COMMANDS, serving
 from rolling_batch_helpers import generated
 from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model
-from transformers import CodeGenConfig
+from transformers import OpenAIGPTConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from handlers.huggingface.unbatched import UNBATCHED
@@ -22,16 +22,15 @@ def test_the_listed_architectures_exist() -> None:
     assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) >= UNBATCHED
 
 
-def test_codegen_is_served_in_static_batches_unless_a_rolling_batch_is_asked_for(tmp_path: Path) -> None:
-    config = CodeGenConfig(
-        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=CONTEXT, bos_token_id=257,
-        eos_token_id=258,
-    )  # fmt: skip
-    model, directory = random_model(config), tmp_path / "codegen"
+def test_openai_gpt_is_served_in_static_batches_unless_a_rolling_batch_is_asked_for(tmp_path: Path) -> None:
+    config = OpenAIGPTConfig(
+        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=CONTEXT, bos_token_id=257, eos_token_id=258
+    )
+    model, directory = random_model(config), tmp_path / "openai-gpt"
     model.save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     with serving(tmp_path, directory, libraries="transformers") as server:
-        assert any("CodeGenForCausalLM cannot run under the rolling batch" in line for line in server.lines)
+        assert any("OpenAIGPTLMHeadModel cannot run under the rolling batch" in line for line in server.lines)
         body = {"inputs": "hello", "parameters": {"max_new_tokens": 4, "details": True}}
         (answer,) = server.http.post("/invocations", json=body).json()
         tokens = [token["id"] for token in answer["details"]["tokens"]]
@@ -44,10 +43,9 @@ def test_codegen_is_served_in_static_batches_unless_a_rolling_batch_is_asked_for
 
 
 def test_a_model_that_only_its_load_refuses_is_loaded_again_for_static_batches(tmp_path: Path) -> None:
-    config = CodeGenConfig(
-        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=CONTEXT, bos_token_id=257,
-        eos_token_id=258,
-    )  # fmt: skip
+    config = OpenAIGPTConfig(
+        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=CONTEXT, bos_token_id=257, eos_token_id=258
+    )
     model, directory = random_model(config), tmp_path / "newer"
     model.save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
