@@ -1,7 +1,7 @@
 """Estimates the states that recurrent layers keep of a sequence, from config.json.
 
 The names are those of transformers' configurations: Mamba and its relatives, gated delta nets (Qwen3-Next, Qwen3.5,
-OLMo hybrid), Kimi Linear, LFM2's short convolutions, and RecurrentGemma.
+OLMo hybrid), Kimi Linear, LFM2's short convolutions, RecurrentGemma, and MiniMax's lightning attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class LayerCounts(NamedTuple):
 
 def layer_counts(text: Mapping[str, Any], layers: int) -> LayerCounts:
     """Return the kinds of `layers` layers of a model with the configuration `text`."""
-    kinds = text.get("layer_types") or text.get("layers_block_type") or _kinds_by_rule(text, layers)
+    named = (text.get(name) for name in ("layer_types", "layers_block_type", "block_types"))
+    kinds = next((kinds for kinds in named if kinds), None) or _kinds_by_rule(text, layers)
     if not isinstance(kinds, list) or _elements(text) is None:
         return LayerCounts(layers, 0)
     if text.get("model_type") == "recurrent_gemma":  # its short list of kinds repeats
@@ -62,7 +63,7 @@ def _kinds_by_rule(text: Mapping[str, Any], layers: int) -> list[str]:
 
 def _elements(text: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the elements of the convolution and of the recurrence of one layer; None if it keeps no known state."""
-    for found in (_delta_net(text), _mamba(text), _convolution(text)):
+    for found in (_delta_net(text), _mamba(text), _convolution(text), _lightning(text)):
         if found is not None:
             return found
     return None
@@ -106,6 +107,14 @@ def _convolution(text: Mapping[str, Any]) -> tuple[int, int] | None:
     if short is not None and hidden is not None:
         return hidden * short, 0
     return None if width is None else (width * ((_first(text, "conv1d_width") or 1) - 1), width)
+
+
+def _lightning(text: Mapping[str, Any]) -> tuple[int, int] | None:
+    heads, size = _first(text, "num_attention_heads"), _first(text, "head_dim")
+    if text.get("model_type") != "minimax" or heads is None:
+        return None
+    size = size or (_first(text, "hidden_size") or 0) // max(heads, 1)
+    return 0, heads * size * size
 
 
 def _first(text: Mapping[str, Any], *names: str) -> int | None:
