@@ -7,6 +7,7 @@ delta net, a short convolution. Its states are a list of tensors, (sequences, ..
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -217,6 +218,8 @@ class XlstmForm:
 
     def __init__(self, module: Any) -> None:
         self._forward = module.forward
+        # Beyond so many tokens the model computes them part by part, as if they were one sequence.
+        module.config.max_inference_chunksize = sys.maxsize
         weight = module.out_proj.weight
         with torch.inference_mode():
             _, states = self._forward(weight.new_zeros(1, 1, weight.shape[0]), None)
