@@ -9,17 +9,19 @@ call and a switch of the interpreter lock.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelNotReadyError, describe, failure_of
 from lmi_server.contract.generation import Delta
+from lmi_server.contract.handler import DeltaReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -110,21 +112,41 @@ class StepLoop(Generic[E]):
         Closing the generator aborts the request before the next step. Raises what `prepare` raises, or the error with
         which the engine ends the request.
         """
-        add = await prepare()
-        if self._stopping:  # after `prepare`, during which the loop may have been stopped
-            raise ModelNotReadyError("the model is shutting down")
-        inbox = _Inbox()
-        self._command(functools.partial(self._add, inbox, add))
-        del add  # else the traceback of an aborted request would hold what it was given, such as images
-        try:
-            while True:
+        with self._request(await prepare()) as inbox:
+            while not inbox.has_delivered:
                 for output in await inbox.take():
                     if isinstance(output, LmiServerError):
                         raise output
                     yield output
-                    if output.finish_reason:
-                        return
+
+    async def deliver(self, prepare: Callable[[], Awaitable[AddRequest]], receiver: DeltaReceiver) -> None:
+        """Give `receiver` the deltas of one request; otherwise as `generate`.
+
+        The receiver gets a delta when it reaches the event loop. The task of the request runs only if it has to wait.
+        """
+        with self._request(await prepare(), receiver) as inbox:
+            while not inbox.has_delivered:
+                outputs = await inbox.take()
+                if not outputs and not inbox.ended:
+                    await receiver.ready()
+                for output in outputs:
+                    if isinstance(output, LmiServerError):
+                        raise output
+                    if not receiver.take(output):
+                        await receiver.ready()
+
+    @contextlib.contextmanager
+    def _request(self, add: AddRequest, receiver: DeltaReceiver | None = None) -> Iterator[_Inbox]:
+        """Add a request to the engine; abort it if what is inside ends before the engine has ended it."""
+        if self._stopping:  # after `prepare`, during which the loop may have been stopped
+            raise ModelNotReadyError("the model is shutting down")
+        inbox = _Inbox(receiver)
+        self._command(functools.partial(self._add, inbox, add))
+        del add  # else the traceback of an aborted request would hold what it was given, such as images
+        try:
+            yield inbox
         finally:
+            inbox.receiver = None
             if not inbox.ended:
                 self._command(lambda: self._abort(inbox))
 
@@ -241,29 +263,62 @@ class StepLoop(Generic[E]):
 
 
 class _Inbox:
-    """Outputs of one request on their way to its generator. Only the event loop uses them.
+    """Outputs of one request on their way to its task. Only the event loop uses them.
 
-    `number` is the engine's number of the request, None if the engine does not have it. Only its thread uses it.
+    With a `receiver` they pass the task by, unless that is busy or the receiver has to be waited for. `number` is the
+    engine's number of the request, None if the engine does not have it. Only its thread uses it.
     """
 
     number: int | None = None
 
-    def __init__(self) -> None:
-        self._outputs: list[Output] = []
-        self._waiter: asyncio.Future[None] | None = None
+    def __init__(self, receiver: DeltaReceiver | None = None) -> None:
+        self.receiver = receiver
         self.ended = False
+        self._error: BaseException | None = None  # of the receiver
+        self._outputs: list[Output] = []
+        self._waiter: asyncio.Future[None] | None = None  # of the task, while it waits for outputs
+
+    @property
+    def has_delivered(self) -> bool:
+        """Whether the last output has left."""
+        return self.ended and not self._outputs
 
     def put(self, output: Output) -> None:
-        self._outputs.append(output)
         self.ended = isinstance(output, LmiServerError) or output.finish_reason is not None
-        if self._waiter and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        waits = waiter is not None and not waiter.done()
+        if waits and self.receiver is not None and not isinstance(output, LmiServerError):
+            self._pass(output, self.receiver)
+            return
+        self._outputs.append(output)
+        if waits:
+            self._wake()
+
+    def _pass(self, delta: Delta, receiver: DeltaReceiver) -> None:
+        """Give the receiver a delta while the task waits; the task goes on at the end, or to wait for the receiver."""
+        try:
+            goes_on = receiver.take(delta)
+        # The border to formats, which may be code of users: the task raises it, as if it had called the code.
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+            goes_on = False
+        if self.ended or not goes_on:
+            self._wake()
+
+    def _wake(self) -> None:
+        assert self._waiter is not None, "the task waits"
+        self._waiter.set_result(None)
 
     async def take(self) -> list[Output]:
-        """Return all outputs that have arrived; wait for the first one."""
+        """Return all outputs that have arrived; wait for the first one.
+
+        With a receiver, return none once it has taken the last one, or has to be waited for. Raises what it raised.
+        """
         if not self._outputs:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+            if self._error is not None:
+                raise self._error
         outputs, self._outputs = self._outputs, []
         return outputs
 

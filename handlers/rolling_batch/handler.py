@@ -17,7 +17,7 @@ from handlers.step_loop import AddRequest, StepLoop
 from handlers.structured_output.compiler import GrammarCache
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import Delta, Feature, GenerationRequest, StructuredOutputs
-from lmi_server.contract.handler import LLMHandler, ModelInfo
+from lmi_server.contract.handler import DeltaReceiver, LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
 from lmi_server.processes import model_imports
 
@@ -98,6 +98,16 @@ class SchedulingHandler(LLMHandler):
 
     def generate_ahead(self, request: GenerationRequest, on_begin: Callable[[], None]) -> AsyncGenerator[Delta, None]:
         return self._deltas(request, self._loop.on_loop(on_begin))
+
+    async def deliver(
+        self, request: GenerationRequest, receiver: DeltaReceiver, on_begin: Callable[[], None] | None = None
+    ) -> None:
+        begin = None if on_begin is None else self._loop.on_loop(on_begin)
+        chats = self._loaded.chats
+        if chats is not None and chats.concern(request):
+            parsed = chats.prepare(request)
+            request, receiver = parsed.request, _ParsedDeltas(parsed.parser.parse, receiver)
+        await self._loop.deliver(lambda: self._prepare(request, begin), receiver)
 
     def _deltas(
         self, request: GenerationRequest, begin: Callable[[], None] | None = None
@@ -186,6 +196,20 @@ class SchedulingHandler(LLMHandler):
         self._grammars.stop()
         await self._loop.call(self._loaded.engine.stop)
         await self._loop.stop()
+
+
+class _ParsedDeltas:
+    """Gives a receiver the deltas of a chat's answer as `parse` reads them."""
+
+    def __init__(self, parse: Callable[[Delta], Delta], receiver: DeltaReceiver) -> None:
+        self._parse = parse
+        self._receiver = receiver
+
+    def take(self, delta: Delta) -> bool:
+        return self._receiver.take(self._parse(delta))
+
+    async def ready(self) -> None:
+        await self._receiver.ready()
 
 
 class RollingBatchHandler(SchedulingHandler):

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from lmi_server.contract.errors import LmiServerError, RequestError
 from lmi_server.contract.generation import Delta, Feature, GenerationRequest
 from lmi_server.contract.protocol import Adapter, Input
+
+BURST = 8
+"""What a request that never waits may produce before the others have their turn."""
 
 _EMPTY: Mapping[str, Adapter] = MappingProxyType({})
 _NO_ADAPTERS = (
@@ -36,6 +40,18 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: Mapping[str, Any] = {}
     details: Mapping[str, Any] = {}  # dtype, KV cache bytes, threads, ...: shown in the log and by `explain`
     window: int = 0
+
+
+class DeltaReceiver(Protocol):
+    """Takes the deltas of one request."""
+
+    def take(self, delta: Delta) -> bool:
+        """Take a delta; return whether the next one may come at once. Raises what the code of a format raises."""
+        ...
+
+    async def ready(self) -> None:
+        """Give other requests their turn, then wait until the next delta may come."""
+        ...
 
 
 class LLMHandler(ABC):
@@ -72,6 +88,22 @@ class LLMHandler(ABC):
         """
         on_begin()
         return self.generate(request)
+
+    async def deliver(
+        self, request: GenerationRequest, receiver: DeltaReceiver, on_begin: Callable[[], None] | None = None
+    ) -> None:
+        """Give `receiver` the deltas of `request`. With `on_begin` it has no place yet, as for `generate_ahead`.
+
+        A handler whose deltas come by themselves can give them without a turn of the request's task for each.
+        """
+        deltas = self.generate(request) if on_begin is None else self.generate_ahead(request, on_begin)
+        left = 1  # the first pause shows the first delta
+        async with aclosing(deltas):
+            async for delta in deltas:
+                left -= 1
+                if not receiver.take(delta) or not left:
+                    left = left or BURST
+                    await receiver.ready()
 
     def note_waiting(self, requests: int) -> None:
         """Note how many requests wait that the handler has not seen, for its statistics."""

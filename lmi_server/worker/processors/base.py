@@ -22,9 +22,6 @@ from lmi_server.worker.answers.frame_buffer import ResponseWriter
 
 logger = logging.getLogger(__name__)
 
-BURST = 8
-"""What a request that never waits may produce before the others have their turn."""
-
 
 class RequestProcessor(ABC):
     """Answers requests one by one; every method runs on the event loop of the handler."""

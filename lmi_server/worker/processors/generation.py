@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import EXITS, HandlerError, exit_message
-from lmi_server.contract.generation import Delta, GenerationRequest
+from lmi_server.contract.generation import GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import AddAdapter, Command, GetMetrics, Input, RemoveAdapter
 from lmi_server.dialects import routes, tokens
@@ -21,10 +19,11 @@ from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.optional import optional_dialects
 from lmi_server.worker.answers.frame_buffer import ResponseWriter
 from lmi_server.worker.handler_loading import Loading
-from lmi_server.worker.processors.base import BURST, RequestProcessor, is_cancelled
+from lmi_server.worker.processors.base import RequestProcessor, is_cancelled
 from lmi_server.worker.processors.custom_handler import CustomCode, load_custom_handler
 from lmi_server.worker.processors.formats import Formats
 from lmi_server.worker.processors.responses import send_response
+from lmi_server.worker.processors.sequence_receiver import SequenceReceiver
 
 if TYPE_CHECKING:
     from lmi_server.worker.processors.sessions import SessionRequests
@@ -194,45 +193,17 @@ class GenerationProcessor(RequestProcessor):
         self, exchange: Exchange, index: int, writer: ResponseWriter, emit: Callable[[bytes], None]
     ) -> None:
         """Generate the sequence `index` of `exchange`; `emit` gets the bytes that a stream sends for its deltas."""
-        last: Delta | None = None
-        first_at = last_at = 0.0
-        burst = 1  # the first pause of the loop is only the moment of the first delta
-        add = exchange.add
         request = self._with_default_stops(exchange.requests[index])
+        receiver = SequenceReceiver(exchange, index, writer, emit)
         try:
-            async with aclosing(
-                self._handler.generate(request)
-                if writer.has_begun
-                else self._handler.generate_ahead(request, writer.begin)
-            ) as deltas:
-                async for delta in deltas:
-                    writer.progressed = True
-                    data = add(index, delta)
-                    if data:
-                        emit(data)
-                    if delta.finish_reason is not None:
-                        last = delta
-                        last_at = time.monotonic()
-                    if writer.is_held:
-                        await writer.wait_for_client()
-                    # An engine that has deltas ready never suspends this loop. Without the pause one sequence would
-                    # hold up all others, and a client that reads slowly would fill the memory.
-                    burst -= 1
-                    if not burst:
-                        burst = BURST
-                        if first_at:
-                            await writer.buffer.yield_and_drain()
-                        else:
-                            first_at = time.monotonic()
+            await self._handler.deliver(request, receiver, None if writer.has_begun else writer.begin)
         except asyncio.CancelledError:
             # An engine's own library may raise it, for example when its connection breaks. That must not look as if the
             # client had gone away.
             if is_cancelled():
                 raise
             raise HandlerError("the handler cancelled the request") from None
-        if last is None or last.finish_reason is None:
-            raise HandlerError("the handler ended a sequence without a finish reason")
-        writer.tally.count(last.finish_reason, last.usage, first_at, last_at, request.adapter or "")
+        receiver.count(request.adapter or "")
 
 
 def _session_requests(options: ModelOptions) -> SessionRequests:

@@ -6,11 +6,11 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from lmi_server.contract.errors import EXITS, LmiServerError
-from lmi_server.contract.handler import AsyncRequestHandler, ModelInfo, Response
+from lmi_server.contract.handler import BURST, AsyncRequestHandler, ModelInfo, Response
 from lmi_server.contract.protocol import AddAdapter, Command, Input, RemoveAdapter
 from lmi_server.worker.answers.frame_buffer import ResponseWriter
 from lmi_server.worker.processors import translation
-from lmi_server.worker.processors.base import BURST, RequestProcessor, unsupported
+from lmi_server.worker.processors.base import RequestProcessor, unsupported
 
 logger = logging.getLogger(__name__)
 
