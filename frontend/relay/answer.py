@@ -35,6 +35,8 @@ async def relay_stream(request: RelayedRequest, job: Job, head: Head, statuses: 
     """Send a stream as it arrives; return its status."""
     reply, response = job.reply, request.response
     await response.begin(head)
+    if not reply.keeps_chunks:
+        reply.write_chunk = response.chunk_writer()
     while True:
         terminal = reply.terminal
         data = reply.take()
