@@ -44,14 +44,10 @@ class ReplySlot:
             return
         self.progressed_at = now
         waiter = self._waiter
+        waits = waiter is not None and not waiter.done()  # so nothing is unread
         if isinstance(item, Chunk):
-            if (
-                self.write_chunk is not None
-                and waiter is not None
-                and not waiter.done()
-                and self.write_chunk(item.data)
-            ):
-                return  # the reader waits, so that nothing was unread
+            if waits and self.write_chunk is not None and self.write_chunk(item.data):
+                return
             self._chunks.append(item.data)
             self.unread += len(item.data)
         elif isinstance(item, Head):
