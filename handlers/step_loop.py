@@ -127,7 +127,7 @@ class StepLoop(Generic[E]):
         with self._request(await prepare(), receiver) as inbox:
             while not inbox.has_delivered:
                 outputs = await inbox.take()
-                if not outputs and not inbox.ended:
+                if not outputs and not inbox.has_delivered:
                     await receiver.ready()
                 for output in outputs:
                     if isinstance(output, LmiServerError):
@@ -275,6 +275,7 @@ class _Inbox:
         self.receiver = receiver
         self.ended = False
         self._error: BaseException | None = None  # of the receiver
+        self._is_paused = False  # the receiver has to be waited for
         self._outputs: list[Output] = []
         self._waiter: asyncio.Future[None] | None = None  # of the task, while it waits for outputs
 
@@ -302,6 +303,7 @@ class _Inbox:
         except BaseException as error:  # noqa: BLE001
             self._error = error
             goes_on = False
+        self._is_paused = not goes_on
         if self.ended or not goes_on:
             self._wake()
 
@@ -319,6 +321,9 @@ class _Inbox:
             await self._waiter
             if self._error is not None:
                 raise self._error
+            if self._is_paused:
+                self._is_paused = False
+                return []
         outputs, self._outputs = self._outputs, []
         return outputs
 

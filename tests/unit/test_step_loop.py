@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import threading
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -229,3 +230,102 @@ async def test_a_loop_that_stops_while_a_request_is_prepared_refuses_it() -> Non
 
     with pytest.raises(ModelNotReadyError):
         await anext(loop.generate(prepare))
+
+
+# --- receivers ---
+
+
+class FakeReceiver:
+    """Collects deltas. By `chance` it wants to be waited for; it raises `error` at the delta `fails_at`.
+
+    `has_some` is set with the fifth delta.
+    """
+
+    def __init__(self, chance: float = 0.0, fails_at: str = "", error: type[BaseException] = ValueError) -> None:
+        self.texts: list[str] = []
+        self.waits = 0
+        self.has_some = asyncio.Event()
+        self._is_waiting = False
+        self._random = random.Random(1)
+        self._chance = chance
+        self._fails_at, self._error = fails_at, error
+
+    def take(self, delta: Delta) -> bool:
+        assert not self._is_waiting, "nothing comes to a receiver that has to be waited for"
+        if delta.text == self._fails_at:
+            raise self._error("the format fails")
+        self.texts.append(delta.text)
+        if len(self.texts) == 5:
+            self.has_some.set()
+        self._is_waiting = self._random.random() < self._chance and delta.finish_reason is None
+        return not self._is_waiting
+
+    async def ready(self) -> None:
+        self.waits += 1
+        await asyncio.sleep(self._random.choice((0, 0, 0.002)))
+        self._is_waiting = False
+
+
+def deliver(loop: StepLoop[CountingEngine], length: int, receiver: FakeReceiver) -> Any:
+    async def prepare() -> AddRequest:
+        return lambda emit: loop.engine.add(length, emit)
+
+    return loop.deliver(prepare, receiver)
+
+
+@on_loop
+@pytest.mark.parametrize("chance", [0.0, 0.2, 1.0])
+async def test_every_delta_comes_once_and_in_order(chance: float) -> None:
+    loop, engine = await started()
+    receivers = [FakeReceiver(chance) for _ in range(8)]
+    await asyncio.gather(*(deliver(loop, 5 * place + 1, receiver) for place, receiver in enumerate(receivers)))
+    for place, receiver in enumerate(receivers):
+        assert receiver.texts == [str(count) for count in range(5 * place + 1)]
+    assert sum(receiver.waits for receiver in receivers) == 0 or chance
+    assert not engine.aborted
+    await loop.stop()
+
+
+@on_loop
+@pytest.mark.parametrize("error", [ValueError, StopIteration, asyncio.CancelledError, SystemExit])
+async def test_what_a_receiver_raises_ends_its_request_alone(error: type[BaseException]) -> None:
+    loop, engine = await started()
+    broken, sound = FakeReceiver(fails_at="3", error=error), FakeReceiver()
+    others = asyncio.create_task(deliver(loop, 400, sound))
+    with pytest.raises(RuntimeError if error is StopIteration else error):
+        await deliver(loop, 10**9, broken)
+    assert broken.texts == ["0", "1", "2"]
+    await others
+    assert len(sound.texts) == 400
+    await loop.call(lambda: None)
+    assert len(engine.aborted) == 1
+    await loop.stop()
+
+
+@on_loop
+async def test_an_error_comes_behind_the_deltas_before_it() -> None:
+    loop, engine = await started()
+    receiver = FakeReceiver(0.5)
+    asked = asyncio.create_task(deliver(loop, 10**9, receiver))
+    await receiver.has_some.wait()
+    await loop.call(lambda: engine.add(0, lambda output: None))
+    with pytest.raises(HandlerError, match="cannot count to nothing"):
+        await asked
+    assert receiver.texts == [str(count) for count in range(len(receiver.texts))]
+    await loop.stop()
+
+
+@on_loop
+async def test_cancelling_the_task_aborts_the_request_and_nothing_comes_any_more() -> None:
+    loop, engine = await started()
+    receiver = FakeReceiver()
+    asked = asyncio.create_task(deliver(loop, 10**9, receiver))
+    await receiver.has_some.wait()
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    count = len(receiver.texts)
+    await loop.call(lambda: None)
+    assert engine.aborted == [1]
+    assert len(receiver.texts) == count
+    await loop.stop()
