@@ -92,8 +92,8 @@ def _entry(name: str, model: Model, scope: Scope, parent: str | None) -> dict[st
     entry: dict[str, Any] = {"id": name, "object": "model", "created": int(_created(name, model))}
     entry |= {"owned_by": "lmi-server", "root": place_of(name, model, scope)}
     entry["parent"] = parent
-    if model.pool is not None and model.pool.max_model_len:
-        entry["max_model_len"] = model.pool.max_model_len
+    if model.pool is not None and model.pool.members.max_model_len:
+        entry["max_model_len"] = model.pool.members.max_model_len
     return entry
 
 

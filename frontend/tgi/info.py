@@ -44,7 +44,7 @@ class ModelInfo(ServerFeature):
 
 def _info(name: str, model: Model, scope: Scope) -> dict[str, Any]:
     """Return what text-generation-inference's clients read; lengths once the model has loaded."""
-    longest = None if model.pool is None else model.pool.max_model_len or None
+    longest = None if model.pool is None else model.pool.members.max_model_len or None
     return {
         "model_id": place_of(name, model, scope),
         "model_sha": None,

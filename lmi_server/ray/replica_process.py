@@ -111,7 +111,7 @@ class _ReplicaProcess:
         return 0 if failed is None else 1
 
     def _place(self, model: Model, port: int) -> RemotePlace:
-        batch_size = model.loaded().batch_size
+        batch_size = model.loaded().members.batch_size
         ahead = 0 if batch_size is None else _BATCHES_AHEAD * batch_size
         return RemotePlace(host=self._start.host, port=port, token=self._token, ahead=ahead)
 

@@ -27,6 +27,7 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.protocol import End, Error, Input, Reply
 from lmi_server.machine.devices import plan_devices
+from lmi_server.serving.pool.membership import Membership
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.supervisor.job import Deadline, Job
@@ -709,8 +710,8 @@ async def test_workers_load_in_steps(
 ) -> None:
     """However many are asked for: each load takes a process, and memory beside that of the model."""
     monkeypatch.setattr(FakeLoadingWorker, "loading", 0)
-    monkeypatch.setattr(WorkerPool, "new_worker", lambda pool, devices: FakeLoadingWorker("fake"))
-    monkeypatch.setattr(WorkerPool, "forget", lambda pool, worker: None)
+    monkeypatch.setattr(Membership, "new_worker", lambda members, devices: FakeLoadingWorker("fake"))
+    monkeypatch.setattr(Membership, "forget", lambda members, worker: None)
     settings = pool_settings(load_of(tmp_path, FAULTS, {}), min_workers=40, max_workers=40, parallel_loading=parallel)
     pool = WorkerPool(settings)
     pool.start()

@@ -103,7 +103,7 @@ POOL_GAUGES = (
 """The attributes of `WorkerPool`, as those of the next two."""
 
 POOL_COUNTERS = (
-    Quantity("deaths", "lmi_worker_deaths", "Workers that ended although nobody asked."),
+    Quantity("members.deaths", "lmi_worker_deaths", "Workers that ended although nobody asked."),
     Quantity("dispatcher.recovery.retries", "lmi_requests_retried", "Requests that were sent to a worker again."),
 )
 POOL_HISTOGRAMS = (
@@ -111,7 +111,7 @@ POOL_HISTOGRAMS = (
         "dispatcher.batch_sizes", "lmi_batch_size",
         "Requests of a batch; without batches, those that a worker had with each that it got.",
     ),
-    Quantity("load_times", "lmi_model_load_seconds", "Start of a worker's process to its loaded model."),
+    Quantity("members.load_times", "lmi_model_load_seconds", "Start of a worker's process to its loaded model."),
 )  # fmt: skip
 
 

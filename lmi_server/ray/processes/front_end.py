@@ -75,8 +75,8 @@ class FrontEndConnection:
 
     def greet(self) -> None:
         """Say that the model is loaded."""
-        batch_size = None if self._pool.batch_size is None else 1  # the batches are formed here
-        self.link.send(Ready(self._pool.max_model_len, {}, batch_size))
+        batch_size = None if self._pool.members.batch_size is None else 1  # the batches are formed here
+        self.link.send(Ready(self._pool.members.max_model_len, {}, batch_size))
 
     def leave(self) -> None:
         """Take no more requests; close the connection when the last one has ended."""

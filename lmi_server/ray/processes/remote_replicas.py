@@ -138,7 +138,7 @@ class ClusterPool(WorkerPool):
         super().__init__(settings, on_metric)
 
     def _make_replica_sets(self, plan: LoadPlan) -> Sequence[Replicas]:
-        self.replicas = RemoteReplicas(plan, self, self._on_wanted)
+        self.replicas = RemoteReplicas(plan, self.members, self._on_wanted)
         return [self.replicas]
 
     def follow(self, replicas: ModelReplicas) -> None:

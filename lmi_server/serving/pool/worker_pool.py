@@ -3,6 +3,7 @@
 A pool is put together from parts that own one thing each:
 
     WorkerRoster    which workers there are, and which of them serve
+    Membership      takes workers in and lets them go, and gives the model up if they keep dying
     Availability    whether the model can be served, and why not
     Dispatcher      the requests that wait or are in flight
     ReplicaSet      the workers on one device set: starts, restarts and retires them
@@ -15,33 +16,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 
-from lmi_server.contract.errors import LmiServerError, ModelLoadError, ModelNotReadyError, RollingBatchError
-from lmi_server.contract.histogram import Histogram
-from lmi_server.contract.log_fields import WorkerLogger
+from lmi_server.contract.errors import LmiServerError, ModelNotReadyError
 from lmi_server.contract.metrics import MetricSink, unrecorded
-from lmi_server.contract.protocol import Input, Ready
-from lmi_server.machine.devices import DeviceSet
+from lmi_server.contract.protocol import Input
 from lmi_server.serving.adapters.adapter_store import OnDemand, hold_in_time
 from lmi_server.serving.adapters.adapters import Adapters
 from lmi_server.serving.adapters.store_listing import StoreListing
 from lmi_server.serving.dispatch.dispatcher import Dispatcher
 from lmi_server.serving.pool.availability import Availability
+from lmi_server.serving.pool.membership import Membership
 from lmi_server.serving.pool.progress_watch import ProgressWatch
 from lmi_server.serving.pool.scaling import WorkerScaling
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.supervisor.job import Deadline, Job, ReplySlot
-from lmi_server.supervisor.launch.remote import RemotePlace
-from lmi_server.supervisor.replicas import CrashLoopDetector, LoadPlan, Replicas, ReplicaSet
-from lmi_server.supervisor.worker_process import WorkerProcess
+from lmi_server.supervisor.replicas import LoadPlan, Replicas, ReplicaSet
 
 logger = logging.getLogger(__name__)
 
-_PARALLEL_LOADS = 16
-_LOAD_TIMES = (0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 2400)  # seconds
 _PAUSE_S = 0.05
 
 WORKER_STOP_S = 10.0
@@ -54,38 +48,39 @@ SHUTTING_DOWN = "The server is shutting down"
 class WorkerPool:
     """Serves one model with the workers on its device sets. Everything runs on one event loop.
 
-    `max_model_len` is in tokens, 0 before the model is loaded and if it has no such bound; `batch_size` is that of
-    Ready. `on_demand` is what loads adapters that requests ask for, None if nothing does. `on_metric` gets what the
-    workers print and what the pool measures. `deaths` counts workers that ended unasked,
-    `load_times` has the seconds in which workers loaded the model.
+    `on_demand` is what loads adapters that requests ask for, None if nothing does. `on_metric` gets what the workers
+    print and what the pool measures.
     """
 
     def __init__(self, settings: PoolSettings, on_metric: MetricSink = unrecorded) -> None:
         self.name = settings.load.model_name
         self.label = self.name if settings.version is None else f"{self.name}:{settings.version}"
         self.settings = settings
-        self.max_model_len = 0
-        self.batch_size: int | None = None
         self.on_demand: OnDemand | None = None
         self.store_listing: StoreListing | None = None
-        self.stopping = False
-        self.deaths = 0
-        self.load_times = Histogram(_LOAD_TIMES)
-        self.loading_turns = asyncio.Semaphore(_PARALLEL_LOADS if settings.parallel_loading else 1)
-        self._on_metric = on_metric
-        self._crash_loop = CrashLoopDetector(settings.retry_threshold, settings.death_window_s)
-        self.replica_sets = self._make_replica_sets(LoadPlan(settings.load, settings.model_loading_timeout_s))
+        self.replica_sets: list[Replicas] = []
         self.roster = roster = WorkerRoster(settings.reserved_numbers)
         self.availability = Availability(self.name, roster, self.replica_sets)
         self.scaling = WorkerScaling(self.label, self.replica_sets, settings)
         self.dispatcher = Dispatcher(settings, roster, self._on_no_room, on_metric)
         self.adapters = Adapters(settings.adapters, lambda: roster.ready, settings.model_loading_timeout_s)
-        self.equip = self.adapters.equip
+        self.members = Membership(
+            settings,
+            self.label,
+            self.replica_sets,
+            roster,
+            self.availability,
+            self.scaling,
+            self.dispatcher,
+            self.adapters,
+            on_metric,
+        )
+        self.replica_sets += self._make_replica_sets(LoadPlan(settings.load, settings.model_loading_timeout_s))
         shortest_s = min(settings.predict_timeout_s, settings.max_idle_s)
         self._watch = ProgressWatch(settings.predict_timeout_s, shortest_s, lambda: roster.serving, self._on_check)
 
     def _make_replica_sets(self, plan: LoadPlan) -> Sequence[Replicas]:
-        return [ReplicaSet(devices, plan, self) for devices in self.settings.device_sets]
+        return [ReplicaSet(devices, plan, self.members) for devices in self.settings.device_sets]
 
     # --- requests ---
 
@@ -127,14 +122,8 @@ class WorkerPool:
 
     def _on_no_room(self) -> None:
         state = self.availability
-        if not (self.stopping or state.closing or state.failure):
+        if not (self.members.stopping or state.closing or state.failure):
             self.scaling.grow()
-
-    def _fail_stranded(self) -> None:
-        """Fail what waits if no worker is going to serve it soon."""
-        refusal = self.availability.refusal()
-        if refusal is not None and not self.roster.ready:
-            self.dispatcher.refuse_queue(refusal)
 
     # --- the number of workers ---
 
@@ -178,7 +167,7 @@ class WorkerPool:
         if state.closing or state.failure is not None or not state.was_ready:
             state.check()
         self.scaling.set_bounds(min_workers, max_workers, device)
-        self._fail_stranded()
+        self.members.fail_stranded()
         self.scaling.notify()  # callers that wait for more workers than are wanted now
         await self.scaling.complete()
 
@@ -193,86 +182,6 @@ class WorkerPool:
         self.dispatcher.lending.report_waiting()
         for replicas in self.replica_sets:
             replicas.retire_idle(now, self.settings.max_idle_s)
-
-    # --- what a replica set needs of its pool (see `replicas.Owner`) ---
-
-    @property
-    def was_ready(self) -> bool:
-        return self.availability.was_ready
-
-    def new_worker(self, devices: DeviceSet, remote: RemotePlace | None = None) -> WorkerProcess:
-        number = self.roster.free_number()
-        worker = WorkerProcess(
-            f"{self.label}-{number}",
-            self.dispatcher.on_items,
-            self.leave,
-            self._on_lost,
-            self.settings.heartbeat_timeout_s,
-            {**self.settings.environment, **devices.environment},
-            self.settings.mpi,
-            lambda metric: self._on_metric(metric._replace(model=self.name)),
-            self.settings.python,
-            remote,
-        )
-        self.roster.numbers[worker] = number
-        return worker
-
-    def admit(self, worker: WorkerProcess, ready: Ready) -> None:
-        if worker.is_ending:
-            raise ModelLoadError("the worker process ended right after it had loaded the model")
-        details = " ".join(f"{key}={value}" for key, value in ready.details.items())
-        about = WorkerLogger(logger, worker.name)
-        about.info("loaded: max_model_len=%d %s", ready.max_model_len, details)
-        about.info("ready: process %s", worker.pid)
-        self.load_times.observe(worker.load_s)
-        self.max_model_len = ready.max_model_len
-        self.batch_size = ready.batch_size
-        self.roster.ready.append(worker)
-        self.availability.was_ready = True
-        self.availability.settled.set()
-        self.dispatcher.resume()
-        self.scaling.notify()
-
-    def leave(self, worker: WorkerProcess) -> None:
-        if self.roster.leave(worker):
-            self.dispatcher.router.forget(worker)
-            worker.requests.recall_ahead()
-
-    def _on_lost(self, worker: WorkerProcess) -> None:
-        if worker in self.roster.serving:
-            self.roster.drop(worker)
-            self.dispatcher.take_back(worker)
-            self._fail_stranded()
-
-    def forget(self, worker: WorkerProcess) -> None:
-        self.roster.remove(worker)
-
-    def died(self) -> None:
-        self.deaths += 1
-        if self._crash_loop.record(time.monotonic()):
-            self.unloadable(
-                ModelLoadError(
-                    f"its workers died more than retry_threshold={self.settings.retry_threshold} times within "
-                    f"{self.settings.death_window_s:g} seconds; see the log, then register it again"
-                )
-            )
-
-    def unloadable(self, error: ModelLoadError) -> None:
-        state = self.availability
-        if state.failure is not None:
-            return
-        what = "has failed" if state.was_ready else "could not be loaded"
-        if not isinstance(error, RollingBatchError):  # it need not be the end, and the registry logs whether it is
-            logger.error("model %s %s: %s", self.label, what, error)
-        state.failure = error
-        for replicas in self.replica_sets:
-            replicas.close()
-        state.settled.set()
-        self.cannot_add(error)
-
-    def cannot_add(self, error: ModelLoadError) -> None:
-        self.scaling.notify(error)
-        self._fail_stranded()
 
     # --- the end ---
 
@@ -293,7 +202,7 @@ class WorkerPool:
     async def stop(self, deadline_s: float = WORKER_STOP_S) -> None:
         """End the workers within `deadline_s` seconds, and kill what is left then."""
         self.dispatcher.fail_all(self._close(self.availability.closing or SHUTTING_DOWN))
-        self.stopping = True
+        self.members.stopping = True
         self._watch.stop()
         serving = self.roster.serving
         for worker in serving:
