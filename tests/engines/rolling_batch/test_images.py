@@ -67,7 +67,7 @@ def test_answers_are_those_of_transformers(family: tuple[Path, Reference]) -> No
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("chunk", [5, 16, 512])
+@pytest.mark.parametrize("chunk", [5, 64])
 def test_every_token_of_a_prompt_has_the_models_probability(family: tuple[Path, Reference], chunk: int) -> None:
     directory, reference = family
     parts: list[Part] = ["a ", _CAT, " and ", _TALL, " b"]
