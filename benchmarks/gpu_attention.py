@@ -88,7 +88,7 @@ def decode_seconds(pages: Pages, tuning: Tuning) -> float:
 
         def run() -> None:
             launch.write(new, new, *kept, LAYER)
-            launch.decode(query, *kept, out, 0.1, LAYER, tuning)
+            launch.decode(query, *kept, batch, out, 0.1, LAYER, tuning)
 
         return run
 

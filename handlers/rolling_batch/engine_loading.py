@@ -23,10 +23,10 @@ from handlers.rolling_batch.images.intake import ImageModel
 from handlers.rolling_batch.images.loading import LoadedImages
 from handlers.rolling_batch.limits import refuse_unsteady_rope, scheduler_limits
 from handlers.rolling_batch.options import RollingBatchOptions
-from handlers.rolling_batch.runner.device_memory import enough_for_steps, records_graphs, step_size
+from handlers.rolling_batch.runner.device_memory import StepSize, enough_for_steps, records_graphs, step_size
 from handlers.rolling_batch.runner.load_check import LoadCheck
 from handlers.rolling_batch.runner.model_runner import ModelRunner
-from handlers.rolling_batch.schedule.scheduler import Scheduler
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from handlers.rolling_batch.speculation.start import speculate
 from handlers.rolling_batch.warm_up import warm_up
 from lmi_server.contract.errors import (
@@ -89,7 +89,7 @@ class LoadedModel:
     the logits of the model before any module was replaced; if it is None, those of the model as it is are taken.
     `is_local`: no parameter is a DTensor, so that modules can be fused. `details` are for the log and `explain`.
     `draft` is the smaller model that drafts tokens, if there is one. `images` encodes images, or says why it cannot;
-    None if the model reads none.
+    None if the model reads none. `page` is as in ModelRunner.
     """
 
     model: Any
@@ -102,10 +102,12 @@ class LoadedModel:
     details: Mapping[str, Any] = field(default_factory=dict)
     draft: LoadedModel | None = None
     images: LoadedImages | str | None = None
+    page: int | None = None
 
     def runner(self) -> ModelRunner:
         """Return the runner of the model's steps. Raises UnsupportedAttentionError."""
-        return ModelRunner(self.model, self.max_len, self.communicator, self.check, self.is_local)
+        page = self.page if self.images is None else 0  # tokens of an image may see each other
+        return ModelRunner(self.model, self.max_len, self.communicator, self.check, self.is_local, page)
 
 
 def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -> LoadedEngine:
@@ -119,10 +121,9 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     with _refusals(model):
         runner = loaded.runner()
         step = step_size(runner, loaded.max_len, options)
-        limits, max_len = scheduler_limits(runner, loaded.max_len, loaded.weights, options, step)
-        refuse_unsteady_rope(model.config, max_len)
-        with enough_for_steps(runner, limits.kv_tokens, step):
-            runner.prepare(limits.slots, max_len, limits.max_running * (1 + _drafted(options)), limits.state_rows)
+        limits, max_len = _prepare(runner, loaded, options, step)
+        if limits.page != runner.page:  # the model has to be computed in another way, over slots
+            limits, max_len = _prepare(runner, loaded, options, step)
         decoding = _speed_up_decoding(runner, limits.max_running, options)
         drafting = _drafting_runner(loaded, limits.max_running)
     threads = torch.get_num_threads()
@@ -147,6 +148,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         "max_model_len": max_len,
         "max_running_requests": limits.max_running,
         "kv_cache_tokens": limits.kv_tokens,
+        **({"kv_cache_page": runner.page} if runner.page else {}),
         "kv_cache_gib": round(limits.kv_tokens * runner.cache.bytes_per_token / _GIB, 3),
         **_states_in_memory(runner, limits.state_rows),
         "chunked_prefill_size": limits.chunk_size,
@@ -176,6 +178,18 @@ def _checked_images(loaded: LoadedModel, runner: ModelRunner) -> ImageModel | No
     why = "one does not fit option.max_model_len" if difference is None else f"the logits are off by {difference:.2g}"
     logger.warning("the model is served for text alone: its images cannot be read under the rolling batch: %s", why)
     return None
+
+
+def _prepare(
+    runner: ModelRunner, loaded: LoadedModel, options: RollingBatchOptions, step: StepSize
+) -> tuple[SchedulerLimits, int]:
+    """Allocate the KV cache; return what the scheduler may plan, and how many tokens a request may have."""
+    limits, max_len = scheduler_limits(runner, loaded.max_len, loaded.weights, options, step)
+    refuse_unsteady_rope(loaded.model.config, max_len)
+    with enough_for_steps(runner, limits.kv_tokens, step):
+        decode_rows = limits.max_running * (1 + _drafted(options))
+        runner.prepare(limits.slots, max_len, decode_rows, limits.state_rows, limits.kv_tokens)
+    return limits, max_len
 
 
 def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOptions) -> dict[str, Any]:

@@ -132,8 +132,8 @@ def test_rows_that_decode(layer: PageLayer, dtype: torch.dtype, programs: int) -
     query, out = filled.queries(len(rows)), filled.empty(len(rows))
     tuning = Tuning(TUNING.processors, TUNING.shared, programs=programs)
     launch.decode(
-        query, filled.key_pages, filled.value_pages, filled.tables, slots, positions, out, SCALING, layer, tuning,
-        filled.sinks,
+        query, filled.key_pages, filled.value_pages, filled.tables, slots, positions, len(rows), out, SCALING, layer,
+        tuning, filled.sinks,
     )  # fmt: skip
     for row, (slot, place) in enumerate(rows):
         filled.check(out[row : row + 1], filled.expected(query[row : row + 1], slot, torch.tensor([place])))
@@ -193,7 +193,8 @@ def test_a_graph_reads_tables_and_lengths_anew() -> None:
     query, out = filled.queries(count), filled.empty(count)
     slots, positions = filled.numbers([0] * count), filled.numbers([0] * count)
     arguments = (
-        query, filled.key_pages, filled.value_pages, filled.tables, slots, positions, out, SCALING, filled.layer, TUNING
+        query, filled.key_pages, filled.value_pages, filled.tables, slots, positions, count, out, SCALING,
+        filled.layer, TUNING,
     )  # fmt: skip
     launch.decode(*arguments)
     graph = torch.cuda.CUDAGraph()

@@ -84,18 +84,19 @@ class Engine:
         chunk: int = 16,
         reference: Any = None,
         context: int = CONTEXT,
+        page: int | None = None,
         **limits: Any,
     ) -> None:
         self.model = model
         self.reference = reference or copy.deepcopy(model)
         self.tokenizer = byte_tokenizer()
-        self.runner = runner = ModelRunner(model, context)
+        self.runner = runner = ModelRunner(model, context, page=page)
         rows = 0 if runner.states is None else limits.pop("state_rows", 2 * slots)
-        runner.prepare(2 * slots, context, state_rows=rows)
+        kv_tokens -= kv_tokens % (runner.page or 1)
+        runner.prepare(2 * slots, context, state_rows=rows, kv_tokens=kv_tokens)
         self.fused = runner.fused
-        self.scheduler = Scheduler(
-            SchedulerLimits(slots, kv_tokens, chunk, chunk, 2 * slots, state_rows=rows, **limits)
-        )
+        more = {"state_rows": rows, "page": runner.page, **limits}
+        self.scheduler = Scheduler(SchedulerLimits(slots, kv_tokens, chunk, chunk, 2 * slots, **more))
         self.engine = RollingBatchEngine(runner, self.scheduler, self.tokenizer, frozenset({EOS}), context)
 
     def add(self, prompt: list[int], adapter: LoraWeights | None = None, **parameters: Any) -> tuple[int, Received]:

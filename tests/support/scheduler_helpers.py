@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from handlers.rolling_batch.schedule.page_table import PageStep
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
 
 
@@ -20,6 +21,9 @@ class Batch:
         self.scheduler = Scheduler(self.limits)
         self.written: dict[int, list[tuple[str | None, int]]] = {}  # adapter and token of each row of a slot
         self.states: dict[int, list[tuple[str | None, int]]] = {}  # what went into the state of each row of states
+        self.tables: dict[int, list[int]] = {}  # the pages of each slot, if there are pages
+        self.paged: dict[tuple[int, int], tuple[str | None, int]] = {}  # adapter and token by page and place
+        self.copied = 0
         self.plan = StepPlan([], [])
         self.retracted = 0
 
@@ -41,6 +45,7 @@ class Batch:
             source, target = (self.written.setdefault(slot, []) for slot in (copy.source, copy.target))
             assert len(source) >= copy.tokens
             target[: copy.tokens] = source[: copy.tokens]
+        self._apply(plan.pages)
         for state in plan.states.copies if plan.states else ():
             self.states[state.target] = list(self.states[state.source])
         rows = [(sequence, sequence.computed, sequence.computed + 1) for sequence in plan.decode]
@@ -72,14 +77,37 @@ class Batch:
 
     def _compute(self, sequence: Sequence, start: int, end: int) -> None:
         """Assert that the rows before `start` hold this sequence's tokens, whoever computed them."""
+        assert end <= len(sequence.tokens)
+        if self.limits.page:
+            self._compute_in_pages(sequence, start, end)
+            return
         slot = self.written.setdefault(sequence.slot, [])
         assert slot[:start] == [(sequence.adapter, token) for token in sequence.tokens[:start]]
-        assert end <= len(sequence.tokens)
         slot[start:end] = [(sequence.adapter, token) for token in sequence.tokens[start:end]]
         if self.plan.states is not None:
             row = self.plan.states.rows[sequence.slot]
             assert start == 0 or self.states[row] == slot[:start]
             self.states[row] = slot[:end]
+
+    def _apply(self, pages: PageStep) -> None:
+        size = self.limits.page
+        read = [[self.paged.get((copy.source, place)) for place in range(size)] for copy in pages.copies]
+        for copy, rows in zip(pages.copies, read, strict=True):
+            self.paged.update({(copy.target, place): row for place, row in enumerate(rows) if row is not None})
+        self.copied += len(pages.copies)
+        for added in pages.added:
+            self.tables.setdefault(added.slot, [])[added.first :] = added.pages
+
+    def _compute_in_pages(self, sequence: Sequence, start: int, end: int) -> None:
+        """The same over pages; none of those that are written belongs to another sequence."""
+        size, table = self.limits.page, self.tables[sequence.slot]
+        rows = [(sequence.adapter, token) for token in sequence.tokens]
+        places = [(table[place // size], place % size) for place in range(end)]
+        assert [self.paged.get(place) for place in places[:start]] == rows[:start]
+        self.paged.update(zip(places[start:], rows[start:end], strict=True))
+        written = {page for page, _ in places[start:]}
+        for other in self.scheduler.running:
+            assert other is sequence or not written & set(self.tables.get(other.slot, [])[: -(-other.computed // size)])
 
 
 _names: dict[int, str] = {}  # of sequences, by number

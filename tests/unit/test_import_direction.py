@@ -93,7 +93,7 @@ INSIDE_MAY_IMPORT = {
     "handlers.rolling_batch": {
         "schedule": set[str](),
         "attention": {"device_arrays"},
-        "pages": {"attention"},
+        "pages": {"attention", "device_arrays", "schedule"},
         "fused": {"attention"},
         "cpu": {"attention", "fused", "options"},
         "images": {"schedule"},

@@ -3,7 +3,8 @@
 A small batch on a GPU is bound by the thousand calls of a pass, not by their work. A graph records these calls once and
 replays them with one. It has the addresses and shapes of its recording. So inputs are copied into buffers, and a pass
 takes the smallest recorded shape that it fits in: a number of rows, and a number of columns of the KV cache that they
-read. The rows that are left over repeat the last one, which writes the same keys and values to the same place.
+read. The rows that are left over repeat the last one, which writes the same keys and values to the same place. Over
+pages, the columns are no shape, and the rows that are left over are the first token of a slot that nobody has.
 
 Compiled code (compiled_step.py) takes the same shapes: all of them run when the model loads, and nothing is compiled
 while requests wait.
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from handlers.rolling_batch.attention.paged import SlotAttention
+from handlers.rolling_batch.attention.flat import FlatAttention
 from handlers.rolling_batch.attention.pass_inputs import PassInputs
 from handlers.rolling_batch.attention.torch_attention import SingleRows
 from handlers.rolling_batch.device_arrays import upload
@@ -46,7 +47,7 @@ class Step(Protocol):
 class DecodeStep:
     """The decode step of `model` as Python calls it, operator by operator."""
 
-    def __init__(self, model: Any, attention: SlotAttention, inputs: PassInputs) -> None:
+    def __init__(self, model: Any, attention: FlatAttention, inputs: PassInputs) -> None:
         self._model = model
         self._attention = attention
         self._inputs = inputs
@@ -87,15 +88,27 @@ def run_once(run: Run) -> Run:
 
 
 class DecodePasses:
-    """The passes of `step` for up to `rows` rows and `max_len` columns."""
+    """The passes of `step` for up to `rows` rows and `max_len` columns; with pages, `idle_slot` belongs to nobody."""
 
-    def __init__(self, step: Step, rows: int, max_len: int, device: torch.device, capture: Capture) -> None:
+    def __init__(
+        self,
+        step: Step,
+        rows: int,
+        max_len: int,
+        device: torch.device,
+        capture: Capture,
+        idle_slot: int | None = None,
+    ) -> None:
         self._step = step
+        self._idle_slot = idle_slot
         # Token ids, positions and slots: torch.compile compiles anew for each part of one tensor, and for each view
         # that autograd keeps track of.
         with torch.inference_mode():
             self._inputs = [torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)]
-        self._rows, self._columns = row_counts(rows), column_counts(max_len)
+        if idle_slot is None:
+            self._rows, self._columns = row_counts(rows), column_counts(max_len)
+        else:
+            self._rows, self._columns = close_row_counts(rows), [max_len]
         # The largest first, so that the smaller ones find their memory in the pool.
         shapes = sorted(itertools.product(self._rows, self._columns), reverse=True)
         self._passes = {shape: capture(self._pass(*shape)) for shape in shapes}
@@ -118,11 +131,12 @@ class DecodePasses:
         count = len(slots)
         rows = next(number for number in self._rows if number >= count)
         columns = next(number for number in self._columns if number > max(positions))
+        idle = (positions[-1], slots[-1]) if self._idle_slot is None else (0, self._idle_slot)
         with torch.inference_mode():
             ids, *others = self._inputs
-            ids[:count], ids[count:rows] = token_ids, token_ids[-1]
-            for buffer, numbers in zip(others, (positions, slots), strict=True):
-                padded = upload([*numbers, *[numbers[-1]] * (rows - count)], buffer.device)
+            ids[:count], ids[count:rows] = token_ids, token_ids[-1] if self._idle_slot is None else 0
+            for buffer, numbers, fill in zip(others, (positions, slots), idle, strict=True):
+                padded = upload([*numbers, *[fill] * (rows - count)], buffer.device)
                 buffer[:rows].copy_(padded, non_blocking=True)
         return self._passes[rows, columns]()[:count]
 
@@ -140,6 +154,12 @@ class DecodePasses:
 def row_counts(most: int) -> list[int]:
     """Return powers of two, and `most`."""
     return [*itertools.takewhile(lambda count: count < most, (2**power for power in range(32))), most]
+
+
+def close_row_counts(most: int) -> list[int]:
+    """Return 1, 2, 4, 8, then multiples of 8, 16 and 32, and `most`."""
+    steps = ((1, 2, 4, 8), range(16, 64, 8), range(64, 128, 16), range(128, most, 32))
+    return [*itertools.takewhile(lambda count: count < most, itertools.chain(*steps)), most]
 
 
 def column_counts(max_len: int) -> list[int]:

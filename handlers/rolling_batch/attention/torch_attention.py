@@ -120,7 +120,7 @@ class TorchAttention:
         queries = query.transpose(0, 1).unflatten(1, (keys.shape[1], -1))
         keys, values = (area[rows.slots, :, : rows.columns] for area in (keys, values))
         seen = rows.seen(terms.window, terms.chunk)[:, None, None]
-        return _attention(queries, keys, values, seen, terms, _sinks_of(terms, keys.shape[1], 1)).flatten(1, 2)
+        return attend(queries, keys, values, seen, terms, sinks_of(terms, keys.shape[1], 1)).flatten(1, 2)
 
     def attend_chunk(
         self,
@@ -142,11 +142,11 @@ class TorchAttention:
         shared = (keys.shape[0], grouped.shape[1], -1, -1)
         keys, values = keys[:, None].expand(shared), values[:, None].expand(shared)
         rows = query.shape[1]
-        sinks = _sinks_of(terms, keys.shape[0], 2)
+        sinks = sinks_of(terms, keys.shape[0], 2)
         step = max(1, MAX_SCORES // (query.shape[0] * keys.shape[2]))
         for block in (slice(first, first + step) for first in range(0, rows, step)):
             seen = _seen_columns(columns, block, keys.shape[2], terms, keys.device, ends)
-            attended = _attention(grouped[:, :, block], keys, values, seen, terms, sinks)
+            attended = attend(grouped[:, :, block], keys, values, seen, terms, sinks)
             out[block] = attended.flatten(0, 1).transpose(0, 1)
 
 
@@ -174,7 +174,7 @@ def _seen_columns(
     return seen
 
 
-def _attention(
+def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -195,7 +195,7 @@ def _attention(
     return torch.matmul(weights.to(values.dtype), values)
 
 
-def _sinks_of(terms: AttentionTerms, kv_heads: int, dimensions: int) -> torch.Tensor | None:
+def sinks_of(terms: AttentionTerms, kv_heads: int, dimensions: int) -> torch.Tensor | None:
     """Return the sinks by groups of heads, (kv_heads, group, 1, ...) with so many further dimensions."""
     if terms.sinks is None:
         return None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from handlers.rolling_batch.attention.paged import SlotAttention
+from handlers.rolling_batch.attention.flat import FlatAttention
 from handlers.rolling_batch.attention.probe import AttentionLayer
 from handlers.rolling_batch.attention.rows import StepRows
 from handlers.rolling_batch.fused.modules import PROJECTIONS, FusedGatedMLP, FusedRMSNorm, ProjectionPart, close
@@ -25,7 +25,7 @@ from handlers.rolling_batch.fused.row_kernels import row_kernels
 _GIVEN = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
 
 
-def fuse_decoder_layers(model: nn.Module, layers: list[AttentionLayer], attention: SlotAttention) -> int:
+def fuse_decoder_layers(model: nn.Module, layers: list[AttentionLayer], attention: FlatAttention) -> int:
     """Replace the decoder layers of Llama's structure whose modules `fuse` has replaced; return how many."""
     owners = {id(layer.module): layer for layer in layers}
     rotary = _rotary_of(model)
@@ -70,7 +70,7 @@ def _rotary_of(model: nn.Module) -> nn.Module | None:
 
 
 def _same_layer(
-    original: nn.Module, fused: FusedDecoderLayer, rotary: nn.Module | None, attention: SlotAttention
+    original: nn.Module, fused: FusedDecoderLayer, rotary: nn.Module | None, attention: FlatAttention
 ) -> bool:
     """Compare what both add to random activations, at positions far enough apart for rotation to matter."""
     if rotary is None:
@@ -91,7 +91,7 @@ def _same_layer(
 class FusedDecoderLayer(nn.Module):
     """A decoder layer of Llama's structure in eight passes over its activations."""
 
-    def __init__(self, original: Any, layer: AttentionLayer, attention: SlotAttention) -> None:
+    def __init__(self, original: Any, layer: AttentionLayer, attention: FlatAttention) -> None:
         super().__init__()
         self.input_layernorm = original.input_layernorm
         self.qkv_proj = original.self_attn.q_proj.shared.linear

@@ -152,14 +152,14 @@ def decode(
     tables: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
+    rows: int,
     out: torch.Tensor,
     scaling: float,
     layer: PageLayer,
     tuning: Tuning,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attend for the first rows of `query`, (rows, heads, dim), as many as there are `slots`, into `out`."""
-    rows = len(slots)
+    """Attend for the first `rows` rows of `query`, (rows, heads, dim), into `out`."""
     options = decode_options(layer, query.element_size(), tuning)
     splits = splits_for(rows, layer.kv_heads, tuning)
     group = layer.heads // layer.kv_heads

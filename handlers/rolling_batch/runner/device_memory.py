@@ -1,8 +1,8 @@
 """How the memory of a worker's devices is shared out: weights, a step's activations, and the KV cache.
 
 On the CPU a slot takes memory as it is used, and activations are small beside what is left free. A GPU has neither: its
-slots are allocated in full, and a step that needs more than is free fails. So the largest step is measured there before
-the KV cache gets the rest.
+KV cache is allocated in full, and a step that needs more than is free fails. So the largest step is measured there
+before the KV cache gets the rest.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ def kv_tokens(
     layers = {
         layer.device: [other for other in runner.layers if other.device == layer.device] for layer in runner.layers
     }
-    # Attention gathers the keys and values of one layer at a time, and CUDA graphs do so in memory of their own.
-    gathered = 2 if records_graphs(runner, options) else 1
+    # Attention over slots gathers the keys and values of one layer at a time, and CUDA graphs do so in memory of their
+    # own. Over pages it reads them in place.
+    gathered = 0 if runner.page else 2 if records_graphs(runner, options) else 1
     shares = {device: len(own) / (len(own) + gathered) for device, own in layers.items()}
     room = {device: _room(device, share, weights.get(device, 0), options, step) for device, share in shares.items()}
     return fitting_tokens(runner.layers, runner.dtype, room)

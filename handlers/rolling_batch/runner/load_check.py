@@ -10,8 +10,9 @@ import torch
 
 from handlers.checkpoints.placement import main_device
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
+from handlers.rolling_batch.schedule.page_table import PageTable
 from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence, StepPlan
-from handlers.rolling_batch.schedule.slots import SlotCopy
+from handlers.rolling_batch.schedule.slots import Match, SlotCopy
 from handlers.rolling_batch.schedule.state_table import RowCopy, StateStep
 
 if TYPE_CHECKING:
@@ -61,14 +62,13 @@ class LoadCheck:
             return
         ids, prompt = self._ids[0, :length].tolist(), length - self._DECODED
         sequence = Sequence(0, ids[:prompt], prompt, self._DECODED)
-        sequence.slot, other = 0, runner.cache.slots - 1
         half = prompt // 2
-        runner.run(StepPlan([], [Chunk(sequence, 0, half)], states=StateStep({0: 0})), set())
+        first, other, second = _in_pages(runner.cache, ids, half) if runner.page else _in_slots(runner.cache, half)
+        sequence.slot = 0
+        runner.run(StepPlan([], [Chunk(sequence, 0, half)], states=StateStep({0: 0}), **first), set())
         sequence.slot = other
-        copies = [SlotCopy(0, other, half)] if other else []
         copied, kept = StateStep({other: 1}, [RowCopy(0, 1)]), StateStep({other: 1})
-        second = StepPlan([], [Chunk(sequence, half, prompt)], copies=copies, states=copied)
-        logits = [runner.run(second, set()).logits]
+        logits = [runner.run(StepPlan([], [Chunk(sequence, half, prompt)], states=copied, **second), set()).logits]
         for position in range(prompt, length):
             sequence.tokens.append(ids[position])
             sequence.computed = position
@@ -130,6 +130,32 @@ def _limit(dtype: torch.dtype) -> float:
     Rounding to bfloat16 in every layer adds up to several per cent. Without its state a model is off by about 1.
     """
     return 1e-3 if dtype == torch.float32 else 0.25
+
+
+def _in_slots(cache: Any, half: int) -> tuple[dict[str, Any], int, dict[str, Any]]:
+    """Return what two steps do before they compute, and the slot of the second: the last one, with a copied prefix."""
+    other = cache.slots - 1
+    return {}, other, {"copies": [SlotCopy(0, other, half)] if other else []}
+
+
+def _in_pages(cache: Any, ids: list[int], half: int) -> tuple[dict[str, Any], int, dict[str, Any]]:
+    """The same with pages: a sequence in the second slot shares those that are full, and gets a copy of the last one.
+
+    With a single slot, or no pages for both, the sequence goes on in the first one.
+    """
+    table = PageTable(min(cache.slots, 2), cache.pages * cache.page, cache.page)
+    table.claim(None, ids[:half], Match(-1, 0, 0), table.kv_tokens)
+    table.reserve(0, half)
+    first = table.step_planned()
+    table.set_computed(0, half)
+    match = table.find(None, ids)
+    claimed = table.claim(None, ids, match, table.kv_tokens - table.needed([half]))
+    other, held = claimed or (0, half)
+    if held < half:  # so few tokens that they are not copied
+        table.discard(other)
+        other = 0
+    table.reserve(other, len(ids))
+    return {"pages": first}, other, {"pages": table.step_planned()}
 
 
 def _relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:

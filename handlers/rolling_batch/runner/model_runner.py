@@ -39,6 +39,9 @@ from handlers.rolling_batch.fused.modules import fuse
 from handlers.rolling_batch.fused.row_kernels import is_fusible
 from handlers.rolling_batch.images.prompt import EmbeddedRows, embedded_rows
 from handlers.rolling_batch.lora.layers import LoraLayers, LoraWeights
+from handlers.rolling_batch.pages.attention import PageAttention
+from handlers.rolling_batch.pages.cache import PagedCache
+from handlers.rolling_batch.pages.choice import page_size
 from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep, torch_compile
 from handlers.rolling_batch.runner.load_check import LoadCheck, keeps_rows, vocabulary_of
 from handlers.rolling_batch.runner.pass_threads import begin_pass, start_helpers
@@ -67,6 +70,9 @@ _runner_ids = itertools.count()
 class ModelRunner:
     """A model and its KV cache. `prepare` allocates the cache, `run` computes steps.
 
+    `page` is how many tokens a page of the cache has; 0 for slots, None to choose by device. Models with states, those
+    whose layers are counted as they are called, and those whose passes are not flat have slots in any case.
+
     If the model is split over ranks, rank 0 calls these two and the other ranks `follow`.
     """
 
@@ -79,6 +85,7 @@ class ModelRunner:
         communicator: Communicator | None = None,
         check: LoadCheck | None = None,
         is_local: bool = True,
+        page: int | None = None,
     ) -> None:
         self._model = model.eval()
         self.device = main_device(model)
@@ -110,8 +117,11 @@ class ModelRunner:
             spared = frozenset[Any]() if self.states is None else self.states.unread
             self.fused["linears"] = lay_out_linears(model, self._crossovers, spared)
         self._keeps_rows = keeps_rows(model)
-        self.cache: KVCache
-        self._attention: SlotAttention
+        self.page = page_size(self.layers, self.dtype) if page is None else page
+        if self._in_call_order or self._sequences is not None:
+            self.page = 0
+        self.cache: KVCache | PagedCache
+        self._attention: SlotAttention | PageAttention
         self._decoder: DecoderModel | None = None
         self._unpadded_rows = 0  # up to which passes are not padded
         self._has_helpers = False
@@ -150,40 +160,54 @@ class ModelRunner:
             else:
                 self._forward(upload([0] * rows, self.device), list(range(rows)), [rows - 1])
 
-    def prepare(self, slots: int, max_len: int, decode_rows: int = ALL, state_rows: int = 2) -> None:
+    def prepare(
+        self, slots: int, max_len: int, decode_rows: int = ALL, state_rows: int = 2, kv_tokens: int = 0
+    ) -> None:
         """Allocate the KV cache: `slots` slots of up to `max_len` tokens. A step decodes at most `decode_rows` rows.
 
-        If layers keep states, there is room for those of `state_rows` sequences, two at least.
+        If layers keep states, there is room for those of `state_rows` sequences, two at least. Pages have room for
+        `kv_tokens` tokens in all, by default for `max_len` in every slot. If `page` is 0 afterwards and was not before,
+        nothing is allocated yet: call it again, for slots.
 
         Raises UnsupportedAttentionError if the logits over that cache differ from the model's own.
         """
-        self._broadcast(Prepare(slots, max_len))
+        kv_tokens = kv_tokens or slots * max_len
+        self._broadcast(Prepare(slots, max_len, kv_tokens))
         if self.states is not None:
             self.states.allocate(state_rows)
-        self._allocate(slots, max_len, decode_rows)
+        self._allocate(slots, max_len, kv_tokens, decode_rows)
         try:
             self._check.compare(self)
         except UnsupportedAttentionError as error:
             if self.fused.get("decoder_layers") or self.states is not None:
                 raise
             self._leave_flat_passes(error)
-            self._allocate(slots, max_len, decode_rows)
+            if isinstance(self.cache, PagedCache):
+                self.cache.free()
+                self.page = 0
+                return
+            self._allocate(slots, max_len, kv_tokens, decode_rows)
             self._check.compare(self)
         if self._sequences is not None:
             self._sequences.together = self._check.computes_together(self)
 
-    def _allocate(self, slots: int, max_len: int, decode_rows: int = ALL) -> None:
-        self.cache = KVCache(self.layers, slots, max_len, self.dtype)
+    def _allocate(self, slots: int, max_len: int, kv_tokens: int, decode_rows: int = ALL) -> None:
         if self._sequences is not None:
+            self.cache = KVCache(self.layers, slots, max_len, self.dtype)
             self._sequences.use(self.cache)
             return
         terms = [layer.terms for layer in self._attention_layers]
-        self._attention = SlotAttention(self.cache, self._attention_name, terms, self._in_call_order)
+        if self.page:
+            self.cache = PagedCache(self.layers, slots, max_len, kv_tokens, self.page, self.dtype)
+            self._attention = PageAttention(self.cache, self._attention_name, terms)
+        else:
+            self.cache = KVCache(self.layers, slots, max_len, self.dtype)
+            self._attention = SlotAttention(self.cache, self._attention_name, terms, self._in_call_order)
         self._model.set_attn_implementation(self._attention_name)
         self._step = DecodeStep(self._model, self._attention, self._inputs)
         if self.fused and not self._in_call_order:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
-            if self._keeps_rows and self.device.type == "cpu":
+            if self._keeps_rows and self.device.type == "cpu" and isinstance(self._attention, SlotAttention):
                 self._decoder = DecoderModel.from_model(self._model, self._attention, self._crossovers, decode_rows)
             self.fused["models"] = int(self._decoder is not None)
             self._unpadded_rows = 0 if self._decoder is None else _rows_without_onednn(self._model)
@@ -230,7 +254,8 @@ class ModelRunner:
         return self._lora is not None and self._lora.is_active
 
     def _passes_of(self, step: Step, rows: int, capture: Capture) -> DecodePasses:
-        return DecodePasses(step, rows, self.cache.max_len, self.device, capture)
+        idle_slot = self.cache.idle_slot if isinstance(self.cache, PagedCache) else None
+        return DecodePasses(step, rows, self.cache.max_len, self.device, capture, idle_slot)
 
     @property
     def _in_call_order(self) -> bool:
@@ -326,8 +351,8 @@ class ModelRunner:
             match decode(self._communicator.receive()):
                 case Measure(rows):
                     self._measure(rows)
-                case Prepare(slots, max_len):
-                    self._allocate(slots, max_len)
+                case Prepare(slots, max_len, kv_tokens):
+                    self._allocate(slots, max_len, kv_tokens)
                 case Pass() as step:
                     self._compute(step)
                 case Stop():
@@ -345,15 +370,7 @@ class ModelRunner:
         self, step: Pass, before: torch.Tensor | None = None, embedded: EmbeddedRows | None = None
     ) -> torch.Tensor:
         """Return the logits of the rows to keep, padding last. Only rank 0 uses them."""
-        self._copy(self._copies_due)
-        for trim in step.trims:
-            self.cache.trim(trim.slot, trim.keep)
-        # Chunks that read a prefix from its source need no copy of it yet; it is made while the first tokens of these
-        # sequences are on their way to the clients.
-        flat = self._sequences is None
-        later = {chunk.slot for chunk in step.chunks if chunk.source != chunk.slot and flat}
-        self._copies_due = [copy for copy in step.copies if copy.target in later]
-        self._copy([copy for copy in step.copies if copy.target not in later])
+        self._arrange_memory(step)
         singles = np.array(step.positions[: len(step.slots)], np.int64)
         step_rows = StepRows(np.array(step.slots, np.int64), singles, step.chunks)
         if self._sequences is not None:
@@ -391,9 +408,26 @@ class ModelRunner:
             return False
         return not self._has_adapters()
 
-    def _copy(self, copies: list[SlotCopy]) -> None:
+    def _arrange_memory(self, step: Pass) -> None:
+        """Do what a step has to do before it computes."""
+        if isinstance(self.cache, PagedCache):
+            if step.pages is not None:
+                self.cache.apply(step.pages)
+            return
+        self._copy(self.cache, self._copies_due)
+        for trim in step.trims:
+            self.cache.trim(trim.slot, trim.keep)
+        # Chunks that read a prefix from its source need no copy of it yet; it is made while the first tokens of these
+        # sequences are on their way to the clients.
+        flat = self._sequences is None
+        later = {chunk.slot for chunk in step.chunks if chunk.source != chunk.slot and flat}
+        self._copies_due = [copy for copy in step.copies if copy.target in later]
+        self._copy(self.cache, [copy for copy in step.copies if copy.target not in later])
+
+    @staticmethod
+    def _copy(cache: KVCache, copies: list[SlotCopy]) -> None:
         for copy in copies:
-            self.cache.copy(copy.source, copy.target, copy.tokens)
+            cache.copy(copy.source, copy.target, copy.tokens)
 
     def _forward(
         self, token_ids: torch.Tensor, positions: list[int], keep: list[int], embedded: EmbeddedRows | None = None

@@ -59,7 +59,7 @@ def lay_out(plan: StepPlan, keep: list[int], row_by_row: RowByRow) -> Pass:
         else:
             source = sources.get(slot, slot)
             chunks.append(ChunkRows(slot, chunk.start, chunk.end, first, len(token_ids), source, blocks))
-    return Pass(token_ids, positions, slots, chunks, keep, plan.trims, plan.copies, plan.states)
+    return Pass(token_ids, positions, slots, chunks, keep, plan.trims, plan.copies, plan.states, plan.pages)
 
 
 def _is_row_by_row(chunk: Chunk, source: int, row_by_row: RowByRow) -> bool:

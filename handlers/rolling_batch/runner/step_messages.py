@@ -11,12 +11,13 @@ from __future__ import annotations
 import msgspec
 
 from handlers.rolling_batch.attention.rows import ChunkRows
+from handlers.rolling_batch.schedule.page_table import PageStep
 from handlers.rolling_batch.schedule.slots import SlotCopy, SlotTrim
 from handlers.rolling_batch.schedule.state_table import StateStep
 
 
 class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """One step: do `trims`, then `copies`, then compute the rows; the fields are those of StepRows.
+    """One step: do `trims`, then `copies`, or what `pages` has; then compute the rows, whose fields are as in StepRows.
 
     A copy whose source a chunk reads directly is made after the step, before anything else of the next one.
 
@@ -33,6 +34,7 @@ class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):
     trims: list[SlotTrim]
     copies: list[SlotCopy]
     states: StateStep | None = None
+    pages: PageStep | None = None
 
 
 class Measure(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -42,10 +44,11 @@ class Measure(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """Allocate a KV cache of `slots` slots of `max_len` tokens."""
+    """Allocate a KV cache of `slots` slots of `max_len` tokens, or of pages for `kv_tokens` tokens in all."""
 
     slots: int
     max_len: int
+    kv_tokens: int
 
 
 class Stop(msgspec.Struct, array_like=True, frozen=True, tag=True):

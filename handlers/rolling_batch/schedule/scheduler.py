@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from handlers.rolling_batch.schedule.images import PromptImages
+from handlers.rolling_batch.schedule.page_table import PageStep, PageTable
 from handlers.rolling_batch.schedule.slots import Match, SlotCopy, SlotTable, SlotTrim
 from handlers.rolling_batch.schedule.state_table import StateStep, StateTable
 
@@ -131,7 +132,9 @@ class Retraction:
 
 @dataclass(slots=True, frozen=True)
 class StepPlan:
-    """Do `trims`, then `copies`, then one forward pass: a token of each of `decode`, then the tokens of `prefill`.
+    """Do `trims`, then `copies`, then what `pages` has; then one forward pass.
+
+    It has a token of each of `decode`, then the tokens of `prefill`.
 
     `drafts` has the tokens that may follow some of `decode`, and are computed behind these sequences' own token.
     `started` are the sequences that run for the first time. It and `retraction` are for the statistics. `states` has
@@ -146,6 +149,7 @@ class StepPlan:
     retraction: Retraction | None = None
     drafts: Mapping[Sequence, list[int]] = field(default_factory=dict)
     states: StateStep | None = None
+    pages: PageStep = field(default_factory=PageStep)
 
 
 Draft = Callable[[list[tuple[Sequence, int]], int, int], Mapping[Sequence, list[int]]]
@@ -156,7 +160,8 @@ Draft = Callable[[list[tuple[Sequence, int]], int, int], Mapping[Sequence, list[
 class SchedulerLimits:
     """`kv_tokens` is the capacity of the KV cache over all `slots`; the chunk sizes count prompt tokens per step.
 
-    Slots beyond `max_running` keep finished sequences whose prefix others may reuse.
+    Slots beyond `max_running` keep finished sequences whose prefix others may reuse. If `page` is not 0, slots have no
+    memory of their own: the KV cache has pages of so many tokens.
 
     `prompt_bucket` is for graphs that compute a prompt from its first token only: the most prompt tokens of a graph.
     Further tokens are computed one per step, and no prefix is reused.
@@ -173,6 +178,7 @@ class SchedulerLimits:
     conservativeness: float = 1.0
     prompt_bucket: int | None = None
     state_rows: int = 0  # at least `max_running` if there are any
+    page: int = 0
 
 
 class Scheduler:
@@ -185,8 +191,13 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
+        slots = max(limits.slots, limits.max_running)
         states = StateTable(max(limits.state_rows, limits.max_running)) if limits.state_rows else None
-        self.slots = SlotTable(max(limits.slots, limits.max_running), limits.kv_tokens, states)
+        self.slots: SlotTable | PageTable = (
+            PageTable(slots, limits.kv_tokens, limits.page)
+            if limits.page
+            else SlotTable(slots, limits.kv_tokens, states)
+        )
         self.waiting: list[Sequence] = []  # by priority, then by arrival
         self.running: list[Sequence] = []
         self._arrivals = 0
@@ -203,8 +214,8 @@ class Scheduler:
 
         Raises ValueError if it could never be admitted.
         """
-        if sequence.max_kv_tokens > self.limits.kv_tokens:
-            raise ValueError(f"needs {sequence.max_kv_tokens} tokens of KV cache, which holds {self.limits.kv_tokens}")
+        if sequence.max_kv_tokens > self.slots.kv_tokens:
+            raise ValueError(f"needs {sequence.max_kv_tokens} tokens of KV cache, which holds {self.slots.kv_tokens}")
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._wait(sequence)
@@ -234,7 +245,9 @@ class Scheduler:
         decode = [sequence for sequence in self.running if sequence.decoding and not sequence.ends]
         budget, of_prompt = self._prompt_tokens(len(decode))
         # Decoding sequences get their memory first; prompts take what is left in this step.
-        room = self.limits.kv_tokens - self._running_tokens() - len(decode)
+        room = self.slots.room
+        for sequence in decode:
+            _, room = self.slots.fit(sequence.slot, sequence.computed + 1, room)
         prefill = list(self._chunks(budget, of_prompt, room))
         drafts = self._drafts(decode, room, draft) if draft is not None and not prefill else {}
         for sequence in decode:
@@ -243,7 +256,15 @@ class Scheduler:
             self.slots.reserve(chunk.sequence.slot, chunk.end)
         self._decay_ratio()
         states = self._states_planned(decode, prefill)
-        return StepPlan(decode, prefill, *self.slots.step_planned(), started, retraction, drafts, states)
+        return StepPlan(
+            decode,
+            prefill,
+            started=started,
+            retraction=retraction,
+            drafts=drafts,
+            states=states,
+            **self._memory_planned(),
+        )
 
     def _states_planned(self, decode: list[Sequence], prefill: list[Chunk]) -> StateStep | None:
         table = self.slots.states
@@ -252,6 +273,14 @@ class Scheduler:
         for chunk in prefill:
             table.chunk_planned(chunk.sequence.slot, chunk.end, chunk.completes_prompt)
         return table.step_planned([sequence.slot for sequence in (*decode, *(chunk.sequence for chunk in prefill))])
+
+    def _memory_planned(self) -> dict[str, Any]:
+        """Return what the planned step has to do before it computes, by the names of the plan's fields."""
+        planned = self.slots.step_planned()
+        if isinstance(planned, PageStep):
+            return {"pages": planned}
+        trims, copies = planned
+        return {"trims": trims, "copies": copies}
 
     def _prompt_tokens(self, decoding: int) -> tuple[int, int]:
         """Return how many prompt tokens a step computes beside a number of sequences that decode, and of one prompt.
@@ -283,7 +312,7 @@ class Scheduler:
         """Return the drafts of the decoding sequences, in the memory that is left."""
         # A step generates one token more than it accepts drafted ones.
         wanted = [(sequence, sequence.max_new_tokens - sequence.generated - 1) for sequence in decode]
-        return draft(wanted, len(decode), room)
+        return draft(wanted, len(decode), self.slots.draft_tokens(room, len(decode)))
 
     def _set_computed(self, sequence: Sequence, tokens: int) -> None:
         sequence.computed = tokens
@@ -303,7 +332,7 @@ class Scheduler:
                 if match.coming - match.tokens >= _WORTH_WAITING and not self._overdue(sequence):
                     self.slots.follow(match)
                     continue  # a running sequence is about to compute the same prefix, to be reused then
-                if not self._has_place() or not self._fits(sequence) or not self._start(sequence, match):
+                if not self._has_place() or not self._fits(sequence, match) or not self._start(sequence, match):
                     break
                 admitted.append(sequence)
         finally:  # even if a later sequence fails: no sequence both waits and runs
@@ -340,8 +369,8 @@ class Scheduler:
         return self.slots.find(sequence.adapter, sequence.keys)
 
     def _start(self, sequence: Sequence, match: Match) -> bool:
-        needed = sum(len(entry.tokens) for entry in self.running)
-        claimed = self.slots.claim(sequence.adapter, sequence.keys, match, self.limits.kv_tokens - needed)
+        needed = self.slots.needed(len(entry.tokens) for entry in self.running)
+        claimed = self.slots.claim(sequence.adapter, sequence.keys, match, self.slots.kv_tokens - needed)
         if claimed is None:
             return False
         sequence.slot, sequence.computed = claimed
@@ -353,7 +382,7 @@ class Scheduler:
     def _has_place(self) -> bool:
         return len(self.running) < self.limits.max_running
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: Sequence, match: Match) -> bool:
         """Whether the KV cache holds what the running sequences and this one are expected to need at any time.
 
         All grow at the same rate, and each gives its memory back when it ends. So memory is highest just before one of
@@ -361,11 +390,12 @@ class Scheduler:
         """
         if not self.running:
             return True
-        held = 0
+        lengths = [len(entry.tokens) for entry in self.running]
+        held = self.slots.needed(lengths) - sum(lengths) - self.slots.shared(match)
         entries = sorted(map(self._expected, (*self.running, sequence)), reverse=True)
         for count, (left, tokens) in enumerate(entries, start=1):
             held += tokens
-            if held + left * count > self.limits.kv_tokens:
+            if held + left * count > self.slots.kv_tokens:
                 return False
         return True
 
@@ -374,17 +404,24 @@ class Scheduler:
         left = min(sequence.max_new_tokens - sequence.generated, _MAX_EXPECTED)
         return left * self.new_token_ratio, len(sequence.tokens)
 
-    def _running_tokens(self) -> int:
-        return sum(sequence.computed for sequence in self.running)
+    def _can_go_on(self) -> bool:
+        """Whether every sequence that decodes has memory for its next token, or some prompt has if none decodes."""
+        room = self.slots.room
+        going = [sequence for sequence in self.running if not sequence.ends]
+        decode = [sequence for sequence in going if sequence.decoding]
+        for sequence in decode:
+            end, room = self.slots.fit(sequence.slot, sequence.computed + 1, room)
+            if end <= sequence.computed:
+                return False
+        return bool(decode or not going) or any(
+            self.slots.fit(each.slot, each.computed + _least(each), room)[0] == each.computed + _least(each)
+            for each in going
+        )
 
     def _retract(self) -> Retraction | None:
         """Send running sequences back to the queue until the others can go on: of the lowest priority, the newest."""
         retracted: list[Sequence] = []
-        while self.running:
-            decoding = sum(sequence.decoding and not sequence.ends for sequence in self.running)
-            wanted = decoding or min((_least(each) for each in self.running if not each.ends), default=1)
-            if self._running_tokens() + wanted <= self.limits.kv_tokens:
-                break
+        while self.running and not self._can_go_on():
             last = max(self.running, key=lambda entry: (entry.priority, entry.arrival))
             self.running.remove(last)
             self._vacate(last, sound=True)
@@ -413,23 +450,24 @@ class Scheduler:
             self.new_token_ratio = max(least, self.new_token_ratio - (self._start_ratio - least) / _RATIO_STEPS)
 
     def _chunks(self, budget: int, of_prompt: int, room: int) -> Iterable[Chunk]:
-        """Yield chunks of up to `budget` tokens, more for the rest of an image, and of `room` tokens in any case."""
+        """Yield chunks of up to `budget` tokens, more for the rest of an image, and what `room` holds in any case."""
         for sequence in self.running:
-            if min(budget, room) <= 0:
+            if budget <= 0:
                 return
             if not sequence.decoding:
                 # An empty chunk would get the logits of the row before it, which is another sequence's.
                 assert sequence.computed < len(sequence.tokens), "the last token of a sequence was never appended"
-                start, most = sequence.computed, min(budget, of_prompt, room)
-                end = min(len(sequence.tokens), start + self._max_at_once(sequence, most))
+                start = sequence.computed
+                most, _ = self.slots.fit(sequence.slot, len(sequence.tokens), room)
+                end = min(most, start + self._max_at_once(sequence, min(budget, of_prompt)))
                 if self.slots.states is not None:
                     end = self.slots.states.end_of_chunk(sequence.slot, start, end)
                 if sequence.images is not None:
-                    end = sequence.images.chunk_end(start, end, start + room)
-                if end == start:  # an image for which there is no room yet
+                    end = sequence.images.chunk_end(start, end, most)
+                if end <= start:  # there is no room yet, for an image or at all
                     continue
                 budget -= end - start
-                room -= end - start
+                _, room = self.slots.fit(sequence.slot, end, room)
                 yield Chunk(sequence, start, end)
 
     def _max_at_once(self, sequence: Sequence, budget: int) -> int:

@@ -9,7 +9,7 @@ displace other prefixes. Then the least recently used slot is shortened from its
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from handlers.rolling_batch.schedule.prefix_tree import PrefixTree
@@ -82,6 +82,33 @@ class SlotTable:
     def cached_tokens(self) -> int:
         """Tokens of sequences that have left."""
         return sum(self._cached.values())
+
+    # --- memory, in tokens ---
+
+    @property
+    def room(self) -> int:
+        """Tokens that no running sequence has."""
+        return self.kv_tokens - sum(self._running.values())
+
+    def fit(self, slot: int, end: int, room: int) -> tuple[int, int]:
+        """Return how many tokens, up to `end`, a running sequence can have in `room` more; and the room left."""
+        own = self._running[slot]
+        end = min(end, own + room)
+        return end, room - (end - own)
+
+    def draft_tokens(self, room: int, sequences: int) -> int:
+        """Return how many tokens can be drafted in `room`, however they are divided among the sequences."""
+        return room
+
+    def needed(self, lengths: Iterable[int]) -> int:
+        """Return the memory of the running sequences once they have these lengths."""
+        return sum(lengths)
+
+    def shared(self, match: Match) -> int:
+        """Return how many tokens a newcomer shares with running sequences: none, it gets a copy."""
+        return 0
+
+    # --- sequences ---
 
     def find(self, adapter: Hashable, tokens: list[int]) -> Match:
         """Return the slot that holds the longest prefix of `tokens`, not counting the last one.

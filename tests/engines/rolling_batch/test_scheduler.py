@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_helpers import Batch, name_of, next_token, number_of, sequence
 
+from handlers.rolling_batch.schedule.page_table import PageTable
 from handlers.rolling_batch.schedule.scheduler import Sequence
 
 # --- the batch ---
@@ -323,6 +324,84 @@ def test_the_newest_of_the_least_urgent_is_retracted() -> None:
     assert "a" not in order
 
 
+# --- pages ---
+
+
+def test_sequences_share_the_pages_that_are_full_of_their_common_tokens() -> None:
+    batch = Batch(page=4)
+    common = list(range(10))
+    batch.add(sequence("a", [*common, 50], new=20))
+    batch.step()
+    first = list(batch.tables[0])
+    batch.add(sequence("b", [*common, 60, 61], new=20))
+    batch.step()
+    assert batch.tables[1][:2] == first[:2]
+    assert batch.tables[1][2] not in first, "the page where they part is copied, or computed"
+    assert batch.scheduler.slots.room == 250 - len(first) - 1
+
+
+def test_a_page_is_copied_only_if_enough_of_it_is_common() -> None:
+    for common, copied in ((10, 0), (14, 1)):
+        batch = Batch(page=8)
+        batch.add(sequence("a", [*range(common), 50]))
+        batch.step()
+        batch.add(sequence("b", [*range(common), 60, 61]))
+        batch.step()
+        assert batch.copied == copied
+        batch.run()
+
+
+def test_more_sequences_run_on_shared_pages_than_copies_would_fit() -> None:
+    batch = Batch(max_running=8, kv_tokens=240, page=8, chunk=200, idle_chunk=200)
+    common = list(range(96))
+    batch.add(sequence("first", [*common, 200], new=8))
+    batch.step()
+    batch.add(*(sequence(str(index), [*common, 100 + index], new=8) for index in range(7)))
+    batch.step()
+    assert len(batch.running) == 8
+    batch.run()
+    assert batch.retracted == 0
+
+
+def test_pages_of_finished_sequences_are_reused_until_they_are_needed() -> None:
+    batch = Batch(kv_tokens=64, page=8)
+    old, new = sequence("old", 20, new=2), sequence("new", 20, new=2)
+    for entry in (old, new):
+        batch.add(entry)
+        batch.run()
+    again = sequence("again", [*new.tokens], new=2)
+    batch.add(again)
+    batch.run()
+    assert again.cached == len(new.tokens) - 1
+    batch.add(sequence("large", 40, new=2))
+    batch.run()
+    match = batch.scheduler.slots.find(None, old.tokens)
+    assert match.tokens < 16, "the least recently used one goes first"
+    assert batch.scheduler.slots.find(None, again.tokens).tokens > match.tokens
+
+
+def test_a_prompt_that_comes_again_and_again_is_cached_once() -> None:
+    batch = Batch(page=8)
+    for _ in range(50):
+        batch.add(sequence("same", list(range(30)), new=4))
+        batch.run()
+    memory = batch.scheduler.slots
+    assert isinstance(memory, PageTable)
+    assert len(memory._owners.cached) == 1
+    assert memory.cached_tokens <= 40
+
+
+def test_a_failed_step_leaves_no_copy_to_be_made_into_pages_of_others() -> None:
+    batch = Batch(page=8)
+    batch.add(sequence("a", [*range(14), 50], new=20))
+    batch.step()
+    b = sequence("b", [*range(14), 60], new=20)
+    batch.add(b)
+    batch.scheduler._admit()  # as far as planning comes before it fails
+    batch.scheduler.remove(b, sound=False)
+    assert batch.scheduler.plan().pages.copies == []
+
+
 REQUESTS = st.lists(
     st.tuples(
         st.integers(0, 3),  # the shared prefix that it begins with
@@ -350,6 +429,7 @@ REQUESTS = st.lists(
     conservativeness=st.sampled_from([0.05, 0.3, 1.0, 2.0]),
     snapshots=st.sampled_from([None, 0, 1, 4]),
     seed=st.integers(0, 5),
+    page=st.sampled_from([0, 0, 1, 4, 8]),
 )
 def test_everything_ends_within_the_memory(
     requests: list[tuple[Any, ...]],
@@ -361,6 +441,7 @@ def test_everything_ends_within_the_memory(
     conservativeness: float,
     snapshots: int | None,
     seed: int,
+    page: int,
 ) -> None:
     """`Batch` checks that every row is computed over the sequence's own tokens; this test, that all sequences end.
 
@@ -369,9 +450,10 @@ def test_everything_ends_within_the_memory(
     prefixes = [[random.Random(index).randrange(3) for _ in range(40)] for index in range(4)]
     chance = random.Random(seed)
     slots = max_running + further_slots
-    rows = 0 if snapshots is None else max_running + snapshots
-    more = {"slots": slots, "policy": policy, "conservativeness": conservativeness, "state_rows": rows}
-    batch = Batch(max_running, kv_tokens, chunk, chunk, **more)
+    rows = 0 if snapshots is None or page else max_running + snapshots
+    more = {"slots": slots, "policy": policy, "conservativeness": conservativeness, "state_rows": rows, "page": page}
+    batch = Batch(max_running, kv_tokens + page, chunk, chunk, **more)
+    memory = batch.scheduler.slots
     arrivals: list[tuple[int, Sequence, int | None]] = []
     for index, (prefix, shared, own, new, adapter, priority, after, aborted) in enumerate(requests):
         tokens = prefixes[prefix][:shared] + [chance.randrange(3) for _ in range(own)]
@@ -392,7 +474,10 @@ def test_everything_ends_within_the_memory(
             break
         decoding, chunks = batch.step()
         assert len(batch.running) <= max_running
-        assert batch.resident <= batch.scheduler.slots._resident_tokens <= kv_tokens
+        if isinstance(memory, PageTable):
+            memory.check()
+        else:
+            assert batch.resident <= memory._resident_tokens <= kv_tokens
         assert sum(end - start for _, start, end in chunks) <= chunk
         assert len(set(decoding) | {name for name, _, _ in chunks}) == len(decoding) + len(chunks)
     else:
@@ -403,4 +488,9 @@ def test_everything_ends_within_the_memory(
             while len(expected) < entry.prompt_len + entry.max_new_tokens:
                 expected.append(next_token(expected))
             assert entry.tokens == expected
-    assert not batch.scheduler.slots._running
+    assert not memory._running
+    if isinstance(memory, PageTable):
+        assert memory.room * page == memory.kv_tokens
+        memory.forget(None)
+        memory.forget("adapter")
+        assert memory.cached_tokens == 0

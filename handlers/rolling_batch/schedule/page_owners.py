@@ -1,0 +1,138 @@
+"""Who has which pages of the KV cache: sequences that run, and sequences that have left and are cached.
+
+A page is free when no sequence has it. If more are wanted than are free, cached tokens go, the least recently used ones
+first, from the end of their sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from handlers.rolling_batch.schedule.prefix_tree import PrefixTree
+
+_EVICTED_AT_ONCE = 1 / 64  # of all pages, at least: eviction changes the tree, which not every step shall do
+
+
+@dataclass(slots=True)
+class PagedSequence:
+    """The pages of a sequence and how many of its tokens they hold; `continues` is the cached one that it contains."""
+
+    pages: list[int]
+    tokens: int
+    continues: int = -1
+
+
+class PageOwners:
+    """Pages 0 to `pages` - 1 of `page` tokens each. `tree` has the tokens of all sequences.
+
+    A sequence is in `running` by its slot, or in `cached` by a number of its own, the least recently used one first.
+    """
+
+    def __init__(self, pages: int, page: int) -> None:
+        self.pages = pages
+        self.page = page
+        self.tree = PrefixTree()
+        self.running: dict[int, PagedSequence] = {}
+        self.cached: dict[int, PagedSequence] = {}
+        self.used = 0  # pages that running sequences have, each counted once
+        self._free = list(range(pages - 1, -1, -1))
+        self._owners = [0] * pages  # sequences that have the page
+        self._users = [0] * pages  # those of them that run
+
+    @property
+    def free(self) -> int:
+        """Pages that no sequence has."""
+        return len(self._free)
+
+    def is_used(self, page: int) -> bool:
+        """Whether a running sequence has the page."""
+        return self._users[page] > 0
+
+    def sequence(self, owner: int) -> PagedSequence:
+        return self.running[owner] if owner in self.running else self.cached[owner]
+
+    def touch(self, owner: int) -> None:
+        """Count a cached sequence as the most recently used one."""
+        if owner in self.cached:
+            self.cached[owner] = self.cached.pop(owner)
+
+    def take(self, sequence: PagedSequence, pages: Iterable[int]) -> None:
+        """Give pages to a running sequence."""
+        for page in pages:
+            sequence.pages.append(page)
+            self.used += not self._users[page]
+            self._owners[page] += 1
+            self._users[page] += 1
+
+    def grow(self, sequence: PagedSequence, pages: int) -> None:
+        """Give as many free pages to a running sequence; evict cached tokens if necessary."""
+        if len(self._free) < pages:
+            self._evict(pages)
+        self.take(sequence, (self._free.pop() for _ in range(pages)))
+
+    def stop(self, slot: int) -> PagedSequence:
+        """Take a sequence out of those that run. It has its pages still."""
+        sequence = self.running.pop(slot)
+        self.tree.remove(slot)
+        for page in sequence.pages:
+            self._users[page] -= 1
+            self.used -= not self._users[page]
+        return sequence
+
+    def cut(self, sequence: PagedSequence, keep: int) -> list[int]:
+        """Take all but the first `keep` pages from a sequence that does not run; return those that are free now."""
+        freed = []
+        for page in sequence.pages[keep:]:
+            self._owners[page] -= 1
+            if not self._owners[page]:
+                freed.append(page)
+        del sequence.pages[keep:]
+        self._free += freed
+        return freed
+
+    def forget(self, number: int) -> None:
+        """Drop a cached sequence."""
+        self.tree.remove(number)
+        self.cut(self.cached.pop(number), 0)
+
+    def check(self) -> None:
+        """Raise AssertionError if counts are not those of the lists, or a sequence could write what others have."""
+        everyone = [*self.running.values(), *self.cached.values()]
+        owners, users = [0] * self.pages, [0] * self.pages
+        for counts, sequences in ((owners, everyone), (users, self.running.values())):
+            for page in itertools.chain(*(sequence.pages for sequence in sequences)):
+                counts[page] += 1
+        assert (owners, users) == (self._owners, self._users)
+        assert self.used == sum(count > 0 for count in users)
+        assert sorted(self._free) == [page for page, count in enumerate(owners) if not count]
+        for sequence in self.running.values():
+            assert len(sequence.pages) * self.page >= sequence.tokens
+            assert all(owners[page] == 1 for page in sequence.pages[sequence.tokens // self.page :])
+        for sequence in self.cached.values():
+            assert len(sequence.pages) == -(-sequence.tokens // self.page) > 0
+
+    def _evict(self, pages: int) -> None:
+        """Drop cached tokens until so many pages are free."""
+        wanted = max(pages, int(self.pages * _EVICTED_AT_ONCE))
+        for number in list(self.cached):
+            if len(self._free) >= wanted:
+                return
+            sequence = self.cached[number]
+            keep = self._fitting(sequence, wanted - len(self._free))
+            if keep:
+                self.tree.shorten(number, keep * self.page)
+                sequence.tokens = keep * self.page
+                self.cut(sequence, keep)
+            else:
+                self.forget(number)
+        assert len(self._free) >= pages, "the scheduler planned for more memory than there is"
+
+    def _fitting(self, sequence: PagedSequence, wanted: int) -> int:
+        """Return how many pages a cached sequence can keep if its last ones are to free `wanted` pages."""
+        keep = len(sequence.pages)
+        while keep and wanted > 0:
+            keep -= 1
+            wanted -= self._owners[sequence.pages[keep]] == 1
+        return keep
