@@ -7,6 +7,7 @@ import sys
 
 BENCHMARKS = (
     "benchmarks.embeddings",
+    "benchmarks.few_bits",
     "benchmarks.generation",
     "benchmarks.memory",
     "benchmarks.observability",

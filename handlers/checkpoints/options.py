@@ -37,6 +37,9 @@ QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
     "bitsandbytes": {"load_in_8bit": True},
 }
 
+BLOCK_FORMATS = ("q8_0", "q4_0")
+"""Values of option.quantize that hold weights in blocks of few bits, as GGUF does."""
+
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 """Values of option.device_map with which accelerate chooses the devices of the layers."""
 
@@ -85,10 +88,11 @@ class TransformersOptions(ModelOptions):
     low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always loads this way")] = False
     """Load weights one by one instead of twice the model's memory."""
     quantize: Annotated[
-        Literal["bitsandbytes", "bitsandbytes4", "bitsandbytes8", "gptq", "awq"] | None,
+        Literal["bitsandbytes", "bitsandbytes4", "bitsandbytes8", "gptq", "awq", "q8_0", "q4_0"] | None,
         DeprecatedValue("bitsandbytes", "use bitsandbytes8"),
     ] = None
-    """Quantisation of the weights: by bitsandbytes while they load; gptq and awq by the checkpoint."""
+    """Quantisation of the weights: by bitsandbytes while they load; gptq and awq by the checkpoint. q8_0 and q4_0 are
+    for the CPU: they quantise blocks of 32 weights while these load, as in GGUF, and kernels compute with them."""
     load_in_4bit: Annotated[
         bool, Deprecated("use option.quantize=bitsandbytes4", becomes=("option.quantize", "bitsandbytes4"))
     ] = False
@@ -106,6 +110,10 @@ class TransformersOptions(ModelOptions):
     threads: PositiveInt | None = None
     """Threads that a worker uses inside an operation on the CPU. By default the workers of the model (maxWorkers)
     divide the cores that the server may use."""
+
+    def keeps_blocks(self, path: str) -> bool:
+        """Whether weights of the model at a path stay in blocks of few bits on the CPU, or are quantised to such."""
+        return self.quantize in BLOCK_FORMATS or (path.endswith(".gguf") and self.dtype == "auto")
 
     @property
     def placement(self) -> str | Mapping[str, str | int] | None:
@@ -127,6 +135,10 @@ class TransformersOptions(ModelOptions):
             yield Conflict(
                 ("option.device_map",), f"GPUs 0 to {gpus - 1}, because option.tensor_parallel_degree gives {gpus}"
             )
+
+        if self.quantize in BLOCK_FORMATS and self.save_mp_checkpoint_path is not None:
+            reason = f"no path with {self.quantize}, which quantises whenever the model loads"
+            yield Conflict(("option.save_mp_checkpoint_path", "option.quantize"), reason)
 
         offloaded = {"disk", "cpu"} if self.mapped_gpus else {"disk"}
         if self.quantization_config() is not None and isinstance(self.placement, Mapping):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers.checkpoints.options import QUANTIZATION_PACKAGES, TransformersOptions
+from handlers.checkpoints.options import QUANTIZATION, QUANTIZATION_PACKAGES, TransformersOptions
 from lmi_server.contract.errors import ModelLoadError
 
 _MIB = 2**20
@@ -50,7 +50,7 @@ def _check(wanted: str | None, config: Any) -> None:
             f"option.quantize={wanted}, but the checkpoint is quantised with {checkpoint} already"
             " (quantization_config in config.json); remove the key"
         )
-    _refuse_missing_packages(checkpoint or ("bitsandbytes" if wanted else None))
+    _refuse_missing_packages(checkpoint or ("bitsandbytes" if wanted in QUANTIZATION else None))
 
 
 def _checkpoint_method(config: Any) -> str | None:
@@ -83,7 +83,7 @@ def _refuse_missing_packages(method: str | None) -> None:
 def quantization_details(model: Any) -> dict[str, Any]:
     """Return how the weights of `model` are quantised, and their MiB with and without; nothing if they are not."""
     method = _checkpoint_method(model.config)
-    if method is None:
+    if method in (None, "gguf"):  # weights in GGUF are unpacked
         return {}
     plain = type(model.config).from_dict({**model.config.to_dict(), "quantization_config": None})
     with torch.device("meta"):

@@ -11,10 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 
+from handlers.checkpoints.blocks.gguf_weights import keep_stored
+from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
 from handlers.checkpoints.gguf import gguf_arguments, gguf_weights, is_gguf, load_gguf_tokenizer
 from handlers.checkpoints.gpus import NO_GPUS, TorchGpus, free_memory, lack_bf16, usable_gpus
-from handlers.checkpoints.options import STRATEGIES, TransformersOptions
-from handlers.checkpoints.placement import memory_limits, refuse_divided_layers
+from handlers.checkpoints.options import BLOCK_FORMATS, STRATEGIES, TransformersOptions
+from handlers.checkpoints.placement import main_device, memory_limits, refuse_divided_layers
 from handlers.checkpoints.quantization import (
     keep_activations,
     quantization_arguments,
@@ -59,13 +61,30 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions, **more:
     save_weights(model, options)
     keep_activations(model)
     warn_once_of_casts()
-    details = quantization_details(model)
+    details = _keep_blocks(model, path, options) or quantization_details(model)
     if details:
         logger.info(
             "weights quantised with %s take %s MiB; unquantised they would take %s MiB",
             *(details[name] for name in ("quantization", "weights_mib", "unquantized_weights_mib")),
         )
     return model.eval()
+
+
+def _keep_blocks(model: Any, path: str, options: TransformersOptions) -> dict[str, Any]:
+    """Hold weights in blocks of few bits, if options or file say so; return details, none if it has no such weights."""
+    if options.quantize in BLOCK_FORMATS:
+        if main_device(model).type != "cpu":
+            raise ModelLoadError(
+                f"option.quantize={options.quantize} is for models on the CPU; set option.quantize=bitsandbytes8 or"
+                " bitsandbytes4 on a GPU"
+            )
+        if model.dtype not in (torch.bfloat16, torch.float32):
+            raise ModelLoadError(
+                f"option.quantize={options.quantize}: set option.dtype=bf16 or fp32, not {options.dtype}"
+            )
+        return quantize_to_blocks(model, options.quantize)
+    is_whole = main_device(model).type == "cpu" and own_rank().size == 1
+    return keep_stored(model, path) if is_whole and options.keeps_blocks(path) else {}
 
 
 def save_weights(model: Any, options: TransformersOptions) -> None:

@@ -110,6 +110,47 @@ def multiply_block(context, rows, first_row, count, panel, sums, is_first):
 
 
 @intrinsic
+def multiply_steps(context, rows, stride, count, steps, panel, sums):
+    """Write the products of a block of rows and each STEP_WORDS words of a panel, apart from each other.
+
+    rows: the address of the first element, `stride` bytes before that of the next row. panel: of `steps` * STEP_WORDS
+    words of PANEL_COLUMNS columns, which caches hold. sums: of `count` x PANEL_COLUMNS float32 for each step, one after
+    the other. `count` rows are the block, as many as `configure_tiles` was told. Nothing is checked.
+    """
+
+    def build(ctx, builder, sig, args):
+        rows, stride, count, steps, panel, sums = args
+        with builder.if_else(builder.icmp_signed("<=", count, _INT(_ROWS))) as (short, long):
+            with short:
+                _multiply_steps(builder, 1, (rows, stride), (panel, steps), (sums, count))
+            with long:
+                _multiply_steps(builder, 2, (rows, stride), (panel, steps), (sums, count))
+        return ctx.get_dummy_value()
+
+    return types.void(types.uintp, types.intp, types.intp, types.intp, types.uintp, types.uintp), build
+
+
+def _multiply_steps(builder, halves, left, right, out):
+    (rows, stride), (panel, steps), (sums, count), width = left, right, out, _INT(_PANEL_BYTES)
+    distance = builder.mul(count, width)
+    with cgutils.for_range(builder, steps) as loop:
+        begin = builder.add(rows, builder.mul(loop.index, _INT(_BYTES)))
+        of_panel = builder.add(panel, builder.mul(loop.index, _INT(STEP_WORDS * _PANEL_BYTES)))
+        of_step = builder.add(sums, builder.mul(loop.index, distance))
+        for half, register in enumerate((_UPPER, _LOWER)[:halves]):
+            of_half = builder.add(begin, builder.mul(stride, _INT(half * _ROWS)))
+            _instruction(builder, "tileloadd64", register, of_half, stride)
+        for place, column in enumerate((_LEFT, _RIGHT)):
+            _instruction(builder, "tileloadd64", column, builder.add(of_panel, _INT(place * _BYTES)), width)
+            for half, register in enumerate((_UPPER, _LOWER)[:halves]):
+                of_sums = _SUMS[half][place]
+                _instruction(builder, "tilezero", of_sums)
+                _instruction(builder, "tdpbf16ps", of_sums, register, column)
+                target = builder.add(of_step, _INT(half * _ROWS * _PANEL_BYTES + place * _BYTES))
+                _instruction(builder, "tilestored64", of_sums, target, width)
+
+
+@intrinsic
 def write_block(context, sums, count, out, first_row, column):
     """Write the first `count` rows of `sums` (BLOCK_ROWS, PANEL_COLUMNS) float32 as bfloat16: rounded to even.
 

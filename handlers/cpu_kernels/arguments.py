@@ -83,7 +83,10 @@ class Activations(NamedTuple):
 
 
 class LayerArrays(NamedTuple):
-    """The arrays of a decoder layer: caches as for `slot_attention`, norms (width,), linear layers as for `linear`."""
+    """The arrays of a decoder layer: caches as for `slot_attention`, norms (width,), linear layers as for `linear`.
+
+    Or as for `block_linear`: each linear layer of its own.
+    """
 
     keys: np.ndarray
     values: np.ndarray

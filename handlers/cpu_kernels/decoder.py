@@ -9,6 +9,7 @@ import numpy as np
 
 from handlers.cpu_kernels.arguments import AttentionSettings, LayerArrays
 from handlers.cpu_kernels.attention import slot_attention
+from handlers.cpu_kernels.block_linear import block_linear
 from handlers.cpu_kernels.compilation import kernel, kernel_part
 from handlers.cpu_kernels.intrinsics import array_at, heads_of, reshaped
 from handlers.cpu_kernels.linear import linear
@@ -24,6 +25,15 @@ def _summed(added, shared):
         all_reduce(every, every, shared)
 
 
+@kernel_part()
+def _multiply(rows, weight, bias, out, threads):
+    """Compute a linear layer of bfloat16, or of few bits: numba compiles one branch, by the weight's dimensions."""
+    if weight.ndim == 1:
+        block_linear(rows, weight, bias, out, threads)
+    else:
+        linear(rows, weight, bias, out, threads)
+
+
 @kernel_part(inline="always")  # as a kernel of its own LLVM would compile it, with all kernels that it calls, twice
 def _decoder_layer(rows, space, layer, window, next_norm, next_epsilon, settings, shared):
     """Compute one layer, for LayerArrays of it and the `window` that it sees.
@@ -33,7 +43,7 @@ def _decoder_layer(rows, space, layer, window, next_norm, next_epsilon, settings
     hidden, threads = rows.hidden, settings.threads
     dim, kv_heads = layer.keys.shape[3], layer.keys.shape[1]
     heads = space.attended.shape[1]
-    linear(space.normed, layer.qkv, layer.qkv_bias, space.projected, threads)
+    _multiply(space.normed, layer.qkv, layer.qkv_bias, space.projected, threads)
     rotate(space.projected, rows.cosines, rows.sines, heads + kv_heads)
     by_head = heads_of(space.projected, dim)
     query, key, value = by_head[:heads], by_head[heads : heads + kv_heads], by_head[heads + kv_heads :]
@@ -41,12 +51,12 @@ def _decoder_layer(rows, space, layer, window, next_norm, next_epsilon, settings
     attention = AttentionSettings(settings.scaling, window, 0, settings.softcap, threads, no_sinks)
     slot_attention(query, key, value, layer.keys, layer.values, rows.slots, rows.positions, space.attended, attention)
     attended = reshaped(space.attended, (len(hidden), heads * dim))
-    linear(attended, layer.o, layer.o_bias, space.added, threads)
+    _multiply(attended, layer.o, layer.o_bias, space.added, threads)
     _summed(space.added, shared)
     add_and_norm(hidden, space.added, layer.post_norm, settings.post_epsilon, space.normed)
-    linear(space.normed, layer.gate_up, layer.gate_up_bias, space.gate_up, threads)
+    _multiply(space.normed, layer.gate_up, layer.gate_up_bias, space.gate_up, threads)
     silu_and_mul(space.gate_up, space.activated)
-    linear(space.activated, layer.down, layer.down_bias, space.added, threads)
+    _multiply(space.activated, layer.down, layer.down_bias, space.added, threads)
     _summed(space.added, shared)
     add_and_norm(hidden, space.added, next_norm, next_epsilon, space.normed)
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.cpu_kernels.arguments import Activations, DecodeRows, LayerArrays, LayerSettings
 from handlers.ranks.sharding import RowParallelLinear
 from handlers.ranks.shm_allreduce import ONE_RANK, ShmAllReduce
@@ -36,7 +37,9 @@ class DecoderModel:
         base = model.model
         self.head = model.lm_head
         # Up to which the project's kernel computes the head.
-        self.max_head_rows: int = self.head.max_rows if isinstance(self.head, (TiledLinear, PackedLinear)) else 0
+        self.max_head_rows: int = (
+            self.head.max_rows if isinstance(self.head, (TiledLinear, PackedLinear, BlockLinear)) else 0
+        )
         self._embed = embedding_rows(base.embed_tokens)
         layers: list[FusedDecoderLayer] = list(base.layers)
         arrays = [_arrays(layer, attention) for layer in layers]
@@ -45,7 +48,8 @@ class DecoderModel:
         self._arrays = arrays  # keeps them alive: the kernel gets addresses, except for the first layer's
         norm, epsilon = base.norm.arguments
         self._layers = (addresses, windows, arrays[0], norm, LayerSettings(*_settings(layers[0]), epsilon))
-        self._space = _space(arrays[0], 1)
+        self._widths = _widths(layers[0])
+        self._space = self._new_space(1)
         self._hooks = [module._forward_hooks for layer in layers for module in _linears(layer)]
         shm = _shm(layers[0])
         self._rotary = RotaryTable(base.rotary_emb, arrays[0].keys.shape[2], torch.bfloat16)
@@ -67,19 +71,16 @@ class DecoderModel:
         layers = list(model.model.layers)
         if not all(type(layer) is FusedDecoderLayer and layer.mlp.is_silu and _is_tiled(layer) for layer in layers):
             return None
-        if type(model.model.norm) is not FusedRMSNorm:
+        if type(model.model.norm) is not FusedRMSNorm or model.dtype != torch.bfloat16:
             return None
-        kinds = {
-            (*_settings(layer), _shm(layer), *((array.shape, array.dtype) for array in _arrays(layer, attention)))
-            for layer in layers
-        }
+        kinds = {(*_settings(layer), _shm(layer), *_widths(layer), *_shapes(layer, attention)) for layer in layers}
         if len(kinds) > 1 or [layer.index for layer in layers] != list(range(len(layers))):
             return None
         found = cls(model, attention)
         if not found._computes_the_same_as(model):
             return None
         found.max_rows = found._crossover(model, crossovers, decode_rows)
-        found._space = _space(found._layers[2], 1)  # passes have fewer rows than were measured
+        found._space = found._new_space(1)  # passes have fewer rows than were measured
         return found if found.max_rows else None
 
     def _crossover(self, model: Any, crossovers: Crossovers, decode_rows: int) -> int:
@@ -146,21 +147,32 @@ class DecoderModel:
         normed = space.normed if is_kept else space.normed.take(kept, axis=0)
         return torch.from_numpy(normed).view(torch.bfloat16)[None]
 
+    def _new_space(self, rows: int) -> Activations:
+        width, projected, attended, inner = self._widths
+        dim = self._layers[2].keys.shape[3]
+        shapes = (width,), (width,), (projected,), (attended // dim, dim), (2 * inner,), (inner,)
+        return Activations(*(np.empty((rows, *shape), np.uint16) for shape in shapes))
+
     def _room(self, rows: int) -> Activations:
         """Return room for the activations of `rows` rows.
 
         It is kept from pass to pass: the system would take such large blocks of memory back each time.
         """
         if len(self._space.normed) < rows:
-            self._space = _space(self._layers[2], rows)
+            self._space = self._new_space(rows)
         return Activations(*(part[:rows] for part in self._space))
 
 
-def _space(layer: LayerArrays, rows: int) -> Activations:
-    kv_heads, dim, width = layer.keys.shape[1], layer.keys.shape[3], len(layer.norm)
-    heads, inner = layer.o.shape[1] * 2 // dim, layer.down.shape[1] * 2
-    shapes = (width,), (width,), ((heads + 2 * kv_heads) * dim,), (heads, dim), (2 * inner,), (inner,)
-    return Activations(*(np.empty((rows, *shape), np.uint16) for shape in shapes))
+def _widths(layer: FusedDecoderLayer) -> tuple[int, int, int, int]:
+    """Return the widths of a layer's input, of its projections, of what it attends to, and of its MLP."""
+    _, _, o_proj, down_proj = _own_linears(layer)
+    return o_proj.out_features, layer.qkv_proj.out_features, o_proj.in_features, down_proj.in_features
+
+
+def _shapes(layer: FusedDecoderLayer, attention: SlotAttention) -> list[object]:
+    """Return types and shapes of the arrays; those of stored weights differ in length if their formats are mixed."""
+    arrays = _arrays(layer, attention)
+    return [array.dtype if array.dtype == np.int64 else (array.dtype, array.shape) for array in arrays]
 
 
 def _is_llama(model: Any) -> bool:
@@ -185,7 +197,9 @@ def _is_tiled(layer: FusedDecoderLayer) -> bool:
     return (
         len(summed) in (0, 2)
         and all(module.bias is None for module in summed)
-        and all(isinstance(module, TiledLinear) and not module.is_padded for module in _own_linears(layer))
+        and all(
+            isinstance(module, (TiledLinear, BlockLinear)) and not module.is_padded for module in _own_linears(layer)
+        )
     )
 
 

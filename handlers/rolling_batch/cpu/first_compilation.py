@@ -1,6 +1,6 @@
 """Compiles the CPU kernels in processes of their own, while a worker imports the libraries that load its model.
 
-    python -m handlers.rolling_batch.cpu.first_compilation PARENT ELEMENT
+    python -m handlers.rolling_batch.cpu.first_compilation PARENT ELEMENT WEIGHTS
 
 This is for the first start on a kind of processor: numba keeps what it compiles, and later starts find it. Imports keep
 one core busy, and no more, for about as long as two processes compile. What a worker needs beside these kernels it
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from handlers.checkpoints.options import TransformersOptions
 from handlers.cpu_kernels.arguments import (
     Activations,
     AttentionSettings,
@@ -41,13 +42,15 @@ logger = logging.getLogger(__name__)
 
 # Types of elements of activations in the kernels, by option.dtype, and by what config.json says.
 _ELEMENTS = {"bf16": "uint16", "fp32": "float32", "bfloat16": "uint16", "float32": "float32"}
+PLAIN, BLOCKS = "plain", "blocks"
+"""Types of weights: elements, or blocks of few bits."""
 Call = tuple[Any, tuple[Any, ...]]  # a kernel, and arguments of the types that it is called with
 
 
 class FirstCompilation:
-    """Processes that compile the kernels for one type of elements."""
+    """Processes that compile the kernels for one type of elements, and one of weights: PLAIN or BLOCKS."""
 
-    def __init__(self, element: str, marker: Path) -> None:
+    def __init__(self, element: str, weights: str, marker: Path) -> None:
         logger.info("Compiling kernels for this processor, for later starts as well (kept in %s)", marker.parent)
         self._began = time.monotonic()
         self._marker = marker
@@ -58,6 +61,7 @@ class FirstCompilation:
             "handlers.rolling_batch.cpu.first_compilation",
             str(os.getpid()),
             element,
+            weights,
         ]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
@@ -82,11 +86,12 @@ def start(model_dir: str, options: RollingBatchOptions) -> FirstCompilation | No
     element = _element(Path(model_dir), options)
     if element is None or own_rank().size > 1 or shown_gpus(process_environment())[1]:
         return None
-    marker = compiled_marker(element)
-    return None if marker is None or marker.exists() else FirstCompilation(element, marker)
+    weights = BLOCKS if isinstance(options, TransformersOptions) and options.keeps_blocks(model_dir) else PLAIN
+    marker = compiled_marker(element, weights)
+    return None if marker is None or marker.exists() else FirstCompilation(element, weights, marker)
 
 
-def compiled_marker(element: str) -> Path | None:
+def compiled_marker(element: str, weights: str) -> Path | None:
     """Return the file that says, beside the compiled kernels, that they are there for this kind of processor.
 
     None if compiled kernels are not kept.
@@ -95,7 +100,7 @@ def compiled_marker(element: str) -> Path | None:
 
     processor = hashlib.sha256(" ".join(target()).encode()).hexdigest()[:16]
     folder = compiled_kernels()
-    return None if folder is None else folder / f"compiled_{element}_{SOURCES}_{processor}"
+    return None if folder is None else folder / f"compiled_{element}_{weights}_{SOURCES}_{processor}"
 
 
 def compiled_kernels() -> Path | None:
@@ -117,6 +122,8 @@ def mark_compiled(marker: Path) -> None:
 def _element(model_dir: Path, options: RollingBatchOptions) -> str | None:
     dtype = getattr(options, "dtype", None)
     if dtype == "auto":
+        if model_dir.suffix == ".gguf":
+            return "uint16"
         try:
             config = json.loads((model_dir / "config.json").read_bytes())
         except (OSError, ValueError):
@@ -136,7 +143,7 @@ def first_kernels(element: str) -> Iterator[Call]:
     yield rms_norm, (rows, _array(element, 1), 1.0, rows)
 
 
-def decoding_kernels(element: str) -> Iterator[Call]:
+def decoding_kernels(element: str, weights: str = PLAIN) -> Iterator[Call]:
     """Yield the kernels that decode, most that choose tokens, and those of helpers, as `first_kernels` does."""
     from handlers.cpu_kernels import attention
     from handlers.cpu_kernels import rows as kernels
@@ -149,7 +156,7 @@ def decoding_kernels(element: str) -> Iterator[Call]:
     attended = _array(element, 3)
     yield attention.slot_attention, (heads, heads, heads, cache, cache, places, places, attended, settings)
     if element == "uint16":
-        bias, laid = _array(element, 1), _array("uint32", 3)
+        bias, laid = _array(element, 1), _laid(weights)
         layer = LayerArrays(cache, cache, bias, laid, bias, laid, bias, bias, laid, bias, laid, bias)
         space = Activations(rows, rows, rows, attended, rows, rows)
         of_layers = (_array("uint64", 2), places, layer, bias, LayerSettings(1.0, 0.0, 1, 1.0, 1.0, 1.0))
@@ -166,17 +173,21 @@ def decoding_kernels(element: str) -> Iterator[Call]:
     yield wake_helpers, ()
 
 
-def other_kernels(element: str) -> Iterator[Call]:
+def other_kernels(element: str, weights: str = PLAIN) -> Iterator[Call]:
     """Yield the kernels of single modules, of prompts and those that draw tokens, as `first_kernels` does."""
     from handlers.cpu_kernels import rows as kernels
     from handlers.cpu_kernels.attention import write_rows
+    from handlers.cpu_kernels.block_linear import block_linear, block_linear_in_vectors
     from handlers.cpu_kernels.chunk_attention import chunk_attention
     from handlers.cpu_kernels.linear import linear
 
     rows = _array(element, 2)
     # First, because `decoder_layers` contains these: the other process finds them compiled when it comes to it.
-    if element == "uint16":
-        yield linear, (rows, _array("uint32", 3), _array(element, 1), rows, 1)
+    if weights == BLOCKS:
+        by_element = {"uint16": block_linear, "float32": block_linear_in_vectors}
+        yield by_element[element], (rows, _laid(weights), _array(element, 1), rows, 1)
+    elif element == "uint16":
+        yield linear, (rows, _laid(weights), _array(element, 1), rows, 1)
     yield kernels.rotate, (rows, rows, rows, 1)
     yield kernels.silu_and_mul, (rows, rows)
     logits, places, chances, keys = _array("float32", 2), _array("int64", 1), _array("float32", 1), _array("uint64", 1)
@@ -184,6 +195,11 @@ def other_kernels(element: str) -> Iterator[Call]:
         yield kernels.draw_rows, (drawn_from, chances, keys, chances, chances, places)
     for compiled_now in (write_rows, chunk_attention):
         compiled_now(np.dtype(element))
+
+
+def _laid(weights: str) -> np.ndarray:
+    """Return a weight of a linear layer."""
+    return _array("int64", 1) if weights == BLOCKS else _array("uint32", 3)
 
 
 def _array(element: str, dimensions: int) -> np.ndarray:
@@ -202,14 +218,14 @@ def _compile(parent: int, kernels: Iterator[Call]) -> None:
 
 
 def main() -> int:
-    parent, element = int(sys.argv[1]), sys.argv[2]
+    parent, element, weights = int(sys.argv[1]), *sys.argv[2:]
     gc.disable()  # what numba makes of a kernel stays in use, so that a collection takes time and frees nothing
     _compile(parent, first_kernels(element))
     # Two processes do the rest. A fork has what numba needs half a second for when it first compiles.
     fork = multiprocessing.get_context("fork")
-    others = fork.Process(target=_compile, args=(os.getpid(), other_kernels(element)))
+    others = fork.Process(target=_compile, args=(os.getpid(), other_kernels(element, weights)))
     others.start()
-    _compile(parent, decoding_kernels(element))
+    _compile(parent, decoding_kernels(element, weights))
     others.join()
     return abs(others.exitcode or 0)
 

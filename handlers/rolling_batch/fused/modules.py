@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from handlers.checkpoints.blocks.layers import BlockLinear, is_joinable
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.ranks.sharding import RowParallelLinear, plain_linear
 from handlers.rolling_batch.fused.row_kernels import row_kernels
@@ -61,10 +62,12 @@ def _replace(
     return 1
 
 
-def _same_result(original: nn.Module, fused: nn.Module) -> bool:
-    parameter = next(original.parameters())
-    width = parameter.shape[-1]
-    rows = torch.randn((1, 5, width), generator=torch.Generator().manual_seed(0)).to(parameter)
+def _same_result(original: Any, fused: nn.Module) -> bool:
+    like = next(original.parameters(), None)
+    if like is None:
+        like = torch.empty(0, dtype=original.gate_proj.dtype)
+    width = original.gate_proj.in_features if isinstance(fused, FusedGatedMLP) else original.weight.shape[-1]
+    rows = torch.randn((1, 5, width), generator=torch.Generator().manual_seed(0)).to(like)
     # On several ranks an MLP ends in an all-reduce. All ranks compare at the same time, with the same rows, and get the
     # same bits, so that they also decide alike.
     with torch.inference_mode():
@@ -108,9 +111,9 @@ class FusedRMSNorm(nn.Module):
 
 def _is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
-    linears = all(is_plain(children.get(name)) for name in ("gate_proj", "up_proj"))
+    linears = _are_alike([children.get(name) for name in ("gate_proj", "up_proj")])
     down = children.get("down_proj")
-    sums = isinstance(down, RowParallelLinear) or is_plain(down)
+    sums = isinstance(down, (RowParallelLinear, BlockLinear)) or is_plain(down)
     return linears and sums and set(children) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
@@ -142,15 +145,23 @@ def _is_silu(activation: Any) -> bool:
 
 def _fuse_projections(module: nn.Module) -> int:
     projections: list[Any] = [getattr(module, name, None) for name in PROJECTIONS]
-    if not all(is_plain(projection) for projection in projections):
-        return 0
-    # One product needs one width and type. If the inputs are different tensors (cross-attention), `part` notices it.
-    if len({(projection.in_features, projection.weight.dtype) for projection in projections}) > 1:
+    if not _are_alike(projections):
         return 0
     shared = SharedProjection(projections)
     for index, name in enumerate(PROJECTIONS):
         setattr(module, name, ProjectionPart(shared if index == 0 else None, shared, index))
     return 1
+
+
+def _are_alike(linears: list[Any]) -> bool:
+    """Whether linear layers can be one product, which needs one width, and one type or blocks in all of them.
+
+    If their inputs are different tensors (cross-attention), `SharedProjection.part` notices it.
+    """
+    if all(isinstance(linear, BlockLinear) for linear in linears):
+        return is_joinable(linears)
+    kinds = {(linear.in_features, linear.weight.dtype) if is_plain(linear) else None for linear in linears}
+    return len(kinds) == 1 and None not in kinds
 
 
 class SharedProjection(nn.Module):
@@ -191,11 +202,18 @@ class ProjectionPart(nn.Module):
         return self._part(hidden, self._index)
 
 
-def _concatenated(linears: list[nn.Linear]) -> nn.Linear:
-    biases = [
-        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
-        for linear in linears
-    ]
+def _concatenated(linears: list[Any]) -> nn.Module:
     is_biased = any(linear.bias is not None for linear in linears)
+    if isinstance(linears[0], BlockLinear):
+        return BlockLinear.joined(linears, _joined_bias(linears, linears[0].dtype) if is_biased else None)
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    return plain_linear(weight, torch.cat(biases) if is_biased else None)
+    return plain_linear(weight, _joined_bias(linears, weight.dtype) if is_biased else None)
+
+
+def _joined_bias(linears: list[Any], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat(
+        [
+            torch.zeros(linear.out_features, dtype=dtype) if linear.bias is None else linear.bias.detach()
+            for linear in linears
+        ]
+    )

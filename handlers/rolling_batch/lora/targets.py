@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from handlers.checkpoints.adapter_layers import Widths, is_conv1d, module_widths
+from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.quantization import Int8Linear
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.fused.decoder_layers import FusedDecoderLayer
@@ -71,5 +72,5 @@ def _columns(module: nn.Module, names: list[str], widths: Iterable[int]) -> Iter
 
 
 def _is_linear(module: nn.Module) -> bool:
-    kinds = (nn.Linear, TiledLinear, PackedLinear, Int8Linear)
+    kinds = (nn.Linear, TiledLinear, PackedLinear, BlockLinear, Int8Linear)
     return isinstance(module, kinds) or is_conv1d(module)

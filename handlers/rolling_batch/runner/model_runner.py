@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.placement import is_spread, main_device
 from handlers.ranks.communicator import Communicator, GroupBrokenError
 from handlers.rolling_batch.attention.decode_passes import (
@@ -30,6 +31,7 @@ from handlers.rolling_batch.attention.pass_inputs import PassInputs
 from handlers.rolling_batch.attention.probe import AttentionLayer, UnsupportedAttentionError, probe_layers
 from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
 from handlers.rolling_batch.cpu import kernel_choice
+from handlers.rolling_batch.cpu.block_linears import limit_exact_rows
 from handlers.rolling_batch.cpu.decoder_model import DecoderModel
 from handlers.rolling_batch.cpu.kernel_choice import ALL
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear, lay_out_linears
@@ -116,6 +118,7 @@ class ModelRunner:
         if fuses and on_cpu:
             spared = frozenset[Any]() if self.states is None else self.states.unread
             self.fused["linears"] = lay_out_linears(model, self._crossovers, spared)
+            self.fused["linears"] += limit_exact_rows(model, self._crossovers)
         self._keeps_rows = keeps_rows(model)
         self.page = page_size(self.layers, self.dtype) if page is None else page
         if self._in_call_order or self._sequences is not None:
@@ -456,7 +459,7 @@ class ModelRunner:
 
 def _rows_without_onednn(model: Any) -> int:
     """Return up to how many rows oneDNN computes no linear layer of a fused model."""
-    linears = (module for module in model.modules() if isinstance(module, (TiledLinear, PackedLinear)))
+    linears = (module for module in model.modules() if isinstance(module, (TiledLinear, PackedLinear, BlockLinear)))
     return min((linear.max_rows for linear in linears), default=0)
 
 

@@ -15,11 +15,14 @@ from rolling_batch_helpers import Engine, prompts, tiles_for_any_rows
 from tiny_models import tiny_model
 from waiting import wait_until
 
+from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
 from handlers.cpu_kernels import helpers
 from handlers.generation.prompts import PromptEncoder
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.cpu import first_compilation, kernel_choice
 from handlers.rolling_batch.cpu.first_compilation import (
+    BLOCKS,
+    PLAIN,
     FirstCompilation,
     decoding_kernels,
     first_kernels,
@@ -31,24 +34,34 @@ from handlers.rolling_batch.warm_up import warm_up
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place of its own for the file that says that kernels are compiled."""
-    monkeypatch.setattr(first_compilation, "compiled_marker", lambda element: tmp_path / element)
-    return tmp_path / "uint16"
+    monkeypatch.setattr(
+        first_compilation, "compiled_marker", lambda element, weights: tmp_path / f"{element}_{weights}"
+    )
+    return tmp_path / "uint16_plain"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("element", "dtype"), [("uint16", torch.bfloat16), ("float32", torch.float32)])
+@pytest.mark.parametrize("weights", [PLAIN, BLOCKS])
 def test_a_model_calls_the_kernels_with_the_types_that_they_are_compiled_for(
-    element: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    element: str, dtype: torch.dtype, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_choice, "load_crossovers", tiles_for_any_rows)
-    engine = Engine(tiny_model("llama", dtype))
+    model = tiny_model("llama", dtype)
+    if weights == BLOCKS:
+        quantize_to_blocks(model, "q8_0")
+    engine = Engine(model)
     warm_up(engine.engine, PromptEncoder(engine.tokenizer))
     for prompt in prompts(3):
         engine.add(prompt, max_new_tokens=3)
     engine.run()
     assert helpers.start(2)
     helpers.stop()
-    for kernel, arguments in (*first_kernels(element), *decoding_kernels(element), *other_kernels(element)):
+    for kernel, arguments in (
+        *first_kernels(element),
+        *decoding_kernels(element, weights),
+        *other_kernels(element, weights),
+    ):
         assert tuple(map(numba.typeof, arguments)) in kernel.signatures, kernel
 
 
@@ -67,7 +80,7 @@ def test_a_process_that_fails_leaves_the_kernels_to_the_worker(
     marker: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    compilation = FirstCompilation("uint16", marker)
+    compilation = FirstCompilation("uint16", "plain", marker)
     compilation.wait()
     compilation.close()
     assert not marker.exists()
@@ -79,7 +92,7 @@ def test_a_load_that_fails_ends_the_processes(marker: Path, monkeypatch: pytest.
     sleeping.write_text("#!/bin/sh\nexec sleep 1000\n")
     sleeping.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(sleeping))
-    compilation = FirstCompilation("uint16", marker)
+    compilation = FirstCompilation("uint16", "plain", marker)
     compilation.close()
     assert compilation._process.returncode is not None
 
@@ -87,7 +100,7 @@ def test_a_load_that_fails_ends_the_processes(marker: Path, monkeypatch: pytest.
 @pytest.mark.slow
 def test_both_processes_end_with_the_load(marker: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # it is empty, so that compiling takes seconds
-    compilation = FirstCompilation("uint16", marker)
+    compilation = FirstCompilation("uint16", "plain", marker)
     first = compilation._process.pid
     wait_until(lambda: children(first), "the second process")
     (second,) = children(first)

@@ -20,7 +20,7 @@ import numpy as np
 from handlers.cpu_kernels.rows import mask_rows
 from handlers.rolling_batch.cpu.first_compilation import compiled_kernels, compiled_marker
 mask_rows(np.zeros((1, 32), "float32"), np.zeros(1, "int64"), np.zeros((1, 1), "uint32"))
-print(sum(mask_rows.stats.cache_hits.values()), compiled_kernels(), compiled_marker("float32"))
+print(sum(mask_rows.stats.cache_hits.values()), compiled_kernels(), compiled_marker("float32", "plain"))
 """
 
 

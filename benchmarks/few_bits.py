@@ -1,0 +1,124 @@
+"""Compares weights of 8 and 4 bits with bfloat16 on this CPU: decoded tokens per second, and perplexity.
+
+    python -m benchmarks.few_bits [--model DIR | --wide] [--turns 7]
+
+The demo model is loaded once for each value of option.quantize. The engines run in this process and take turns, so that
+whatever else the machine does meets all of them; the table has the median of the turns, and its ratio to bfloat16.
+`--wide` takes a random model in the shape of Llama 3.2 1B, whose perplexity says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.generation import MODEL
+from handlers.checkpoints.transformers_loading import load_model
+from handlers.huggingface import model as transformers_model
+from handlers.huggingface.options import HuggingFaceOptions
+from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
+from lmi_server.contract.generation import SamplingParameters
+
+KINDS = (None, "q8_0", "q4_0")
+REQUESTS = (1, 8, 32, 64)
+TOKENS = 24
+_WIDE = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+_TEXT = (
+    "The harbour froze in the second week of January, which nobody in the town could remember having seen"
+    " before. At first the fishermen walked out on the ice to look at their boats, and their children "
+    "followed with sledges. Then the bread ran out. The road over the pass had been closed since "
+    "Christmas, and what the town ate came by sea. The mayor, who also kept the hardware shop, counted "
+    "the flour in the bakery and the potatoes in the cellar of the school, and found that there was "
+    "enough for nine days if everyone was sensible. He did not expect everyone to be sensible. On the "
+    "fourth day a woman named Ingrid, who repaired engines, cut the front from an old tractor and bolted "
+    "a plough of ship's steel in its place. It took her two days, and most of the morning of the third to"
+    " start the engine. Then she drove it slowly up the road, with eleven men walking behind her with "
+    "shovels, and the whole school behind them. They reached the top of the pass in the evening. On the "
+    "other side stood a lorry full of bread, and its driver, who had been waiting there for a week "
+    "because he had promised to, asked them what had taken so long."
+)
+
+
+def load(path: str, kind: str | None) -> LoadedEngine:
+    options = HuggingFaceOptions(dtype="bf16", quantize=kind, max_model_len=256, max_rolling_batch_size=max(REQUESTS))
+    return load_engine(lambda: transformers_model.load(path, options), options)
+
+
+def tokens_per_second(loaded: LoadedEngine, requests: int) -> float:
+    """Generate TOKENS tokens for each of some requests; the step that computes the prompts does not count."""
+    for number in range(requests):
+        sampling = SamplingParameters(max_new_tokens=TOKENS, ignore_eos=True)
+        loaded.engine.add(f"{number}", [number + 3, 5, 7], sampling, "", 3, lambda _: None)
+    loaded.engine.step()
+    began, before = time.perf_counter(), loaded.engine.stats.generated_tokens
+    while loaded.engine.has_work:
+        loaded.engine.step()
+    return (loaded.engine.stats.generated_tokens - before) / (time.perf_counter() - began)
+
+
+def perplexity(path: str, kind: str | None) -> float:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = load_model(AutoModelForCausalLM, path, HuggingFaceOptions(dtype="bf16", quantize=kind))
+    ids = AutoTokenizer.from_pretrained(path)(_TEXT, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        logits = model(ids, use_cache=False).logits.float()
+    return float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).exp())
+
+
+def random_model(directory: str) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(str(MODEL))
+    with torch.device("cpu"):
+        model: Any = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=49152, **_WIDE), dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def compare(path: str, turns: int) -> Table:
+    engines = {kind: load(path, kind) for kind in KINDS}
+    table = Table("weights", *(f"{requests} requests" for requests in REQUESTS), "perplexity")
+    found: dict[tuple[str | None, int], float] = {}
+    for requests in REQUESTS:
+        seen: dict[str | None, list[float]] = {kind: [] for kind in KINDS}
+        for _ in range(turns):
+            for kind, loaded in engines.items():
+                seen[kind].append(tokens_per_second(loaded, requests))
+        found |= {(kind, requests): statistics.median(rates) for kind, rates in seen.items()}
+    for kind in KINDS:
+        rates = (f"{found[kind, n]:.0f} tokens/s, {found[kind, n] / found[None, n]:.2f} x" for n in REQUESTS)
+        table.add_row(kind or "bf16", *rates, f"{perplexity(path, kind):.2f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--turns", type=int, default=7)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        path = random_model(directory) if options.wide else str(options.model)
+        Console(width=140).print(compare(path, options.turns))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Modules that compute with weights in blocks of few bits, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from handlers.checkpoints.blocks.formats import StoredWeight
+from handlers.checkpoints.blocks.layout import join, lay_out
+from handlers.cpu_kernels.arrays import as_numpy
+from handlers.cpu_kernels.blocks import OUTPUTS
+
+
+class BlockLinear(nn.Module):
+    """A linear layer of stored weights that the project's kernel computes, for activations in bfloat16 or float32.
+
+    A row gets the same bits whatever other rows are in the batch, up to laid[EXACT_ROWS] rows.
+    """
+
+    is_padded = False
+
+    def __init__(
+        self, laid: np.ndarray, widths: tuple[int, int], formats: Sequence[str], bias: Any, dtype: torch.dtype
+    ) -> None:
+        """`laid` is in the layout of the kernel, `widths` are those of input and output."""
+        super().__init__()
+        from handlers.cpu_kernels.block_linear import block_linear, block_linear_in_vectors
+
+        self.in_features, self.out_features = widths
+        self.formats, self.dtype = tuple(dict.fromkeys(formats)), dtype
+        self.laid = laid
+        self.register_buffer("bias", bias)
+        self.register_buffer("weight", torch.from_numpy(laid), persistent=False)  # so that its bytes are counted
+        self.added = as_numpy(torch.empty(0, dtype=dtype) if bias is None else bias)
+        self._kernel = block_linear if dtype == torch.bfloat16 else block_linear_in_vectors
+        self._threads = torch.get_num_threads()
+
+    @classmethod
+    def from_stored(cls, stored: StoredWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> BlockLinear:
+        """Return a layer for activations of type `dtype`, in which its bias is."""
+        return cls(lay_out(stored), (stored.in_features, len(stored.raw)), [stored.format.name], bias, dtype)
+
+    @classmethod
+    def joined(cls, linears: Sequence[BlockLinear], bias: torch.Tensor | None) -> BlockLinear:
+        """Return layers of one input as one, whose outputs are beside each other."""
+        first, outputs = linears[0], sum(linear.out_features for linear in linears)
+        formats = [name for linear in linears for name in linear.formats]
+        laid = join([linear.laid for linear in linears])
+        return cls(laid, (first.in_features, outputs), formats, bias, first.dtype)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        rows = hidden.reshape(-1, self.in_features).contiguous()
+        out = rows.new_empty((rows.shape[0], self.out_features))
+        self._kernel(as_numpy(rows), self.laid, self.added, as_numpy(out), self._threads)
+        return out.view(*hidden.shape[:-1], self.out_features)
+
+
+def is_joinable(linears: Sequence[BlockLinear]) -> bool:
+    """Whether layers can be one: those of one input, all but the last of which fill their panels."""
+    is_whole = all(linear.out_features % OUTPUTS == 0 for linear in linears[:-1])
+    return is_whole and len({(linear.in_features, linear.dtype) for linear in linears}) == 1
+
+
+class StoredEmbedding(nn.Module):
+    """Embeddings whose rows are unpacked when they are looked up, in the type `dtype`."""
+
+    def __init__(self, stored: StoredWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.stored, self.dtype = stored, dtype
+        self.num_embeddings, self.embedding_dim = len(stored.raw), stored.in_features
+        self.register_buffer("weight", stored.raw, persistent=False)  # whose length is asked for
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(...) -> (..., embedding_dim)."""
+        return self.stored.rows(ids.flatten()).to(self.dtype).view(*ids.shape, -1)

@@ -1,0 +1,52 @@
+"""Quantises the linear layers of a model, its embeddings and its head to blocks of few bits."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from handlers.checkpoints.blocks.formats import INPUTS, StoredWeight, quantize
+from handlers.checkpoints.blocks.layers import BlockLinear, StoredEmbedding
+
+logger = logging.getLogger(__name__)
+
+# What a head gets, and the embeddings that share its weights: they lose more than layers do, as in llama.cpp's files.
+_OF_HEAD = {"q8_0": "q8_0", "q4_0": "q8_0"}
+
+
+def quantize_to_blocks(model: Any, name: str) -> dict[str, Any]:
+    """Quantise the plain linear layers of `model` in place, and its head and embeddings; return details for the log."""
+    before = model.get_memory_footprint()
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and _fits(head):
+        stored = quantize(head.weight, _OF_HEAD[name])
+        is_tied = type(embeddings) is nn.Embedding and embeddings.weight is head.weight
+        model.set_output_embeddings(_block_linear(head, stored))
+        if is_tied:
+            model.set_input_embeddings(StoredEmbedding(stored, head.weight.dtype))
+    left = 0
+    for module in list(model.modules()):
+        for child_name, child in list(module.named_children()):
+            if type(child) is nn.Linear and _fits(child):
+                setattr(module, child_name, _block_linear(child, quantize(child.weight, name)))
+            elif isinstance(child, nn.Linear):
+                left += 1
+    if left:
+        logger.warning("option.quantize=%s: %d linear layers keep their weights, whose widths are no multiple of %d",
+                       name, left, INPUTS)  # fmt: skip
+    return {
+        "quantization": name,
+        "weights_mib": round(model.get_memory_footprint() / 2**20, 1),
+        "unquantized_weights_mib": round(before / 2**20, 1),
+    }
+
+
+def _fits(linear: Any) -> bool:
+    return type(linear) is nn.Linear and linear.in_features % INPUTS == 0 and linear.weight.is_floating_point()
+
+
+def _block_linear(linear: nn.Linear, stored: StoredWeight) -> BlockLinear:
+    bias = None if linear.bias is None else linear.bias.detach()
+    return BlockLinear.from_stored(stored, bias, linear.weight.dtype)

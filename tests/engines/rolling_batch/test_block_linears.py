@@ -1,0 +1,152 @@
+"""Weights in blocks of few bits: what is stored, what the kernels compute with it, and a model of such layers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from rolling_batch_helpers import Engine, generated, prompts
+from tiny_models import byte_tokenizer, llama_of_whole_blocks, tiny_model
+from transformers import AutoModelForCausalLM
+
+from handlers.checkpoints.blocks.formats import FORMATS, StoredWeight, quantize
+from handlers.checkpoints.blocks.layers import BlockLinear, is_joinable
+from handlers.checkpoints.transformers_loading import load_model
+from handlers.cpu_kernels.arrays import as_numpy
+from handlers.cpu_kernels.blocks import EXACT_ROWS
+from handlers.huggingface.options import HuggingFaceOptions
+
+
+def random_blocks(name: str, outputs: int, inputs: int) -> StoredWeight:
+    """Return a weight of random numbers: every one of them occurs."""
+    kind, chance = FORMATS[name], torch.Generator().manual_seed(outputs * inputs)
+    raw = torch.randint(256, (outputs, inputs // 32, kind.block_bytes), generator=chance, dtype=torch.uint8)
+    for place in range(0, kind.block_bytes - 32 * kind.bits // 8, 2):
+        halves = torch.randn((outputs, inputs // 32, 1), generator=chance).half()
+        raw[:, :, place : place + 2] = halves.view(torch.uint8)
+    return StoredWeight(kind, raw.flatten(1))
+
+
+def reference(stored: StoredWeight) -> torch.Tensor:
+    kind = gguf.GGMLQuantizationType[stored.format.name.upper()]
+    return torch.from_numpy(gguf.dequantize(stored.raw.numpy(), kind))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_read_as_ggml_does(name: str) -> None:
+    stored = random_blocks(name, 5, 96)
+    torch.testing.assert_close(stored.numbers().weight(), reference(stored), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(stored.rows(torch.tensor([3, 0])), reference(stored)[[3, 0]], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+def test_a_weight_is_quantised_as_ggml_does(name: str) -> None:
+    weight = torch.randn((7, 128), generator=torch.Generator().manual_seed(0))
+    weight[2, 32:64] = 0
+    expected = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType[name.upper()])
+    assert np.array_equal(quantize(weight, name).raw.numpy(), expected)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 5, 33, 600])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 1), (64, 100), (2208, 130)])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_multiplies_by_what_is_stored(
+    rows: int, inputs: int, outputs: int, name: str, dtype: torch.dtype
+) -> None:
+    stored = random_blocks(name, outputs, inputs)
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2)).to(dtype) if outputs == 100 else None
+    hidden = torch.randn((1, rows, inputs), generator=torch.Generator().manual_seed(1)).to(dtype)
+    added = 0.0 if bias is None else bias.double()
+    expected = hidden.double() @ reference(stored).double().T + added
+    layer = BlockLinear.from_stored(stored, bias, dtype)
+    size = hidden.double().abs() @ reference(stored).double().abs().T  # of what is added up
+    error = (layer(hidden).double() - expected).abs()
+    rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0.0
+    assert bool((error <= rounding + 1e-6 * size).all())
+    layer.laid[EXACT_ROWS] = 0
+    assert bool(((layer(hidden).double() - expected).abs() <= rounding + 2**-8 * size).all())
+
+
+def test_a_row_gets_the_same_bits_in_any_batch_and_with_any_number_of_threads() -> None:
+    layer = BlockLinear.from_stored(random_blocks("q4_1", 200, 1088), None, torch.bfloat16)
+    hidden = torch.randn((77, 1088), generator=torch.Generator().manual_seed(1)).bfloat16()
+    together = layer(hidden)
+    for row in (0, 1, 4, 76):
+        assert torch.equal(layer(hidden[row : row + 1])[0], together[row])
+    for threads in (1, 3, 5):
+        out = torch.empty_like(together)
+        layer._kernel(as_numpy(hidden), layer.laid, layer.added, as_numpy(out), threads)
+        assert torch.equal(out, together)
+
+
+def test_layers_of_several_formats_are_one_if_they_fill_panels() -> None:
+    def layer(stored: StoredWeight) -> BlockLinear:
+        return BlockLinear.from_stored(stored, None, torch.float32)
+
+    stored = [random_blocks(name, outputs, 96) for name, outputs in (("q4_1", 64), ("q4_0", 32), ("q8_0", 33))]
+    linears = [layer(weight) for weight in stored]
+    assert not is_joinable(linears[::-1])
+    assert is_joinable(linears)
+    joined = BlockLinear.joined(linears, None)
+    hidden = torch.randn((9, 96), generator=torch.Generator().manual_seed(1))
+    expected = torch.cat([hidden @ reference(weight).T for weight in stored], dim=1)
+    torch.testing.assert_close(joined(hidden), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets of other processors are not hidden")
+@pytest.mark.parametrize("processor", [{"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}])
+def test_processors_with_shorter_vectors_compute_the_same(tmp_path: Path, processor: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "multiplies or bits"]
+    other = {"NUMBA_CACHE_DIR": str(tmp_path), **processor}
+    finished = subprocess.run(command, env=os.environ | other, capture_output=True, text=True, check=False, timeout=600)
+    assert finished.returncode == 0, finished.stdout[-3000:]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("plain")
+    llama_of_whole_blocks().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+def test_a_rolling_batch_generates_what_the_unpacked_model_does(plain: Path, name: str) -> None:
+    options = HuggingFaceOptions(dtype="fp32", quantize=name)
+    engine = Engine(load_model(AutoModelForCausalLM, str(plain), options))
+    reference = load_model(AutoModelForCausalLM, str(plain), options)
+    assert any(isinstance(module, BlockLinear) for module in reference.modules())
+    answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in prompts(6)]
+    engine.run()
+    assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in prompts(6)]
+    assert engine.fused["mlps"] == engine.fused["attentions"] == engine.fused["decoder_layers"] > 0
+
+
+@pytest.mark.slow
+def test_decoding_in_bfloat16_is_one_call(plain: Path) -> None:
+    options = HuggingFaceOptions(dtype="bf16", quantize="q4_0")
+    engine = Engine(load_model(AutoModelForCausalLM, str(plain), options))
+    _, answer = engine.add(prompts(1)[0], max_new_tokens=12)
+    engine.run()
+    assert len(answer.tokens) == 12
+    assert engine.fused["models"] == 1
+
+
+@pytest.mark.slow
+def test_layers_of_odd_widths_keep_their_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.down_proj = torch.nn.Linear(97, 64)
+    from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
+
+    quantize_to_blocks(model, "q8_0")
+    assert "option.quantize=q8_0: 1 linear layers keep their weights" in caplog.text
