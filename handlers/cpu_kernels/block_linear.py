@@ -131,36 +131,37 @@ def _in_vectors(first_share, last_share, rows, rest, weight, input_sums, bias, o
 
 @kernel_part()
 def _in_tile_registers(first_share, last_share, rows, weight, input_sums, bias, out, shares):
-    """Compute the panels of some shares, for rows as words: the products of each block apart, then scaled."""
+    """Compute the panels of some shares, for rows as words: the products of each block apart, then scaled.
+
+    Tile registers multiply a block while vector registers unpack the next one.
+    """
     like = out.dtype.type(0)
-    count, stride = len(out), 4 * rows.shape[1]
+    count, stride, distance = len(out), 4 * rows.shape[1], 4 * input_sums.shape[1]
     panels, blocks = -(-out.shape[1] // OUTPUTS), rows.shape[1] // amx.STEP_WORDS
-    most = min(count, _MAX_ROWS)
     scratch = np.empty(_SCRATCH, np.uint8)
     words, scales, minima, apart = _places(scratch)
-    totals = np.empty((most, OUTPUTS), np.float32)
+    totals = np.empty((amx.BLOCK_ROWS, OUTPUTS), np.float32)
     configured = 0
-    for first in range(0, count, _MAX_ROWS):
-        last = min(first + _MAX_ROWS, count)
-        for panel in range(panels * first_share // shares, panels * last_share // shares):
-            _clear(totals, most)
+    for panel in range(panels * first_share // shares, panels * last_share // shares):
+        for begin in range(0, count, amx.BLOCK_ROWS):
+            of_rows = min(amx.BLOCK_ROWS, count - begin)
+            if of_rows != configured:
+                amx.configure_tiles(of_rows)
+                configured = of_rows
+            _clear(totals, of_rows)
             for block in range(0, blocks, SECTION):
-                of_section = min(SECTION, blocks - block)
-                less = _unpack_section(weight, panel, block, of_section, words, scales, minima, like)
-                for begin in range(first, last, amx.BLOCK_ROWS):
-                    of_rows = min(amx.BLOCK_ROWS, last - begin)
-                    if of_rows != configured:
-                        amx.configure_tiles(of_rows)
-                        configured = of_rows
-                    left = address_of(rows) + np.uintp(begin * stride + block * _STEP)
-                    target = address_of(totals) + np.uintp((begin - first) * _LINE)
-                    amx.multiply_steps(left, stride, of_rows, of_section, words, apart)
-                    add_scaled(apart, of_section, scales, of_rows, target)
+                of_section, less = min(SECTION, blocks - block), np.uintp(0)
+                left = address_of(rows) + np.uintp(begin * stride + block * _STEP)
+                for place in range(of_section):
+                    target, line = words + np.uintp(place * amx.STEP_WORDS * _LINE), np.uintp(place * _LINE)
+                    less = _unpack_section(weight, panel, block + place, 1, target, scales + line, minima + line, like)
+                    products = apart + np.uintp(place * of_rows * _LINE)
+                    amx.multiply_steps(left + np.uintp(place * _STEP), stride, of_rows, 1, target, products)
+                add_scaled(apart, of_section, scales, of_rows, address_of(totals))
                 if less:
-                    distance = 4 * input_sums.shape[1]
-                    factors = address_of(input_sums) + np.uintp(first * distance + 4 * block)
-                    subtract_minima(less, of_section, factors, distance, last - first, address_of(totals))
-            _write(totals, bias, out, first, last, panel * OUTPUTS)
+                    factors = address_of(input_sums) + np.uintp(begin * distance + 4 * block)
+                    subtract_minima(minima, of_section, factors, distance, of_rows, address_of(totals))
+            _write(totals, bias, out, begin, begin + of_rows, panel * OUTPUTS)
     amx.release_tiles()
     scratch[0] = 0  # as above
 

@@ -190,9 +190,9 @@ def _put(builder, both, out, pair, part, like):
         for place, floats in enumerate(both):
             store_at(builder, floats, out, (2 * pair + place) * _LINE + 4 * part)
         return
-    halves = [builder.bitcast(floats, _HALVES) for floats in both]
+    low, high = (builder.bitcast(floats, _HALVES) for floats in both)
     order = [place for lane in range(LANES) for place in (2 * lane + 1, 2 * lane + 1 + 2 * LANES)]
-    words = builder.bitcast(_shuffled(builder, *halves, order), _WORDS)
+    words = builder.bitcast(_shuffled(builder, low, high, order), _WORDS)
     store_at(builder, words, out, pair * _LINE + 4 * part)
 
 

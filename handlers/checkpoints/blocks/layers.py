@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ class BlockLinear(nn.Module):
     """
 
     is_padded = False
+    max_rows = sys.maxsize
+    """Up to how many rows the project's kernel computes: all."""
 
     def __init__(
         self, laid: np.ndarray, widths: tuple[int, int], formats: Sequence[str], bias: Any, dtype: torch.dtype
