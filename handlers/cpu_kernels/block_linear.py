@@ -9,6 +9,7 @@ import numpy as np
 
 from handlers.cpu_kernels import amx
 from handlers.cpu_kernels.block_products import add_block_products, add_scaled, address_of, subtract_minima
+from handlers.cpu_kernels.block_row import multiply_row_of_eight, multiply_row_of_four
 from handlers.cpu_kernels.blocks import (
     ALIGNMENT,
     EXACT_ROWS,
@@ -74,7 +75,12 @@ def _multiply_in_vectors(rows, weight, bias, out, threads):
 @kernel_part()
 def _multiply_in_tile_registers(rows, weight, bias, out, threads):
     shares, words = shares_of(threads), words_of(rows)
-    if len(rows) <= weight[EXACT_ROWS]:
+    if len(rows) == 1 and weight[EXACT_ROWS] > 0:
+        row = np.empty(rows.shape[1], np.float32)
+        for place in range(len(row)):
+            row[place] = load(rows[0, place])
+        in_threads(_one_row, shares, (row, weight, _input_sums(rows, weight), bias, out, shares))
+    elif len(rows) <= weight[EXACT_ROWS]:
         in_threads(_in_tile_registers, shares, (words, weight, _input_sums(rows, weight), bias, out, shares))
     else:
         in_threads(_rounded_in_tile_registers, shares, (words, weight, bias, out, shares))
@@ -164,6 +170,32 @@ def _in_tile_registers(first_share, last_share, rows, weight, input_sums, bias, 
             _write(totals, bias, out, begin, begin + of_rows, panel * OUTPUTS)
     amx.release_tiles()
     scratch[0] = 0  # as above
+
+
+@kernel_part()
+def _one_row(first_share, last_share, row, weight, input_sums, bias, out, shares):
+    """Compute the panels of some shares for one row of float32, with the bits of `_in_tile_registers`."""
+    panels, blocks = -(-out.shape[1] // OUTPUTS), len(row) // INPUTS
+    totals, minima = np.empty((1, OUTPUTS), np.float32), np.empty((SECTION, OUTPUTS), np.float32)
+    target, less = address_of(totals), address_of(minima)
+    for panel in range(panels * first_share // shares, panels * last_share // shares):
+        place = FIRST_PANEL + PANEL_WORDS * panel
+        kind, begin = weight[place], address_of(weight) + np.uintp(weight[place + 1])
+        _clear(totals, 1)
+        for block in range(0, blocks, SECTION):
+            of_section, inputs = min(SECTION, blocks - block), address_of(row) + np.uintp(4 * INPUTS * block)
+            if kind == _OF_Q8:
+                multiply_row_of_eight(inputs, begin + np.uintp(block * _Q8), _HALVES, of_section, _Q8, target)
+            elif kind == _OF_Q4:
+                multiply_row_of_four(inputs, begin + np.uintp(block * _Q4), _HALVES, of_section, _Q4, target, 8)
+            else:
+                source = begin + np.uintp(block * _Q4_MIN)
+                multiply_row_of_four(inputs, source, 2 * _HALVES, of_section, _Q4_MIN, target, 0)
+                widen_halves(source + np.uintp(_HALVES), of_section, _Q4_MIN, less)
+                factors = address_of(input_sums) + np.uintp(4 * block)
+                subtract_minima(less, of_section, factors, 0, 1, target)
+        _write(totals, bias, out, 0, 1, panel * OUTPUTS)
+    minima[0, 0] = 0  # as above
 
 
 @kernel_part()

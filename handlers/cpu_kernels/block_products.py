@@ -68,7 +68,7 @@ def add_block_products(context, left, stride, blocks, right, scales, totals, lik
                     scale = load_at(builder, line, 4 * part, _FLOATS)
                     for row, total in enumerate(of_part):
                         place = row * _LINE + 4 * part
-                        added = _multiply_add(
+                        added = multiply_add_floats(
                             builder, builder.load(total), scale, load_at(builder, totals, place, _FLOATS)
                         )
                         store_at(builder, added, totals, place)
@@ -94,7 +94,7 @@ def add_scaled(context, sums, blocks, scales, rows, totals):
                 scale_line = builder.add(scales, builder.mul(inner.index, _INT(_LINE)))
                 for part, total in zip(parts, kept, strict=True):
                     of_part, scale = (load_at(builder, base, 4 * part, _FLOATS) for base in (of_block, scale_line))
-                    builder.store(_multiply_add(builder, of_part, scale, builder.load(total)), total)
+                    builder.store(multiply_add_floats(builder, of_part, scale, builder.load(total)), total)
             for part, total in zip(parts, kept, strict=True):
                 store_at(builder, builder.load(total), target, 4 * part)
         return ctx.get_dummy_value()
@@ -122,7 +122,7 @@ def subtract_minima(context, minima, blocks, input_sums, distance, rows, totals)
                 line = builder.add(minima, builder.mul(inner.index, _INT(_LINE)))
                 for part, total in zip(parts, kept, strict=True):
                     less = load_at(builder, line, 4 * part, _FLOATS)
-                    builder.store(_multiply_add(builder, less, factor, builder.load(total)), total)
+                    builder.store(multiply_add_floats(builder, less, factor, builder.load(total)), total)
             for part, total in zip(parts, kept, strict=True):
                 store_at(builder, builder.load(total), target, 4 * part)
         return ctx.get_dummy_value()
@@ -130,6 +130,7 @@ def subtract_minima(context, minima, blocks, input_sums, distance, rows, totals)
     return types.void(types.uintp, types.intp, types.uintp, types.intp, types.intp, types.uintp), build
 
 
-def _multiply_add(builder, one, other, total):
+def multiply_add_floats(builder, one, other, total):
+    """Return `one * other + total`, rounded once where the processor can."""
     product = builder.fmul(one, other, flags=("contract",))
     return builder.fadd(product, total, flags=("contract",))

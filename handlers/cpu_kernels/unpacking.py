@@ -21,7 +21,7 @@ _HALVES = ir.VectorType(_HALF, 2 * LANES)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _LINE = 4 * OUTPUTS  # bytes of one word, or float32, of each output of a block
 # As in amx.py: without it, products of one row take half as long again. One line is asked for with each that is read.
-_AHEAD_BYTES = 8192
+AHEAD_BYTES = 8192
 _HAS_TABLES = host_has("avx512bw")
 """Whether one instruction looks 32 numbers up in a table."""
 
@@ -39,9 +39,9 @@ def unpack_eight(context, source, blocks, stride, target, like):
             block = builder.add(args[0], builder.mul(loop.index, args[2]))
             out = builder.add(args[3], builder.mul(loop.index, _INT(_bytes_of(like))))
             for pair in range(INPUTS // 2):
-                prefetch_line(builder, builder.add(block, _INT(_AHEAD_BYTES + 2 * pair * OUTPUTS)))
+                prefetch_line(builder, builder.add(block, _INT(AHEAD_BYTES + 2 * pair * OUTPUTS)))
                 for part in range(0, OUTPUTS, LANES):
-                    both = [_widened(builder, block, (2 * pair + place) * OUTPUTS + part) for place in range(2)]
+                    both = [widened(builder, block, (2 * pair + place) * OUTPUTS + part) for place in range(2)]
                     _put(builder, both, out, pair, part, like)
         return ctx.get_dummy_value()
 
@@ -66,7 +66,7 @@ def unpack_four(context, source, blocks, stride, zero, target, like):
             out = builder.add(args[4], builder.mul(loop.index, _INT(_bytes_of(like))))
             for group in range(INPUTS // 8):
                 for part in range(0, OUTPUTS, LANES):
-                    prefetch_line(builder, builder.add(block, _INT(_AHEAD_BYTES + group * _LINE + 4 * part)))
+                    prefetch_line(builder, builder.add(block, _INT(AHEAD_BYTES + group * _LINE + 4 * part)))
                     packed = load_at(builder, block, group * _LINE + 4 * part, _WORDS)
                     for place in range(4):
                         pair = 4 * group + place
@@ -170,7 +170,7 @@ def _right(builder, vector, shift):
     return vector if shift == 0 else builder.lshr(vector, _all(shift))
 
 
-def _widened(builder, address, offset):
+def widened(builder, address, offset):
     """Return LANES signed bytes as float32."""
     small = load_at(builder, address, offset, ir.VectorType(ir.IntType(8), LANES))
     return builder.sitofp(builder.sext(small, _WORDS), _FLOATS)

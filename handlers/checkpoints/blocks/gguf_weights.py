@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -75,7 +76,9 @@ def _stored(model: Any, path: str) -> Iterator[tuple[str, StoredWeight]]:
         name = re.sub(r"\.weight$", "", names.get(tensor.name, ""))
         known = FORMATS.get(tensor.tensor_type.name.lower())
         if name and known is not None and tensor.data.ndim == 2:
-            yield name, StoredWeight(known, torch.from_numpy(tensor.data))
+            # Mapped so that torch takes it: pages that nobody writes stay those of the file.
+            raw = np.memmap(path, np.uint8, "c", int(tensor.data_offset), tensor.data.shape)
+            yield name, StoredWeight(known, torch.from_numpy(raw))
 
 
 def _in_order(stored: StoredWeight, expected: torch.Tensor, config: Any) -> StoredWeight | None:
