@@ -39,9 +39,13 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions, ImageOptions)
     decoding_strategy: Annotated[
         Literal["greedy", "sample", "contrastive"],
         BeforeValidator(lambda value: "sample" if value == "sampling" else value),
-        Unavailable.values("sample", "contrastive", instead="send do_sample=true with the requests that sample"),
+        Unavailable.values(
+            "contrastive",
+            instead="use greedy or sample: it runs the model on every candidate for a token, which a rolling batch has"
+            " no place for",
+        ),
     ] = "greedy"
-    """Decoding of requests without do_sample."""
+    """Decoding of LMI's requests with neither do_sample nor a temperature."""
     max_sparsity: Annotated[Fraction, NoEffect(_NO_PADDING)] = 0.33
     """Share of padding above which a batch is split."""
     max_splits: Annotated[PositiveInt, NoEffect(_NO_PADDING)] = 3
@@ -63,6 +67,10 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions, ImageOptions)
         yield from super().conflicts(given)
         yield from self.reasoning_conflicts()
         yield from self.image_conflicts()
+
+    @property
+    def samples(self) -> bool:
+        return self.decoding_strategy == "sample"
 
     @property
     def default_stops(self) -> tuple[str, ...]:

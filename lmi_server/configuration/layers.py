@@ -112,6 +112,16 @@ def merge(layers: Sequence[Given]) -> Given:
     return merged
 
 
+def without_none(given: Given, declared: Sequence[Option]) -> Given:
+    """Leave out options with the value None that have no default, by which LMI's documents say that nothing is set.
+
+    It also takes back the value of a lower layer, so that layers are merged first.
+    """
+    written = [option for option in declared if option.key in given and given[option.key].raw == "None"]
+    unset = {option.key for option in written if option.default is None}
+    return {key: source for key, source in given.items() if key not in unset} if unset else given
+
+
 def sort_keys(layer: Given, declared: Sequence[Option]) -> SortedKeys:
     """Separate declared from unknown keys, and put other spellings under the option's own key."""
     if not layer:  # as most are

@@ -479,6 +479,11 @@ class ModelOptions(Options):
         return None if self.python_executable == OWN_PYTHON else self.python_executable
 
     @property
+    def samples(self) -> bool:
+        """Whether LMI's requests sample that do not say how to choose tokens."""
+        return False
+
+    @property
     def is_async_service(self) -> bool:
         """Whether the model stands in for LMI's asynchronous service of vLLM."""
         return self.async_mode or self.entry_point == _ASYNC_SERVICE

@@ -188,7 +188,8 @@ class Delta(msgspec.Struct, frozen=True):
     tokens. `tokens` are the step's tokens in order (none if the delta only flushes text). The last delta, and only the
     last one, has a `finish_reason` and `usage`; its `stop_reason` is the stop string or token id that ended the
     sequence. The first delta has `prompt_text`, the prompt as the model saw it (a chat rendered by its template),
-    `prompt_token_ids`, and, if the request set `prompt_logprobs`, `prompt_tokens`.
+    `prompt_token_ids`, and, if the request set `prompt_logprobs`, `prompt_tokens`. The last one has `transfer_params`
+    if the engine hands the KV cache over to another one: what that request is to say, by the names of its fields.
 
     If the handler parses tool calls and reasoning out of a chat's answer, `text` is the content alone.
     """
@@ -203,3 +204,4 @@ class Delta(msgspec.Struct, frozen=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     stop_reason: str | int | None = None
+    transfer_params: Mapping[str, Any] = {}

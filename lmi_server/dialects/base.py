@@ -23,6 +23,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     output_formatter: str | None = None  # option.output_formatter
     tgi_compat: bool = False  # option.tgi_compat
     async_service: bool = False  # option.async_mode: answers have the shape of LMI's asynchronous service
+    samples: bool = False  # option.decoding_strategy=sample: what LMI's requests do that do not say it
     adapters: Collection[str] = frozenset()  # names of the LoRA adapters that requests may use
     features: frozenset[Feature] = frozenset()
     sampling_defaults: Mapping[str, Any] = {}

@@ -40,6 +40,7 @@ class Loading:
             output_formatter=formatter,  # None too if it is a function of model.py
             tgi_compat=options.tgi_compat,
             async_service=asynchronous and formatter is None and not options.tgi_compat,
+            samples=options.samples,
             adapters=adapters,
             features=info.features,
             sampling_defaults=info.sampling_defaults,

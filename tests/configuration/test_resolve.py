@@ -253,7 +253,6 @@ def test_what_deepspeed_cannot_serve_is_refused_with_the_remedy(write: Write, pr
     "properties",
     [
         "option.dtype=int8",
-        "option.decoding_strategy=contrastive",
     ],
 )
 def test_what_cannot_be_served_yet_is_refused(write: Write, properties: str) -> None:
@@ -262,6 +261,57 @@ def test_what_cannot_be_served_yet_is_refused(write: Write, properties: str) -> 
     (problem,) = refusal(directory)
     assert problem.startswith(f"{directory / 'serving.properties'}:1: ")
     assert f'{key} = "{value}" is not available in this version; ' in problem
+
+
+def test_contrastive_search_is_refused_with_the_reason(write: Write) -> None:
+    (problem,) = refusal(write("option.decoding_strategy=contrastive"))
+    assert "use greedy or sample: it runs the model on every candidate for a token" in problem
+
+
+def test_a_model_may_sample_by_default(write: Write) -> None:
+    model = resolve_model(write("option.decoding_strategy=sampling"), {})
+    assert restored(model).samples
+
+
+# --- None ---
+
+NONE_IN_LMI = {
+    "": ("option.model_id", "option.revision", "option.quantize", "option.max_model_len", "option.device_map"),
+    "option.rolling_batch=vllm\n": (
+        "option.quantize",
+        "option.max_rolling_batch_prefill_tokens",
+        "option.max_model_len",
+    ),
+    "engine=MPI\noption.rolling_batch=lmi-dist\n": ("option.quantize",),
+    "option.entryPoint=djl_python.transformers_neuronx\n": (
+        "option.unroll",
+        "option.context_length_estimate",
+        "option.compiled_graph_path",
+        "option.group_query_attention",
+    ),
+}
+"""The keys whose default is None in LMI's document of configurations, by the handler that they are for."""
+
+
+@pytest.mark.parametrize(("properties", "key"), [(lines, key) for lines, keys in NONE_IN_LMI.items() for key in keys])
+def test_none_means_that_nothing_is_set(write: Write, properties: str, key: str) -> None:
+    directory = write(properties)
+    without = inspect_model(directory, {})
+    (directory / "serving.properties").write_text(f"{properties}{key}=None\n")
+    assert inspect_model(directory, {}).options == without.options
+    assert inspect_model(directory, {}).problems == without.problems
+
+
+def test_none_takes_back_the_value_of_a_lower_layer(write: Write) -> None:
+    directory = write("option.max_model_len=64")
+    assert hugging_face(resolve_model(directory, {})).max_model_len == 64
+    assert hugging_face(resolve_model(directory, {}, {"option.max_model_len": "None"})).max_model_len is None
+    assert hugging_face(resolve_model(directory, {"OPTION_MAX_MODEL_LEN": "None"})).max_model_len == 64
+
+
+def test_none_is_no_value_of_a_key_with_a_default(write: Write) -> None:
+    (problem,) = refusal(write("option.max_rolling_batch_size=None"))
+    assert 'option.max_rolling_batch_size = "None" is not allowed' in problem
 
 
 @pytest.mark.parametrize("entry_point", ["model.py", "{directory}/model.py", "model.service", "json.tool"])

@@ -122,6 +122,23 @@ def test_sampling_follows_from_do_sample_or_temperature(parameters: dict[str, An
     assert sampling(**parameters).greedy is greedy
 
 
+@pytest.mark.parametrize(
+    ("parameters", "samples"),
+    [
+        ({}, True),
+        ({"top_k": 5, "n": 2}, True),
+        ({"do_sample": False}, False),
+        ({"temperature": 0.5}, True),
+        ({"temperature": 0}, False),
+        ({"num_beams": 2}, False),
+    ],
+)
+def test_a_model_may_sample_unless_the_request_says_how_to_choose(parameters: dict[str, Any], samples: bool) -> None:
+    request = Input("invocations", {}, [("data", json.dumps({"inputs": "a", "parameters": parameters}).encode())])
+    exchange = parse(request, ServedModel(name="m", samples=True, features=frozenset({"beam_search"})))
+    assert all(one.sampling.greedy != samples for one in exchange.requests)
+
+
 def test_log_probabilities_are_requested_only_if_the_answer_shows_them() -> None:
     assert lmi().requests[0].sampling.logprobs is None
     assert lmi(details=True).requests[0].sampling.logprobs == 0

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from dialect_helpers import DELTAS, SERVED, TEXT, answer, generations, outcome, request, serving
 from hypothesis import given
@@ -568,3 +569,16 @@ BODIES = st.tuples(st.sampled_from([{"prompt": "Hello"}, {"messages": MESSAGES},
 )
 def test_any_json_is_answered_or_refused(route: str, body: Any) -> None:
     assert outcome(request(route, body))
+
+
+@pytest.mark.parametrize("body", [{"prompt": ["a", "b"]}, {"messages": [{"role": "user", "content": "a"}], "n": 2}])
+def test_a_whole_answer_says_where_its_kv_cache_is(body: dict[str, Any]) -> None:
+    route = "completions" if "prompt" in body else "chat/completions"
+    last = msgspec.structs.replace(DELTAS[-1], transfer_params={"kv_transfer_params": {"remote_port": 1}})
+    other = msgspec.structs.replace(DELTAS[-1], transfer_params={"kv_transfer_params": {"remote_port": 2}})
+    exchange = parse(request(route, {"model": "tiny", **body}), SERVED)
+    found = json.loads(answer(exchange, [*DELTAS[:-1], last], [*DELTAS[:-1], other]))
+    assert found["kv_transfer_params"] == {"remote_port": 1}
+    assert "ec_transfer_params" not in found
+    without = parse(request(route, {"model": "tiny", **body}), SERVED)
+    assert "kv_transfer_params" not in json.loads(answer(without, DELTAS, DELTAS))

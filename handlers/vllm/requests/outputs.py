@@ -85,8 +85,9 @@ class DeltaBuilder:
             )
         tokens = self._tokens(output.prompt_token_ids, ids, completion)
         stop = completion.stop_reason
+        transfer = {} if reason is None else _transfer_params(output)
         if self._prompt_text is None:
-            return Delta(completion.text, tokens, reason, usage, stop_reason=stop)
+            return Delta(completion.text, tokens, reason, usage, stop_reason=stop, transfer_params=transfer)
         prompt_text, self._prompt_text = self._prompt_text(), None
         return Delta(
             completion.text,
@@ -97,6 +98,7 @@ class DeltaBuilder:
             self._prompt_tokens(output),
             prompt_token_ids=tuple(output.prompt_token_ids),
             stop_reason=stop,
+            transfer_params=transfer,
         )
 
     def _tokens(self, prompt: Sequence[int], ids: Sequence[int], completion: Any) -> tuple[Token, ...]:
@@ -142,3 +144,9 @@ class DeltaBuilder:
                 return RequestError(f"vLLM cannot compile {LABELS[self._sampling.structured_outputs.kind]}; {_SIMPLER}")
             case reason:
                 return HandlerError(f"vLLM ended the request with finish reason {reason}")
+
+
+def _transfer_params(output: Any) -> dict[str, Any]:
+    """Return what a request that goes on with this KV cache or these media elsewhere is to say."""
+    found = {name: getattr(output, name, None) for name in ("kv_transfer_params", "ec_transfer_params")}
+    return {name: value for name, value in found.items() if value is not None}

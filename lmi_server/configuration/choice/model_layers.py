@@ -20,6 +20,7 @@ from lmi_server.configuration.layers import (
     from_variables,
     merge,
     sort_keys,
+    without_none,
 )
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, framework_script
 from lmi_server.configuration.model_file.read import read_model_file
@@ -52,7 +53,7 @@ class ModelLayers:
         without it.
         """
         *upper, lower = (sort_keys(layer, DecidingKeys.declared()).known for layer in (*self.upper, self.lower))
-        written = merge(upper)
+        written = without_none(merge(upper), DecidingKeys.declared())
         return DecidingKeys.from_given(merge([written, engine_alias(written.get("engine")), lower]))
 
 
@@ -119,7 +120,7 @@ def merge_layers(
     """Merge the layers, and what the recommender adds to them, under the spellings of the `declared` options."""
     upper = [sort_keys(layer, declared) for layer in layers.upper]
     lower = sort_keys(layers.lower, declared)
-    written = merge([layer.known for layer in upper])
+    written = without_none(merge([layer.known for layer in upper]), declared)
     alias = sort_keys(engine_alias(written.get("engine"), spec.runs_user_code), declared)
     # Above the recommender: its advice depends on these values. Below it: variables that only set defaults.
     above = _with_replacements_of_deprecated(merge([written, alias.known]), declared)

@@ -174,6 +174,8 @@ def parse_tgi(request: Input, body: dict[str, Any], served: ServedModel) -> Exch
     return parse(request, body if stream is None else {**body, "stream": stream}, served)
 
 
+_HOW_TO_CHOOSE = frozenset({"do_sample", "temperature", "num_beams", "use_beam_search"})
+
 # How huggingface_hub names itself. Its client reads text-generation-inference's answers only, without asking for them.
 _HUB_CLIENT = "hf_hub/"
 
@@ -202,6 +204,8 @@ def _parse(
     )
     if further:
         warnings += _further_warnings(further)
+    if served.samples and _HOW_TO_CHOOSE.isdisjoint(parameters):
+        parameters["do_sample"] = True
     stream = values.get("stream", False)
     as_tgi = wants_tgi(request, served)
     asynchronous = served.async_service and not as_tgi

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -48,7 +49,8 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 class AnswerObject(msgspec.Struct):
     """A whole answer, or one chunk of a stream; the types of their choices differ.
 
-    A chat has `prompt_logprobs` and `prompt_token_ids` here, a completion has them in its choices.
+    A chat has `prompt_logprobs` and `prompt_token_ids` here, a completion has them in its choices. As with vLLM, a
+    whole answer has the transfer parameters of its first sequence.
     """
 
     id: str
@@ -59,6 +61,8 @@ class AnswerObject(msgspec.Struct):
     usage: UsageObject | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: Any = UNSET
+    ec_transfer_params: Any = UNSET
 
 
 def answer_object(kind: str, envelope: Envelope, choices: Sequence[msgspec.Struct]) -> AnswerObject:
@@ -99,6 +103,7 @@ class Tally:
         self._final: list[Usage | None] = [None] * sequences
         self._prompt_tokens = [0] * sequences
         self._completion_tokens = [0] * sequences
+        self.transfer_params: Mapping[str, Any] = {}  # of the first sequence
 
     def set_prompt(self, index: int, prompt_tokens: int) -> None:
         """Set the number of prompt tokens of a sequence, for `so_far`."""
@@ -111,6 +116,8 @@ class Tally:
         self._completion_tokens[index] += len(delta.tokens)
         if delta.usage is not None:
             self._final[index] = delta.usage
+            if delta.transfer_params and not index:
+                self.transfer_params = delta.transfer_params
 
     def so_far(self, index: int) -> UsageObject:
         """Return the usage of one sequence up to now."""
@@ -152,6 +159,14 @@ class OpenAIExchange(Exchange):
         self._envelope = parsed.envelope
         self._options = parsed.options
         self._tally = Tally(len(parsed.requests), per_prompt)
+
+    def _answer(self, kind: str, choices: Sequence[msgspec.Struct]) -> AnswerObject:
+        """Return a whole answer with its usage."""
+        answer = answer_object(kind, self._envelope, choices)
+        answer.usage = self._tally.total()
+        answer.kv_transfer_params = self._tally.transfer_params.get("kv_transfer_params", UNSET)
+        answer.ec_transfer_params = self._tally.transfer_params.get("ec_transfer_params", UNSET)
+        return answer
 
 
 class Chunks:

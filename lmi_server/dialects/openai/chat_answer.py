@@ -22,7 +22,6 @@ from lmi_server.dialects.openai.answer import (
     Chunks,
     OpenAIExchange,
     ParsedOpenAI,
-    answer_object,
     finite,
     prompt_logprobs,
     token_label,
@@ -238,8 +237,7 @@ class ChatBody(OpenAIExchange):
 
     def body(self) -> bytes:
         choices = [sequence.choice(index) for index, sequence in enumerate(self._sequences)]
-        answer = answer_object("chat.completion", self._envelope, choices)
-        answer.usage = self._tally.total()
+        answer = self._answer("chat.completion", choices)
         first = self._sequences[0].first
         assert first is not None
         if self._options.prompt_alternatives is not None:

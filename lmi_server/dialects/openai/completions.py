@@ -22,7 +22,6 @@ from lmi_server.dialects.openai.answer import (
     OpenAIExchange,
     ParsedOpenAI,
     PromptLogprobs,
-    answer_object,
     finite,
     prompt_logprobs,
     token_label,
@@ -304,9 +303,7 @@ class CompletionBody(OpenAIExchange):
 
     def body(self) -> bytes:
         choices = [candidate.choice(index) for index, candidate in enumerate(self._best())]
-        answer = answer_object("text_completion", self._envelope, choices)
-        answer.usage = self._tally.total()
-        return encode(answer)
+        return encode(self._answer("text_completion", choices))
 
     def _best(self) -> list[_Candidate]:
         """Return the candidates of the answer: for each prompt, the `n` likeliest."""

@@ -135,3 +135,14 @@ def test_the_texts_of_scored_tokens_join_to_the_output() -> None:
 def test_special_tokens_are_marked() -> None:
     tokens = delta(builder(), Completion("", [1, EOS])).tokens
     assert [token.special for token in tokens] == [False, True]
+
+
+def test_the_last_delta_has_what_a_request_elsewhere_is_to_say() -> None:
+    deltas = builder()
+    transfer = {"remote_engine_id": "a", "remote_block_ids": [[1, 2]]}
+    first = delta(deltas, Completion("a", [1]))
+    output = Output([Completion("b", [EOS], "stop")])
+    output.kv_transfer_params = transfer  # type: ignore[attr-defined]
+    last = deltas.build(output)
+    assert isinstance(last, Delta)
+    assert (first.transfer_params, last.transfer_params) == ({}, {"kv_transfer_params": transfer})
