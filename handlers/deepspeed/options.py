@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,7 +32,15 @@ from lmi_server.machine.environment import THREAD_VARIABLES
 
 SHARDS_MANIFEST = "ds_inference_config.json"
 """The manifest beside the weights, which names the files of each rank; DeepSpeed uses the same name."""
+MANIFEST_TYPE = "lmi-server ranks"
+"""The type of such a manifest; DeepSpeed's own has another one."""
+_OF_DEEPSPEED = (
+    "is for DeepSpeed's kernels, which have a weight layout of their own; remove the key to load the model's original"
+    " weights, or split those with `lmi-server partition`"
+)
 
+_OF_KERNELS = ("triangular_masking", "return_tuple", "training_mp_size")
+"""The options of DeepSpeed's kernels, which only whole tasks on a GPU have."""
 TASKS = (
     "feature-extraction",
     "fill-mask",
@@ -173,11 +182,17 @@ class DeepSpeedOptions(RollingBatchOptions):
             yield Conflict(("option.checkpoint",), "a checkpoint only without option.quantize")
         yield from self.reasoning_conflicts()
 
+    def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
+        if self.deepspeed_config_path is not None:
+            for key in (f"option.{name}" for name in ("enable_cuda_graph", *_OF_KERNELS)):
+                if key in given:
+                    yield Conflict((key,), "has no effect: the file of option.deepspeed_config_path replaces it")
+
     def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
         if self.quantize != "smoothquant":
             yield "option.quantize=smoothquant", ("smoothquant_alpha",)
         if self.rolling_batch != "disable":
-            yield "option.rolling_batch=disable", ("enable_streaming",)
+            yield "option.rolling_batch=disable", ("enable_streaming", *_OF_KERNELS)
         else:
             chats = sorted(ParserOptions.model_fields.keys() - ModelOptions.model_fields.keys())
             yield "option.rolling_batch=deepspeed", ("enable_cuda_graph", "enable_torch_compile", *chats)
@@ -185,6 +200,13 @@ class DeepSpeedOptions(RollingBatchOptions):
 
 class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
     """DeepSpeed."""
+
+    def checkpoint_problem(self, location: Path) -> tuple[str, str] | None:
+        if self.options.checkpoint is None or self.options.rolling_batch == "disable":  # the latter has its own error
+            return None
+        manifest = location / self.options.checkpoint
+        problem = _manifest_problem(manifest, self.options.ranks or 1)
+        return None if problem is None else ("option.checkpoint", problem)
 
     def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
         return tool_parser_note(self.options, model_dir, location)
@@ -200,6 +222,37 @@ class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
         changed = {"option.checkpoint": SHARDS_MANIFEST, "option.tensor_parallel_degree": str(degree)}
         quantization = ("quantize", "smoothquant_alpha")
         return without_keys("model_id", "revision", "save_mp_checkpoint_path", *quantization) | changed
+
+
+def read_manifest(path: Path) -> Mapping[str, Any]:
+    """Return the content of a manifest. Raises ValueError, with the reason, if it is none of `lmi-server partition`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    if content.get("type") != MANIFEST_TYPE:
+        raise ValueError(f"{path} {_OF_DEEPSPEED}")
+    return content
+
+
+def _manifest_problem(path: Path, degree: int) -> str | None:
+    """Return what keeps `degree` ranks from loading the weights of a manifest."""
+    try:
+        content = read_manifest(path)
+    except ValueError as error:
+        return str(error)
+    if content.get("tp_size") != degree:
+        return (
+            f"{path} was split for option.tensor_parallel_degree={content.get('tp_size')}, but the degree is {degree};"
+            f" split the model again, or set the degree to {content.get('tp_size')}"
+        )
+    ranks = content.get("checkpoints", {}).get("tp", [])
+    missing = [name for names in ranks for name in names if not (path.parent / name).is_file()]
+    if missing or len(ranks) != degree:
+        return f"{path.parent} lacks {missing[0] if missing else 'weights'} of {path.name}; split the model again"
+    return None
 
 
 def runs_whole_tasks(workload: Workload) -> bool:

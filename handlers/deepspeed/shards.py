@@ -21,16 +21,14 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from handlers.checkpoints.gpus import usable_gpus
-from handlers.deepspeed.initialization import read_json
 from handlers.deepspeed.int8 import insert_empty_layers
-from handlers.deepspeed.options import SHARDS_MANIFEST, DeepSpeedOptions
+from handlers.deepspeed.options import MANIFEST_TYPE, SHARDS_MANIFEST, DeepSpeedOptions, read_manifest
 from lmi_server.configuration.options import LONG_DTYPES
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
 
 logger = logging.getLogger(__name__)
 
-_MANIFEST_TYPE = "lmi-server ranks"  # DeepSpeed's own manifest has another value of this key
 _TENSORS_PER_FILE = 64
 
 
@@ -75,12 +73,10 @@ def find_shards(path: str, options: DeepSpeedOptions, rank: Rank) -> Shards | No
     if options.checkpoint is None:
         return None
     manifest = Path(path) / options.checkpoint
-    content = read_json(str(manifest), "option.checkpoint")
-    if content.get("type") != _MANIFEST_TYPE:
-        raise ModelLoadError(
-            f"option.checkpoint: {manifest} is for DeepSpeed's kernels, which have a weight layout of their own;"
-            " remove the key to load the model's original weights, or split those with `lmi-server partition`"
-        )
+    try:
+        content = read_manifest(manifest)
+    except ValueError as error:
+        raise ModelLoadError(f"option.checkpoint: {error}") from error
     if content["tp_size"] != rank.size:
         raise ModelLoadError(
             f"option.checkpoint: {manifest} was split for option.tensor_parallel_degree={content['tp_size']}, but the"
@@ -115,7 +111,7 @@ def save_shards(model: nn.Module, options: DeepSpeedOptions, rank: Rank, quantiz
         _save_tensors(directory, tensors, rank.rank)
         if rank.rank == 0:
             content = {
-                "type": _MANIFEST_TYPE,
+                "type": MANIFEST_TYPE,
                 "version": 1.0,
                 "parallelization": "tp",
                 "tp_size": rank.size,

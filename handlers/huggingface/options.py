@@ -81,6 +81,12 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions, ImageOptions)
             yield Conflict(("option.device_map",), "each rank of engine=MPI has a device; use engine=Python")
         if self.mpi_mode and self.save_mp_checkpoint_path is not None:
             yield Conflict(("option.save_mp_checkpoint_path",), "each rank reads its part of the weights as they are")
+        if self.enable_lora and (self.ranks or 1) > 1:
+            yield Conflict(
+                ("option.enable_lora",),
+                "a model that is split over ranks takes no LoRA adapters; set option.tensor_parallel_degree=1, or merge"
+                " the adapter into the model",
+            )
 
 
 class HuggingFaceEngine(TransformersEngine):

@@ -60,6 +60,10 @@ class EngineDescription(Generic[_AnyOptions]):
         """Return what values such as `auto` mean for the model at `location`, by key in full, for `explain`."""
         return {}
 
+    def checkpoint_problem(self, location: Path) -> tuple[str, str] | None:
+        """Return a key in full whose value does not fit the files at `location`, and why; None if there is none."""
+        return None
+
     def partition(self) -> Mapping[str, str | None] | str:
         """Return the changes of `lmi-server partition` to serving.properties, by key in full; None removes a key.
 

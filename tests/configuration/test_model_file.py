@@ -311,3 +311,39 @@ def test_a_prompt_format_refuses_what_it_has_no_words_for() -> None:
 def test_the_tables_of_keys_are_current() -> None:
     page = (ROOT / "docs/ray.md").read_text(encoding="utf-8")
     assert with_tables(page) == page, "run: python -m lmi_server.explain.model_file_page docs/ray.md"
+
+
+SPREAD_OUT = {
+    "rayllm": (
+        "engine_config: {model_id: a}\nscaling_config: {num_workers: %d, placement_strategy: %s}\n",
+        "m.yaml:2: scaling_config.placement_strategy",
+    ),
+    "deployment": (
+        "engine_config: {model_id: a}\nscaling_config: {num_workers: %d}\n"
+        "deployment_config: {placement_group_strategy: %s}\n",
+        "m.yaml:3: deployment_config.placement_group_strategy",
+    ),
+    "llm config": (
+        "model_loading_config: {model_id: a}\nengine_kwargs: {tensor_parallel_size: %d}\n"
+        "placement_group_config: {bundles: [{CPU: 1}], strategy: %s}\n",
+        "m.yaml:3: placement_group_config.strategy",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "label"), list(SPREAD_OUT.values())[:2], ids=list(SPREAD_OUT)[:2])
+def test_workers_of_a_replica_are_not_to_be_on_different_nodes(tmp_path: Path, text: str, label: str) -> None:
+    (warning,) = read(tmp_path, text % (2, "STRICT_SPREAD")).warnings
+    assert warning == (
+        f"{tmp_path}/{label} = STRICT_SPREAD puts the 2 workers of a replica on as many nodes, and they have to be on"
+        " one; use STRICT_PACK"
+    )
+    assert not read(tmp_path, text % (2, "STRICT_PACK")).warnings
+    assert not read(tmp_path, text % (1, "STRICT_SPREAD")).warnings
+
+
+def test_bundles_count_as_the_workers_of_a_replica(tmp_path: Path) -> None:
+    text, label = SPREAD_OUT["llm config"]
+    several = text.replace("[{CPU: 1}]", "[{CPU: 1}, {CPU: 1}]")
+    assert label in read(tmp_path, several % (2, "STRICT_SPREAD")).warnings[0]
+    assert not read(tmp_path, text % (1, "STRICT_SPREAD")).warnings

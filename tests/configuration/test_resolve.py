@@ -273,6 +273,68 @@ def test_a_model_may_sample_by_default(write: Write) -> None:
     assert restored(model).samples
 
 
+# --- what only the files or several keys together show ---
+
+MANIFEST = {"type": "lmi-server ranks", "tp_size": 2, "checkpoints": {"tp": [["a"], ["b"]]}}
+ON_TWO_RANKS = "engine=DeepSpeed\noption.rolling_batch=deepspeed\noption.tensor_parallel_degree=2\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "cannot be read: "),
+        ("[1]", "does not hold a JSON object"),
+        (json.dumps({"type": "BLOOM", "version": 1.0, "checkpoints": ["a.bin"]}), "is for DeepSpeed's kernels"),
+        (json.dumps({**MANIFEST, "tp_size": 4}), "was split for option.tensor_parallel_degree=4, but the degree is 2"),
+        (json.dumps(MANIFEST), "lacks b of m.json; split the model again"),
+        (json.dumps({**MANIFEST, "checkpoints": {"tp": [["a"]]}}), "lacks weights of m.json"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused_before_the_model_loads(
+    write: Write, content: str | None, problem: str
+) -> None:
+    directory = write(f"{ON_TWO_RANKS}option.checkpoint=m.json")
+    (directory / "a").touch()
+    if content is not None:
+        (directory / "m.json").write_text(content)
+    (found,) = inspect_model(directory, {}).problems
+    assert found.startswith(f'{directory / "serving.properties"}:4: option.checkpoint = "m.json" is not allowed; ')
+    assert problem in found
+
+
+def test_a_manifest_that_fits_is_none_of_the_problems(write: Write) -> None:
+    directory = write(f"{ON_TWO_RANKS}option.checkpoint=m.json")
+    for name in ("a", "b"):
+        (directory / name).touch()
+    (directory / "m.json").write_text(json.dumps(MANIFEST))
+    assert inspect_model(directory, {}).problems == ()
+
+
+def test_ranks_take_no_adapters(write: Write) -> None:
+    lines = "engine=MPI\noption.rolling_batch=scheduler\noption.enable_lora=true\n"
+    directory = write(f"{lines}option.tensor_parallel_degree=2")
+    (problem,) = inspect_model(directory, {}).unavailable
+    assert "split over ranks takes no LoRA adapters; set option.tensor_parallel_degree=1" in problem
+    (directory / "serving.properties").write_text(f"{lines}option.tensor_parallel_degree=1")
+    assert inspect_model(directory, {}).unavailable == ()
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ("option.rolling_batch=deepspeed", "has no effect without option.rolling_batch=disable"),
+        ("option.deepspeed_config_path=a.json", "has no effect: the file of option.deepspeed_config_path replaces it"),
+    ],
+)
+def test_what_deepspeed_s_kernels_alone_read_is_named(write: Write, other: str, reason: str) -> None:
+    keys = ("option.triangular_masking=false", "option.return_tuple=false", "option.training_mp_size=2")
+    directory = write("\n".join(["engine=DeepSpeed", other, *keys]))
+    place = directory / "serving.properties"
+    warnings = inspect_model(directory, {}).warnings
+    for line, key in enumerate(keys, start=3):
+        assert f"{place}:{line}: {key.partition('=')[0]} {reason}" in warnings
+
+
 # --- None ---
 
 NONE_IN_LMI = {

@@ -71,7 +71,7 @@ INSIDE_MAY_IMPORT = {
         "model_directory": {"options", "tasks"},
         "model_file": {*_VALUES, "handlers"},
         "choice": {*_VALUES, "engine", "handlers", "model_directory", "model_file", "properties", "tasks"},
-        "checks": {*_VALUES, "choice", "handlers", "model_directory", "references"},
+        "checks": {*_VALUES, "choice", "engine", "handlers", "model_directory", "references"},
     },
     "lmi_server.supervisor": {"launch": set[str]()},
     "lmi_server.worker": {

@@ -17,6 +17,7 @@ from lmi_server.configuration.checks.values import (
 from lmi_server.configuration.choice.deciding_keys import ROLLING_BATCH
 from lmi_server.configuration.choice.handler_choice import HandlerChoice
 from lmi_server.configuration.declaration import Option
+from lmi_server.configuration.engine import describe_engine
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import DERIVED, Given, SortedKeys, nearest_key, spellings, unknown_key_warning
 from lmi_server.configuration.model_directory.checkpoint import READS_MORE, CheckpointFacts
@@ -63,6 +64,7 @@ class ModelChecks:
             yield from self._no_checkpoint()
             yield from self._no_index()
             yield from self._wrong_for_gguf()
+            yield from self._wrong_for_files()
         if self.spec.formats_text:
             yield from undefined_formatters(self.options, known, self.checkpoint.directory)
 
@@ -105,6 +107,13 @@ class ModelChecks:
             source = self.merged.known.get(key)
             if source is not None and source.raw.lower() not in ("", "false"):
                 yield f"{source.describe(key)} is not allowed for a model in GGUF; remove it"
+
+    def _wrong_for_files(self) -> Iterator[str]:
+        location = Path(self.checkpoint.location)
+        if location.is_dir():
+            found = describe_engine(self.spec, self.options).checkpoint_problem(location)
+            if found is not None and found[0] in self.merged.known:
+                yield f"{self.merged.known[found[0]].describe(found[0])} is not allowed; {found[1]}"
 
     def unavailable(self) -> Iterator[str]:
         """Yield a line for each value that this version cannot serve; if it lacks the handler, only for that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def read_model_file(path: Path) -> ModelFile:
         content=content,
         document=document,
         given=keys.given,
-        warnings=(*of_application, *without_effect(document, content)),
+        warnings=(*of_application, *without_effect(document, content), *_torn_apart(document, content)),
         only_on_clusters=tuple(_only_on_clusters(document, environment)),
     )
 
@@ -309,6 +310,33 @@ def _add_limits(keys: _LayerKeys, content: RayLlmFile | LlmConfigFile) -> None:
         keys.add("option.max_rolling_batch_size", max_ongoing, ("deployment_config", "max_ongoing_requests"))
     if queued is not None and queued > 0:
         keys.add("job_queue_size", queued, ("deployment_config", "max_queued_requests"))
+
+
+def _torn_apart(document: YamlDocument, content: RayLlmFile | LlmConfigFile) -> Iterator[str]:
+    """Yield a warning if the ranks of a replica are to be on different nodes, where no cluster starts them."""
+    section = content.deployment_config
+    bundles, strategy = section.placement_group_bundles, section.placement_group_strategy
+    path: KeyPath = ("deployment_config", "placement_group_strategy")
+    if isinstance(content, RayLlmFile):
+        workers = content.scaling_config.num_workers
+        if strategy is None:
+            strategy, path = content.scaling_config.placement_strategy, ("scaling_config", "placement_strategy")
+    else:
+        group, workers = content.placement_group_config, _degree(content.engine_kwargs)
+        if strategy is None and group is not None:
+            bundles, strategy, path = bundles or group.bundles, group.strategy, ("placement_group_config", "strategy")
+    workers = len(bundles) if bundles else workers
+    if strategy == "STRICT_SPREAD" and workers > 1:
+        yield (
+            f"{document.label(path)} = STRICT_SPREAD puts the {workers} workers of a replica on as many nodes, and they"
+            " have to be on one; use STRICT_PACK"
+        )
+
+
+def _degree(arguments: Mapping[str, Any]) -> int:
+    """Return how many workers the engine's arguments ask for."""
+    sizes = [arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
+    return math.prod(size for size in sizes if isinstance(size, int))
 
 
 def _only_on_clusters(document: YamlDocument, environment: KeyPath) -> Iterator[str]:
