@@ -42,6 +42,12 @@ def warm_up(engine: RollingBatchEngine, prompts: PromptEncoder, tokens: int = 4)
         masked = SamplingParameters(max_new_tokens=1, logit_bias=biases)
         anything = _AnyToken(engine.vocabulary)
         engine.add(f"warm-up, masked, {biases}", prompt[:1], masked, "", 0, lambda output: None, grammar=anything)
+    _run(engine)
+    engine.add("warm-up, short", prompt[:1], SamplingParameters(max_new_tokens=1), "", 0, lambda output: None)
+    _run(engine)  # alone: pages have a kernel of their own for chunks of few rows
+    engine.reset_stats()
+
+
+def _run(engine: RollingBatchEngine) -> None:
     while engine.has_work:
         engine.step()
-    engine.reset_stats()

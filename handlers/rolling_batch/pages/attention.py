@@ -1,7 +1,11 @@
 """Attention of one flat forward pass over the pages of the KV cache, as an attention function of transformers."""
 
+# mypy: disable-error-code="untyped-decorator"
+
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +19,9 @@ from handlers.rolling_batch.attention.torch_attention import SingleRows
 from handlers.rolling_batch.pages.cache import PagedCache
 from handlers.rolling_batch.pages.rows import PageRows
 from handlers.rolling_batch.pages.torch_pages import TorchPages
+
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, PageAttention] = weakref.WeakValueDictionary()
 
 
 class PageAttention:
@@ -31,6 +38,8 @@ class PageAttention:
         self._step = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
         self._rows: dict[torch.device, PageRows] = {}  # of `_step`: copied to a device once, not in every layer
         self._decoding: PageRows | None = None
+        self._number = next(_numbers)
+        _by_number[self._number] = self
         AttentionInterface.register(name, self)
 
     def row_by_row(self, start: int, end: int) -> bool:
@@ -67,9 +76,48 @@ class PageAttention:
             if query.device not in self._rows:
                 self._rows[query.device] = PageRows.from_step(self._step, query.device)
             rows = self._rows[query.device]
-        out = query.new_zeros((query.shape[2], query.shape[1], value.shape[3]))  # padding rows stay zero
-        self._operators.attend(layer, query[0], key[0], value[0], rows, out, self._terms[layer])
-        return out.unsqueeze(0), None
+        if torch.compiler.is_compiling():
+            states = (query[0], key[0], value[0], rows.slots, rows.positions)
+            return _attend_compiled(*states, rows.columns, self._number, layer).unsqueeze(0), None
+        return self.attend(layer, query[0], key[0], value[0], rows).unsqueeze(0), None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PageRows
+    ) -> torch.Tensor:
+        """Query (heads, rows, dim), keys and values (kv_heads, rows, dim) -> (rows, heads, value_dim)."""
+        out = query.new_zeros((query.shape[1], query.shape[0], value.shape[2]))  # padding rows stay zero
+        self._operators.attend(layer, query, key, value, rows, out, self._terms[layer])
+        return out
+
+
+@torch.library.custom_op("lmi_server::attend_pages", mutates_args=())
+def _attend_compiled(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    columns: int,
+    attention: int,
+    layer: int,
+) -> torch.Tensor:
+    """One operation for torch.compile, which looks into no launch: rows that decode, by the attention of a number."""
+    rows = PageRows(slots, positions, len(slots), columns)
+    return _by_number[attention].attend(layer, query, key, value, rows)
+
+
+@_attend_compiled.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    columns: int,
+    attention: int,
+    layer: int,
+) -> torch.Tensor:
+    return query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
 
 
 def _operators(cache: PagedCache) -> Any:

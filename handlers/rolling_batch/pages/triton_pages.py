@@ -30,6 +30,19 @@ class TritonPages:
         terms: AttentionTerms,
     ) -> None:
         """Write keys and values, (kv_heads, rows, dim), to pages; query (heads, rows, dim) -> out, by rows."""
+        with torch.cuda.device(query.device):  # Triton launches on the current one
+            self._launch(layer, query, key, value, rows, out, terms)
+
+    def _launch(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: PageRows,
+        out: torch.Tensor,
+        terms: AttentionTerms,
+    ) -> None:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         tables = self._cache.tables[keys.device]
         shape = self._layer(layer, query.shape[0], terms)

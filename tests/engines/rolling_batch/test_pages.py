@@ -90,6 +90,23 @@ def test_recorded_passes_take_no_columns_and_fill_up_with_the_idle_slot() -> Non
     assert (idle[:, 1:] == 77).all()
 
 
+@pytest.mark.slow
+def test_decoding_over_pages_compiles_as_a_whole() -> None:
+    """The launches of a layer are one operation to the compiler, whatever is compiled around it.
+
+    In float16 no other kernels of this project are in the way.
+    """
+    engine, eager = (Engine(tiny_model("llama", torch.float16), page=PAGE) for _ in range(2))
+
+    def compiler(step: Any) -> Any:
+        return torch.compile(step.__call__, fullgraph=True, dynamic=True, backend="aot_eager")
+
+    engine.runner._uncompilable = lambda: None  # type: ignore[method-assign]
+    assert engine.runner.compile(4, compiler)
+    for prompt in prompts(4):
+        assert engine.generate(prompt, max_new_tokens=8).tokens == eager.generate(prompt, max_new_tokens=8).tokens
+
+
 def test_row_counts_grow_in_steps() -> None:
     assert close_row_counts(1) == [1]
     assert close_row_counts(6) == [1, 2, 4, 6]
