@@ -29,6 +29,10 @@ rotary embeddings change with the longest text of a batch (longrope of Phi 3, dy
 contexts up to the length at which they change: `option.max_model_len`. Static batches serve longer ones, and run texts
 together only where no answer depends on it.
 
+Models whose layers keep states beside keys and values, or in their place, run under the rolling batch on one device
+([engines.md](engines.md#states)). A model whose config.json names no context (Mamba, RecurrentGemma, xLSTM) gets 32,768
+tokens, unless `option.max_model_len` says otherwise.
+
 Any other model of images or sounds that is no causal language model is served with vLLM, if it is installed and knows
 the architecture. Most of vLLM's models of images need the package torchvision, too.
 """
