@@ -11,9 +11,14 @@ import pytest
 import torch
 from adapter_helpers import read_adapter, save_adapter, with_adapter
 from rolling_batch_helpers import EOS, Engine, Received, generated
-from tiny_models import VOCABULARY
+from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer
 
+import handlers.huggingface.model
 from benchmarks.tiny_checkpoints import random_model, tiny_config
+from handlers.huggingface.options import HuggingFaceOptions
+from handlers.rolling_batch.engine_loading import LoadedModel, load_engine
+from handlers.rolling_batch.runner.model_runner import ModelRunner
+from lmi_server.contract.errors import ModelMemoryError
 
 pytestmark = pytest.mark.slow
 
@@ -138,3 +143,50 @@ def test_a_request_after_a_failed_step_continues_from_nothing_of_it() -> None:
     with torch.inference_mode():
         assert engine.generate(prompt, max_new_tokens=TOKENS).tokens == expected(engine.reference, prompt)
     assert engine.engine.stats.cached_prompt_tokens == 0
+
+
+# --- what goes beside it ---
+
+
+def loaded(family: str) -> LoadedModel:
+    model = random_model(tiny_config(family))
+    return LoadedModel(model, byte_tokenizer(), CONTEXT, {})
+
+
+def test_states_come_out_of_the_memory_of_the_kv_cache() -> None:
+    size = 0.002
+    options = HuggingFaceOptions(dtype="fp32", kv_cache_memory_gb=size, max_rolling_batch_size=4)
+    engine = load_engine(lambda: loaded("qwen3_next"), options)
+    runner = ModelRunner(random_model(tiny_config("qwen3_next")), CONTEXT)
+    assert runner.states is not None
+    held = engine.details["states"] * runner.states.bytes_per_sequence
+    per_token = sum(layer.width for layer in runner.layers) * 4
+    assert engine.details["states"] == 12  # four that run, and two snapshots for each
+    assert size * 2**30 - per_token <= held + engine.kv_tokens * per_token <= size * 2**30
+
+
+def test_states_that_do_not_fit_are_refused_by_the_keys_that_help() -> None:
+    options = HuggingFaceOptions(dtype="fp32", kv_cache_memory_gb=0.0001, max_rolling_batch_size=8)
+    with pytest.raises(
+        ModelMemoryError, match=r"lower option\.max_rolling_batch_size, raise option\.kv_cache_memory_gb"
+    ):
+        load_engine(lambda: loaded("qwen3_next"), options)
+
+
+def test_drafts_are_off_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    options = HuggingFaceOptions(dtype="fp32", kv_cache_memory_gb=0.01, speculative_draft_model="[ngram]")
+    load_engine(lambda: loaded("bamba"), options)
+    assert "option.speculative_draft_model has no effect: the model's layers keep states" in caplog.text
+
+
+def test_a_model_of_mixers_alone_needs_no_context_in_its_configuration() -> None:
+    model = random_model(tiny_config("mamba"))
+    engine = load_engine(
+        lambda: LoadedModel(model, byte_tokenizer(), max_len(model), {}),
+        HuggingFaceOptions(dtype="fp32", kv_cache_memory_gb=0.01, max_rolling_batch_size=2),
+    )
+    assert engine.max_model_len == 32_768
+
+
+def max_len(model: Any) -> int:
+    return handlers.huggingface.model._max_len(model, HuggingFaceOptions(dtype="fp32"))
