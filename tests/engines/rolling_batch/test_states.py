@@ -167,9 +167,7 @@ def test_states_come_out_of_the_memory_of_the_kv_cache() -> None:
 
 def test_states_that_do_not_fit_are_refused_by_the_keys_that_help() -> None:
     options = HuggingFaceOptions(dtype="fp32", kv_cache_memory_gb=0.0001, max_rolling_batch_size=8)
-    with pytest.raises(
-        ModelMemoryError, match=r"lower option\.max_rolling_batch_size, raise option\.kv_cache_memory_gb"
-    ):
+    with pytest.raises(ModelMemoryError, match=r"lower option\.max_rolling_batch_size"):
         load_engine(lambda: loaded("qwen3_next"), options)
 
 
