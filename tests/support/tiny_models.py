@@ -81,7 +81,7 @@ def llama_of_whole_blocks() -> PreTrainedModel:
 
 
 def convolutional_hybrid() -> PreTrainedModel:
-    """Return a model that keeps convolution states, which the rolling batch does not support."""
+    """Return a model with a layer that keeps the state of a short convolution."""
     return random_model(Lfm2Config(**_GROUPED, layer_types=["full_attention", "conv"]))
 
 

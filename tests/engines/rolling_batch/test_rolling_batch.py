@@ -248,9 +248,13 @@ def test_only_layers_that_compute_what_llamas_do_are_fused(family: str, layers: 
     assert Engine(tiny_model(family)).fused["decoder_layers"] == layers
 
 
-def test_a_model_with_state_beside_keys_and_values_is_refused() -> None:
-    with pytest.raises(UnsupportedAttentionError):
-        Engine(convolutional_hybrid())
+def test_a_state_that_no_cache_gets_is_found_by_the_check() -> None:
+    model = convolutional_hybrid()
+    (convolution,) = (layer.conv for layer in model.model.layers if hasattr(layer, "conv"))
+    forward = convolution.forward
+    convolution.forward = lambda hidden_states, past_key_values=None, **more: forward(hidden_states)
+    with pytest.raises(UnsupportedAttentionError, match="differ from its own"):
+        Engine(model)
 
 
 def test_a_request_whose_tokens_cannot_be_decoded_ends_alone() -> None:

@@ -61,7 +61,8 @@ def test_two_rounds_of_conversations_in_a_cache_that_is_too_small(family: str) -
     reference = copy.deepcopy(model)
     engine = Engine(model, reference=reference, slots=4, kv_tokens=128, chunk=20, conservativeness=0.05, state_rows=8)
     assert engine.runner.states is not None
-    first = conversations(random.Random(2), 8)
+    fill = [[seed, *range(61)] for seed in range(2)]  # their outputs do not fit
+    first = fill + conversations(random.Random(2), 7)
     asked = [(prompt, engine.add(prompt, max_new_tokens=TOKENS)[1]) for prompt in first]
     engine.run()
     second = [[*prompt, *answer.tokens, 7, 9][:118] for prompt, answer in asked[:4]]
