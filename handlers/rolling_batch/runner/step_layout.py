@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,14 +40,7 @@ def arrange(plan: StepPlan, row_by_row: RowByRow) -> StepPlan:
 def lay_out(plan: StepPlan, keep: list[int], row_by_row: RowByRow) -> Pass:
     """Return the pass of an arranged plan, unpadded, whose rows `keep` have logits."""
     sources = {copy.target: copy.source for copy in plan.copies}
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    for sequence in plan.decode:
-        tokens = [sequence.tokens[-1], *plan.drafts.get(sequence, ())]
-        token_ids.extend(tokens)
-        positions.extend(range(sequence.computed, sequence.computed + len(tokens)))
-        slots.extend([sequence.slot] * len(tokens))
+    token_ids, positions, slots = _drafted_rows(plan) if plan.drafts else _single_rows(plan)
     chunks = []
     for chunk in plan.prefill:
         first = len(token_ids)
@@ -60,6 +54,29 @@ def lay_out(plan: StepPlan, keep: list[int], row_by_row: RowByRow) -> Pass:
             source = sources.get(slot, slot)
             chunks.append(ChunkRows(slot, chunk.start, chunk.end, first, len(token_ids), source, blocks))
     return Pass(token_ids, positions, slots, chunks, keep, plan.trims, plan.copies, plan.states, plan.pages)
+
+
+def _single_rows(plan: StepPlan) -> tuple[list[int], list[int], list[int]]:
+    """Return tokens, positions and slots of the newest token of each sequence that decodes."""
+    decode = plan.decode
+    return (
+        [entry.tokens[-1] for entry in decode],
+        [entry.computed for entry in decode],
+        [entry.slot for entry in decode],
+    )
+
+
+def _drafted_rows(plan: StepPlan) -> tuple[list[int], list[int], list[int]]:
+    """Return the same with each sequence's draft behind its newest token."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    for sequence in plan.decode:
+        tokens = [sequence.tokens[-1], *plan.drafts.get(sequence, ())]
+        token_ids.extend(tokens)
+        positions.extend(range(sequence.computed, sequence.computed + len(tokens)))
+        slots.extend([sequence.slot] * len(tokens))
+    return token_ids, positions, slots
 
 
 def _is_row_by_row(chunk: Chunk, source: int, row_by_row: RowByRow) -> bool:
@@ -91,10 +108,11 @@ class KeptRows:
 
 def rows_to_keep(plan: StepPlan, prompt_scored: set[int]) -> KeptRows:
     """Return the rows whose logits are needed: first those to sample from, then those of prompts, then of drafts."""
-    keep, row = [], 0
-    for sequence in plan.decode:
-        keep.append(row)
-        row += 1 + len(plan.drafts.get(sequence, ()))
+    keep, row = list(range(len(plan.decode))), len(plan.decode)
+    if plan.drafts:
+        lengths = [1 + len(plan.drafts.get(sequence, ())) for sequence in plan.decode]
+        keep = [0, *itertools.accumulate(lengths[:-1])]
+        row = sum(lengths)
     sampled = list(plan.decode)
     scoring = []
     for chunk in plan.prefill:
