@@ -358,27 +358,6 @@ class ClientConnection:
         cycle.on_response()
         return True
 
-    def chunk_writer(self, send: Send) -> Callable[[bytes], bool] | None:
-        """Return what writes a part of a begun answer as uvicorn's `send` would, without a task to await it.
-
-        It returns False if the client has to be waited for, or is gone. None if something about the answer needs
-        uvicorn.
-        """
-        transport, cycle = self._protocol.transport, self._protocol.answering
-        if cycle is None or send != cycle.send or cycle.transport is not transport:
-            return None  # the messages go through something first
-        if not cycle.chunked_encoding or cycle.scope["method"] == "HEAD":
-            return None
-        flow, write = cycle.flow, transport.write
-
-        def write_chunk(data: bytes) -> bool:
-            if flow.write_paused or cycle.disconnected or cycle.response_complete:
-                return False
-            write(b"%x\r\n%b\r\n" % (len(data), data))
-            return True
-
-        return write_chunk
-
     def set_reason(self, phrase: str) -> None:
         """Set the reason phrase of the answer that comes next, for which ASGI has no field."""
         cycle = self._protocol.answering

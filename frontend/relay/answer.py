@@ -35,13 +35,10 @@ async def relay_stream(request: RelayedRequest, job: Job, head: Head, statuses: 
     """Send a stream as it arrives; return its status."""
     reply, response = job.reply, request.response
     await response.begin(head)
-    if not reply.keeps_chunks:
-        reply.write_chunk = response.chunk_writer()
     while True:
         terminal = reply.terminal
         data = reply.take()
         if terminal is not None and not reply.unread:
-            reply.write_chunk = None  # it knows the connection, which is not to live as long as the job
             if isinstance(terminal, End) and terminal.message:
                 data = shown_answer(data, terminal.message, request.scope)
             await response.end(data + _ending(request, head, terminal))

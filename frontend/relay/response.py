@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 
@@ -64,10 +63,6 @@ class RelayedResponse:
     async def chunk(self, data: bytes) -> None:
         if self._has_body:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    def chunk_writer(self) -> Callable[[bytes], bool] | None:
-        """Return what writes a chunk at once, or returns False if `chunk` has to; None if it always has to."""
-        return self._connection.chunk_writer(self._send) if self._has_body else None
 
     async def end(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data if self._has_body else b""})

@@ -23,8 +23,7 @@ class ReplySlot:
     The slot keeps exactly one terminal item (Reply, End or Error) and drops everything that follows it. Once `head` is
     set, the client may have seen a part of the answer. While `is_held` is set, the worker waits for the reader. If
     `keeps_chunks` is set, `take` returns one chunk at a time. Times are those of time.monotonic(), 0.0 before the
-    event. While the reader waits, `write_chunk` gets the chunks if it is set; it returns False if the reader has to
-    send them.
+    event.
     """
 
     head: Head | None = None
@@ -34,7 +33,6 @@ class ReplySlot:
     keeps_chunks: bool = False
     progressed_at: float = 0.0  # the last time at which the worker got the request or went on with it
     unread: int = 0  # bytes that `take` has not returned yet
-    write_chunk: Callable[[bytes], bool] | None = None
     _chunks: deque[bytes] = field(default_factory=deque)
     _waiter: asyncio.Future[None] | None = None
 
@@ -43,11 +41,7 @@ class ReplySlot:
         if self.terminal is not None:
             return
         self.progressed_at = now
-        waiter = self._waiter
-        waits = waiter is not None and not waiter.done()  # so nothing is unread
         if isinstance(item, Chunk):
-            if waits and self.write_chunk is not None and self.write_chunk(item.data):
-                return
             self._chunks.append(item.data)
             self.unread += len(item.data)
         elif isinstance(item, Head):
@@ -57,6 +51,7 @@ class ReplySlot:
             self.terminal = item
             if self.head is None:
                 self.first_byte_at = now
+        waiter = self._waiter
         if waiter is not None:
             self._waiter = None
             if not waiter.done():
