@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from handlers.chats.options import tool_parser_note
 from handlers.checkpoints.options import TransformersEngine, TransformersOptions
-from handlers.checkpoints.rotary import steady_length
 from handlers.huggingface.unbatched import UNBATCHED
 from handlers.rolling_batch.images.options import ImageOptions
 from handlers.rolling_batch.options import RollingBatchOptions
@@ -103,20 +102,6 @@ def runs_as_pipeline(workload: Workload) -> bool:
     asked = workload.rolling_batch or "auto"
     if asked not in ("auto", "disable") or workload.under_mpi:
         return False
-    if UNBATCHED.intersection(workload.architectures) or unbatched_rotary(workload) is not None:
+    if UNBATCHED.intersection(workload.architectures):
         return True
     return workload.task not in (None, TEXT_GENERATION) or asked == "disable" or workload.batches_statically
-
-
-def unbatched_rotary(workload: Workload) -> str | None:
-    """Return why the rolling batch cannot compute the rotary embeddings of `workload`; None if it can."""
-    steady = steady_length(workload.config)
-    if steady is None or (workload.max_model_len or _positions(workload.config)) <= steady:
-        return None
-    return f"its rotary embeddings change beyond {steady} tokens; option.max_model_len={steady} stays below"
-
-
-def _positions(config: Mapping[str, Any]) -> int:
-    text = config.get("text_config")
-    positions = (text if isinstance(text, Mapping) else config).get("max_position_embeddings")
-    return positions if isinstance(positions, int) else 0

@@ -17,11 +17,12 @@ from handlers.checkpoints.transformers_loading import eos_token_ids, forced_eos_
 from handlers.generation.prompts import PromptEncoder
 from handlers.ranks.communicator import Communicator
 from handlers.rolling_batch.attention.decode_passes import CudaCapture
+from handlers.rolling_batch.attention.frequencies import refuse_unsteady_rope
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.images.intake import ImageModel
 from handlers.rolling_batch.images.loading import LoadedImages
-from handlers.rolling_batch.limits import refuse_unsteady_rope, scheduler_limits
+from handlers.rolling_batch.limits import scheduler_limits
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.runner.device_memory import StepSize, enough_for_steps, records_graphs, step_size
 from handlers.rolling_batch.runner.load_check import LoadCheck
@@ -121,6 +122,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     with _refusals(model):
         runner = loaded.runner()
         step = step_size(runner, loaded.max_len, options)
+        runner.change_frequencies(loaded.max_len)
         limits, max_len = _prepare(runner, loaded, options, step)
         if limits.page != runner.page:  # the model has to be computed in another way, over slots
             limits, max_len = _prepare(runner, loaded, options, step)
@@ -130,7 +132,9 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     if runner.use_helpers() and drafting is not None:
         drafting.use_helpers()
     images = _checked_images(loaded, runner)
-    engine = RollingBatchEngine(runner, Scheduler(limits), tokenizer, eos_token_ids(model, tokenizer), max_len)
+    scheduler = Scheduler(limits)
+    scheduler.border = runner.border
+    engine = RollingBatchEngine(runner, scheduler, tokenizer, eos_token_ids(model, tokenizer), max_len)
     engine.force_ends(forced_eos_token_ids(model))
     prompts = PromptEncoder(tokenizer, None if images is None else images.reader.placeholder)
     chats = ModelChats(tokenizer, options)
@@ -185,7 +189,8 @@ def _prepare(
 ) -> tuple[SchedulerLimits, int]:
     """Allocate the KV cache; return what the scheduler may plan, and how many tokens a request may have."""
     limits, max_len = scheduler_limits(runner, loaded.max_len, loaded.weights, options, step)
-    refuse_unsteady_rope(loaded.model.config, max_len)
+    if runner.frequencies is None:
+        refuse_unsteady_rope(loaded.model.config, max_len)
     with enough_for_steps(runner, limits.kv_tokens, step):
         decode_rows = limits.max_running * (1 + _drafted(options))
         runner.prepare(limits.slots, max_len, decode_rows, limits.state_rows, limits.kv_tokens)

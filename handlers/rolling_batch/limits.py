@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from handlers.checkpoints.rotary import steady_length
 from handlers.rolling_batch.attention.kv_cache import bytes_per_token
-from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.runner.device_memory import StepSize, refuse_more_than_free
 from handlers.rolling_batch.runner.model_runner import ModelRunner
@@ -24,19 +21,6 @@ _MIN_SLOT = 16  # tokens
 # Sequences in addition to those that run: finished ones, whose prefix others may reuse. On the CPU a slot takes memory
 # only for the tokens in it, and pages need no slot when their sequence has finished.
 _KEPT = 64
-
-
-def refuse_unsteady_rope(config: Any, max_len: int) -> None:
-    """Refuse rotary embeddings that change with the longest position of a pass.
-
-    With them the output of a request would depend on the other requests in the batch. Raises UnsupportedAttentionError
-    naming the length up to which they are constant.
-    """
-    steady = steady_length(config.get_text_config().to_dict())
-    if steady is not None and max_len > steady:
-        raise UnsupportedAttentionError(
-            f"its rotary embeddings change with the length; set option.max_model_len={steady}"
-        )
 
 
 def scheduler_limits(

@@ -52,8 +52,6 @@ class HandlerSpec:
     - `variants`: the handlers that take its place for other workloads; the first one that serves it counts.
     - `generates`: "module:function" that takes architectures and a kind of device (`Machine.device_kind`), and returns
       whether the engine generates text with one of them; None if it takes over no model from another handler.
-    - `unbatched`: "module:function" that takes a `Workload`, and returns what of its config.json the rolling batch of
-      the handler cannot serve.
 
     What it needs and serves:
     - `description`: "module:Class" of its `EngineDescription`, if its engine differs from what that class says.
@@ -93,7 +91,6 @@ class HandlerSpec:
     mpi_architectures: tuple[str, ...] = ()
     variants: tuple[Variant, ...] = ()
     generates: str | None = None
-    unbatched: str | None = None
     description: str | None = None
     engines: tuple[str, ...] = ()
     alternatives: tuple[str, ...] = ()
@@ -139,11 +136,6 @@ class HandlerSpec:
             return False
         generates = cast("Callable[[tuple[str, ...], str], bool]", load(self.generates))
         return generates(architectures, machine.device_kind)
-
-    def cannot_batch(self, workload: Workload) -> str | None:
-        """Return why the rolling batch cannot serve `workload`; None if the architecture alone says it, or it can."""
-        why = None if self.unbatched is None else cast("Callable[[Workload], str | None]", load(self.unbatched))
-        return None if why is None else why(workload)
 
     def variant_for(self, workload: Workload) -> str | None:
         """Return the title of the variant that serves `workload`; None if the handler serves it itself."""
@@ -229,7 +221,6 @@ _HUGGING_FACE = HandlerSpec(
     rolling_batches=("scheduler",),
     rolling_batch_decides=True,
     variants=(Variant("huggingface pipeline", serves="handlers.huggingface.options:runs_as_pipeline"),),
-    unbatched="handlers.huggingface.options:unbatched_rotary",
     engines=("transformers", "torch"),
     causal_lm_only=True,
     image_models=_IMAGE_MODELS,

@@ -25,6 +25,7 @@ from handlers.rolling_batch.attention.decode_passes import (
     make_passes,
     run_once,
 )
+from handlers.rolling_batch.attention.frequencies import RowFrequencies
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.pass_inputs import PassInputs
@@ -57,6 +58,7 @@ from handlers.rolling_batch.runner.step_layout import (
 )
 from handlers.rolling_batch.runner.step_messages import Measure, Pass, Prepare, Stop, decode, encode
 from handlers.rolling_batch.runner.step_runner import StepLogits
+from handlers.rolling_batch.schedule.frequencies import FrequencyBorder
 from handlers.rolling_batch.schedule.scheduler import StepPlan
 from handlers.rolling_batch.schedule.slots import SlotCopy
 from handlers.rolling_batch.sequences.passes import CODE_ERRORS, SequencePasses
@@ -96,6 +98,7 @@ class ModelRunner:
         self.vocabulary = vocabulary_of(model)
         self._check = check or LoadCheck(model, max_len)
         self._inputs = PassInputs(model)
+        self.frequencies: RowFrequencies | None = None  # None: they are the same for texts of every length
         self._communicator = communicator
         self._is_spread = is_spread(model)
         self._sequences: SequencePasses | None = None  # None: passes are flat
@@ -143,13 +146,20 @@ class ModelRunner:
 
     def _leave_flat_passes(self, reason: Exception) -> None:
         """Compute passes sequence by sequence, if the model can; raise `reason` otherwise."""
-        if self._communicator is not None or self._sequences is not None:
+        if self._communicator is not None or self._sequences is not None or self.frequencies is not None:
             raise reason
         try:
             self._sequences = SequencePasses(self._model, self._implementation)
         except CODE_ERRORS as error:
             raise reason from error
         logger.info("%s runs sequence by sequence: %s", type(self._model).__name__, first_line(reason))
+
+    def change_frequencies(self, max_len: int) -> None:
+        """Give each row the rotary embeddings for its length, if these change within `max_len` tokens."""
+        if self._sequences is None and self.states is None and self._communicator is None:
+            self.frequencies = RowFrequencies.from_model(self._model, max_len)
+        if self.frequencies is not None:
+            self.page = 0
 
     def measure(self, rows: int) -> None:
         """Compute `rows` rows before there is a KV cache, so that the caller sees what memory a step takes."""
@@ -210,7 +220,8 @@ class ModelRunner:
         self._step = DecodeStep(self._model, self._attention, self._inputs)
         if self.fused and not self._in_call_order:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
-            if self._keeps_rows and self.device.type == "cpu" and isinstance(self._attention, SlotAttention):
+            at_once = self._keeps_rows and self.device.type == "cpu" and self.frequencies is None
+            if at_once and isinstance(self._attention, SlotAttention):
                 self._decoder = DecoderModel.from_model(self._model, self._attention, self._crossovers, decode_rows)
             self.fused["models"] = int(self._decoder is not None)
             self._unpadded_rows = 0 if self._decoder is None else _rows_without_onednn(self._model)
@@ -277,7 +288,15 @@ class ModelRunner:
             return "its layers keep states"
         return "the model is on the CPU" if self.device.type == "cpu" else self._why_divided()
 
+    @property
+    def border(self) -> FrequencyBorder | None:
+        """Where rotary embeddings change with the length; None if they do not."""
+        rows = self.frequencies
+        return None if rows is None else FrequencyBorder(rows.length, rows.is_step, rows.recomputes)
+
     def _why_divided(self) -> str | None:
+        if self.frequencies is not None:
+            return "its rotary embeddings change with the length"
         if self._communicator is not None:
             return "the model is split over ranks"
         if self._sequences is not None:
@@ -320,6 +339,8 @@ class ModelRunner:
             self._adapters = adapters_of(plan)
             self._lora.begin(self._adapters, kept.rows)
         step = self._pad(lay_out(plan, kept.rows, row_by_row))
+        if self.frequencies is not None:
+            self.frequencies.begin([] if self.border is None else self.border.lengths(plan))
         embedded = embedded_rows(plan, len(step.token_ids))
         self._broadcast(step)
         try:

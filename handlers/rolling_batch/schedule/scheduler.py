@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from handlers.rolling_batch.schedule.frequencies import FrequencyBorder
 from handlers.rolling_batch.schedule.images import PromptImages
 from handlers.rolling_batch.schedule.page_table import PageStep, PageTable
 from handlers.rolling_batch.schedule.slots import Match, SlotCopy, SlotTable, SlotTrim
@@ -59,6 +60,7 @@ class Sequence:
     arrival: int = -1
     overtaken: int = 0  # sequences that came later and were admitted before it
     images: PromptImages | None = None  # of the prompt
+    regime: int = 0  # of its rotary embeddings, which keys depend on; see FrequencyBorder
     known: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,8 +68,9 @@ class Sequence:
 
     @property
     def keys(self) -> list[int]:
-        """What identifies its tokens in the prefix tree: the token ids, but for images."""
-        return self.tokens if self.images is None else self.images.keys_of(self.tokens)
+        """What identifies its tokens in the prefix tree: the token ids, but for images and other frequencies."""
+        keys = self.tokens if self.images is None else self.images.keys_of(self.tokens)
+        return keys if not self.regime else [keys[0] - (self.regime << 40), *keys[1:]]
 
     @property
     def max_kv_tokens(self) -> int:
@@ -198,6 +201,7 @@ class Scheduler:
             if limits.page
             else SlotTable(slots, limits.kv_tokens, states)
         )
+        self.border: FrequencyBorder | None = None  # None: rotary embeddings are the same for every length
         self.waiting: list[Sequence] = []  # by priority, then by arrival
         self.running: list[Sequence] = []
         self._arrivals = 0
@@ -216,6 +220,7 @@ class Scheduler:
         """
         if sequence.max_kv_tokens > self.slots.kv_tokens:
             raise ValueError(f"needs {sequence.max_kv_tokens} tokens of KV cache, which holds {self.slots.kv_tokens}")
+        sequence.regime = 0 if self.border is None else self.border.regime(sequence.prompt_len)
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._wait(sequence)
@@ -240,6 +245,8 @@ class Scheduler:
 
     def plan(self, draft: Draft | None = None) -> StepPlan:
         """Admit what fits and return the next step, which is empty only if nothing runs."""
+        if self.border is not None:
+            self._cross(self.border)
         retraction = self._retract()
         started = [] if retraction else self._admit()  # a sequence that was just retracted must not come back at once
         decode = [sequence for sequence in self.running if sequence.decoding and not sequence.ends]
@@ -265,6 +272,16 @@ class Scheduler:
             states=states,
             **self._memory_planned(),
         )
+
+    def _cross(self, border: FrequencyBorder) -> None:
+        """Let the sequences that have crossed the border compute all their keys anew."""
+        for sequence in (*self.running, *self.waiting):
+            if border.crossed(sequence):
+                sequence.regime = border.regime(len(sequence.tokens))
+                sequence.computed = 0
+                if sequence.slot >= 0:
+                    assert isinstance(self.slots, SlotTable), "a model with a border has slots, not pages"
+                    self.slots.begin_anew(sequence.slot, sequence.adapter, sequence.keys)
 
     def _states_planned(self, decode: list[Sequence], prefill: list[Chunk]) -> StateStep | None:
         table = self.slots.states
@@ -311,8 +328,15 @@ class Scheduler:
     def _drafts(self, decode: list[Sequence], room: int, draft: Draft) -> Mapping[Sequence, list[int]]:
         """Return the drafts of the decoding sequences, in the memory that is left."""
         # A step generates one token more than it accepts drafted ones.
-        wanted = [(sequence, sequence.max_new_tokens - sequence.generated - 1) for sequence in decode]
+        wanted = [(sequence, self._may_draft(sequence)) for sequence in decode]
         return draft(wanted, len(decode), self.slots.draft_tokens(room, len(decode)))
+
+    def _may_draft(self, sequence: Sequence) -> int:
+        """Return how many tokens may follow the next one of a sequence in the same step: none beyond a border."""
+        left = sequence.max_new_tokens - sequence.generated - 1
+        if self.border is None or sequence.regime or not self.border.recomputes:
+            return left
+        return max(0, min(left, self.border.length - len(sequence.tokens)))
 
     def _set_computed(self, sequence: Sequence, tokens: int) -> None:
         sequence.computed = tokens

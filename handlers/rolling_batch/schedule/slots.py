@@ -186,6 +186,12 @@ class SlotTable:
         """Record that the first `tokens` tokens of a running sequence are in its slot."""
         self._running[slot] = tokens
 
+    def begin_anew(self, slot: int, adapter: Hashable, tokens: list[int]) -> None:
+        """Record that nothing of a running sequence is in its slot any more, and that its tokens are `tokens`."""
+        self._running[slot] = self._needed[slot] = 0
+        self._tree.remove(slot)
+        self._tree.insert(slot, adapter, tokens)
+
     def release(self, slot: int, adapter: Hashable, tokens: list[int]) -> None:
         """Take the slot back from a sequence that leaves; the computed part of its `tokens` stays cached."""
         held = self._running.pop(slot)

@@ -232,9 +232,7 @@ class _Chooser:
         static = self._variant(chosen, workload)
         if static.spec is chosen.spec:
             return chosen
-        reason = None if chosen.spec is None else chosen.spec.cannot_batch(workload)
-        why = "" if reason is None else f" ({reason})"
-        cannot = f"{names} cannot run under the rolling batch of transformers{why} and is served"
+        cannot = f"{names} cannot run under the rolling batch of transformers and is served"
         if engine is not None:
             disable = "option.rolling_batch=disable serves it in static batches"
             return replace(chosen, spec=engine, note=f"{cannot} with {own} without this warning, and {disable}")
