@@ -24,10 +24,13 @@ and log probabilities with greedy `generate` of transformers for each prompt alo
 A model of images or audio is asked with text alone; [requests.md](requests.md#images-in-prompts) says which models read
 images. Pipelines of diffusers, which make images, are on a [page of their own](images.md).
 
-A model that the rolling batch refuses only when it loads is loaded again for static batches, and the log says why. If
-rotary embeddings change with the longest text of a batch (longrope of Phi 3, dynamic NTK), the rolling batch serves
-contexts up to the length at which they change: `option.max_model_len`. Static batches serve longer ones, and run texts
-together only where no answer depends on it.
+A model that the rolling batch refuses only when it loads is loaded again for static batches, and the log says why.
+
+Rotary embeddings that change with the length of a text (longrope of Phi 3, dynamic NTK) are those of each text's own
+length under the rolling batch, on both sides of the border and across it. Keys of Phi 3 and its relatives are computed
+anew where a text crosses the border, as `generate(use_cache=False)` has it: with a cache, `generate` of transformers 5
+leaves out there what comes before. Keys of other models stay as they are, as in `generate`. Split over ranks, such a
+model is served up to the border: `option.max_model_len`.
 
 Models whose layers keep states beside keys and values, or in their place, run under the rolling batch on one device
 ([engines.md](engines.md#states)). A model whose config.json names no context (Mamba, RecurrentGemma, xLSTM) gets 32,768
