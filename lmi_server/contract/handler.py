@@ -97,11 +97,11 @@ class LLMHandler(ABC):
         A handler whose deltas come by themselves can give them without a turn of the request's task for each.
         """
         deltas = self.generate(request) if on_begin is None else self.generate_ahead(request, on_begin)
-        left = 1  # the first pause shows the first delta
+        left, take = BURST, receiver.take
         async with aclosing(deltas):
             async for delta in deltas:
                 left -= 1
-                if not receiver.take(delta) or not left:
+                if not take(delta) or not left:
                     left = left or BURST
                     await receiver.ready()
 

@@ -25,14 +25,13 @@ class SequenceReceiver:
     def take(self, delta: Delta) -> bool:
         writer = self._writer
         writer.progressed = True
-        data = self._add(self._index, delta)
-        if data:
+        if data := self._add(self._index, delta):
             self._emit(data)
         if delta.finish_reason is not None:
             self._last, self._last_at = delta, time.monotonic()
         if not self._first_at:
             self._first_at = time.monotonic()
-        return not (writer.is_held or writer.buffer.is_full)
+        return not writer.is_held
 
     async def ready(self) -> None:
         if self._writer.is_held:
