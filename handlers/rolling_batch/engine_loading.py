@@ -20,6 +20,7 @@ from handlers.rolling_batch.attention.decode_passes import CudaCapture
 from handlers.rolling_batch.attention.frequencies import refuse_unsteady_rope
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
+from handlers.rolling_batch.images.check import ImageCheck
 from handlers.rolling_batch.images.intake import ImageModel
 from handlers.rolling_batch.images.loading import LoadedImages
 from handlers.rolling_batch.limits import scheduler_limits
@@ -174,12 +175,9 @@ def _checked_images(loaded: LoadedModel, runner: ModelRunner) -> ImageModel | No
     images = loaded.images
     if images is None or isinstance(images, str):  # the log has said why
         return None
-    difference = images.check.difference(runner.run, runner.cache.max_len)
-    limit = 1e-3 if runner.dtype == torch.float32 else 0.25  # of the spread, as for text
-    if difference is not None and difference <= limit:
-        runner.cache.trim(0, 0)
+    why = _why_no_images(images.check, runner)
+    if not why:
         return images.model
-    why = "one does not fit option.max_model_len" if difference is None else f"the logits are off by {difference:.2g}"
     logger.warning("the model is served for text alone: its images cannot be read under the rolling batch: %s", why)
     return None
 
@@ -195,6 +193,22 @@ def _prepare(
         decode_rows = limits.max_running * (1 + _drafted(options))
         runner.prepare(limits.slots, max_len, decode_rows, limits.state_rows, limits.kv_tokens)
     return limits, max_len
+
+
+def _why_no_images(check: ImageCheck, runner: ModelRunner) -> str:
+    """Return why a prompt with an image is not computed as by the model itself; empty if it is."""
+    try:
+        difference = check.difference(runner.run, runner.cache.max_len)
+    # The border to the model's own code, and to kernels that attend to earlier tokens alone.
+    except Exception as error:
+        if is_out_of_memory(error) or is_device_failure(error):
+            raise
+        return f"its code raised {describe(error)}"
+    runner.cache.trim(0, 0)
+    if difference is None:
+        return "one does not fit option.max_model_len"
+    limit = 1e-3 if runner.dtype == torch.float32 else 0.25  # of the spread, as for text
+    return "" if difference <= limit else f"the logits are off by {difference:.2g}"
 
 
 def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOptions) -> dict[str, Any]:
