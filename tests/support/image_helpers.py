@@ -77,13 +77,13 @@ class ServedImages:
         assert "media" in info.features, info.details
         return cls(handler)
 
-    async def ask(self, parts: Sequence[Part], **sampling: Any) -> Answer:
+    async def ask(self, parts: Sequence[Part], adapter: str | None = None, **sampling: Any) -> Answer:
         content = openai_parts(parts) if any(not isinstance(part, str) for part in parts) else "".join(map(str, parts))
-        return await self.chat([{"role": "user", "content": content}], **sampling)
-
-    async def chat(self, messages: Sequence[dict[str, Any]], **sampling: Any) -> Answer:
         parameters = SamplingParameters(**{"max_new_tokens": 6, "repetition_penalty": PENALTY, **sampling})
-        request = GenerationRequest(request_id="same", prompt=None, messages=messages, sampling=parameters)
+        messages = [{"role": "user", "content": content}]
+        request = GenerationRequest(
+            request_id="same", prompt=None, messages=messages, sampling=parameters, adapter=adapter
+        )
         return Answer([delta async for delta in self.handler.generate(request)])
 
     def stat(self, name: str) -> float:

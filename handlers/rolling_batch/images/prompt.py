@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -118,9 +119,10 @@ class EmbeddedRows:
 
 def embedded_rows(plan: StepPlan, rows: int) -> EmbeddedRows | None:
     """Return what differs in the pass of an arranged plan, padded to `rows` rows; None if nothing does."""
-    parts = [part for part in _parts(plan) if part[3] is not None]
-    if not parts:
+    sequences = itertools.chain(plan.decode, (chunk.sequence for chunk in plan.prefill))
+    if all(sequence.images is None for sequence in sequences):
         return None
+    parts = [part for part in _parts(plan) if part[3] is not None]
     found = EmbeddedRows()
     if any(images.positions is not None for *_, images in parts):
         found.positions = _positions(plan, rows)

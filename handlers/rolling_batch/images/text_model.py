@@ -45,6 +45,10 @@ class TextModel(nn.Module):
         embeddings: nn.Module = self.model.get_input_embeddings()
         return embeddings
 
+    def get_output_embeddings(self) -> nn.Module:
+        head: nn.Module = self.lm_head
+        return head
+
     def set_attn_implementation(self, name: str) -> None:
         self.model.set_attn_implementation(name)
 

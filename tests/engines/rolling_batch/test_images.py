@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_helpers import save_adapter, with_adapter
 from image_helpers import Part, Reference, ServedImages, noise
-from tiny_image_models import FAMILIES, save_image_model
+from tiny_image_models import EOS, FAMILIES, save_image_model
 
 from lmi_server.contract.errors import ContextLengthError
+from lmi_server.contract.protocol import Adapter
 
 _CAT, _DOG, _TALL = noise(1), noise(2), noise(3, 30, 70)
 # 512 bytes of keys and values per token, in GiB.
@@ -187,6 +189,41 @@ def test_a_prompt_that_an_image_makes_too_long_is_refused(tmp_path: Path) -> Non
             await served.ask([_CAT, _DOG, _TALL, noise(4)])
         assert served.stat("encoded_images_total") == 0
         assert (await served.ask(["a", _CAT])).tokens
+        await served.handler.stop()
+
+    asyncio.run(run())
+
+
+def test_an_adapter_of_the_language_model_is_served_with_images(tmp_path: Path) -> None:
+    directory, reference = _of("qwen2_5_vl", tmp_path / "model")
+    layers = r".*language_model.*\.(q_proj|v_proj|down_proj)"
+    adapter = save_adapter(reference.model, tmp_path / "adapter", target_modules=layers)
+    parts: list[Part] = ["what is ", _CAT, " here"]
+    plain = reference.generate(parts)
+    reference.model = with_adapter(reference.model, adapter)
+
+    async def run() -> None:
+        served = await ServedImages.start(directory, enable_lora=True)
+        await served.handler.add_adapter(Adapter(name="a", directory=str(adapter)))
+        answer, without = await asyncio.gather(served.ask(parts, adapter="a"), served.ask(parts))
+        assert without.tokens == plain
+        assert answer.tokens == reference.generate(parts) != plain
+        await served.handler.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_drafts_change_no_token_of_a_prompt_with_images(name: str, tmp_path: Path) -> None:
+    directory, reference = _of(name, tmp_path)
+    parts: list[Part] = ["ab" * 8, _CAT, "ab" * 8]
+    inputs = reference.inputs(parts)
+    out = reference.model.generate(**inputs, max_new_tokens=40, do_sample=False, eos_token_id=EOS, pad_token_id=0)
+
+    async def run() -> None:
+        served = await ServedImages.start(directory, speculative_draft_model="[ngram]")
+        answer = await served.ask(parts, max_new_tokens=40, repetition_penalty=1.0)
+        assert answer.tokens == out[0, inputs["input_ids"].shape[1] :].tolist()
         await served.handler.stop()
 
     asyncio.run(run())
