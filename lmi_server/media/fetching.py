@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.error import URLError
-from urllib.parse import urlsplit
 from urllib.request import (
     BaseHandler,
     FTPHandler,
@@ -26,6 +26,7 @@ from lmi_server.media.public_addresses import connect_to_any, connect_to_public
 LIMIT_S = 60.0
 MAX_BYTES = 64 << 20
 _PIECE = 1 << 20
+_PORT = re.compile(r":\d*$")
 
 _Connect = Callable[..., socket.socket]
 
@@ -127,7 +128,8 @@ class _Hosts(BaseHandler):
         self._hosts = frozenset(host.lower() for host in hosts)
 
     def _check(self, req: Request) -> Request:
-        host = (urlsplit(req.full_url).hostname or "").lower()
+        # Of what is connected to: urlsplit ends a host at its first colon, the connection at its last one.
+        host = _PORT.sub("", (req.host or "").lower()).strip("[]")
         if self._hosts and host not in self._hosts:
             raise ValueError(f"the URL leads to the host {host}, and option.allowed_media_domains names others")
         return req

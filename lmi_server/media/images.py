@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # and the image inside of an ICO file may be any size.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _PIXEL_SIZE = 4  # bytes of a pixel in memory, whatever its mode; only grey ones take less
+_MAX_RATIO = 200  # of the sides; processors that scale by the shorter one would make any number of pixels of a line
 _TILE_TAGS = (322, 323)  # width and height of the tiles of a TIFF file, which are decoded as a whole
 
 
@@ -41,6 +42,7 @@ def read_image(name: str, data: bytes, budget: MediaBudget | None = None) -> Ima
 
     try:
         image = open_image(data, budget)
+        _check_sides(name, image)
         image.load()
     except LmiServerError:
         raise
@@ -50,6 +52,14 @@ def read_image(name: str, data: bytes, budget: MediaBudget | None = None) -> Ima
     except Exception as error:  # noqa: BLE001 - the border to Pillow, whose decoders raise anything for a broken file
         raise RequestError(f"{name} is an image that cannot be read: {error}; send another file") from None
     return image
+
+
+def _check_sides(name: str, image: Image) -> None:
+    if max(image.size) > _MAX_RATIO * min(image.size):
+        raise RequestError(
+            f"{name} is an image of {image.width} x {image.height} pixels; send one whose longer side has at most"
+            f" {_MAX_RATIO} times the pixels of the shorter one"
+        )
 
 
 def _pixels(image: Image) -> int:

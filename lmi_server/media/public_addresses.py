@@ -30,7 +30,8 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
         if inner is not None:
             found = inner
-    return found.is_global and not found.is_multicast
+    inside = found.is_multicast or found.is_reserved or getattr(found, "is_site_local", False)
+    return found.is_global and not inside
 
 
 def allow_private() -> None:

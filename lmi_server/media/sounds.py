@@ -14,6 +14,7 @@ _SAMPLE_SIZE = 4
 # A sound is mixed to one channel and resampled as it is decoded. That takes time for what the file has, and memory for
 # what is left of it, which is less.
 _TIME_SHARE = 16
+_LOUDEST = 1e6  # 1 is full scale; squares of more are no float32 any more, and make a model's numbers no numbers
 _RATES = range(1000, 1_000_000)  # Hz, of a file
 
 
@@ -27,7 +28,7 @@ def read_sound(name: str, data: bytes, sampling_rate: int) -> Any:
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as sound:
             _check(name, sound)
-            samples = _mix(sound, sampling_rate)
+            samples = _mix(name, sound, sampling_rate)
     except soundfile.LibsndfileError as error:
         reason = error.error_string.rstrip(".")
         raise RequestError(f"{name} is no sound file: {reason}; send the bytes of a WAV, FLAC, OGG or MP3") from None
@@ -46,7 +47,7 @@ def _check(name: str, sound: Any) -> None:
         )
 
 
-def _mix(sound: Any, sampling_rate: int) -> Any:
+def _mix(name: str, sound: Any, sampling_rate: int) -> Any:
     import numpy as np
     import soxr
 
@@ -60,6 +61,8 @@ def _mix(sound: Any, sampling_rate: int) -> Any:
         kept = len(piece) * sampling_rate // rate
         budget.take(_SAMPLE_SIZE * max(kept, piece.size // _TIME_SHARE), what)
         mono = piece.mean(axis=1) if len(piece) else np.zeros(0, np.float32)
+        if not (np.abs(mono) <= _LOUDEST).all():
+            raise RequestError(f"{name} has samples that are no numbers or above {_LOUDEST:g}; send them from -1 to 1")
         mixed += mono.tobytes() if stream is None else stream.resample_chunk(mono, last=not len(piece)).tobytes()
         if not len(piece):
             return np.frombuffer(mixed, np.float32)

@@ -33,6 +33,7 @@ def parts(*bodies: bytes) -> bytes:
         (FORM_DATA, parts(), []),
         (FORM_DATA, parts(b"Content-Disposition: form-data; name=a\r\n\r\n\r\n"), [("a", b"")]),
         (FORM_DATA, parts(b'content-disposition: form-data; filename="f"; name="a\\"b"\r\n\r\nx\r\n'), [('a"b', b"x")]),
+        (FORM_DATA, parts(FIELD.replace(b'"a"', b'"\\a\\\\\\"\\\\b"')), [('a\\"\\b', b"1")]),
         (FORM_DATA, parts(b"X: y\r\n" + FIELD.replace(b'"a"', '"é"'.encode())), [("é", b"1")]),
         (FORM_DATA, parts(FIELD.replace(b"1", b"\r\n")), [("a", b"\r\n")]),
         (FORM_DATA, parts(FIELD.replace(b"1", b"1\n--XXX\n2")), [("a", b"1\n--XXX\n2")]),

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmi_server.contract.errors import ContextLengthError, RequestError
@@ -98,6 +98,14 @@ def test_a_stream_is_asked_for_as_events() -> None:
         (sent(language=["de", "fr"]), "language is in the form more than once; send it once"),
         (sent(chunking_strategy="server_vad"), 'chunking_strategy: "server_vad" is not allowed; send auto'),
         (Input(routes.AUDIO_TRANSCRIPTIONS, {"content-type": "audio/wav"}, [("data", SOUND)]), '"audio/wav" is not a'),
+        (
+            Input(
+                routes.AUDIO_TRANSCRIPTIONS,
+                {"content-type": "application/x-www-form-urlencoded"},
+                [("data", b"file=RIFF%00")],
+            ),
+            "is not a form; send multipart/form-data",
+        ),
         (Input(routes.AUDIO_TRANSCRIPTIONS, {}, [("data", b"{}")]), "is not a form; send multipart/form-data"),
     ],
 )
@@ -157,6 +165,7 @@ def test_subtitles_have_a_cue_for_each_segment_with_words() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0, 1e5), st.text(max_size=20)), max_size=5))
+@example([(0.0, 1.0, "a ---> b")])
 def test_no_text_can_break_a_cue(cues: list[tuple[float, float, str]]) -> None:
     segments = [{"start": start, "end": end, "text": text} for start, end, text in cues]
     result = {"text": "", "duration": 1.0, "segments": segments}

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from lmi_server.media import public_addresses
 from lmi_server.media.fetching import fetch_bytes
-from lmi_server.media.public_addresses import PrivateAddressError
+from lmi_server.media.public_addresses import PrivateAddressError, is_public
 
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
 
@@ -83,3 +84,29 @@ def test_a_byte_now_and_then_is_no_answer(start: bytes) -> None:
 
     with site(answer) as url, pytest.raises(TimeoutError, match=r"did not arrive within 0\.5 seconds"):
         fetch_bytes(url, private=True, limit_s=0.5)
+
+
+@pytest.mark.parametrize("address", ["::127.0.0.1", "fec0::1", "64:ff9b:1::7f00:1", "::ffff:0:10.0.0.1", "5f00::1"])
+def test_reserved_addresses_are_not_public(address: str) -> None:
+    """Old forms of IPv4 addresses and of private networks, which some systems still route."""
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("url", ["http://one.com:x.two.com:80/", "http://one.com:80:x.two.com/", "http://a@one.com/"])
+def test_the_host_that_is_checked_is_the_one_that_is_connected_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connected(place: tuple[str, int]) -> object:
+        raise AssertionError(place)
+
+    monkeypatch.setattr(public_addresses, "_addresses", connected)
+    with pytest.raises(ValueError, match=r"option\.allowed_media_domains names others"):
+        fetch_bytes(url, hosts=["one.com"])
+
+
+def test_a_host_may_have_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connected(place: tuple[str, int]) -> object:
+        raise PrivateAddressError(str(place))
+
+    monkeypatch.setattr(public_addresses, "_addresses", connected)
+    for url, host in (("http://One.com:81/", "one.com"), ("http://[2001::1]:81/", "2001::1")):
+        with pytest.raises(PrivateAddressError, match="81"):
+            fetch_bytes(url, hosts=[host])

@@ -155,6 +155,14 @@ def test_an_image_of_the_whole_limit_is_read() -> None:
     assert read_image("image", image_file("PNG", (2048, 2048))).size == (2048, 2048)
 
 
+@pytest.mark.parametrize("size", [(1, 201), (402_000, 2)])
+def test_an_image_that_is_almost_a_line_is_refused(size: tuple[int, int]) -> None:
+    """A processor that scales it by its shorter side, as CLIP's do, would make a thousand times its pixels."""
+    with pytest.raises(RequestError, match="whose longer side has at most 200 times the pixels of the shorter one"):
+        read_image("image", image_file("PNG", size))
+    assert read_image("image", image_file("PNG", (200, 1))).size == (200, 1)
+
+
 def test_a_broken_image_is_an_error_of_the_request() -> None:
     assert not ImageFile.LOAD_TRUNCATED_IMAGES
     with pytest.raises(RequestError, match="image is an image that cannot be read"):
@@ -221,6 +229,20 @@ def test_a_sound_that_would_take_too_much_is_not_decoded_to_its_end(data: bytes)
         read_sound("inputs", sound_file(), RATE)
         with growing_less_than(8 * MIB), pytest.raises(PayloadTooLargeError, match="max_media_size"):
             read_sound("inputs", data, RATE)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e30])
+@pytest.mark.parametrize("rate", [RATE, 48_000])
+def test_a_sound_has_numbers_that_a_model_can_compute_with(value: float, rate: int) -> None:
+    """A model's own numbers would be none after them, and sampling from these ends a GPU's process."""
+    samples = np.zeros(2 * rate, np.float32)
+    samples[rate] = value
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="WAV", subtype="FLOAT")
+    with pytest.raises(
+        RequestError, match="inputs has samples that are no numbers or above 1e\\+06; send them from -1"
+    ):
+        read_sound("inputs", file.getvalue(), RATE)
 
 
 def test_a_head_that_lies_is_not_relied_on() -> None:

@@ -33,6 +33,11 @@ class ImagePart:
     name: str
     url: str
 
+    @property
+    def is_inline(self) -> bool:
+        """Whether the URL holds the file itself."""
+        return self.url[:5].lower() == "data:"
+
 
 def holds_images(messages: Sequence[Mapping[str, Any]] | None) -> bool:
     """Return whether a part of a message is not text."""
@@ -87,10 +92,9 @@ class ImageFiles:
 
     def read(self, part: ImagePart) -> bytes:
         """Return the bytes of a file; it may take as long as a fetch. Raises RequestError or PayloadTooLargeError."""
-        scheme = part.url[:8].lower()
-        if scheme.startswith("data:"):
+        if part.is_inline:
             return _decoded(part)
-        if scheme.startswith(("http://", "https://")):
+        if part.url[:8].lower().startswith(("http://", "https://")):
             return self._fetched(part)
         raise RequestError(f"{part.name}: '{excerpt(part.url, 40)}' is not allowed; {_REMEDY}")
 

@@ -23,9 +23,10 @@ from handlers.rolling_batch.images.options import ImageOptions
 from handlers.rolling_batch.images.prompt import EncodedImages, ImagePlace, blocks_of, keys_of
 from handlers.rolling_batch.images.reader import ImageKey, ImageReader, ReadImage
 from handlers.step_loop import StepLoop
-from lmi_server.contract.errors import ContextLengthError, RequestError
+from lmi_server.contract.errors import ContextLengthError, PayloadTooLargeError, RequestError
 from lmi_server.contract.generation import GenerationRequest
 from lmi_server.media.budget import MediaBudget
+from lmi_server.media.fetching import MAX_BYTES
 
 _GIB = 2**30
 _FETCHES = 4  # at a time; each waits for another server
@@ -114,8 +115,19 @@ class ImageIntake:
             raise RequestError("truncate is not allowed with images; leave it out")
         placed = msgspec.structs.replace(request, messages=with_placeholders(messages))
         text = await self._prompts.render(placed, self._limit)
-        run = asyncio.get_running_loop().run_in_executor
-        return text, [(part, await run(self._fetching, self._files.read, part)) for part in parts]
+        run, fetched = asyncio.get_running_loop().run_in_executor, 0
+        files = []
+        for part in parts:
+            # What a request brings itself waits for no server that is slow for others.
+            data = await run(self._reading if part.is_inline else self._fetching, self._files.read, part)
+            fetched += 0 if part.is_inline else len(data)
+            if fetched > MAX_BYTES:
+                raise PayloadTooLargeError(
+                    f"{part.name}: the files that a request names by URL may have {MAX_BYTES >> 20} MiB together; send"
+                    " fewer or smaller ones"
+                )
+            files.append((part, data))
+        return text, files
 
     async def _read(self, files: Sequence[tuple[ImagePart, bytes]], keys: Sequence[ImageKey]) -> dict[ImageKey, _Image]:
         """Return each image as the processor makes it; one that is known is not decoded again."""

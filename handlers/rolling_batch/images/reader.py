@@ -79,14 +79,15 @@ class ImageReader:
 
         Raises RequestError or PayloadTooLargeError.
         """
-        image = _upright(read_image(name, data, budget))
+        image = read_image(name, data, budget)
         try:
-            return self.process(image, alone)
+            return self.process(_upright(image), alone)
         except LmiServerError:
             raise
-        # The border to the processor of any model: it may raise anything for an image that it does not take.
+        # The border to Pillow, which reads EXIF only now, and to the processor of any model: they may raise anything
+        # for an image that they do not take.
         except Exception as error:
-            raise RequestError(f"{name}: the model's processor cannot read the image: {first_line(error)}") from error
+            raise RequestError(f"{name}: the image cannot be read for the model: {first_line(error)}") from error
 
     def process(self, image: Any, alone: bool) -> ReadImage:
         """Return a decoded image (PIL, RGB) as the model takes it.

@@ -45,9 +45,16 @@ class SpeechService(AsyncRequestHandler):
         call = await self._in_thread(self._reading, lambda: self._tasks.read(request))
         if call.framing is not None:
             return Response(headers=[("content-type", call.framing.content_type)], stream=self._stream(request, call))
-        turns = [self._queue(request, call, samples) for samples in call.inputs]
+        results: list[dict[str, object]] = []
+        for first in range(0, len(call.inputs), _MAX_ROWS):  # so that no request has more turns than that in a round
+            results += await self._results(request, call, call.inputs[first : first + _MAX_ROWS])
+        return call.write(results)
+
+    async def _results(self, request: Input, call: ParsedRequest, inputs: Sequence[object]) -> list[dict[str, object]]:
+        turns: list[_Turns] = []
         try:
-            return call.write([await one.done for one in turns])
+            turns += (self._queue(request, call, samples) for samples in inputs)
+            return [await one.done for one in turns]
         finally:
             for one in turns:
                 one.cancel()
@@ -120,7 +127,10 @@ class SpeechService(AsyncRequestHandler):
             turns.news.set()
         if isinstance(failure, LmiServerError) and len(together) > 1:  # so that only those fail that cannot be served
             for turns in together:
-                await self._step([turns])
+                if turns.transcription.result is None:
+                    await self._step([turns])
+                else:
+                    turns.finish(None)
             return
         for turns in together:
             turns.finish(failure)

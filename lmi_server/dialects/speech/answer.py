@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 from lmi_server.dialects.framing import SSE, encode
 from lmi_server.dialects.speech.request import SpeechRequest
 
+_ARROW = re.compile("-{2,}>")
 _TEXT = "text/plain; charset=utf-8"
 _TYPES = {"text": _TEXT, "srt": _TEXT, "vtt": "text/vtt; charset=utf-8"}
 
@@ -67,7 +69,8 @@ def _spoken(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 def _cue(segment: Mapping[str, Any], point: str) -> str:
     """Return the times and the text of a segment, on one line: an arrow or an empty line in it would end the cue."""
-    text = " ".join(segment["text"].strip().splitlines()).replace("-->", "->")
+    text = " ".join(segment["text"].strip().splitlines())
+    text = _ARROW.sub("->", text)
     return f"{_clock(segment['start'], point)} --> {_clock(segment['end'], point)}\n{text}\n"
 
 

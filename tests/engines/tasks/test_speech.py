@@ -373,6 +373,50 @@ def test_waiting_requests_show_progress(handler: PipelineHandler) -> None:
     asyncio.run(both())
 
 
+def test_many_sounds_of_one_request_let_others_have_their_turn(
+    handler: PipelineHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import base64
+
+    sound = base64.b64encode(sound_file(speech(1))).decode()
+    body = {"inputs": [sound] * 40, "parameters": {"num_beams": 1}}
+
+    async def both() -> None:
+        service, steps = service_of(handler), Steps(handler.task)
+        monkeypatch.setattr(handler.task, "advance", steps.advance)
+        many = asyncio.create_task(service.handle(request(body)))
+        await steps.wait_for(1)
+        assert (await answer_of(service, SHORT, num_beams=1))["text"]
+        assert len({id(one) for one in steps.seen if one.duration == 1}) <= 16
+        assert len(json.loads((await many).data)) == 40
+
+    asyncio.run(both())
+
+
+def test_a_sound_that_is_done_does_not_fail_with_another(
+    handler: PipelineHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, task = service_of(handler), handler.task
+    assert isinstance(task, Whisper)
+    finish = task._result
+
+    def failing(one: Any) -> Any:
+        if one.duration == 4:
+            raise RuntimeError("it has no result")
+        return finish(one)
+
+    monkeypatch.setattr(task, "_result", failing)
+
+    async def both() -> list[Any]:
+        calls = [answer_of(service, speech(seconds), num_beams=1) for seconds in (5, 4)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    done, failed = asyncio.run(both())
+    assert isinstance(failed, LmiServerError)
+    assert not isinstance(done, BaseException), done
+    assert done["text"]
+
+
 # --- streams ---
 
 
