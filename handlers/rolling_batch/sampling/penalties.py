@@ -11,6 +11,8 @@ import torch
 from handlers.rolling_batch.device_arrays import known_tokens, upload
 from handlers.rolling_batch.sampling.state import SamplingState
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 def penalise(logits: torch.Tensor, states: list[SamplingState], before: torch.Tensor | None) -> None:
     """Apply repetition, presence and frequency penalties to float32 logits (rows, vocabulary), in place.
@@ -23,7 +25,7 @@ def penalise(logits: torch.Tensor, states: list[SamplingState], before: torch.Te
     penalised = [states[row] for row in rows]
     part = logits if len(rows) == len(states) else logits[(own := upload(rows, logits.device))]
     ids = known_tokens(_histories(penalised, logits.device), before)
-    numbers = np.array([_numbers(state) for state in penalised], np.float32)
+    numbers = np.array([_numbers(state) for state in penalised]).clip(-_LARGEST, _LARGEST).astype(np.float32)
     repetition, presence, frequency, first, length = upload(numbers, logits.device).T[:, :, None]
     values = part.gather(1, ids)
     part.scatter_(1, ids, torch.where(values < 0, values * repetition, values / repetition))

@@ -265,7 +265,7 @@ def test_a_request_whose_tokens_cannot_be_decoded_ends_alone() -> None:
     engine = Engine(tiny_model("llama"))
     number, broken = engine.add([1, 2], max_new_tokens=4)
     _, sound = engine.add([1, 2, 3], max_new_tokens=4)
-    engine.engine._requests[number].detokenizer = BrokenDetokenizer()
+    engine.engine._live.get(number).detokenizer = BrokenDetokenizer()
     engine.run()
     assert "no such piece" in str(broken.error)
     assert sound.tokens == engine.expected([1, 2, 3], 4)
