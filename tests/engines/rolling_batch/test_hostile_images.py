@@ -15,6 +15,7 @@ from tiny_image_models import save_image_model
 
 from handlers.rolling_batch.images import files, intake
 from lmi_server.contract.errors import PayloadTooLargeError, RequestError
+from lmi_server.contract.generation import Delta, GenerationRequest, SamplingParameters
 
 _CAT = noise(1)
 
@@ -24,8 +25,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_image_model("llava", tmp_path_factory.mktemp("llava"))
 
 
-def _chat(*urls: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}} for url in urls]}]
+async def ask(served: ServedImages, *urls: str) -> list[Delta]:
+    """Return the answer to a chat with the images that URLs name."""
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    request = GenerationRequest(
+        request_id="same",
+        prompt=None,
+        messages=[{"role": "user", "content": content}],
+        sampling=SamplingParameters(max_new_tokens=2),
+    )
+    return [delta async for delta in served.handler.generate(request)]
 
 
 def test_a_file_with_broken_exif_is_an_error_of_its_request(directory: Path) -> None:
@@ -36,7 +45,7 @@ def test_a_file_with_broken_exif_is_an_error_of_its_request(directory: Path) -> 
         served = await ServedImages.start(directory)
         url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
         with pytest.raises(RequestError, match="the image cannot be read for the model: SyntaxError: not a TIFF"):
-            await served.chat(_chat(url))
+            await ask(served, url)
         await served.handler.stop()
 
     asyncio.run(run())
@@ -53,10 +62,10 @@ def test_images_in_requests_do_not_wait_for_slow_servers(directory: Path, monkey
 
     async def run() -> None:
         served = await ServedImages.start(directory)
-        others = [asyncio.create_task(served.chat(_chat("http://slow.example/a"))) for _ in range(8)]
+        others = [asyncio.create_task(ask(served, "http://slow.example/a")) for _ in range(8)]
         await asyncio.sleep(0)
-        answer = await served.chat(_chat(data_url(_CAT)))
-        assert answer.tokens
+        answer = await ask(served, data_url(_CAT))
+        assert answer[-1].finish_reason
         assert not any(other.done() for other in others)
         goes_on.set()
         ends = await asyncio.gather(*others, return_exceptions=True)
@@ -79,7 +88,7 @@ def test_fetched_files_of_a_request_are_bounded_together(directory: Path, monkey
     async def run() -> None:
         served = await ServedImages.start(directory)
         with pytest.raises(PayloadTooLargeError, match=r"content\[1\]\.image_url\.url: the files that a request names"):
-            await served.chat(_chat(*(f"http://a.example/{number}" for number in range(5))))
+            await ask(served, *(f"http://a.example/{number}" for number in range(5)))
         assert len(fetched) == 2
         await served.handler.stop()
 
