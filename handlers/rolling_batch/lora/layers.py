@@ -17,7 +17,7 @@ from torch import nn
 
 from handlers.checkpoints.adapter_layers import DOWN, PREFIX, UP, Widths, refuse_foreign, refuse_infinite
 from handlers.checkpoints.placement import main_device, module_device
-from handlers.rolling_batch.lora.targets import LoraTarget, lora_targets
+from handlers.rolling_batch.lora.targets import LoraTarget, head_modules, lora_targets
 
 _Adder = Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]
 
@@ -88,7 +88,7 @@ class LoraLayers:
 
     def __init__(self, model: Any, scored_rows_only: bool, pad: Callable[[list[int]], list[int]]) -> None:
         self._targets = lora_targets(model)
-        self._head: nn.Module | None = model.get_output_embeddings() if scored_rows_only else None
+        self._head = head_modules(model) if scored_rows_only else frozenset()
         self._device = main_device(model)
         self._dtype: torch.dtype = model.dtype
         self._pad = pad
@@ -157,7 +157,7 @@ class LoraLayers:
         self._places = places = [-1 if adapter is None else self._stacked[adapter] for adapter in adapters]
         self._parts = {}
         self._rows = self._rows_of(places)
-        self._head_rows = self._rows if self._head is None else self._rows_of([places[row] for row in kept])
+        self._head_rows = self._rows if not self._head else self._rows_of([places[row] for row in kept])
 
     def enter(self, first: int, last: int) -> None:
         """Let the next layers compute rows `first:last` of the pass, and not all of them."""
@@ -183,7 +183,7 @@ class LoraLayers:
         self._unstack()
         self._stacked = {adapter: place for place, adapter in enumerate(adapters)}
         modules = dict.fromkeys(module for adapter in adapters for module in adapter.layers)
-        self._adders = {module: self._adder(self._stack_of(module), module is self._head) for module in modules}
+        self._adders = {module: self._adder(self._stack_of(module), module in self._head) for module in modules}
 
     def _stack_of(self, module: nn.Module) -> _Stack:
         parts = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -31,6 +32,13 @@ class LoraTarget:
     @property
     def widths(self) -> Widths:
         return Widths(module_widths(self.module).inputs, self.last - self.first)
+
+
+def head_modules(model: Any) -> frozenset[nn.Module]:
+    """Return the modules that compute logits from hidden states: often one, several in RoBERTa."""
+    inner = frozenset(model.base_model.modules())
+    outer = frozenset() if model in inner else frozenset(model.modules()) - inner
+    return outer | {model.get_output_embeddings()}
 
 
 def lora_targets(model: nn.Module) -> dict[str, LoraTarget]:

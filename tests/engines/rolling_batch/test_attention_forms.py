@@ -25,7 +25,7 @@ FLAT = {  # the model's type and the layers that its adapter changes
     "mimo_v2_flash": ATTENTION,
     "llama4_text": ATTENTION,  # chunks, temperatures by position
     "bart": ["q_proj", "fc1"],  # positions from the cache
-    "roberta": ["query", "value"],
+    "roberta": ["query", "value", "lm_head.dense"],  # the head has two layers
     "pegasus": ["v_proj", "fc2"],
 }
 BY_SEQUENCE = {

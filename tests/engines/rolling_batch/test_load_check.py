@@ -11,6 +11,7 @@ from rolling_batch_helpers import Received, generated
 from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, tiny_model
 from transformers import AutoModelForCausalLM, DogeConfig, PreTrainedModel
 
+from benchmarks.tiny_checkpoints import random_model, tiny_config
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
@@ -59,6 +60,19 @@ def test_the_check_goes_beyond_a_window_that_the_engine_does_not_keep() -> None:
         model.config.sliding_window = 40  # beyond the 16 tokens that are compared in any case
         check = LoadCheck(model, CONTEXT)
         model.config.sliding_window = kept  # what the rolling batch reads
+        return ModelRunner(model, CONTEXT, check=check)
+
+    runner(40).prepare(4, CONTEXT)
+    with pytest.raises(UnsupportedAttentionError, match="differ from its own"):
+        runner(60).prepare(4, CONTEXT)
+
+
+def test_the_check_goes_beyond_chunks_of_attention() -> None:
+    def runner(kept: int) -> ModelRunner:
+        model = random_model(tiny_config("llama4_text"))
+        model.config.attention_chunk_size = 40
+        check = LoadCheck(model, CONTEXT)
+        model.config.attention_chunk_size = kept
         return ModelRunner(model, CONTEXT, check=check)
 
     runner(40).prepare(4, CONTEXT)
