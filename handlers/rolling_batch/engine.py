@@ -126,6 +126,7 @@ class RollingBatchEngine:
         sequence = Sequence(number, list(prompt), len(prompt), max_new_tokens, priority, adapter, images=images)
         # Scoring a prompt takes the logits of all its tokens, so that none of them may come from another sequence.
         sequence.may_reuse_prefix = parameters.prompt_logprobs is None
+        sequence.shares_prefix = adapter is None or not adapter.is_forgotten
         request = Request(
             label,
             sequence,
@@ -231,6 +232,8 @@ class RollingBatchEngine:
         """Return what to compute next, and tell the requests that begin with it."""
         drafter = self._live.drafter
         plan = self._scheduler.plan(None if drafter is None else drafter.propose)
+        if plan.retraction is not None:
+            self._recorder.retracted(plan.retraction)
         for sequence in plan.started:
             on_begin = self._live.of(sequence).on_begin
             if on_begin is not None:

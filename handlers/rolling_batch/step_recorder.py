@@ -82,10 +82,16 @@ class StepRecorder:
         self._count(plan, sampled, now - self._step_began)
         self.stats.accepted_tokens += accepted
         self.stats.drafted_tokens += sum(map(len, plan.drafts.values()))
-        if plan.retraction is not None:
-            self._warn(plan.retraction)
         if now - self._interval.began >= _LINE_INTERVAL_S:
             self._write_lines(now)
+
+    def retracted(self, retraction: Retraction) -> None:
+        """Account for sequences that went back to the queue; there may be no step behind it."""
+        self.stats.retracted_requests += len(retraction.sequences)
+        logger.warning(
+            "decode out of memory happened, #retracted_reqs: %d, #new_token_ratio: %.4f -> %.4f",
+            *(len(retraction.sequences), retraction.ratio_before, retraction.ratio_after),
+        )
 
     def observe(self) -> None:
         """Read the state of the scheduler."""
@@ -104,7 +110,6 @@ class StepRecorder:
         stats.generated_tokens += sampled
         stats.prompt_tokens += computed
         stats.cached_prompt_tokens += cached
-        stats.retracted_requests += len(plan.retraction.sequences) if plan.retraction else 0
         stats.step_seconds = seconds
         self.observe()
         interval.generated += sampled
@@ -135,9 +140,3 @@ class StepRecorder:
                 *(stats.running, stats.used_tokens, usage, stats.throughput, waiting),
             )
         self._interval = _Interval(now)
-
-    def _warn(self, retraction: Retraction) -> None:
-        logger.warning(
-            "decode out of memory happened, #retracted_reqs: %d, #new_token_ratio: %.4f -> %.4f",
-            *(len(retraction.sequences), retraction.ratio_before, retraction.ratio_after),
-        )

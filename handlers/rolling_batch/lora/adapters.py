@@ -68,6 +68,8 @@ class LoadedAdapters:
         weights = await self._loop.call(lambda: self._loop.engine.load_adapter(pairs))
         if self.registered.get(name) is adapter:  # else it was removed or replaced meanwhile: for this request only
             self._weights[name] = weights
+        else:
+            await self._forget(weights)
         return weights
 
 

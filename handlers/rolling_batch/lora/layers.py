@@ -33,11 +33,15 @@ class LoraPair:
     scaling: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LoraWeights:
-    """An adapter in the layout of the fused modules: for each the matrices (ranks, in) and (ranks, out), scaled."""
+    """An adapter in the layout of the fused modules: for each the matrices (ranks, in) and (ranks, out), scaled.
+
+    `is_forgotten`: it was removed, so that nothing of it is kept beyond the requests that have it.
+    """
 
     layers: Mapping[nn.Module, tuple[torch.Tensor, torch.Tensor]]
+    is_forgotten: bool = False
 
     @property
     def ranks(self) -> int:
@@ -139,13 +143,16 @@ class LoraLayers:
         return down.to(device, self._dtype), up.to(device, self._dtype)
 
     def forget(self, weights: LoraWeights) -> None:
-        """Drop the stacks with an adapter; if sequences still run with it, the next pass builds them again."""
+        """Drop the stacks with an adapter. For sequences that still run with it they are built again."""
+        weights.is_forgotten = True
         if weights in self._stacked:
             self._unstack()
 
     def begin(self, adapters: Sequence[LoraWeights | None], kept: Sequence[int]) -> None:
         """Set the adapter of each row of the next pass, and which rows get logits."""
         needed = {adapter for adapter in adapters if adapter is not None}
+        if any(weights.is_forgotten and weights not in needed for weights in self._stacked):
+            self._unstack()
         if not needed:
             self._rows = self._head_rows = None
             self._unhook()

@@ -30,6 +30,8 @@ class WithoutToken:
 class Unhashable:
     """An adapter that the scheduler cannot look up: what is wrong with it shows in the plan of a step."""
 
+    is_forgotten = False
+
     def __hash__(self) -> int:
         raise LookupError("no hash")
 

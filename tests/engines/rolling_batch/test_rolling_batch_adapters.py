@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,25 @@ def test_a_removed_adapter_serves_those_that_run_with_it(llama: Adapted) -> None
     llama.batch.run()
     llama.compare("all", [5, 6], 12, running)
     llama.compare("mlp", [5, 6], 12, other)
+
+
+@pytest.mark.parametrize("removed", ["before its request comes", "while it runs"])
+def test_nothing_of_a_removed_adapter_stays_in_memory(llama: Adapted, removed: str) -> None:
+    """A request may have found its adapter just before that was removed."""
+    engine = llama.batch.engine
+    weights = engine.load_adapter(read_adapter(str(llama.directories["mlp"])))
+    if removed == "before its request comes":
+        engine.forget_adapter(weights)
+    llama.batch.add(list(range(50)), adapter=weights, max_new_tokens=8)
+    engine.step()
+    if removed == "while it runs":
+        engine.forget_adapter(weights)
+    llama.batch.run()
+    llama.batch.generate([1, 2, 3], max_new_tokens=1)
+    held = weakref.ref(weights)
+    del weights
+    gc.collect()
+    assert held() is None
 
 
 def test_prompt_log_probabilities_are_those_of_the_adapted_model(llama: Adapted) -> None:

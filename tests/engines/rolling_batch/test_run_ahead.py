@@ -114,6 +114,19 @@ def test_retracted_sequences_keep_their_unknown_tokens() -> None:
     assert [answer.tokens for answer in ahead] == [answer.tokens for answer in waited]
 
 
+def test_a_retraction_without_a_step_behind_it_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """The one that goes on has no room for its next token, and the other one only waits for its last one."""
+    engine = Engine(tiny_model("llama"), kv_tokens=38, chunk=64, conservativeness=0.05)
+    engine.engine.run_ahead()
+    answers = [
+        engine.add(prompt, max_new_tokens=new)[1] for prompt, new in ((list(range(20)), 5), (list(range(10)), 20))
+    ]
+    engine.run()
+    assert [len(answer.tokens) for answer in answers] == [5, 20]
+    assert engine.engine.stats.retracted_requests == 1
+    assert "#retracted_reqs: 1" in caplog.text
+
+
 def test_a_step_begins_before_the_tokens_of_the_step_before_are_told() -> None:
     engine = Engine(tiny_model("llama"))
     engine.engine.run_ahead()

@@ -25,6 +25,8 @@ class Steps:
         for _ in range(steps):
             self.recorder.begin()
             plan = self.scheduler.plan()
+            if plan.retraction is not None:
+                self.recorder.retracted(plan.retraction)
             self.scheduler.advance(plan)
             finished = [*plan.decode, *(chunk.sequence for chunk in plan.prefill if chunk.completes_prompt)]
             for sequence in finished:
