@@ -36,7 +36,7 @@ class LoraTarget:
 
 def head_modules(model: Any) -> frozenset[nn.Module]:
     """Return the modules that compute logits from hidden states: often one, several in RoBERTa."""
-    inner = frozenset(model.base_model.modules())
+    inner = frozenset(getattr(model, "base_model", model).modules())  # a part of a model has none
     outer = frozenset() if model in inner else frozenset(model.modules()) - inner
     return outer | {model.get_output_embeddings()}
 
