@@ -8,6 +8,7 @@ of the products, and if no row has one, there are no hooks and the model runs as
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from torch import nn
 from handlers.checkpoints.adapter_layers import DOWN, PREFIX, UP, Widths, refuse_foreign, refuse_infinite
 from handlers.checkpoints.placement import main_device, module_device
 from handlers.rolling_batch.lora.targets import LoraTarget, head_modules, lora_targets
+
+logger = logging.getLogger(__name__)
 
 _Adder = Callable[[nn.Module, tuple[torch.Tensor], torch.Tensor], None]
 
@@ -87,15 +90,22 @@ class LoraLayers:
     """Adds the updates of adapters to the outputs of the linear layers of `model`, with a forward hook on each.
 
     `scored_rows_only`: the model computes logits for the rows that `begin` gets as `kept` only. `pad` adds rows, so
-    that few different numbers of rows occur.
+    that few different numbers of rows occur. `unread` are layers that the model never calls: it reads their weights.
     """
 
-    def __init__(self, model: Any, scored_rows_only: bool, pad: Callable[[list[int]], list[int]]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        scored_rows_only: bool,
+        pad: Callable[[list[int]], list[int]],
+        unread: frozenset[nn.Module] = frozenset(),
+    ) -> None:
         self._targets = lora_targets(model)
         self._head = head_modules(model) if scored_rows_only else frozenset()
         self._device = main_device(model)
         self._dtype: torch.dtype = model.dtype
         self._pad = pad
+        self._unread = unread
         self._stacked: dict[LoraWeights, int] = {}  # adapters in the stacks, by place
         self._adders: dict[nn.Module, _Adder] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []  # empty if no row of the pass has an adapter
@@ -120,6 +130,13 @@ class LoraLayers:
         for layer, pair in adapter.items():
             refuse_infinite(f"{PREFIX}{layer}{DOWN}", pair.down, self._dtype)
             refuse_infinite(f"{PREFIX}{layer}{UP}", pair.up, self._dtype, pair.scaling)
+        unread = [layer for layer in adapter if self._targets[layer].module in self._unread]
+        if unread:
+            logger.warning(
+                "an adapter has no effect on %d layers, %s among them: the model reads their weights without calling"
+                " them, as under peft",
+                len(unread), unread[0],
+            )  # fmt: skip
 
     def load(self, adapter: Mapping[str, LoraPair]) -> LoraWeights:
         """Return an adapter that `check` accepts in the layout of this model's modules."""

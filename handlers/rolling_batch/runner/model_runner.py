@@ -321,7 +321,8 @@ class ModelRunner:
             )
         if self._lora is None:
             pad = pad_rows if self.device.type == "cpu" else list
-            self._lora = LoraLayers(self._model, self._keeps_rows, pad)
+            unread = frozenset[Any]() if self.states is None else self.states.unread
+            self._lora = LoraLayers(self._model, self._keeps_rows, pad, unread)
             if self.states is not None:
                 self.states.on_rows(self._lora.enter)
         return self._lora

@@ -102,6 +102,18 @@ def test_adapters_of_mixers_apply_to_the_rows_of_their_own_requests(
         assert answer.tokens == expected(adapted if with_it else engine.reference, prompt)
 
 
+def test_what_of_an_adapter_has_no_effect_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = random_model(tiny_config("jamba"))
+    directory = save_adapter(model, tmp_path, target_modules=["q_proj", "dt_proj"])
+    adapted = with_adapter(model, directory)
+    engine = Engine(model, slots=2)
+    weights = engine.engine.load_adapter(read_adapter(str(directory)))
+    assert "no effect on 1 layers, model.layers.0.mamba.dt_proj among them" in caplog.text
+    _, answer = engine.add([1, 2, 3], weights, max_new_tokens=TOKENS)
+    engine.run()
+    assert answer.tokens == expected(adapted, [1, 2, 3])
+
+
 def test_requests_that_come_and_go_at_random_get_their_own_tokens() -> None:
     """Aborts, failures of whole steps, prefixes of each other, and few rows for states, in many orders."""
     model = random_model(tiny_config("qwen3_next"))
