@@ -63,10 +63,14 @@ class _Stack:
 
 @dataclass(eq=False)
 class _Rows:
-    """The rows of a pass that have an adapter, and the place of each row's adapter, -1 for padding."""
+    """The rows of a pass that have an adapter, the `last` of them, and the place of each row's adapter.
+
+    It is -1 for padding.
+    """
 
     index: torch.Tensor
     owners: torch.Tensor  # (rows, 1)
+    last: int
     masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     copies: dict[torch.device, _Rows] = field(default_factory=dict)  # for layers on other devices
 
@@ -75,7 +79,7 @@ class _Rows:
         if device == self.index.device:
             return self
         if device not in self.copies:
-            self.copies[device] = _Rows(self.index.to(device), self.owners.to(device))
+            self.copies[device] = _Rows(self.index.to(device), self.owners.to(device), self.last)
         return self.copies[device]
 
     def foreign(self, owners: tuple[int, ...]) -> torch.Tensor:
@@ -201,6 +205,7 @@ class LoraLayers:
         return _Rows(
             torch.tensor(padded, device=self._device),
             torch.tensor(owners, device=self._device)[:, None],
+            index[-1],
         )
 
     def _stack(self, adapters: set[LoraWeights]) -> None:
@@ -234,7 +239,10 @@ class LoraLayers:
             if rows is None:
                 return
             rows = rows.on(stack.down.device)
-            hidden = inputs[0].flatten(0, -2).index_select(0, rows.index)
+            given = inputs[0].flatten(0, -2)
+            if len(given) <= rows.last and not given.any():
+                return  # zeros in place of what comes before the first token (Zaya): an adapter adds nothing to them
+            hidden = given.index_select(0, rows.index)
             low = (hidden @ stack.down).masked_fill_(rows.foreign(stack.owners), 0)
             output.flatten(0, -2).index_add_(0, rows.index, low @ stack.up)
 

@@ -82,6 +82,7 @@ def test_two_rounds_of_conversations_in_a_cache_that_is_too_small(family: str) -
         ("qwen3_next", ["in_proj_qkvz", "out_proj", "k_proj"]),
         ("lfm2", ["in_proj", "out_proj", "q_proj"]),
         ("recurrent_gemma", ["linear_x", "linear_out", "q_proj"]),
+        ("zaya", ["v_proj_delayed", "q_proj"]),
     ],
 )
 def test_adapters_of_mixers_apply_to_the_rows_of_their_own_requests(
