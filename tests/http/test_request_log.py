@@ -94,7 +94,7 @@ def test_no_line_has_a_secret_or_a_control_character(server: Server) -> None:
 def test_the_servers_own_lines_are_json_too(server: Server) -> None:
     own = [json.loads(line) for line in server.lines if not re.search(r"^(FORKED|$)", line)]
     ready = next(line for line in own if "ready: process" in line.get("message", ""))
-    assert (ready["log"], ready["level"], ready["logger"]) == ("server", "INFO", "lmi_server.serving.pool.worker_pool")
+    assert (ready["log"], ready["level"], ready["logger"]) == ("server", "INFO", "lmi_server.serving.pool.membership")
     assert ready["time"].endswith("+00:00")
 
 

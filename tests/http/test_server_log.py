@@ -182,7 +182,7 @@ def test_a_log_in_json_is_json_from_the_first_line(tmp_path: Path) -> None:
     assert (ready["model"], ready["worker"], ready["logger"]) == (
         "model",
         "model-0",
-        "lmi_server.serving.pool.worker_pool",
+        "lmi_server.serving.pool.membership",
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from PIL import Image
 
 from handlers.rolling_batch.images.encoder import ImageEncoder
 from handlers.rolling_batch.images.prompt import EncodedImages, ImagePlace, blocks_of, keys_of
@@ -29,6 +28,8 @@ class ImageCheck:
 
     def __init__(self, model: Any, reader: ImageReader, encoder: ImageEncoder, vocabulary: int) -> None:
         """Encode an image of noise, and compute the logits of a prompt with it. Raises what the model's code raises."""
+        from PIL import Image
+
         chance = random.Random(0)
         noise = Image.frombytes("RGB", _SIZE, chance.randbytes(_SIZE[0] * _SIZE[1] * 3))
         image = reader.process(noise, alone=True)

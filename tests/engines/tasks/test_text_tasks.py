@@ -63,7 +63,7 @@ def test_a_model_whose_answers_padding_changes_is_not_padded(tmp_path: Path) -> 
     )  # fmt: skip
     transformers.BartForCausalLM(config).save_pretrained(tmp_path)
     seq2seq_tokenizer().save_pretrained(tmp_path)
-    handler = started(tmp_path)
+    handler = started(tmp_path, rolling_batch="disable")
     prompts = [*PROMPTS, "olleh"]
     expected = [prompt + decoded(generated(tmp_path, prompt, max_new_tokens=8)) for prompt in prompts]
     body = {"inputs": prompts, "parameters": {"max_new_tokens": 8}}
@@ -106,7 +106,7 @@ def test_streams_of_text_generation_inference_take_static_batches(load_task: Loa
     plain = {"inputs": "hello", "parameters": {"max_new_tokens": 8, "return_full_text": False}, "stream": True}
     from_hub = events(handler, plain, "invocations", user_agent="unknown/None; hf_hub/1.33.0; python/3.11.9")
     assert from_hub == [{**event, "details": None} for event in sent]
-    with pytest.raises(RequestError, match="inputs: a list of 2 is not allowed; send one text"):
+    with pytest.raises(RequestError, match="inputs: a list of 2 is not allowed; send one input"):
         ask(handler, {**body, "inputs": ["a", "b"]}, "generate_stream")
 
 
