@@ -50,3 +50,10 @@ def test_odd_values_are_no_estimate() -> None:
     assert state_bytes({"linear_conv_kernel_dim": "4"}, 2, 2) == 0
     assert layer_counts({**QWEN3_NEXT, "layer_types": "linear_attention"}, 3) == LayerCounts(3, 0)
     assert layer_counts({**QWEN3_NEXT, "full_attention_interval": 0}, 3) == LayerCounts(3, 0)
+    assert layer_counts({**QWEN3_NEXT, "layer_types": [["linear_attention"]]}, 1) == LayerCounts(1, 0)
+
+
+def test_a_claim_of_many_layers_makes_no_list_of_them() -> None:
+    layers = 10**12
+    assert layer_counts({**QWEN3_NEXT, "full_attention_interval": 4}, layers) == LayerCounts(layers, 0)
+    assert layer_counts({"num_attention_heads": 32}, layers) == LayerCounts(layers, 0)
