@@ -36,7 +36,8 @@ class ResponseProcessor(RequestProcessor):
         try:
             response = await self._handler.handle(read)
         except LmiServerError as error:
-            raise translation.error(request.route, asked, error) from error
+            writer.fail(translation.error(request.route, asked, error))
+            return
         finally:
             del self._running[id(read)]
         await send_response(translation.write(request.route, asked, response, self._model), writer)
