@@ -182,6 +182,16 @@ def test_a_request_whose_span_cannot_be_begun_goes_on(caplog: pytest.LogCaptureF
     assert properties == {"host": "here"}
 
 
+def test_an_odd_tracestate_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    spans = import_module("frontend.observability.traces.spans").OpenTelemetrySpans("http://127.0.0.1:1")
+    scope = {"method": "POST", "path": "/", "scheme": "http", "http_version": "1.1", "server": None}
+    for state in ("[x] what a client wants to have in the log", "=[x]"):
+        properties = {"traceparent": trace_of(7)[1]["traceparent"], "tracestate": state}
+        trace = spans.begin(properties, scope)
+        assert trace.trace_id == f"{7:032x}"
+    assert "[x]" not in caplog.text
+
+
 def test_a_request_whose_spans_cannot_be_made_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     record = RequestRecord(200, 0.0, 0.0, "odd", "model", "invocations", "")
     Tracing(1, import_module("frontend.observability.traces.spans").OpenTelemetrySpans("http://127.0.0.1:1")).end(

@@ -16,6 +16,7 @@ measures the times itself, with a lock and copies for each span, and would take 
 from __future__ import annotations
 
 import functools
+import logging
 import random
 import time
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ from lmi_server.dialects import routes
 
 _NAME = "lmi-server"
 _PROPAGATOR = TraceContextTextMapPropagator()
+logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # its warnings quote what clients send
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _UNSET, _ERROR = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 _LONGEST = 256  # characters of a text from the client
