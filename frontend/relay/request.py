@@ -31,10 +31,8 @@ _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 _MALFORMED = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PRIORITIES = range(-(2**31), 2**31)
-_SHORT_BODY = 64 * 1024
-
-
 _MAX_PRIORITY_SIZE = len(str(_PRIORITIES.start))  # bytes of JSON
+_SHORT_BODY = 64 * 1024
 
 
 class _Fields(msgspec.Struct):
