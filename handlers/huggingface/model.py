@@ -93,7 +93,7 @@ def _load_with_images(path: str, options: HuggingFaceOptions) -> LoadedModel:
         max_len,
         local_bytes(whole),
         check=LoadCheck(whole, max_len, rounds_activations=rounds_activations(whole)),
-        details={**quantization_details(whole), **placement_details(whole)},
+        details={"model": type(whole).__name__, **quantization_details(whole), **placement_details(whole)},
         images=images,
     )
 
