@@ -71,8 +71,7 @@ class ImageIntake:
         """
         text, files = await self._fetch(request)
         async with self._turn:
-            keys = [self._model.reader.key(data, len(files)) for _, data in files]
-            found = await self._read(files, keys)
+            keys, found = await self._read(files)
             read = [_as_read(found[key]) for key in keys]
             filled = self._model.reader.fill(text, [image.text for image in read])
             ids = await self._prompts.tokenize_rendered(filled, self._limit)
@@ -94,8 +93,7 @@ class ImageIntake:
         """Return the token ids of a prompt, without encoding its images. Raises as `encode`."""
         text, files = await self._fetch(request)
         async with self._turn:
-            keys = [self._model.reader.key(data, len(files)) for _, data in files]
-            found = await self._read(files, keys)
+            keys, found = await self._read(files)
         filled = self._model.reader.fill(text, [_as_read(found[key]).text for key in keys])
         return await self._prompts.tokenize_rendered(filled, 0)
 
@@ -129,12 +127,16 @@ class ImageIntake:
             files.append((part, data))
         return text, files
 
-    async def _read(self, files: Sequence[tuple[ImagePart, bytes]], keys: Sequence[ImageKey]) -> dict[ImageKey, _Image]:
-        """Return each image as the processor makes it; one that is known is not decoded again."""
+    async def _read(
+        self, files: Sequence[tuple[ImagePart, bytes]]
+    ) -> tuple[Sequence[ImageKey], dict[ImageKey, _Image]]:
+        """Return the key of each file, and the images as the processor makes them; a known one is not decoded again."""
         run = asyncio.get_running_loop().run_in_executor
         budget = MediaBudget()
-        found: dict[ImageKey, _Image] = {}
-        for (part, data), key in zip(files, keys, strict=True):
+        keys, found = [], dict[ImageKey, _Image]()
+        for part, data in files:
+            key = await run(self._reading, self._model.reader.key, data, len(files))  # the loop would stall for 64 MiB
+            keys.append(key)
             if key in found:
                 continue
             known = self._cache.find(key)
@@ -143,7 +145,7 @@ class ImageIntake:
             else:
                 read = self._model.reader.read
                 found[key] = await run(self._reading, read, part.name, data, budget, key.alone)
-        return found
+        return keys, found
 
     async def _encode(self, keys: Sequence[ImageKey], found: dict[ImageKey, _Image]) -> list[KnownImage]:
         """Return the encoded image of each key."""
