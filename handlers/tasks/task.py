@@ -179,15 +179,6 @@ def file_bytes(value: Any, kind: str) -> bytes:
 # --- readers of parameters ---
 
 
-def one_of(*allowed: str) -> Reader:
-    def read(name: str, value: Any) -> str:
-        if value not in allowed:
-            raise fields.not_allowed(name, value, f"send {' or '.join(allowed)}")
-        return str(value)
-
-    return read
-
-
 def texts(name: str, value: Any) -> list[str]:
     """Return a string or a list of strings, not empty, as a list. Raises RequestError."""
     items = [value] if isinstance(value, str) else value

@@ -14,7 +14,7 @@ from handlers.checkpoints.placement import refuse_divided_layers
 from handlers.checkpoints.text_length import TextLength
 from handlers.checkpoints.transformers_loading import model_arguments, save_weights
 from handlers.tasks.options import PipelineOptions
-from handlers.tasks.task import Task, file_bytes, named, one_of, read_image, read_object, read_text, texts
+from handlers.tasks.task import Task, file_bytes, named, read_image, read_object, read_text, texts
 from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
@@ -23,7 +23,7 @@ from lmi_server.media.sounds import read_sound
 _MAX_BATCH = 32  # inputs of one forward pass; a request may have any number of inputs
 
 _COUNT = fields.integer(1)
-_FUNCTION = one_of("sigmoid", "softmax", "none")
+_FUNCTION = fields.one_of("sigmoid", "softmax", "none")
 
 
 def _text_or_pair(value: Any) -> Any:
@@ -88,7 +88,7 @@ _KINDS = {
     ),
     "token-classification": _Kind(
         named(
-            aggregation_strategy=one_of("none", "simple", "first", "average", "max"),
+            aggregation_strategy=fields.one_of("none", "simple", "first", "average", "max"),
             ignore_labels=texts,
             stride=fields.integer(0),
         ),

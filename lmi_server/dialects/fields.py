@@ -364,6 +364,17 @@ def one(remedy: str) -> Reader:
     return read
 
 
+def one_of(*allowed: str) -> Reader:
+    """Return the reader of a text that must be one of `allowed`."""
+
+    def read(name: str, value: Any) -> str:
+        if value not in allowed:
+            raise not_allowed(name, value, f"send {' or '.join(allowed)}")
+        return str(value)
+
+    return read
+
+
 def off(remedy: str) -> Reader:
     """Return the reader of a feature that this server does not have: only false, 0 and empty values pass."""
 

@@ -19,7 +19,7 @@ from handlers.tasks.options import PipelineOptions
 from handlers.tasks.speech.recognition import OF_RESULT, PARAMETERS, SpeechRecognition
 from handlers.tasks.speech.segments import Segment, certain_tokens, join_tokens, score, without_padding
 from handlers.tasks.speech.transcription import Transcription
-from handlers.tasks.task import named, one_of
+from handlers.tasks.task import named
 from lmi_server.contract.errors import RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
@@ -79,7 +79,7 @@ class Whisper(SpeechRecognition):
             **PARAMETERS,
             **named(
                 language=fields.string,
-                task=one_of("transcribe", "translate"),
+                task=fields.one_of("transcribe", "translate"),
                 prompt=fields.string,
                 temperature=fields.TEMPERATURE,
                 num_beams=fields.integer(1, _MAX_BEAMS),

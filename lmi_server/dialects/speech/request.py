@@ -125,32 +125,23 @@ def _text(name: str, value: bytes) -> str:
 # --- readers ---
 
 
-def _one_of(*allowed: str) -> fields.Reader:
-    def read(name: str, value: Any) -> str:
-        if value not in allowed:
-            raise fields.not_allowed(name, value, f"send {' or '.join(allowed)}")
-        return str(value)
-
-    return read
+_GRANULARITY = fields.one_of(*_GRANULARITIES)
 
 
 def _granularities(name: str, value: Any) -> tuple[str, ...]:
-    for item in fields.strings(name, value):
-        if item not in _GRANULARITIES:
-            raise fields.not_allowed(name, item, f"send {' or '.join(_GRANULARITIES)}")
-    return tuple(dict.fromkeys(value))
+    return tuple(dict.fromkeys(_GRANULARITY(name, item) for item in fields.strings(name, value)))
 
 
 FIELDS: Mapping[str, Field] = {
     "model": Field(None, fields.string),
     "language": Field("language", fields.string),
     "prompt": Field("prompt", fields.string),
-    "response_format": Field("response_format", _one_of(*FORMATS)),
+    "response_format": Field("response_format", fields.one_of(*FORMATS)),
     "temperature": Field("temperature", fields.number(lambda value: 0 <= value <= 1, "a number from 0 to 1")),
     "timestamp_granularities": Field("granularities", _granularities),
     "stream": Field("stream", fields.boolean),
     "num_beams": Field("num_beams", fields.integer(1)),
-    "chunking_strategy": Field(None, _one_of("auto")),
+    "chunking_strategy": Field(None, fields.one_of("auto")),
     "include": Field(None, fields.off("log probabilities of tokens are not in the answers; leave it out")),
     "user": Field(None, fields.ignored),
 }
