@@ -242,7 +242,7 @@ def message_of(error: BaseException) -> str:
 
 def describe(error: BaseException) -> str:
     """Return "Class: message", or the class alone if there is no message."""
-    message = message_of(error)
+    message = message_of(error).strip()  # transformers' about missing packages begin with an empty line
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
