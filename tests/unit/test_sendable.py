@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmi_server.contract.errors import HandlerError, describe, failure_of
+from lmi_server.contract.errors import HandlerError, describe, failure_of, first_line
 from lmi_server.contract.quoting import LONGEST_MESSAGE, sendable
 from lmi_server.contract.sendable import json_bytes
 
@@ -35,3 +35,8 @@ class NamelessError(Exception):
 
 def test_an_error_without_a_text_has_the_name_of_its_class() -> None:
     assert describe(NamelessError()) == failure_of(NamelessError()).message == "NamelessError"
+
+
+def test_a_report_of_one_line_has_the_first_line_that_says_something() -> None:
+    assert first_line(ImportError("\nPIL is missing\nInstall it")) == "ImportError: PIL is missing"
+    assert first_line(ValueError("\n")) == "ValueError"
