@@ -209,7 +209,7 @@ def _adjust(logits: torch.Tensor, states: list[SamplingState], before: torch.Ten
     penalise(logits, states, before)
     for row, state in zip(logits.unbind(), states, strict=True):
         if state.parameters.logit_bias:
-            row[state.bias_ids.to(logits.device)] += state.biases.to(logits.device)
+            row[upload(state.bias_ids, row.device)] += upload(state.biases, row.device)
         if state.banned is not None:
             state.banned.mask(row)
     constrained = [row for row, state in enumerate(states) if state.grammar is not None]

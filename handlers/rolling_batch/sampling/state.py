@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from handlers.rolling_batch.device_arrays import upload
 from handlers.rolling_batch.sampling import gumbel
 from lmi_server.contract.generation import SamplingParameters
 
@@ -33,7 +34,7 @@ class BannedTokens:
         forced: tuple[int, Sequence[int]] | None = None,
     ) -> None:
         self.output: list[int] = []
-        self._allowed = None if allowed is None else torch.tensor(allowed, dtype=torch.long)
+        self._allowed = None if allowed is None else np.array(allowed, np.int64)
         self._always = [word[0] for word in words if len(word) == 1]
         self._words = [(list(word[:-1]), word[-1]) for word in words if len(word) > 1]
         self._ends = list(ends)
@@ -44,11 +45,12 @@ class BannedTokens:
     def mask(self, row: torch.Tensor) -> None:
         """Set the logits of the banned tokens to minus infinity, in place."""
         if self._forced is not None and len(self.output) >= self._forced[0]:
-            _keep_only(row, torch.tensor(self._forced[1], dtype=torch.long))
+            _keep_only(row, self._forced[1])
             return
         if self._allowed is not None:
             _keep_only(row, self._allowed)
-        row[torch.tensor(self.now(), dtype=torch.long, device=row.device)] = -torch.inf
+        if banned := self.now():
+            row.index_fill_(0, upload(banned, row.device), -torch.inf)
 
     def now(self) -> list[int]:
         """Return the tokens that are banned next; tokens that `allowed` lacks are not among them."""
@@ -57,11 +59,12 @@ class BannedTokens:
         return [*self._always, *ends, *words]
 
 
-def _keep_only(row: torch.Tensor, tokens: torch.Tensor) -> None:
+def _keep_only(row: torch.Tensor, tokens: np.ndarray | Sequence[int]) -> None:
     """Set the logits of all other tokens to minus infinity, in place."""
-    kept = row[tokens.to(row.device)]
+    ids = upload(tokens, row.device)
+    kept = row[ids]
     row.fill_(-torch.inf)
-    row[tokens.to(row.device)] = kept
+    row[ids] = kept
 
 
 class TokenHistory:
@@ -117,8 +120,8 @@ class SamplingState:
         counted = parameters.presence_penalty != 0.0 or parameters.frequency_penalty != 0.0
         self.has_penalties = counted or parameters.repetition_penalty != 1.0
         self.history = TokenHistory(prompt if parameters.repetition_penalty != 1.0 else [])  # of what is penalised
-        self.bias_ids = torch.tensor(list(parameters.logit_bias), dtype=torch.long)
-        self.biases = torch.tensor(list(parameters.logit_bias.values()), dtype=torch.float32)
+        self.bias_ids = np.array(list(parameters.logit_bias), np.int64)
+        self.biases = np.array(list(parameters.logit_bias.values()), np.float32)
         changes_values = self.has_penalties or bool(parameters.logit_bias)
         changes_logits = changes_values or banned is not None
         self.plain = parameters.greedy and not changes_logits and grammar is None
