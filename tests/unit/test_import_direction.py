@@ -97,7 +97,7 @@ INSIDE_MAY_IMPORT = {
         "fused": {"attention"},
         "cpu": {"attention", "fused", "options"},
         "images": {"schedule"},
-        "lora": {"cpu", "engine", "fused"},
+        "lora": {"cpu", "device_arrays", "engine", "fused"},
         "sequences": {"attention"},
         "states": {"attention", "schedule"},
         "runner": {

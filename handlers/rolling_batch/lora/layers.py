@@ -18,6 +18,7 @@ from torch import nn
 
 from handlers.checkpoints.adapter_layers import DOWN, PREFIX, UP, Widths, refuse_foreign, refuse_infinite
 from handlers.checkpoints.placement import main_device, module_device
+from handlers.rolling_batch.device_arrays import upload
 from handlers.rolling_batch.lora.targets import LoraTarget, head_modules, lora_targets
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class _Rows:
         """Return (rows, ranks): whether the rank belongs to another adapter than the row's."""
         mask = self.masks.get(owners)
         if mask is None:
-            mask = self.masks[owners] = self.owners != torch.tensor(owners, device=self.owners.device)
+            mask = self.masks[owners] = self.owners != upload(owners, self.owners.device)
         return mask
 
 
@@ -203,8 +204,8 @@ class LoraLayers:
         padded = self._pad(index)
         owners += [-1] * (len(padded) - len(index))
         return _Rows(
-            torch.tensor(padded, device=self._device),
-            torch.tensor(owners, device=self._device)[:, None],
+            upload(padded, self._device),
+            upload(owners, self._device)[:, None],
             index[-1],
         )
 
