@@ -396,15 +396,15 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Return the logits of the rows to keep, padding last. Only rank 0 uses them."""
         self._arrange_memory(step)
-        singles = np.array(step.positions[: len(step.slots)], np.int64)
-        step_rows = StepRows(np.array(step.slots, np.int64), singles, step.chunks)
-        if self._sequences is not None:
-            return self._sequences.logits(step.token_ids, step_rows, step.keep, self._begin_call)
         if embedded is None and self._is_recorded(step):
             assert self._passes is not None
             ids = self._token_ids(step, before)
             logits = self._passes.logits(ids, step.positions, step.slots)
             return logits if step.keep == list(range(len(logits))) else logits[upload(step.keep, logits.device)]
+        singles = np.array(step.positions[: len(step.slots)], np.int64)
+        step_rows = StepRows(np.array(step.slots, np.int64), singles, step.chunks)
+        if self._sequences is not None:
+            return self._sequences.logits(step.token_ids, step_rows, step.keep, self._begin_call)
         if self._has_helpers:
             rows, few = len(step.token_ids), self._unpadded_rows
             begin_pass(self._is_at_once(rows, step.chunks) or max(rows, len(step.keep)) <= few)
