@@ -222,7 +222,7 @@ class RollingBatchEngine:
         plan = flight.plan
         count = self._tell(flight.chosen)
         check = Verification(plan, self._scheduler, self._live.drafter, lambda entry: entry.number in self._live)
-        accepted = check.run(flight.logits, lambda entries, logits: self._choose_and_tell(entries, logits))
+        accepted = check.run(flight.logits, self._choose_and_tell)
         if self._live.drafter is not None and plan.decode and not plan.prefill:
             rows = len(plan.decode) + sum(map(len, plan.drafts.values()))
             self._live.drafter.timed(rows, self._clock() - flight.began)

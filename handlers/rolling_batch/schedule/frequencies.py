@@ -39,7 +39,7 @@ class FrequencyBorder:
 
     def lengths(self, plan: StepPlan) -> list[int]:
         """Return for each row of a plan the number of tokens whose frequencies it has."""
-        return [length for sequence, place in _places(plan) for length in (self._length(sequence, place),)]
+        return [self._length(sequence, place) for sequence, place in _places(plan)]
 
     def _length(self, sequence: Sequence, place: int) -> int:
         if self.recomputes:
