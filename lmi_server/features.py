@@ -70,7 +70,7 @@ FEATURES = (
     ),
     FeatureSpec(
         name="ray",
-        commands={"ray": "lmi_server.ray.command:app", "recommend": "lmi_server.ray.recommend_command:recommend"},
+        commands={"ray": "lmi_server.ray.command:app", "recommend": "lmi_server.ray.recommendation.command:recommend"},
     ),
     FeatureSpec(
         name="bench",

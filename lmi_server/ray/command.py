@@ -115,7 +115,7 @@ def write_model_files(
     ] = None,
 ) -> None:
     """Write the model files of Ray that are recommended for known models, by accelerator and number of devices."""
-    from lmi_server.ray.recommended_files import write_files
+    from lmi_server.ray.recommendation.files import write_files
 
     with plain_configuration_errors():
         written = write_files(folder, names or ())

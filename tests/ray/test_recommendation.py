@@ -15,8 +15,9 @@ from paths import SAMPLES
 from lmi_server.configuration.model_directory.memory_estimate import Estimate
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, accelerator_of
-from lmi_server.ray.recommendation import (
+from lmi_server.ray.recommendation.accelerators import ACCELERATORS, FAMILIES, accelerator_of
+from lmi_server.ray.recommendation.files import write_files
+from lmi_server.ray.recommendation.recommendation import (
     DEGREES,
     Goal,
     ModelShape,
@@ -26,7 +27,6 @@ from lmi_server.ray.recommendation import (
     memory_on,
     recommend,
 )
-from lmi_server.ray.recommended_files import write_files
 
 GOALS: tuple[Goal, ...] = ("latency", "throughput")
 BILLIONS = {

@@ -89,6 +89,7 @@ INSIDE_MAY_IMPORT = {
         "deployments": set[str](),
         "actors": {"autoscaling", "messages"},
         "processes": {"messages"},
+        "recommendation": {"deployments"},
     },
     "handlers.rolling_batch": {
         "schedule": set[str](),

@@ -9,8 +9,15 @@ import typer
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.machine.device_tools import nvidia_products
 from lmi_server.machine.environment import process_environment
-from lmi_server.ray.recommendation import CONTEXT, DEGREES, Goal, find_accelerator, find_model, own_accelerator
-from lmi_server.ray.recommendation import recommend as recommend_settings
+from lmi_server.ray.recommendation.recommendation import (
+    CONTEXT,
+    DEGREES,
+    Goal,
+    find_accelerator,
+    find_model,
+    own_accelerator,
+)
+from lmi_server.ray.recommendation.recommendation import recommend as recommend_settings
 
 
 def recommend(
@@ -33,7 +40,7 @@ def recommend(
 
     It takes the fewest devices on which the model fits; a model file for low latency takes twice as many.
     """
-    from lmi_server.ray.recommended_files import model_file
+    from lmi_server.ray.recommendation.files import model_file
 
     with plain_configuration_errors():
         products = nvidia_products(process_environment()) if accelerator is None else ()

@@ -7,9 +7,16 @@ from pathlib import Path
 
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
-from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, Accelerator
 from lmi_server.ray.deployments.deployment import ACCELERATOR_SHARE
-from lmi_server.ray.recommendation import DEGREES, UTILIZATION, ModelShape, Recommendation, find_model, for_degree
+from lmi_server.ray.recommendation.accelerators import ACCELERATORS, FAMILIES, Accelerator
+from lmi_server.ray.recommendation.recommendation import (
+    DEGREES,
+    UTILIZATION,
+    ModelShape,
+    Recommendation,
+    find_model,
+    for_degree,
+)
 
 _FILE = """\
 # {model} on {workers} x {accelerator}, for low latency. Not measured: docs/ray.md has the rule that computes it.

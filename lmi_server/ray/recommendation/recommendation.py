@@ -17,8 +17,14 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.quoting import excerpt
 from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.inventory import Machine
-from lmi_server.ray.accelerators import ACCELERATORS, FAMILIES, FURTHER_FAMILIES, Accelerator, accelerator_of
 from lmi_server.ray.deployments.deployment import ONGOING_SHARE
+from lmi_server.ray.recommendation.accelerators import (
+    ACCELERATORS,
+    FAMILIES,
+    FURTHER_FAMILIES,
+    Accelerator,
+    accelerator_of,
+)
 
 Goal = Literal["latency", "throughput"]
 UTILIZATION = 0.9
