@@ -20,5 +20,5 @@ _WITHOUT_INTERFACE = frozenset(
 _WITH_OTHER_ATTENTION = frozenset({"DogeForCausalLM", "InklingForCausalLM"})  # masks and biases of their own
 # fmt: on
 UNBATCHED = _WITH_STATE | _WITHOUT_INTERFACE | _WITH_OTHER_ATTENTION
-"""Those that keep a state beside keys and values, those without transformers' attention interface, and those whose
-attention the rolling batch does not compute."""
+"""Those with a state that the rolling batch does not keep, those without transformers' attention interface, and those
+whose attention the rolling batch does not compute."""
