@@ -114,6 +114,8 @@ class Whisper(SpeechRecognition):
                 "parameters.return_timestamps: word needs alignment_heads in the model's generation_config.json, which"
                 " are missing; send true"
             )
+        if parameters.get("stride_length_s") and not parameters.get("chunk_length_s"):
+            raise RequestError("parameters.stride_length_s is of chunks; send chunk_length_s with it, or leave it out")
         if parameters.get("chunk_length_s") and parameters.get("details"):
             raise RequestError("parameters.chunk_length_s: details are of whole sounds; leave one of the two out")
 

@@ -204,6 +204,7 @@ def test_times_of_words_leave_the_attention_as_it_was(handler: Any, task: Whispe
         ({"num_beams": 99}, "parameters.num_beams: 99 is not allowed; send an integer from 1 to 16"),
         ({"return_timestamps": "char"}, 'parameters.return_timestamps: "char" is not allowed; send true'),
         ({"chunk_length_s": 1, "stride_length_s": 0.5}, "parameters.stride_length_s: 0.5 and 0.5 of chunks of 1.0"),
+        ({"stride_length_s": 2}, "parameters.stride_length_s is of chunks; send chunk_length_s with it"),
         ({"chunk_length_s": 10, "details": True}, "parameters.chunk_length_s: details are of whole sounds"),
     ],
 )
