@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Regex, pre_tokenizers
 
 from lmi_server.contract.errors import ModelLoadError
@@ -36,6 +37,22 @@ def gguf_weights(path: str) -> dict[str, Any]:
 
     source = gguf_arguments(path)
     return {**source, "quantization_config": GgufConfig(dequantize=True, gguf_file=source["gguf_file"])}
+
+
+def refuse_other_shapes(model: Any, path: str) -> None:
+    """Raise ModelLoadError if a weight has not the shape that the sizes in the file give it.
+
+    transformers takes weights from GGUF in any shape, and kernels that compute several layers at once check none.
+    """
+    with torch.device("meta"):
+        expected = type(model)(model.config)
+    for name, weight in expected.named_parameters():
+        found = model.get_parameter(name).shape
+        if found != weight.shape:
+            raise ModelLoadError(
+                f"{path}: {name} is {tuple(found)}, but the sizes in the file make it {tuple(weight.shape)}; the file"
+                " is damaged, fetch it again"
+            )
 
 
 def load_gguf_tokenizer(path: str, load: Callable[..., Any]) -> Any:

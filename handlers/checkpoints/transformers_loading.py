@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
-from handlers.checkpoints.gguf import gguf_arguments, gguf_weights, is_gguf, load_gguf_tokenizer
+from handlers.checkpoints.gguf import gguf_arguments, gguf_weights, is_gguf, load_gguf_tokenizer, refuse_other_shapes
 from handlers.checkpoints.gpus import NO_GPUS, TorchGpus, free_memory, lack_bf16, usable_gpus
 from handlers.checkpoints.options import BLOCK_FORMATS, STRATEGIES, TransformersOptions
 from handlers.checkpoints.placement import main_device, memory_limits, refuse_divided_layers
@@ -33,6 +34,8 @@ from lmi_server.machine.memory import free_and_total
 logger = logging.getLogger(__name__)
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+_BROKEN = (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError)
 
 _BEFORE_BF16 = "a GPU of this worker is older than compute capability 8.0, and computes no bfloat16"
 
@@ -55,6 +58,8 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions, **more:
     """Load a model for inference; `more` are further arguments of `from_pretrained`. Raises ModelLoadError."""
     arguments = {"path": path, **model_arguments(path, options, **more)}
     model = from_pretrained(auto_class, **arguments)
+    if is_gguf(path):
+        refuse_other_shapes(model, path)
     refuse_divided_layers(model, arguments.get("device_map"))
     model.requires_grad_(False)
     refuse_odd_widths(model)
@@ -165,15 +170,16 @@ def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
     except SafetensorError as error:
         damaged = ", ".join(_damaged_weights(Path(path))) or path
         raise ModelLoadError(f"{damaged}: SafetensorError: {error}; the file is damaged, fetch it again") from error
-    # What transformers raises for a broken directory, for a lack of memory, and for a package that a quantised
-    # checkpoint needs.
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    # What transformers raises for a broken directory or file, for sizes that no model has, for a lack of memory, and
+    # for a package that a quantised checkpoint needs.
+    except (*_BROKEN, OSError, RuntimeError, ImportError, MemoryError) as error:
+        source = Path(path, arguments["gguf_file"]) if "gguf_file" in arguments else path
         if is_out_of_memory(error):
             raise ModelMemoryError(
-                f"{path} does not fit into memory ({first_line(error)}); set option.quantize=bitsandbytes4, raise"
+                f"{source} does not fit into memory ({first_line(error)}); set option.quantize=bitsandbytes4, raise"
                 " option.tensor_parallel_degree, or use a machine with more memory"
             ) from error
-        raise ModelLoadError(f"{loader.__name__} cannot load {path}: {error}") from error
+        raise ModelLoadError(f"{loader.__name__} cannot load {source}: {error}") from error
 
 
 def _damaged_weights(directory: Path) -> Iterator[str]:

@@ -1,0 +1,38 @@
+"""A file in GGUF that contradicts itself is refused by its name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from gguf_helpers import SIZES, write_gguf
+from transformers import AutoModelForCausalLM
+
+from handlers.checkpoints.transformers_loading import load_config, load_model
+from handlers.huggingface.options import HuggingFaceOptions
+from lmi_server.contract.errors import ModelLoadError
+
+
+def test_a_weight_of_another_shape_than_the_sizes_give_it_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf")  # three tokens, and embeddings of 32
+    named = re.escape(f"{path}: model.embed_tokens.weight is (32, 32), but the sizes in the file make it (3, 32)")
+    with pytest.raises(ModelLoadError, match=named):
+        load_model(AutoModelForCausalLM, str(path), HuggingFaceOptions())
+
+
+@pytest.mark.parametrize(("name", "size"), [("embedding_length", 1), ("embedding_length", 30)])
+def test_sizes_that_no_model_has_are_refused(
+    name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, name, size)
+    path = write_gguf(tmp_path / "model.gguf")
+    with pytest.raises(ModelLoadError, match=re.escape(f"AutoConfig cannot load {path}: ")):
+        load_config(str(path), HuggingFaceOptions())
+
+
+def test_a_file_that_is_cut_is_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes()[:-64])
+    with pytest.raises(ModelLoadError, match=re.escape(f"cannot load {path}: ")):
+        load_model(AutoModelForCausalLM, str(path), HuggingFaceOptions())
