@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic_core import from_json
 
 from handlers.chats.options import ParserOptions, tool_parser_note
 from handlers.checkpoints.options import TransformersOptions
@@ -224,17 +224,35 @@ class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
         return without_keys("model_id", "revision", "save_mp_checkpoint_path", *quantization) | changed
 
 
-def read_manifest(path: Path) -> Mapping[str, Any]:
+class _Files(BaseModel):
+    tp: list[list[Annotated[str, Field(pattern=r"^[\w.-]+$")]]]
+
+
+class Manifest(BaseModel):
+    """What `lmi-server partition` writes beside the weights: `checkpoints` names the files of each rank."""
+
+    tp_size: int
+    dtype: Literal["float64", "float32", "float16", "bfloat16"]
+    quantization: str | None
+    checkpoints: _Files
+
+
+def read_manifest(path: Path) -> Manifest:
     """Return the content of a manifest. Raises ValueError, with the reason, if it is none of `lmi-server partition`."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = from_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     if content.get("type") != MANIFEST_TYPE:
         raise ValueError(f"{path} {_OF_DEEPSPEED}")
-    return content
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise ValueError(f"{path} is damaged: {key}: {problem['msg']}; split the model again") from error
 
 
 def _manifest_problem(path: Path, degree: int) -> str | None:
@@ -243,12 +261,12 @@ def _manifest_problem(path: Path, degree: int) -> str | None:
         content = read_manifest(path)
     except ValueError as error:
         return str(error)
-    if content.get("tp_size") != degree:
+    if content.tp_size != degree:
         return (
-            f"{path} was split for option.tensor_parallel_degree={content.get('tp_size')}, but the degree is {degree};"
-            f" split the model again, or set the degree to {content.get('tp_size')}"
+            f"{path} was split for option.tensor_parallel_degree={content.tp_size}, but the degree is {degree};"
+            f" split the model again, or set the degree to {content.tp_size}"
         )
-    ranks = content.get("checkpoints", {}).get("tp", [])
+    ranks = content.checkpoints.tp
     missing = [name for names in ranks for name in names if not (path.parent / name).is_file()]
     if missing or len(ranks) != degree:
         return f"{path.parent} lacks {missing[0] if missing else 'weights'} of {path.name}; split the model again"

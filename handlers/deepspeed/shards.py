@@ -77,23 +77,23 @@ def find_shards(path: str, options: DeepSpeedOptions, rank: Rank) -> Shards | No
         content = read_manifest(manifest)
     except ValueError as error:
         raise ModelLoadError(f"option.checkpoint: {error}") from error
-    if content["tp_size"] != rank.size:
+    if content.tp_size != rank.size:
         raise ModelLoadError(
-            f"option.checkpoint: {manifest} was split for option.tensor_parallel_degree={content['tp_size']}, but the"
-            f" degree is {rank.size}; split the model again, or set the degree to {content['tp_size']}"
+            f"option.checkpoint: {manifest} was split for option.tensor_parallel_degree={content.tp_size}, but the"
+            f" degree is {rank.size}; split the model again, or set the degree to {content.tp_size}"
         )
-    if options.dtype != "auto" and LONG_DTYPES.get(options.dtype) != content["dtype"]:
+    if options.dtype != "auto" and LONG_DTYPES.get(options.dtype) != content.dtype:
         raise ModelLoadError(
-            f"option.checkpoint: {manifest} is in {content['dtype']}, but option.dtype={options.dtype}; set the data"
+            f"option.checkpoint: {manifest} is in {content.dtype}, but option.dtype={options.dtype}; set the data"
             " type of the checkpoint"
         )
-    if content["dtype"] == "float16" and not usable_gpus().count:
+    if content.dtype == "float16" and not usable_gpus().count:
         raise ModelLoadError(
             f"option.checkpoint: {manifest} is in float16, and DeepSpeed has no fp16 on the CPU; split the model again"
             " with option.dtype=bf16 or fp32"
         )
-    files = tuple(manifest.parent / name for name in content["checkpoints"]["tp"][rank.rank])
-    return Shards(files, getattr(torch, content["dtype"]), content["quantization"])
+    files = tuple(manifest.parent / name for name in content.checkpoints.tp[rank.rank])
+    return Shards(files, getattr(torch, content.dtype), content.quantization)
 
 
 def save_shards(model: nn.Module, options: DeepSpeedOptions, rank: Rank, quantization: str | None) -> None:

@@ -275,7 +275,8 @@ def test_a_model_may_sample_by_default(write: Write) -> None:
 
 # --- what only the files or several keys together show ---
 
-MANIFEST = {"type": "lmi-server ranks", "tp_size": 2, "checkpoints": {"tp": [["a"], ["b"]]}}
+_KIND = {"type": "lmi-server ranks", "dtype": "float32", "quantization": None}
+MANIFEST = {**_KIND, "tp_size": 2, "checkpoints": {"tp": [["a"], ["b"]]}}
 ON_TWO_RANKS = "engine=DeepSpeed\noption.rolling_batch=deepspeed\noption.tensor_parallel_degree=2\n"
 
 
@@ -288,6 +289,10 @@ ON_TWO_RANKS = "engine=DeepSpeed\noption.rolling_batch=deepspeed\noption.tensor_
         (json.dumps({**MANIFEST, "tp_size": 4}), "was split for option.tensor_parallel_degree=4, but the degree is 2"),
         (json.dumps(MANIFEST), "lacks b of m.json; split the model again"),
         (json.dumps({**MANIFEST, "checkpoints": {"tp": [["a"]]}}), "lacks weights of m.json"),
+        (json.dumps({**MANIFEST, "checkpoints": ["a"]}), "m.json is damaged: checkpoints: "),
+        (json.dumps({**MANIFEST, "checkpoints": {"tp": [["a"], ["../b"]]}}), "is damaged: checkpoints.tp.1.0: "),
+        (json.dumps({**MANIFEST, "dtype": "nn"}), "is damaged: dtype: "),
+        ("[" * 100_000, "cannot be read: "),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused_before_the_model_loads(
