@@ -433,6 +433,8 @@ class Scheduler:
         room = self.slots.room
         going = [sequence for sequence in self.running if not sequence.ends]
         decode = [sequence for sequence in going if sequence.decoding]
+        if decode and room >= len(decode):  # each takes a token or a page at most
+            return True
         for sequence in decode:
             end, room = self.slots.fit(sequence.slot, sequence.computed + 1, room)
             if end <= sequence.computed:
