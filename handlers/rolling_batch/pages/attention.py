@@ -107,16 +107,7 @@ def _attend_compiled(
 
 
 @_attend_compiled.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    columns: int,
-    attention: int,
-    layer: int,
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     return query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
 
 

@@ -31,28 +31,16 @@ class TritonPages:
     ) -> None:
         """Write keys and values, (kv_heads, rows, dim), to pages; query (heads, rows, dim) -> out, by rows."""
         with torch.cuda.device(query.device):  # Triton launches on the current one
-            self._launch(layer, query, key, value, rows, out, terms)
-
-    def _launch(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rows: PageRows,
-        out: torch.Tensor,
-        terms: AttentionTerms,
-    ) -> None:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        tables = self._cache.tables[keys.device]
-        shape = self._layer(layer, query.shape[0], terms)
-        query, key, value = row_major(query), row_major(key), row_major(value)
-        launch.write(key, value, keys, values, tables, rows.slots, rows.positions, shape)
-        more = (out, terms.scaling, shape, self._tuning[keys.device], terms.sinks)
-        if rows.decoding:
-            launch.decode(query, keys, values, tables, rows.slots, rows.positions, rows.decoding, *more)
-        if rows.chunks is not None:
-            launch.chunks(query, keys, values, tables, rows.chunks, rows.longest, *more)
+            keys, values = self._cache.keys[layer], self._cache.values[layer]
+            tables = self._cache.tables[keys.device]
+            shape = self._layer(layer, query.shape[0], terms)
+            query, key, value = row_major(query), row_major(key), row_major(value)
+            launch.write(key, value, keys, values, tables, rows.slots, rows.positions, shape)
+            more = (out, terms.scaling, shape, self._tuning[keys.device], terms.sinks)
+            if rows.decoding:
+                launch.decode(query, keys, values, tables, rows.slots, rows.positions, rows.decoding, *more)
+            if rows.chunks is not None:
+                launch.chunks(query, keys, values, tables, rows.chunks, rows.longest, *more)
 
     def _layer(self, layer: int, heads: int, terms: AttentionTerms) -> PageLayer:
         if layer not in self._layers:
