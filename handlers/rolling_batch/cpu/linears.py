@@ -8,10 +8,12 @@ compiled code by the shapes of the operands, which for few rows takes as long as
 from __future__ import annotations
 
 import ctypes
+import dis
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection
+import types
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,9 +37,10 @@ def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection
     packs = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     places: dict[tuple[int, int, bool], list[tuple[nn.Module, str]]] = {}
     for module in list(model.modules()):
+        kind_of_module: Any = type(module)  # mypy takes a type of modules for unhashable
         for name, child in module.named_children():
             is_ours = is_plain(child) and child.weight.dtype == torch.bfloat16 and child not in spared
-            if is_ours and not _reads_weight(type(module), name):
+            if is_ours and name not in read_weights(kind_of_module):
                 places.setdefault((*child.weight.shape, child.bias is not None), []).append((module, name))
     count = 0
     for shape, alike in places.items():
@@ -50,12 +53,27 @@ def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection
     return count
 
 
-def _reads_weight(kind: type[nn.Module], name: str) -> bool:
-    """Whether the code of a module reads the weight of a layer below it (the index of DeepSeek V3.2 does)."""
-    try:
-        return f"self.{name}.weight" in inspect.getsource(kind)
-    except (OSError, TypeError):  # no source: an interactive class, or a compiled one
-        return False
+@functools.cache
+def read_weights(kind: type[nn.Module]) -> frozenset[str]:
+    """Return of which layers below it a module reads the weight (the index of DeepSeek V3.2 does).
+
+    Its methods say so, inherited ones as well; what its constructor reads is read before weights are laid out.
+    """
+    own = itertools.takewhile(lambda base: base is not nn.Module, kind.__mro__)
+    named = itertools.chain.from_iterable(vars(base).items() for base in own)
+    methods = (inspect.unwrap(method) for name, method in named if inspect.isfunction(method) and name != "__init__")
+    return frozenset(layer for method in methods for layer in _weights_of_self(method.__code__))
+
+
+def _weights_of_self(code: types.CodeType) -> Iterator[str]:
+    """Yield NAME of each `self.NAME.weight`, in the functions within as well."""
+    operands = [instruction.argval for instruction in dis.get_instructions(code)]
+    for owner, layer, attribute in zip(operands, operands[1:], operands[2:], strict=False):
+        if (owner, attribute) == ("self", "weight"):
+            yield layer
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _weights_of_self(inner)
 
 
 Kind = Callable[[nn.Linear], nn.Module]

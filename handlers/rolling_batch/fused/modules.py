@@ -122,12 +122,11 @@ class FusedGatedMLP(nn.Module):
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        gate_up = _concatenated([mlp.gate_proj, mlp.up_proj])
-        self.gate_up_proj = gate_up
+        self.gate_up_proj = _concatenated([mlp.gate_proj, mlp.up_proj])
         self.down_proj = mlp.down_proj
         self.act_fn = mlp.act_fn
         self.is_silu = _is_silu(mlp.act_fn)
-        self._kernels = row_kernels(gate_up.weight.device)
+        self._kernels = row_kernels(self.gate_up_proj.weight.device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., width) -> the same shape."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.cpu_kernels.linear import linear as kernel
-from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
+from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear, read_weights
 from lmi_server.machine import tile_registers
 
 
@@ -64,6 +64,29 @@ def test_onednn_and_the_tiles_agree() -> None:
     linear, hidden = plain(96, 130, bias=True), activations(9, 96)
     by_tiles, by_onednn = TiledLinear(linear)(hidden), PackedLinear(linear)(hidden)
     torch.testing.assert_close(by_tiles, by_onednn, rtol=2**-7, atol=1e-3)
+
+
+class _Reading(nn.Module):
+    """Reads the weights of `read` and `listed`, and those of `built` while it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.built = nn.Linear(2, 2)
+        self.read, self.listed, self.called = (nn.Linear(2, 2) for _ in range(3))
+        self.device = self.built.weight.device
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scales = [float((self.listed.weight * factor).sum()) for factor in range(2)]
+        return self.called(hidden @ self.read.weight) * sum(scales)
+
+
+class _Heir(_Reading):
+    pass
+
+
+@pytest.mark.parametrize("kind", [_Reading, _Heir])
+def test_the_layers_whose_weights_a_module_reads_are_known(kind: type[nn.Module]) -> None:
+    assert read_weights(kind) == {"read", "listed"}
 
 
 _AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "ONEDNN_MAX_CPU_ISA": "AVX2"}
