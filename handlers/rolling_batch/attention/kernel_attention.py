@@ -56,7 +56,7 @@ class KernelAttention:
         """Write keys and values of the first rows to their slots; each row attends to its slot up to itself."""
         rows_of_layer = (as_numpy(query), as_numpy(key), as_numpy(value))
         kept = self._keys[layer], self._values[layer]
-        self._kernel(*rows_of_layer, *kept, rows.slots, rows.positions, as_numpy(out), terms.settings())
+        self._kernel(*rows_of_layer, *kept, rows.slots, rows.positions, as_numpy(out), terms.settings)
 
     def attend_chunk(
         self,
@@ -70,4 +70,4 @@ class KernelAttention:
     ) -> None:
         """query (heads, rows, dim), `span` of keys and values (slots, kv_heads, max_len, dim) -> out, by rows."""
         kept = as_numpy(keys), as_numpy(values)
-        self._chunk_kernel(as_numpy(query), *kept, span, columns, as_numpy(out), terms.settings())
+        self._chunk_kernel(as_numpy(query), *kept, span, columns, as_numpy(out), terms.settings)

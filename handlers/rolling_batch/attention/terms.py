@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,21 +28,18 @@ class AttentionTerms:
     chunk: int = 0
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
-    _settings: list[AttentionSettings] = field(default_factory=list, repr=False)
 
     @property
     def is_plain(self) -> bool:
         """Whether there are no more terms than scaling, window and soft cap."""
         return self.sinks is None and not self.chunk
 
+    @functools.cached_property
     def settings(self) -> AttentionSettings:
-        """Return the terms as the CPU kernels take them, made once."""
-        if not self._settings:
-            sinks = _NO_SINKS if self.sinks is None else self.sinks.detach().float().cpu().contiguous().numpy()
-            threads = torch.get_num_threads()
-            terms = (self.scaling, self.window, self.chunk, self.softcap)
-            self._settings.append(AttentionSettings(*terms, threads, sinks))
-        return self._settings[0]
+        """The terms as the CPU kernels take them."""
+        sinks = _NO_SINKS if self.sinks is None else self.sinks.detach().float().cpu().contiguous().numpy()
+        terms = (self.scaling, self.window, self.chunk, self.softcap)
+        return AttentionSettings(*terms, torch.get_num_threads(), sinks)
 
 
 def terms_of(head_dim: int, call: dict[str, Any], chunk: int) -> AttentionTerms:
