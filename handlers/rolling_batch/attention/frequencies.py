@@ -48,9 +48,12 @@ class RowFrequencies:
         counted = [max(length, self.length) for length in lengths]
         if self.is_step:
             counted = [min(length, self.length + 1) for length in counted]
+        rows_of: dict[int, list[int]] = {}
+        for row, length in enumerate(counted):
+            rows_of.setdefault(length, []).append(row)
         found: list[torch.Tensor] = []
-        for length in sorted(set(counted)):
-            index = torch.tensor([row for row, own in enumerate(counted) if own == length], device=position_ids.device)
+        for length, own in rows_of.items():
+            index = torch.tensor(own, device=position_ids.device)
             last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
             self._embeddings.forget()
             parts = forward(x, torch.cat((position_ids[..., index], last), -1), *more, **named)
