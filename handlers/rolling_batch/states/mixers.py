@@ -63,11 +63,10 @@ class SplitMixer:
 
     def _compute(self, segment: Segment, call: Call) -> tuple[torch.Tensor, ...]:
         """Return the outputs that have rows, with those of the segment."""
-        own = _sliced(call, self._mixer.inputs, segment)
-        states = self._store.read(self._number, segment.rows) if segment.continues else None
         if segment.continues and self._form.by_token and segment.last - segment.first > 1 and not segment.decodes:
             return self._by_token(segment, call)
-        out, after = self._form.call(own, states)
+        states = self._store.read(self._number, segment.rows) if segment.continues else None
+        out, after = self._form.call(_sliced(call, self._mixer.inputs, segment), states)
         self._store.write(self._number, segment.rows, after)
         return self._with_rows(out, segment.decodes)
 
