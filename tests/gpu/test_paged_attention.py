@@ -1,7 +1,7 @@
 """The Triton kernels over a KV cache in pages compute what torch's operators do in float32.
 
 They run on a GPU by NVIDIA, or with TRITON_INTERPRET=1 in Triton's interpreter on the CPU, fewer and smaller cases;
-tests/engines/rolling_batch/test_page_kernels.py does the latter.
+tests/engines/rolling_batch/test_interpreted_kernels.py does the latter.
 """
 
 from __future__ import annotations
