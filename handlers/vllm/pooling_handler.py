@@ -14,10 +14,11 @@ from handlers.vllm.options import VllmPoolingOptions
 from lmi_server.contract.errors import LmiServerError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import fields, openai, routes, scores
+from lmi_server.dialects import fields, openai, routes
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.openai import embeddings as openai_embeddings
 from lmi_server.dialects.openai.embeddings import EmbeddingRequest
+from lmi_server.dialects.vllm import scores
 
 if TYPE_CHECKING:
     from handlers.vllm.engine.pooling_model import Pooled, PoolingModel, Prompt

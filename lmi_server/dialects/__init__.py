@@ -5,14 +5,11 @@
     lmi/, openai/, anthropic/, kserve/, speech/, tgi.py
                          one package or module per dialect
     optional.py          the dialects among these that are optional features
-    tokens.py            vLLM's /tokenize and /detokenize
-    scores.py            vLLM's /score and /rerank
+    vllm/                what vLLM adds to OpenAI's API
     routes.py            the names of the routes
     fields.py            reads and checks the fields of a body
     forms.py             the fields of a form
-    sampling.py          the sampling parameters that LMI and OpenAI share
-    choices.py           several sequences for one prompt
-    constraints.py       the fields that constrain the output: schemas, grammars, choices
+    parameters/          the parameters of generation that LMI and OpenAI share
     adapters.py          which LoRA adapter a request names
     errors.py            how an error reads in each dialect
     framing.py           JSON lines and server-sent events

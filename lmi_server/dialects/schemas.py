@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 
 from lmi_server.contract.errors import RequestError
-from lmi_server.dialects import routes, tokens
+from lmi_server.dialects import routes
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.lmi.objects import WholeAnswer
 from lmi_server.dialects.lmi.request import BODY, PARAMETERS
 from lmi_server.dialects.openai import CHAT_FIELDS, COMPLETION_FIELDS, embeddings, images
 from lmi_server.dialects.openai.responses import RESPONSE_FIELDS
 from lmi_server.dialects.optional import Schema, optional_dialects
+from lmi_server.dialects.vllm import tokens
 
 # A field's reader is asked which of these it takes. A list or an object may need what only its own reader knows; its
 # type then stays open. Empty values are no samples, because fields that are always refused take them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from lmi_server.dialects.scores import rerank_body, score_body
+from lmi_server.dialects.vllm.scores import rerank_body, score_body
 
 
 def test_scores_keep_the_order_of_the_pairs() -> None:

@@ -7,7 +7,7 @@ import pytest
 from dialect_helpers import SERVED, request
 
 from lmi_server.contract.errors import ModelNotFoundError, RequestError
-from lmi_server.dialects import tokens
+from lmi_server.dialects.vllm import tokens
 
 
 def test_a_prompt() -> None:

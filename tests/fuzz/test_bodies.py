@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import Feature
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import ServedModel, anthropic, parse, routes, tokens
+from lmi_server.dialects import ServedModel, anthropic, parse, routes
 from lmi_server.dialects.anthropic.request import MESSAGE_FIELDS
 from lmi_server.dialects.errors import error_reply
 from lmi_server.dialects.kserve import as_lmi_request, as_tensors
 from lmi_server.dialects.lmi.request import BODY, PARAMETERS
 from lmi_server.dialects.openai import CHAT_FIELDS, COMPLETION_FIELDS, embeddings
 from lmi_server.dialects.openai.responses import RESPONSE_FIELDS
+from lmi_server.dialects.vllm import tokens
 
 MODELS = [
     ServedModel(name="model"),

@@ -14,13 +14,14 @@ import msgspec
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import GenerationRequest, NamedTool, StructuredOutputs
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import constraints, fields
+from lmi_server.dialects import fields
 from lmi_server.dialects.anthropic.answer import MessageBody, MessageStream
 from lmi_server.dialects.anthropic.turns import conversation, system_text
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.openai import messages as chats
 from lmi_server.dialects.openai.request import SHARED_FIELDS, Envelope, read
+from lmi_server.dialects.parameters import constraints
 
 _SHARED = (
     "model",

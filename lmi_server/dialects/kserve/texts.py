@@ -13,9 +13,9 @@ from lmi_server.contract.protocol import Input
 from lmi_server.contract.quoting import excerpt
 from lmi_server.dialects import fields, lmi, routes
 from lmi_server.dialects.base import Exchange, ServedModel
-from lmi_server.dialects.choices import CHOICES
 from lmi_server.dialects.framing import SSE, encode
 from lmi_server.dialects.kserve.tensors import InferRequest, Tensor, answer, read
+from lmi_server.dialects.parameters.choices import CHOICES
 
 PROMPTS = ("text_input", "prompt")
 OUTPUT = "text_output"

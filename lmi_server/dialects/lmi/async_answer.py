@@ -7,7 +7,6 @@ A stream is JSON lines with the same keys on every line. Where that service says
 from __future__ import annotations
 
 from lmi_server.contract.generation import Delta, Token, Usage
-from lmi_server.dialects.choices import FINISH
 from lmi_server.dialects.framing import JSON_LINES, encode_line
 from lmi_server.dialects.lmi.answer import (
     NO_TOKEN,
@@ -18,6 +17,7 @@ from lmi_server.dialects.lmi.answer import (
     token_texts,
 )
 from lmi_server.dialects.lmi.objects import AsyncAnswer, AsyncDetails, AsyncLine, AsyncLineDetails, AsyncToken
+from lmi_server.dialects.parameters.choices import FINISH
 
 
 class _AsyncSequence(CollectedSequence):

@@ -9,10 +9,9 @@ from typing import Any
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import BeamSearch, GenerationRequest, SamplingParameters
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import constraints, fields, routes, sampling
+from lmi_server.dialects import fields, routes
 from lmi_server.dialects.adapters import adapter_name, registered_adapter
 from lmi_server.dialects.base import Exchange, ServedModel
-from lmi_server.dialects.choices import CHOICES, choices_of
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import SSE
 from lmi_server.dialects.lmi.answer import (
@@ -25,6 +24,8 @@ from lmi_server.dialects.lmi.answer import (
 )
 from lmi_server.dialects.lmi.async_answer import AsyncJsonExchange, AsyncLinesExchange
 from lmi_server.dialects.lmi.formatters import TEXT_ONLY, choose_framing
+from lmi_server.dialects.parameters import constraints, sampling
+from lmi_server.dialects.parameters.choices import CHOICES, choices_of
 
 # --- fields ---
 

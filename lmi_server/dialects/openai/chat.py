@@ -11,7 +11,6 @@ from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
-from lmi_server.dialects.choices import choices_of
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import SSE, Framing
@@ -25,6 +24,7 @@ from lmi_server.dialects.openai.request import (
     answer_options,
     read,
 )
+from lmi_server.dialects.parameters.choices import choices_of
 
 
 def _no_function(name: str, value: Any) -> None:

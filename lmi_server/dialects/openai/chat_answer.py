@@ -16,7 +16,6 @@ from lmi_server.contract.generation import (
     ToolCallDelta,
     TopToken,
 )
-from lmi_server.dialects.choices import FINISH
 from lmi_server.dialects.framing import Framing, encode, encode_line
 from lmi_server.dialects.openai.answer import (
     Chunks,
@@ -27,6 +26,7 @@ from lmi_server.dialects.openai.answer import (
     token_label,
 )
 from lmi_server.dialects.openai.request import AnswerOptions
+from lmi_server.dialects.parameters.choices import FINISH
 
 # --- the objects of an answer ---
 

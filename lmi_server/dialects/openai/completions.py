@@ -14,7 +14,6 @@ from lmi_server.contract.generation import Delta, GenerationRequest, SamplingPar
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
-from lmi_server.dialects.choices import CHOICES, FINISH, choices_of
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import JSON_LINES, Framing, encode, encode_line
 from lmi_server.dialects.openai.answer import (
@@ -38,6 +37,7 @@ from lmi_server.dialects.openai.request import (
     sampling_parameters,
     stream_framing,
 )
+from lmi_server.dialects.parameters.choices import CHOICES, FINISH, choices_of
 
 _MAX_PROMPTS = 2048
 

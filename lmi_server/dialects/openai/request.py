@@ -12,14 +12,15 @@ import msgspec
 from lmi_server.contract.errors import ModelNotFoundError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import constraints, fields, sampling
+from lmi_server.dialects import fields
 from lmi_server.dialects.adapters import adapter_as_model, adapter_name, registered_adapter
 from lmi_server.dialects.base import ServedModel
-from lmi_server.dialects.choices import CHOICES
 from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import SSE, Framing
 from lmi_server.dialects.lmi.formatters import unnamed_framing
+from lmi_server.dialects.parameters import constraints, sampling
+from lmi_server.dialects.parameters.choices import CHOICES
 from lmi_server.dialects.routes import MODEL_IN_BODY, is_address, means_any_model
 
 

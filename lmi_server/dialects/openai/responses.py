@@ -11,12 +11,13 @@ from typing import Any
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import NamedTool, StructuredOutputs
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects import constraints, fields
+from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.openai import messages as chats
 from lmi_server.dialects.openai.request import SHARED_FIELDS, UNSUPPORTED, read
 from lmi_server.dialects.openai.responses_answer import RequestEcho, ResponseBody, ResponseStream
+from lmi_server.dialects.parameters import constraints
 
 _STORED = fields.off("send the whole conversation as input: responses are not stored")
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})

@@ -14,9 +14,10 @@ from lmi_server.contract.errors import EXITS, HandlerError, exit_message
 from lmi_server.contract.generation import GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import AddAdapter, Command, GetMetrics, Input, RemoveAdapter
-from lmi_server.dialects import routes, tokens
+from lmi_server.dialects import routes
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.optional import optional_dialects
+from lmi_server.dialects.vllm import tokens
 from lmi_server.worker.answers.frame_buffer import ResponseWriter
 from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.processors.base import RequestProcessor, is_cancelled

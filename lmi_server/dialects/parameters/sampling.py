@@ -11,8 +11,9 @@ from typing import Any
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import SamplingParameters
-from lmi_server.dialects import constraints, fields
+from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field, Reader
+from lmi_server.dialects.parameters import constraints
 
 # Only the engine can check what these hold.
 _ENGINE_EXTRAS: dict[str, Reader] = {
