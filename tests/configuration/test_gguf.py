@@ -107,3 +107,14 @@ def test_values_that_no_writer_would_write(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<II", 4, 0))
     with pytest.raises(ConfigurationError, match="is no file in GGUF"):
         read_gguf(path)
+
+
+def test_a_tensor_has_four_dimensions_at_most(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for dimensions in (4, 5):
+        tensor = struct.pack(f"<I{dimensions}QIQ", dimensions, *[2] * dimensions, 0, 0)
+        path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"a" + tensor)
+        if dimensions == 4:
+            assert read_gguf(path).parameters == 16
+    with pytest.raises(ConfigurationError, match="is no file in GGUF"):
+        read_gguf(path)

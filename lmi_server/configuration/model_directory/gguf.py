@@ -43,6 +43,7 @@ _CONFIG_KEYS = {
 }
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
+_DIMENSIONS = 4  # of a tensor, at most
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 # By ggml's number of a tensor type: weights in a block, and bytes of a block.
 # fmt: off
@@ -153,7 +154,10 @@ class _HeaderReader:
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text()
-        shape = tuple(self._scalar("Q") for _ in range(self._scalar("I")))
+        dimensions = self._scalar("I")
+        if dimensions > _DIMENSIONS:
+            raise ValueError("more dimensions than ggml has")  # whose product would take ever longer
+        shape = tuple(self._scalar("Q") for _ in range(dimensions))
         return name, shape, self._scalar("I"), self._scalar("Q")
 
     def _value(self, kind: int) -> Any:
