@@ -42,7 +42,7 @@ class NullRunner:
     def lora(self) -> LoraLayers:
         raise RequestError("a null runner takes no adapters")
 
-    def run(self, plan: StepPlan, prompt_scored: set[int]) -> StepLogits:
+    def run(self, plan: StepPlan, prompt_scored: set[int], before: torch.Tensor | None = None) -> StepLogits:
         kept = self.laid_out(plan)
         self._step = (self._step + 1) % _TURNS
         logits = self._logits[self._step : self._step + len(kept.rows)]

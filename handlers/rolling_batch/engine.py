@@ -204,7 +204,7 @@ class RollingBatchEngine:
         began = self._clock()
         self._live.masks.begin()
         known = before.chosen.tokens if before is not None and before.chosen.requests else None
-        logits = self._run(plan, known)
+        logits = self._runner.run(plan, self._prompts_to_score(plan), known)
         self._scheduler.advance(plan)
         self._score_prompts(logits)
         for number, error in self._live.masks.finish().items():
@@ -212,10 +212,6 @@ class RollingBatchEngine:
         chosen = self._choose(logits.sampled, logits.logits[: len(logits.sampled)], known)
         needs_tokens = self._live.drafter is not None or any(entry.sampling.needs_tokens for entry in chosen.requests)
         return Flight(plan, logits, chosen, began, needs_tokens)
-
-    def _run(self, plan: StepPlan, known: Tensor | None) -> StepLogits:
-        scored = self._prompts_to_score(plan)
-        return self._runner.run(plan, scored) if known is None else self._runner.run(plan, scored, known)
 
     def _settle(self, flight: Flight) -> None:
         """Emit the deltas of a step's tokens, once they are known."""

@@ -37,7 +37,7 @@ class FailingRunner:
     def lora(self) -> LoraLayers:
         raise AssertionError("no adapters")
 
-    def run(self, plan: StepPlan, prompt_scored: set[int]) -> StepLogits:
+    def run(self, plan: StepPlan, prompt_scored: set[int], before: torch.Tensor | None = None) -> StepLogits:
         raise self._error
 
     def stop(self) -> None:
