@@ -86,7 +86,8 @@ def run(section: Section) -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        return {"error": f"took more than {section.limit_s} s", "output": _end(str(error.stderr or ""))}
+        output = (error.stderr or b"").decode(errors="replace")  # bytes, although text was asked for
+        return {"error": f"took more than {section.limit_s} s", "output": _end(output)}
     lines = done.stdout.strip().splitlines() or [""]
     took = {"seconds": round(time.monotonic() - began, 1)}
     if section.is_test and done.returncode in (0, NO_TESTS):
