@@ -24,7 +24,8 @@ from handlers.cpu_kernels.blocks import (
     SECTION,
 )
 from handlers.cpu_kernels.compilation import kernel, kernel_part
-from handlers.cpu_kernels.intrinsics import TILE_ROWS, load, store, words_of
+from handlers.cpu_kernels.intrinsics import TILE_ROWS, load, words_of
+from handlers.cpu_kernels.linear import write_sums
 from handlers.cpu_kernels.parallel import in_threads, shares_of
 from handlers.cpu_kernels.unpacking import scale_words, unpack_eight, unpack_four, widen_halves
 
@@ -131,7 +132,7 @@ def _in_vectors(first_share, last_share, rows, rest, weight, input_sums, bias, o
                     distance = 4 * input_sums.shape[1]
                     factors = address_of(input_sums) + np.uintp(first * distance + 4 * block)
                     subtract_minima(less, of_section, factors, distance, last - first, address_of(totals))
-            _write(totals, bias, out, first, last, panel * OUTPUTS)
+            write_sums(totals, bias, out, first, last, panel * OUTPUTS)
     scratch[0] = 0  # numba frees an array after its last use, and does not see those by address
 
 
@@ -167,7 +168,7 @@ def _in_tile_registers(first_share, last_share, rows, weight, input_sums, bias, 
                 if less:
                     factors = address_of(input_sums) + np.uintp(begin * distance + 4 * block)
                     subtract_minima(minima, of_section, factors, distance, of_rows, address_of(totals))
-            _write(totals, bias, out, begin, begin + of_rows, panel * OUTPUTS)
+            write_sums(totals, bias, out, begin, begin + of_rows, panel * OUTPUTS)
     amx.release_tiles()
     scratch[0] = 0  # as above
 
@@ -194,7 +195,7 @@ def _one_row(first_share, last_share, row, weight, input_sums, bias, out, shares
                 widen_halves(source + np.uintp(_HALVES), of_section, _Q4_MIN, less)
                 factors = address_of(input_sums) + np.uintp(4 * block)
                 subtract_minima(less, of_section, factors, 0, 1, target)
-        _write(totals, bias, out, 0, 1, panel * OUTPUTS)
+        write_sums(totals, bias, out, 0, 1, panel * OUTPUTS)
     minima[0, 0] = 0  # as above
 
 
@@ -225,7 +226,7 @@ def _rounded_in_tile_registers(first_share, last_share, rows, weight, bias, out,
                 amx.multiply_block(rows, begin, of_rows, laid, sums[(begin - first) // amx.BLOCK_ROWS], False)
             for begin in range(first, last, amx.BLOCK_ROWS):
                 of_block, end = sums[(begin - first) // amx.BLOCK_ROWS], min(begin + amx.BLOCK_ROWS, last)
-                _write(of_block, bias, out, begin, end, panel * OUTPUTS)
+                write_sums(of_block, bias, out, begin, end, panel * OUTPUTS)
     amx.release_tiles()
     scratch[0] = 0  # as above
 
@@ -279,18 +280,3 @@ def _unpack(kind, panel, first, blocks, words, scales, minima, like):
     widen_halves(block + np.uintp(_HALVES), blocks, _Q4_MIN, minima)
     unpack_four(block + np.uintp(2 * _HALVES), blocks, _Q4_MIN, 0, words, like)
     return minima
-
-
-@kernel_part()
-def _write(totals, bias, out, begin, end, column):
-    """Write the sums of rows `begin:end` as elements, with the bias added, if there is one, from `column` on."""
-    columns, like = min(OUTPUTS, out.shape[1] - column), out.dtype.type(0)
-    for row in range(begin, end):
-        total, target = totals[row - begin], out[row, column : column + columns]
-        if len(bias):
-            added = bias[column : column + columns]
-            for c in range(columns):
-                target[c] = store(total[c] + load(added[c]), like)
-        else:
-            for c in range(columns):
-                target[c] = store(total[c], like)

@@ -70,13 +70,13 @@ def _in_vectors(first_share, last_share, rows, rest, weight, bias, out, shares):
                     left = rows[tile * TILE_ROWS : (tile + 1) * TILE_ROWS] if tile < whole else rest
                     totals = sums[(tile - begin) * TILE_ROWS : (tile - begin + 1) * TILE_ROWS]
                     add_product(left, first, most, right, totals, 0, like)
-            _write_sums(sums, bias, out, begin * TILE_ROWS, min(end * TILE_ROWS, count), panel * TILE_COLUMNS)
+            write_sums(sums, bias, out, begin * TILE_ROWS, min(end * TILE_ROWS, count), panel * TILE_COLUMNS)
 
 
 @kernel_part()
-def _write_sums(sums, bias, out, begin, end, column):
-    """Write the sums of rows `begin:end` as elements, with the bias added, if there is one, from `column` on."""
-    columns, like = min(PANEL_COLUMNS, out.shape[1] - column), out.dtype.type(0)
+def write_sums(sums, bias, out, begin, end, column):
+    """Write a panel's sums of rows `begin:end` as elements from `column` on, with the bias added if there is one."""
+    columns, like = min(sums.shape[1], out.shape[1] - column), out.dtype.type(0)
     for row in range(begin, end):
         total, target = sums[row - begin], out[row, column : column + columns]
         if len(bias):
@@ -127,7 +127,7 @@ def _in_tile_registers(first_share, last_share, rows, weight, bias, out, shares)
                 if len(bias) == 0 and column + amx.PANEL_COLUMNS <= out.shape[1]:
                     amx.write_block(block, end - begin, out, begin, column)
                 else:
-                    _write_sums(block, bias, out, begin, end, column)
+                    write_sums(block, bias, out, begin, end, column)
     amx.release_tiles()
 
 
