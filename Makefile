@@ -16,7 +16,7 @@ SETUP_SOURCES := setup.cfg constraints.txt scripts/setup_environment.py scripts/
   $(wildcard scripts/locks/*.txt)
 # Compiled for the data type that only tests serve the demo model in.
 KERNELS := $(VENV)/.kernels-fp32
-KERNEL_SOURCES := $(wildcard handlers/cpu_kernels/*.py)
+KERNEL_SOURCES := $(wildcard handlers/cpu_kernels/*.py handlers/cpu_kernels/*/*.py)
 # What `make audit` and `make sbom` run, each in an environment of its own.
 BANDIT := 1.9.4
 PIP_AUDIT := 2.10.1

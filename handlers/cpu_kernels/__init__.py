@@ -1,5 +1,12 @@
 """Kernels of the rolling batch for the CPU, compiled by numba when a model loads. Imports nothing else of this project.
 
+    decoder, linear, rows   what a layer is made of; arguments, arrays: what kernels take
+    attention/              one query token for each sequence, and chunks of prompts
+    blocks/                 linear layers whose weights have few bits
+    intrinsics, amx, inlined   what numba's language lacks
+    threads/                how threads and ranks share work
+    compilation/            the decorators, and where compiled code is kept
+
 torch's own operators do not suit a step of decoding. Its attention pays per call for one query token per sequence; its
 products of bfloat16 round sums to bfloat16; each element-wise operation reads and writes all activations. Here each of
 these is one pass over memory, parallel over rows. The kernels are written in numba's part of Python, so that no

@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from handlers.cpu_kernels.arguments import AttentionSettings, LayerArrays
-from handlers.cpu_kernels.attention import slot_attention
-from handlers.cpu_kernels.block_linear import block_linear
-from handlers.cpu_kernels.compilation import kernel, kernel_part
+from handlers.cpu_kernels.attention.decoding import slot_attention
+from handlers.cpu_kernels.blocks.linear import block_linear
+from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.intrinsics import array_at, heads_of, reshaped
 from handlers.cpu_kernels.linear import linear
 from handlers.cpu_kernels.rows import add_and_norm, rms_norm, rotate, silu_and_mul
-from handlers.cpu_kernels.shared_memory import all_reduce
+from handlers.cpu_kernels.threads.shared_memory import all_reduce
 
 
 @kernel_part()

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from handlers.cpu_kernels.compilation import kernel_part
+from handlers.cpu_kernels.compilation.decorators import kernel_part
 from handlers.cpu_kernels.intrinsics import larger, load, power_of_two
 
 

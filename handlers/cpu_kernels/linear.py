@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from handlers.cpu_kernels import amx
-from handlers.cpu_kernels.compilation import kernel, kernel_part
+from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.intrinsics import TILE_COLUMNS, TILE_ROWS, add_product, load, store, words_of
-from handlers.cpu_kernels.parallel import in_threads, shares_of
+from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
 PANEL_COLUMNS = amx.PANEL_COLUMNS if amx.IS_USABLE else TILE_COLUMNS
 """How many outputs a panel of weights has."""

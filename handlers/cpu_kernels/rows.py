@@ -9,10 +9,10 @@ import math
 
 import numpy as np
 
-from handlers.cpu_kernels.compilation import kernel, kernel_part
+from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.inlined import drawn_from, exp, greatest, gumbel_of, tokens_above
 from handlers.cpu_kernels.intrinsics import larger, load, store
-from handlers.cpu_kernels.parallel import in_threads
+from handlers.cpu_kernels.threads.parallel import in_threads
 
 
 @kernel()

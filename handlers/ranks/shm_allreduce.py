@@ -33,7 +33,7 @@ class ShmAllReduce:
     """Sums and gathers over the ranks of a group; all ranks call the same methods with the same shapes in one order."""
 
     def __init__(self, rank: Rank) -> None:
-        from handlers.cpu_kernels import shared_memory as kernels
+        from handlers.cpu_kernels.threads import shared_memory as kernels
 
         self._all_reduce, self._gather_columns = kernels.all_reduce, kernels.gather_columns
         self._rank, self._ranks = rank.rank, rank.size

@@ -13,7 +13,7 @@ from torch import nn
 from handlers.checkpoints.blocks.formats import StoredWeight
 from handlers.checkpoints.blocks.layout import join, lay_out
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.cpu_kernels.blocks import OUTPUTS
+from handlers.cpu_kernels.blocks.layout import OUTPUTS
 
 
 class BlockLinear(nn.Module):
@@ -31,7 +31,7 @@ class BlockLinear(nn.Module):
     ) -> None:
         """`laid` is in the layout of the kernel, `widths` are those of input and output."""
         super().__init__()
-        from handlers.cpu_kernels.block_linear import block_linear, block_linear_in_vectors
+        from handlers.cpu_kernels.blocks.linear import block_linear, block_linear_in_vectors
 
         self.in_features, self.out_features = widths
         self.formats, self.dtype = tuple(dict.fromkeys(formats)), dtype

@@ -1,4 +1,4 @@
-"""Lays weights out as the kernels read them: see cpu_kernels/blocks.py."""
+"""Lays weights out as the kernels read them: see cpu_kernels/blocks/layout.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from handlers.checkpoints.blocks.formats import StoredWeight
-from handlers.cpu_kernels.blocks import (
+from handlers.cpu_kernels.blocks.layout import (
     ALIGNMENT,
     EXACT_ROWS,
     FIRST_PANEL,

@@ -20,8 +20,8 @@ class KernelAttention:
     single_area = 2048
 
     def __init__(self, cache: KVCache) -> None:
-        from handlers.cpu_kernels.attention import slot_attention, write_rows
-        from handlers.cpu_kernels.chunk_attention import chunk_attention
+        from handlers.cpu_kernels.attention.chunks import chunk_attention
+        from handlers.cpu_kernels.attention.decoding import slot_attention, write_rows
 
         dtype = as_numpy(cache.keys[0]).dtype
         self._kernel = slot_attention

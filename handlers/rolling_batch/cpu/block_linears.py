@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from handlers.checkpoints.blocks.layers import BlockLinear
-from handlers.cpu_kernels.blocks import EXACT_ROWS
+from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 
 _READ = 32 * 2**20  # bytes of weights that are measured: more than caches hold

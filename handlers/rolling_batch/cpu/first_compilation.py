@@ -96,7 +96,7 @@ def compiled_marker(element: str, weights: str) -> Path | None:
 
     None if compiled kernels are not kept.
     """
-    from handlers.cpu_kernels.compilation import SOURCES, target
+    from handlers.cpu_kernels.compilation.decorators import SOURCES, target
 
     processor = hashlib.sha256(" ".join(target()).encode()).hexdigest()[:16]
     folder = compiled_kernels()
@@ -145,16 +145,16 @@ def first_kernels(element: str) -> Iterator[Call]:
 
 def decoding_kernels(element: str, weights: str = PLAIN) -> Iterator[Call]:
     """Yield the kernels that decode, most that choose tokens, and those of helpers, as `first_kernels` does."""
-    from handlers.cpu_kernels import attention
     from handlers.cpu_kernels import rows as kernels
+    from handlers.cpu_kernels.attention.decoding import slot_attention
     from handlers.cpu_kernels.decoder import decoder_layers
-    from handlers.cpu_kernels.parallel import help_compute, wake_helpers
+    from handlers.cpu_kernels.threads.parallel import help_compute, wake_helpers
 
     places, rows, cache = _array("int64", 1), _array(element, 2), _array(element, 4)
     heads = np.zeros((4, 4, 4), element)[:, :, ::2]  # of any strides
     settings = AttentionSettings(1.0, 0, 0, 0.0, 1, _array("float32", 1))
     attended = _array(element, 3)
-    yield attention.slot_attention, (heads, heads, heads, cache, cache, places, places, attended, settings)
+    yield slot_attention, (heads, heads, heads, cache, cache, places, places, attended, settings)
     if element == "uint16":
         bias, laid = _array(element, 1), _laid(weights)
         layer = LayerArrays(cache, cache, bias, laid, bias, laid, bias, bias, laid, bias, laid, bias)
@@ -176,9 +176,9 @@ def decoding_kernels(element: str, weights: str = PLAIN) -> Iterator[Call]:
 def other_kernels(element: str, weights: str = PLAIN) -> Iterator[Call]:
     """Yield the kernels of single modules, of prompts and those that draw tokens, as `first_kernels` does."""
     from handlers.cpu_kernels import rows as kernels
-    from handlers.cpu_kernels.attention import write_rows
-    from handlers.cpu_kernels.block_linear import block_linear, block_linear_in_vectors
-    from handlers.cpu_kernels.chunk_attention import chunk_attention
+    from handlers.cpu_kernels.attention.chunks import chunk_attention
+    from handlers.cpu_kernels.attention.decoding import write_rows
+    from handlers.cpu_kernels.blocks.linear import block_linear, block_linear_in_vectors
     from handlers.cpu_kernels.linear import linear
 
     rows = _array(element, 2)

@@ -167,7 +167,7 @@ def _in_words(crossover: int | None) -> str:
 
 def load_crossovers() -> Crossovers:
     """Return the crossovers of this machine for the number of threads that torch has now."""
-    from handlers.cpu_kernels.compilation import SOURCES, target
+    from handlers.cpu_kernels.compilation.decorators import SOURCES, target
 
     hidden = process_environment().get("ONEDNN_MAX_CPU_ISA", "")  # of the processor's instructions
     kind, processor, features = target()

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from handlers.cpu_kernels import attention as kernels
 from handlers.cpu_kernels.arguments import SeenColumns, SlotSpan
-from handlers.cpu_kernels.compilation import SOURCES, sources_digest
+from handlers.cpu_kernels.attention import decoding as kernels
+from handlers.cpu_kernels.compilation.decorators import SOURCES, sources_digest
 from handlers.rolling_batch.attention.kernel_attention import KernelAttention
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
 from handlers.rolling_batch.attention.paged import SlotAttention
@@ -164,7 +164,7 @@ def test_a_processor_without_long_vectors_and_bfloat16_products_computes_the_sam
 
 def test_compiled_code_is_looked_up_by_all_sources_of_the_kernels(tmp_path: Path) -> None:
     assert kernels.slot_attention.py_func.__qualname__.startswith(f"slot_attention_{SOURCES}_")
-    folder = shutil.copytree(Path(kernels.__file__).parent, tmp_path / "cpu_kernels")
+    folder = shutil.copytree(Path(kernels.__file__).parent.parent, tmp_path / "cpu_kernels")
     assert sources_digest(folder) == SOURCES
     with (folder / "intrinsics.py").open("a") as intrinsics:
         intrinsics.write("# changed\n")

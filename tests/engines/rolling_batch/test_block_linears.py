@@ -20,7 +20,7 @@ from handlers.checkpoints.blocks.formats import FORMATS, StoredWeight, quantize
 from handlers.checkpoints.blocks.layers import BlockLinear, is_joinable
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.cpu_kernels.blocks import EXACT_ROWS
+from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
 from handlers.huggingface.options import HuggingFaceOptions
 
 

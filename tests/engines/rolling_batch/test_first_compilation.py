@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 from waiting import wait_until
 
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
-from handlers.cpu_kernels import helpers
+from handlers.cpu_kernels.threads import helpers
 from handlers.generation.prompts import PromptEncoder
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.cpu import first_compilation, kernel_choice

@@ -16,9 +16,9 @@ import torch
 from rolling_batch_helpers import Engine, prompts
 from tiny_models import tiny_model
 
-from handlers.cpu_kernels import helpers
-from handlers.cpu_kernels.compilation import kernel_part
-from handlers.cpu_kernels.parallel import in_threads, shares_of
+from handlers.cpu_kernels.compilation.decorators import kernel_part
+from handlers.cpu_kernels.threads import helpers
+from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 from handlers.rolling_batch.runner import pass_threads
 
 pytestmark = pytest.mark.skipif(not helpers.MACHINE_IS_KNOWN, reason="there are no helpers on this kind of processor")
@@ -126,7 +126,7 @@ def test_one_thread_and_very_many_have_no_helpers(threads_wanted: int) -> None:
 
 _FORKED = """
 import os, numpy as np
-from handlers.cpu_kernels import helpers
+from handlers.cpu_kernels.threads import helpers
 from handlers.cpu_kernels.rows import rms_norm
 
 def normed():

@@ -12,8 +12,8 @@ import numba
 import numpy as np
 import pytest
 
-from handlers.cpu_kernels.compilation import kernel_part
-from handlers.cpu_kernels.parallel import in_threads
+from handlers.cpu_kernels.compilation.decorators import kernel_part
+from handlers.cpu_kernels.threads.parallel import in_threads
 
 # Prints how many kernels were found on disk. Nothing in it starts numba's threads but the kernel.
 _NORM = """

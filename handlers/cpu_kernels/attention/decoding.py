@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 from numba.np.numpy_support import from_dtype
 
-from handlers.cpu_kernels.attention_products import (
+from handlers.cpu_kernels.attention.products import (
     HAS_MANY_REGISTERS,
     MAX_HEADS,
     WIDE_COLUMNS,
@@ -26,10 +26,10 @@ from handlers.cpu_kernels.attention_products import (
     dots,
     prefetch,
 )
-from handlers.cpu_kernels.compilation import kernel, kernel_part
+from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.inlined import exp, first_seen, sink_weight
 from handlers.cpu_kernels.intrinsics import LANES, larger, load, store
-from handlers.cpu_kernels.parallel import in_threads, shares_of
+from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
 # All heads of a group add the values of so many tokens before others are read: they are in the L1 cache meanwhile.
 _NEAR_TOKENS = 64

@@ -6,8 +6,8 @@ import atexit
 import os
 import threading
 
-from handlers.cpu_kernels.atomics import MACHINE_IS_KNOWN
-from handlers.cpu_kernels.parallel import STATE, STOP, THREADS, help_compute, wake_helpers
+from handlers.cpu_kernels.threads.atomics import MACHINE_IS_KNOWN
+from handlers.cpu_kernels.threads.parallel import STATE, STOP, THREADS, help_compute, wake_helpers
 
 MAX_THREADS = 16
 """All threads take pieces of work from one counter; of more threads each would wait for the others there."""

@@ -10,20 +10,22 @@ from typing import Any
 from numba import njit
 from numba.core import registry
 
-from handlers.cpu_kernels import amx, kernel_cache
-from handlers.cpu_kernels.part_compiler import PartCompiler
+from handlers.cpu_kernels import amx
+from handlers.cpu_kernels.compilation import kernel_cache
+from handlers.cpu_kernels.compilation.part_compiler import PartCompiler
 
 
 def sources_digest(folder: Path) -> str:
-    """Return a digest of all Python files in `folder`."""
+    """Return a digest of all Python files in `folder` and below it."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-SOURCES = sources_digest(Path(__file__).parent)
-IS_KEPT = kernel_cache.find_place(sources_digest)
+_KERNELS = Path(__file__).parent.parent
+SOURCES = sources_digest(_KERNELS)
+IS_KEPT = kernel_cache.find_place(_KERNELS)
 """Whether later starts, and other processes, find what is compiled."""
 
 _CHOSEN = "amx" if amx.IS_USABLE else "vectors"  # not by the processor's features alone, as numba thinks
@@ -47,7 +49,7 @@ def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., No
     numba looks compiled code up by the function's qualified name, and uses it as long as date and size of the
     function's own file are the same. But a kernel contains the functions that it calls: after a change of another
     file, intrinsics.py say, numba would run kernels that contain its former functions. So the name carries a digest of
-    every source file of this folder, and whether tile registers were usable, which the system decides too.
+    every source file of the kernels, and whether tile registers were usable, which the system decides too.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., Any]:

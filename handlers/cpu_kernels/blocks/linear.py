@@ -1,4 +1,4 @@
-"""The product of a linear layer whose weights have few bits, as blocks.py describes them."""
+"""The product of a linear layer whose weights have few bits, as layout.py describes them."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # numba infers the types of a kernel from its arguments; annotations would have no effect, and docstrings give shapes.
@@ -8,9 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from handlers.cpu_kernels import amx
-from handlers.cpu_kernels.block_products import add_block_products, add_scaled, address_of, subtract_minima
-from handlers.cpu_kernels.block_row import multiply_row_of_eight, multiply_row_of_four
-from handlers.cpu_kernels.blocks import (
+from handlers.cpu_kernels.blocks.layout import (
     ALIGNMENT,
     EXACT_ROWS,
     FIRST_PANEL,
@@ -23,11 +21,13 @@ from handlers.cpu_kernels.blocks import (
     Q8,
     SECTION,
 )
-from handlers.cpu_kernels.compilation import kernel, kernel_part
+from handlers.cpu_kernels.blocks.products import add_block_products, add_scaled, address_of, subtract_minima
+from handlers.cpu_kernels.blocks.row import multiply_row_of_eight, multiply_row_of_four
+from handlers.cpu_kernels.blocks.unpacking import scale_words, unpack_eight, unpack_four, widen_halves
+from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.intrinsics import TILE_ROWS, load, words_of
 from handlers.cpu_kernels.linear import write_sums
-from handlers.cpu_kernels.parallel import in_threads, shares_of
-from handlers.cpu_kernels.unpacking import scale_words, unpack_eight, unpack_four, widen_halves
+from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
 # Rows whose sums are kept while panels are unpacked: those of a panel and its rows stay in the L2 cache.
 _MAX_ROWS = 512
@@ -46,7 +46,7 @@ _SCRATCH = ALIGNMENT + _OF_WORDS + 2 * _OF_SCALES + _APART
 def block_linear(rows, weight, bias, out, threads):
     """`rows @ weight.T + bias` -> out (n, out_features), for elements of bfloat16.
 
-    rows (n, in_features), contiguous, of whole blocks; weight int64, as blocks.py describes it; bias (out_features or
+    rows (n, in_features), contiguous, of whole blocks; weight int64, as layout.py describes it; bias (out_features or
     0,). threads: how many share the work.
 
     Up to weight[EXACT_ROWS] rows weights are not rounded, and a row gets the same bits whatever the others are. For

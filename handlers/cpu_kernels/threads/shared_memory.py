@@ -19,7 +19,7 @@ import numpy as np
 from numba import types
 
 from handlers.cpu_kernels.arguments import CACHE_LINE
-from handlers.cpu_kernels.compilation import kernel, kernel_part
+from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.intrinsics import load, load_acquire, store, store_release
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())

@@ -34,8 +34,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.ufunc import parallel
 
-from handlers.cpu_kernels.atomics import add, give_way, pause, read, replace, sleep_while, wake, write
-from handlers.cpu_kernels.compilation import kernel, kernel_part
+from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
+from handlers.cpu_kernels.threads.atomics import add, give_way, pause, read, replace, sleep_while, wake, write
 
 _INT, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
 _WORK = ir.FunctionType(ir.VoidType(), [_INT, _INT, _INT])  # address of the arguments, first and last number

@@ -1,4 +1,4 @@
-"""Turns blocks of few bits (see blocks.py) into the numbers that the kernels multiply."""
+"""Turns blocks of few bits (see layout.py) into the numbers that the kernels multiply."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # llvmlite and numba's typing objects are untyped.
@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from handlers.cpu_kernels.blocks import INPUTS, OUTPUTS
+from handlers.cpu_kernels.blocks.layout import INPUTS, OUTPUTS
 from handlers.cpu_kernels.intrinsics import LANES, BFloat16, host_has, prefetch_line
 
 _INT, _WORD, _HALF = ir.IntType(64), ir.IntType(32), ir.IntType(16)

@@ -1,4 +1,4 @@
-"""Products of rows of activations and unpacked blocks (see blocks.py): numbers are multiplied, sums of a block scaled.
+"""Products of rows of activations and unpacked blocks (see layout.py): numbers are multiplied, sums of a block scaled.
 
 So weights are not rounded at all: small integers are exact in bfloat16, and scales multiply sums in float32.
 """
@@ -13,9 +13,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from handlers.cpu_kernels.blocks import INPUTS, OUTPUTS
+from handlers.cpu_kernels.blocks.layout import INPUTS, OUTPUTS
+from handlers.cpu_kernels.blocks.unpacking import load_at, store_at
 from handlers.cpu_kernels.intrinsics import LANES, TILE_ROWS, host_has, multiply_add, spread
-from handlers.cpu_kernels.unpacking import load_at, store_at
 
 _INT = ir.IntType(64)
 _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)

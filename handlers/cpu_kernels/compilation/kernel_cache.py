@@ -32,11 +32,12 @@ _log = logging.getLogger(__name__)
 _LOCATORS = (UserProvidedCacheLocator, InTreeCacheLocator, UserWideCacheLocator)
 
 
-def find_place(function: Callable[..., Any]) -> bool:
-    """Have a place for what is compiled of the file of this function; return whether there is one."""
-    if _has_place(function):
+def find_place(package: Path) -> bool:
+    """Have a place for what is compiled of the modules below this folder; return whether there is one."""
+    if _has_place(find_place):
         return True
-    sources = [folder for folder in _folders(function) if _has_kernels(folder)]
+    packages = sorted({module.parent for module in package.rglob("*.py")})
+    sources = [next(filter(_has_kernels, _caches(folder)), None) for folder in packages]
     own = _temporary_folder()
     if own is None:
         _log.warning(
@@ -45,9 +46,11 @@ def find_place(function: Callable[..., Any]) -> bool:
         )
         return False
     config.CACHE_DIR = str(own)
-    if sources:
-        _copy(sources[0], next(_folders(function)))
-    copied = f" with those of {sources[0]}" if sources else ""
+    for folder, source in zip(packages, sources, strict=True):
+        if source is not None:
+            _copy(source, next(_caches(folder)))
+    first = next(filter(None, sources), None)
+    copied = f" with those of {first}" if first else ""
     _log.info("Compiled kernels are kept in %s%s: no other place can be written", own, copied)
     return True
 
@@ -60,12 +63,12 @@ def _has_place(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _folders(function: Callable[..., Any]) -> Iterator[Path]:
-    """Yield where numba would look for what is compiled of the file of this function, the first place first."""
+def _caches(package: Path) -> Iterator[Path]:
+    """Yield where numba would look for what is compiled of the modules of this folder, the first place first."""
     wanted = [name.strip() for name in config.CACHE_LOCATOR_CLASSES.split(",") if name.strip()]
     for locator in (each for each in _LOCATORS if not wanted or each.__name__ in wanted):
         if locator is not UserProvidedCacheLocator or config.CACHE_DIR:
-            yield Path(locator(function, function.__code__.co_filename).get_cache_path())
+            yield Path(locator(find_place, str(package / "__init__.py")).get_cache_path())
 
 
 def _has_kernels(folder: Path) -> bool:

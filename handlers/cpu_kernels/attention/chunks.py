@@ -17,8 +17,8 @@ from numba.np.numpy_support import from_dtype
 
 from handlers.cpu_kernels import amx
 from handlers.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
-from handlers.cpu_kernels.chunk_attention_amx import chunk_attention_in_tile_registers
-from handlers.cpu_kernels.compilation import kernel, kernel_part
+from handlers.cpu_kernels.attention.chunks_amx import chunk_attention_in_tile_registers
+from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.inlined import exp, fill, seen_columns, sink_weight
 from handlers.cpu_kernels.intrinsics import (
     TILE_COLUMNS,
@@ -30,7 +30,7 @@ from handlers.cpu_kernels.intrinsics import (
     word,
     words_of,
 )
-from handlers.cpu_kernels.parallel import in_threads, shares_of
+from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
 
 @functools.cache

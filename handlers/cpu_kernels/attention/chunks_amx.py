@@ -10,10 +10,10 @@ import math
 import numpy as np
 
 from handlers.cpu_kernels import amx
-from handlers.cpu_kernels.compilation import kernel_part
+from handlers.cpu_kernels.compilation.decorators import kernel_part
 from handlers.cpu_kernels.inlined import exp, fill, seen_columns, sink_weight
 from handlers.cpu_kernels.intrinsics import finite, larger, store, word, words_of
-from handlers.cpu_kernels.parallel import in_threads, shares_of
+from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
 # Columns whose scores are computed before their weights, of BLOCK_ROWS rows: both stay in the L2 cache (384 KiB). Half
 # as many took a tenth longer, and twice as many as long.

@@ -15,10 +15,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from handlers.cpu_kernels.block_products import multiply_add_floats
-from handlers.cpu_kernels.blocks import INPUTS, OUTPUTS
+from handlers.cpu_kernels.blocks.layout import INPUTS, OUTPUTS
+from handlers.cpu_kernels.blocks.products import multiply_add_floats
+from handlers.cpu_kernels.blocks.unpacking import AHEAD_BYTES, load_at, store_at, widened
 from handlers.cpu_kernels.intrinsics import LANES, prefetch_line, spread
-from handlers.cpu_kernels.unpacking import AHEAD_BYTES, load_at, store_at, widened
 
 _INT, _WORD, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
 _WORDS, _FLOATS = ir.VectorType(_WORD, LANES), ir.VectorType(_FLOAT, LANES)

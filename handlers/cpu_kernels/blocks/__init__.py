@@ -1,0 +1,1 @@
+"""Linear layers whose weights have few bits: their layout, unpacking, and products."""
