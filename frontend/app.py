@@ -28,7 +28,7 @@ from frontend.openapi.document import Document
 from frontend.relay.relay import Relay
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, RouteNotFoundError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import routes
 from lmi_server.dialects.forms import MAX_FIELDS, too_many_fields
 from lmi_server.dialects.optional import optional_dialects

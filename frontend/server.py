@@ -43,7 +43,7 @@ from lmi_server.configuration.resolve import inspect_model
 from lmi_server.configuration.server_settings import ServerSettings, server_home
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import Metric
-from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.machine.environment import process_environment, without_secrets_of_server
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 from lmi_server.processes.descriptors import open_standard_files

@@ -17,7 +17,7 @@ from pathlib import Path
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.watched_files import WatchedFiles
 from lmi_server.contract.errors import AuthenticationError, ConfigurationError, KeyBusyError, LmiServerError
-from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.texts.secrets import SECRETS
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.references import FOR_OPERATOR, Kind, Reference
 from lmi_server.configuration.server_settings import ServerSettings, server_home
 from lmi_server.contract.errors import PermissionDeniedError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.machine.environment import is_multi_model
 from lmi_server.serving.adapters.adapters import adapter_base
 from lmi_server.serving.models.model_store import ModelSource

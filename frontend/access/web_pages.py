@@ -14,7 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 from frontend.http.clients import Scope
 from lmi_server.configuration.server_settings import UNIX, ServerSettings
 from lmi_server.contract.errors import PermissionDeniedError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 ANY = "*"
 _OTHER_SITES = ("cross-site", "same-site")

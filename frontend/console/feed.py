@@ -17,9 +17,9 @@ from frontend.console.figures import Row, Window, counts_of, rounded, sums
 from frontend.console.history import COLUMNS, SPAN_S, History
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.server_log import LogTail
-from lmi_server.contract.quoting import excerpt
-from lmi_server.contract.secrets import SECRETS
-from lmi_server.contract.sendable import json_bytes
+from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.secrets import SECRETS
+from lmi_server.contract.texts.sendable import json_bytes
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.pool.engine_metrics import summed_gauges
 from lmi_server.serving.pool_settings import ModelStatus

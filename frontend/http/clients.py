@@ -10,8 +10,8 @@ from typing import Any
 
 from lmi_server.artifacts.location import is_hub_id
 from lmi_server.contract.errors import LmiServerError, error_from_kind
-from lmi_server.contract.quoting import excerpt
-from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.dialects.framing import encode, encode_line
 
 Scope = MutableMapping[str, Any]

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from frontend.http.held_bytes import SMALL_BODY, HeldBytes
 from lmi_server.contract.errors import BadParameterError, PayloadTooLargeError, UnsupportedEncodingError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 _GZIP = 16 + zlib.MAX_WBITS
 _ZLIB = zlib.MAX_WBITS

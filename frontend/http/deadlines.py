@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from lmi_server.contract.errors import BadParameterError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.supervisor.job import Deadline
 
 _REQUEST_TIMEOUT = "x-request-timeout"

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from lmi_server.contract.errors import BadParameterError, PayloadTooLargeError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from lmi_server.contract.errors import (
     RouteNotFoundError,
     WorkerDiedError,
 )
-from lmi_server.contract.quoting import excerpt
-from lmi_server.contract.sendable import json_bytes
+from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.sendable import json_bytes
 from lmi_server.dialects.errors import error_reply
 
 CACHE_HEADERS = [

@@ -18,7 +18,7 @@ from frontend.http.clients import Scope, shown_error
 from frontend.http.responses import error_response, json_response
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.contract.errors import MethodNotAllowedError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import routes
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.registry import ModelRegistry

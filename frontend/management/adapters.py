@@ -18,7 +18,7 @@ from frontend.http.responses import json_response
 from frontend.management.models import WholePathRoute
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Adapter
-from lmi_server.contract.secrets import masked_url
+from lmi_server.contract.texts.secrets import masked_url
 from lmi_server.dialects.adapters import ALIAS_HEADER
 from lmi_server.serving.adapters.adapters import Adapters, RegisteredAdapter, fetch_adapter
 from lmi_server.serving.models.model import Model

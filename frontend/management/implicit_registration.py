@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from frontend.access.registration_limits import RegistrationLimits, leads_up
 from frontend.management.models import model_source
 from lmi_server.contract.errors import ModelNotFoundError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.registry import ModelRegistry
 

@@ -20,8 +20,8 @@ from lmi_server.artifacts.location import NO_WORKFLOWS, archive_stem
 from lmi_server.configuration.options import MAX_WORKERS
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
-from lmi_server.contract.quoting import excerpt
-from lmi_server.contract.secrets import SECRETS, masked_url
+from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.secrets import SECRETS, masked_url
 from lmi_server.serving.models.model import Endpoint, Model
 from lmi_server.serving.models.model_store import ModelSource, name_of, named_by_file
 from lmi_server.serving.models.registry import ModelRegistry

@@ -22,7 +22,7 @@ import msgspec
 from frontend.observability.request_record import RequestRecord
 from frontend.observability.server_log import WrittenLines
 from lmi_server.configuration.server_settings import ServerSettings
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 _LOGGER = "access"
 _MAX_LINES = 500  # each may have a prompt

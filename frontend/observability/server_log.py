@@ -20,9 +20,9 @@ from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
-from lmi_server.contract import log_fields
-from lmi_server.contract.quoting import LONGEST_RECORD, NOT_FOR_TERMINALS, as_record, shorten
-from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.texts import log_fields
+from lmi_server.contract.texts.quoting import LONGEST_RECORD, NOT_FOR_TERMINALS, as_record, shorten
+from lmi_server.contract.texts.secrets import SECRETS
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

@@ -19,7 +19,7 @@ from frontend.observability.trace_context import RequestTrace
 from frontend.relay.response import RelayedResponse
 from lmi_server.contract.errors import MalformedUrlError, PayloadTooLargeError, RequestError
 from lmi_server.contract.protocol import DEFAULT_PRIORITY, Input
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects.forms import is_form, split_pairs
 from lmi_server.dialects.routes import MODEL_IN_BODY
 from lmi_server.serving.models.model import Model

@@ -28,7 +28,7 @@ from frontend.sagemaker.job_store import JobRecord, as_os_errors, aws_client
 from frontend.sagemaker.settings import JobSettings
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError, NoRoomError, QueueFullError, RequestError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import routes
 from lmi_server.dialects.errors import error_reply
 from lmi_server.serving.pool.worker_pool import SHUTTING_DOWN

@@ -31,7 +31,7 @@ from frontend.sagemaker.settings import JobSettings
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
 from lmi_server.contract.protocol import SYNCHRONOUS_HEADER
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from frontend.http.clients import Receive, Scope
 from lmi_server.contract.errors import AuthenticationError, ConfigurationError, PayloadTooLargeError
-from lmi_server.contract.quoting import excerpt
-from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.secrets import SECRETS
 
 SERVICE = "sagemaker"  # of which sagemaker-runtime is a part
 

@@ -17,7 +17,7 @@ from handlers.tasks.task import pipeline_failure
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import fields, openai, routes
 from lmi_server.dialects.adapters import registered_adapter
 from lmi_server.dialects.base import ServedModel

@@ -12,7 +12,7 @@ from handlers.stable_diffusion.images import read_image, transparent_parts
 from handlers.stable_diffusion.options import IMAGE_TO_IMAGE, INPAINTING, TEXT_TO_IMAGE, StableDiffusionOptions
 from handlers.tasks.task import read_parameters
 from lmi_server.contract.errors import RequestError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.openai.images import ImagesRequest

@@ -13,7 +13,7 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import StructuredOutputs
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 _MAX_CHARACTERS = {"json": 2**18, "regex": 2**15, "choice": 2**18, "grammar": 2**17, "structural_tag": 2**18}
 _MAX_CHOICES = 10_000

@@ -20,7 +20,7 @@ from lmi_server.contract.errors import (
     is_device_failure,
 )
 from lmi_server.contract.generation import FinishReason
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field, Reader
 from lmi_server.media import images

@@ -24,7 +24,7 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Input
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import fields, openai, routes
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing

@@ -11,7 +11,7 @@ from handlers.tensorrt_llm import library
 from handlers.tensorrt_llm.options import TensorRtLlmOptions
 from lmi_server.contract.errors import HandlerError, RequestError
 from lmi_server.contract.protocol import Adapter
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 

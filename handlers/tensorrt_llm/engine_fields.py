@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lmi_server.contract.python_source import parse
+from lmi_server.files.python_source import parse
 
 PREFIX = "trtllm_"
 _SOURCE = "llmapi/llm_args.py"

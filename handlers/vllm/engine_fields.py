@@ -14,7 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from lmi_server.contract.python_source import parse
+from lmi_server.files.python_source import parse
 
 _ARGUMENTS = "engine/arg_utils.py"
 _NOT_PASSED_ON = ("model", "served_model_name")  # this server decides them

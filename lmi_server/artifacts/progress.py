@@ -15,8 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bars
 
 from lmi_server.contract.errors import ArtifactError
-from lmi_server.contract.log_fields import of_model
-from lmi_server.contract.sizes import in_words
+from lmi_server.contract.texts.log_fields import of_model
+from lmi_server.contract.texts.sizes import in_words
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ import msgspec
 
 from lmi_server.artifacts.progress import Activity
 from lmi_server.contract.errors import ArtifactError
-from lmi_server.contract.sizes import in_words
+from lmi_server.contract.texts.sizes import in_words
 
 _LOCK_POLL_S = 0.2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

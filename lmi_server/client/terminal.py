@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.texts.secrets import SECRETS
 
 
 @contextmanager

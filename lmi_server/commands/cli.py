@@ -31,7 +31,7 @@ from lmi_server.configuration.server_settings import (
     server_home,
 )
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
-from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.explain.explanation import Explanation, file_problems
 from lmi_server.explain.explanation import explain as explain_model
 from lmi_server.features import FEATURES

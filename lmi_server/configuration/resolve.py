@@ -26,7 +26,7 @@ from lmi_server.configuration.layers import Given, SortedKeys, Source, build
 from lmi_server.configuration.model_directory.checkpoint import CheckpointFacts, locate_model, read_config
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.machine.inventory import Machine, this_machine
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})

@@ -35,7 +35,7 @@ an exception of this tree of them.
 
 from __future__ import annotations
 
-from lmi_server.contract.quoting import sendable_message
+from lmi_server.contract.texts.quoting import sendable_message
 
 
 class LmiServerError(Exception):

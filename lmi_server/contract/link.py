@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 
 from lmi_server.contract.protocol import FromWorker, Load, Message, Submit, ToWorker
-from lmi_server.contract.sendable import all_sendable
+from lmi_server.contract.texts.sendable import all_sendable
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import ADAPTER_HEADER, Input
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.routes import MODEL_IN_BODY, means_any_model

@@ -18,7 +18,7 @@ import msgspec
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import Feature
 from lmi_server.contract.protocol import Input
-from lmi_server.contract.quoting import NOT_FOR_TERMINALS, excerpt
+from lmi_server.contract.texts.quoting import NOT_FOR_TERMINALS, excerpt
 
 Reader = Callable[[str, Any], Any]
 """Takes a field's name and its value (never null); returns the value to use or raises RequestError."""

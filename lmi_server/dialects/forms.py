@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from urllib.parse import parse_qsl, unquote_plus
 
 from lmi_server.contract.errors import BadParameterError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 MAX_FIELDS = 1000  # of a form, or parameters of a query
 _LONGEST_HEAD = 16 * 1024  # bytes of the headers of a part

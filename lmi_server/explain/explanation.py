@@ -23,7 +23,7 @@ from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import Inspection, ResolvedModel
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.ranks import RankGroup
-from lmi_server.contract.secrets import HIDDEN, SECRETS, is_secret
+from lmi_server.contract.texts.secrets import HIDDEN, SECRETS, is_secret
 from lmi_server.explain.checkpoint_files import file_faults, gguf_fault, pipeline_faults
 from lmi_server.machine.devices import DeviceSet, plan_devices
 from lmi_server.machine.inventory import Machine

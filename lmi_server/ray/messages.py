@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.contract.sendable import json_bytes
+from lmi_server.contract.texts.sendable import json_bytes
 from lmi_server.supervisor.launch.remote import RemotePlace
 
 

@@ -12,9 +12,9 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.contract.link import WorkerLink
-from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import MetricSink
 from lmi_server.contract.protocol import Load
+from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.machine.memory import oom_kills
 from lmi_server.processes.tree import WORKER_VARIABLE, kill_family
 from lmi_server.supervisor.launch.worker_launch import WorkerLaunch

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from lmi_server.contract.log_fields import WorkerLogger
+from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.processes.tree import is_stopped
 from lmi_server.supervisor.launch.worker_launch import WorkerLaunch
 

@@ -9,8 +9,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from lmi_server.contract.log_fields import WorkerLogger, of_worker
 from lmi_server.contract.metrics import MARK, MetricSink, parse_metric, unrecorded
+from lmi_server.contract.texts.log_fields import WorkerLogger, of_worker
 from lmi_server.supervisor.tracebacks import Tracebacks
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import Protocol
 import msgspec
 
 from lmi_server.contract.errors import ModelLoadError
-from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.protocol import Load, Ready
+from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.supervisor.launch.remote import RemotePlace
 from lmi_server.supervisor.worker_process import WorkerProcess

@@ -28,7 +28,6 @@ from lmi_server.contract.errors import (
     error_from_kind,
 )
 from lmi_server.contract.link import worker_link
-from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import MetricSink, unrecorded
 from lmi_server.contract.protocol import (
     Failed,
@@ -42,6 +41,7 @@ from lmi_server.contract.protocol import (
     Shutdown,
     Stats,
 )
+from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.machine.mpi import MpiRun
 from lmi_server.supervisor.child_process import EXIT_GRACE_S, ChildProcess
 from lmi_server.supervisor.control_calls import ControlCalls

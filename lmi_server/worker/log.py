@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 from lmi_server.contract.metrics import MARK
-from lmi_server.contract.quoting import LONGEST_RECORD, as_record, shorten
+from lmi_server.contract.texts.quoting import LONGEST_RECORD, as_record, shorten
 
 logger = logging.getLogger(__name__)
 

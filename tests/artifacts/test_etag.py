@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmi_server.artifacts.etag import Verdict, compare, multipart_etag, part_sizes
+from lmi_server.artifacts.s3.etag import Verdict, compare, multipart_etag, part_sizes
 
 MIB = 1 << 20
 

@@ -18,8 +18,8 @@ from paths import TESTS
 
 from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.s3 import fetch_s3
-from lmi_server.artifacts.s3_clients import Boto3, Download, S3Client, S3Object, S5cmd, find_client, find_s5cmd
+from lmi_server.artifacts.s3.clients import Boto3, Download, S3Client, S3Object, S5cmd, find_client, find_s5cmd
+from lmi_server.artifacts.s3.mirror import fetch_s3
 from lmi_server.contract.errors import ArtifactError
 
 FILES = {

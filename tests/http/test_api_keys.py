@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from frontend.access.api_keys import key_ring
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.contract.secrets import Secrets, is_secret
+from lmi_server.contract.texts.secrets import Secrets, is_secret
 
 USER, OTHER, ADMIN = "user-key-0123456789", "other-key-0123456789", "admin-key-0123456789"
 REMOTE = {"x-forwarded-for": "203.0.113.7"}

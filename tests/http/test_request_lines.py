@@ -16,7 +16,7 @@ from frontend.observability.request_log import RequestLog
 from frontend.observability.request_record import RequestRecord
 from frontend.observability.server_log import BackgroundLog
 from lmi_server.contract.protocol import Summary
-from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.texts.secrets import SECRETS
 
 SECRET = "a-secret-of-this-test"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity, Progress
-from lmi_server.artifacts.s3 import fetch_s3
-from lmi_server.artifacts.s3_clients import Boto3
+from lmi_server.artifacts.s3.clients import Boto3
+from lmi_server.artifacts.s3.mirror import fetch_s3
 from lmi_server.contract.errors import ArtifactError
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from paths import ROOT
 
-from lmi_server.contract.python_source import parse
+from lmi_server.files.python_source import parse
 
 
 @pytest.fixture

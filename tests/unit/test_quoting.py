@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmi_server.contract.errors import LmiServerError
-from lmi_server.contract.quoting import as_record, excerpt, shorten
+from lmi_server.contract.texts.quoting import as_record, excerpt, shorten
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from growth import assert_linear
 
-from lmi_server.contract.quoting import LONGEST_MESSAGE
-from lmi_server.contract.secrets import SECRETS, Secrets, masked_url
+from lmi_server.contract.texts.quoting import LONGEST_MESSAGE
+from lmi_server.contract.texts.secrets import SECRETS, Secrets, masked_url
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmi_server.contract.errors import HandlerError, describe, failure_of, first_line
-from lmi_server.contract.quoting import LONGEST_MESSAGE, sendable
-from lmi_server.contract.sendable import json_bytes
+from lmi_server.contract.texts.quoting import LONGEST_MESSAGE, sendable
+from lmi_server.contract.texts.sendable import json_bytes
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmi_server.contract.sizes import in_words
+from lmi_server.contract.texts.sizes import in_words
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from own_code_helpers import make_own
 from server_helpers import Server, running
 from waiting import wait_until
 
-from lmi_server.contract.quoting import LONGEST_MESSAGE
+from lmi_server.contract.texts.quoting import LONGEST_MESSAGE
 
 CODE = """
 import os, signal, sys, time

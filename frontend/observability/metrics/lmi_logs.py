@@ -21,7 +21,7 @@ from frontend.observability.request_record import RequestRecord
 from frontend.observability.server_log import BackgroundLog, LineFormatter
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.metrics import HISTOGRAM, Metric
-from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.texts.secrets import SECRETS
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 

@@ -11,7 +11,7 @@ from djl_python.properties import Properties
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import CUSTOM_ATTRIBUTES
 from lmi_server.contract.protocol import Input as Request
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects.forms import form_fields
 
 ADAPTER = "adapter"  # a query parameter, or a field of a form

@@ -13,7 +13,7 @@ from djl_python.outputs import ERROR_MESSAGE, Output
 from msgspec.structs import replace
 
 from lmi_server.contract.handler import Response
-from lmi_server.contract.quoting import sendable, sendable_message
+from lmi_server.contract.texts.quoting import sendable, sendable_message
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from handlers.rolling_batch.images.options import ImageOptions
 from lmi_server.contract.errors import PayloadTooLargeError, RequestError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.media.fetching import MAX_BYTES, fetch_bytes
 from lmi_server.media.public_addresses import PrivateAddressError
 

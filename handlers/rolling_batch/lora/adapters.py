@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Adapter
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine

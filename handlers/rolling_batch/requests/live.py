@@ -10,7 +10,7 @@ from handlers.rolling_batch.request import Request
 from handlers.rolling_batch.schedule.scheduler import Scheduler, Sequence
 from handlers.rolling_batch.speculation.drafting import Drafter
 from lmi_server.contract.errors import RequestError, describe, failure_of
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 from lmi_server.artifacts.unpacking.limits import ArchiveLimits
 from lmi_server.artifacts.unpacking.unpack import unpack
 from lmi_server.contract.errors import ArtifactError
-from lmi_server.contract.sizes import in_words
+from lmi_server.contract.texts.sizes import in_words
 
 
 def main() -> None:

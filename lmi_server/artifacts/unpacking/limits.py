@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmi_server.contract.errors import ArtifactError
-from lmi_server.contract.quoting import excerpt
-from lmi_server.contract.sizes import in_words
+from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.sizes import in_words
 
 SMALL = 1 << 30  # bytes; an archive that unpacks to less is no bomb, whatever its compression ratio
 _BYTES_PER_SECOND = 8 << 20  # of processor time: less than what any of the decompressors does

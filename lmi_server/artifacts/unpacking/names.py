@@ -6,7 +6,7 @@ import os
 from pathlib import PurePosixPath
 
 from lmi_server.artifacts.unpacking.limits import UnsafeEntryError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 HERE = PurePosixPath()
 _LONGEST = 2048  # bytes; the store's own directories must still fit into the longest path of Linux

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from lmi_server.artifacts.unpacking.limits import Allowance, UnsafeEntryError
 from lmi_server.artifacts.unpacking.names import HERE, check_symbolic_link, link_out
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

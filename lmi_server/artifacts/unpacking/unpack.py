@@ -15,7 +15,7 @@ from lmi_server.artifacts.unpacking.tar_file import unpack_tar
 from lmi_server.artifacts.unpacking.tree import Tree
 from lmi_server.artifacts.unpacking.zip_file import unpack_zip
 from lmi_server.contract.errors import ArtifactError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 _ZIP_SUFFIXES = (".zip", ".mar")
 _DAMAGED = (

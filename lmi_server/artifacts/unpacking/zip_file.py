@@ -12,7 +12,7 @@ from lmi_server.artifacts.unpacking.bounded import PIECE, DirectoryBound
 from lmi_server.artifacts.unpacking.limits import Allowance, UnsafeEntryError, entry_error
 from lmi_server.artifacts.unpacking.names import safe_path
 from lmi_server.artifacts.unpacking.tree import Tree
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 _LOCAL_HEADER = 30  # bytes, without name and extra field
 _ENCRYPTED = 1

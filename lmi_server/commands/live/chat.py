@@ -21,7 +21,7 @@ from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.client.trial_server import LoadFailedError, trial_server
 from lmi_server.commands.live.conversation import Conversation
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.files.whole_files import write_text
 from lmi_server.machine.environment import process_environment
 from lmi_server.serving.models.model_store import name_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from lmi_server.client.server_calls import ServerCalls
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects.openai.chat import CHAT_FIELDS
 
 _LIST_S = 30.0

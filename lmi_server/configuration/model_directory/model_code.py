@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lmi_server.contract.python_source import parse
+from lmi_server.files.python_source import parse
 
 MODEL_CODE = "model.py"
 _SCRIPT = ("model_fn", "input_fn", "predict_fn", "output_fn", "transform_fn")

@@ -18,7 +18,7 @@ from lmi_server.configuration.model_file.checking import validate, without_effec
 from lmi_server.configuration.model_file.positions import KeyPath, YamlDocument, read_document
 from lmi_server.configuration.model_file.serve_sections import Anything, Section
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 MEMBER = "#"
 """Stands between an application file and the name of one of its models."""

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lmi_server.contract.errors import BadParameterError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects.optional import ModelListForm
 from lmi_server.dialects.routes import MESSAGES
 

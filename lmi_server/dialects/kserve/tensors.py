@@ -11,7 +11,7 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Input
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.framing import encode
 

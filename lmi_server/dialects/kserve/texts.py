@@ -10,7 +10,7 @@ import msgspec
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.protocol import Input
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import fields, lmi, routes
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.framing import SSE, encode

@@ -8,7 +8,7 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Input
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import routes
 from lmi_server.dialects.framing import encode
 from lmi_server.dialects.kserve.tensors import InferRequest, Tensor, answer, nested, read

@@ -12,7 +12,7 @@ import msgspec
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import StructuredOutputs
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field, Reader
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmi_server.contract.secrets import SECRETS
+from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.ray.deployments.deployment import Deployment, plain
 from lmi_server.ray.deployments.model_files import InspectedDeployment
 

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.contract.errors import BadParameterError, ModelLoadError
-from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import MetricSink
+from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.ray.messages import ModelReplicas
 from lmi_server.serving.adapters.adapters import RegisteredAdapter

@@ -14,7 +14,7 @@ from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.model_directory.checkpoint import read_config
 from lmi_server.configuration.model_directory.memory_estimate import Estimate, estimate, gib, inner_size
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.inventory import Machine
 from lmi_server.ray.deployments.deployment import ONGOING_SHARE

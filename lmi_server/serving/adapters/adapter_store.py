@@ -22,7 +22,7 @@ from lmi_server.contract.errors import (
     RequestError,
 )
 from lmi_server.contract.protocol import ADAPTER_HEADER, Adapter, Input
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.adapters.adapters import Adapters, RegisteredAdapter
 from lmi_server.supervisor.job import Deadline
 

@@ -24,9 +24,9 @@ from lmi_server.contract.errors import (
     RequestError,
     WorkerDiedError,
 )
-from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.protocol import Adapter, AddAdapter, RemoveAdapter
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.log_fields import WorkerLogger
+from lmi_server.contract.texts.quoting import excerpt
 
 if TYPE_CHECKING:
     from lmi_server.supervisor.worker_process import WorkerProcess

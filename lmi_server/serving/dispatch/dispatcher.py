@@ -29,9 +29,9 @@ from collections.abc import Callable
 
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.histogram import Histogram
-from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
 from lmi_server.contract.protocol import CANCELLED, RECALLED, Begun, Chunk, End, Error, Frame, Head, Input, Reply
+from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.serving.dispatch import deadlines
 from lmi_server.serving.dispatch.admission import QueueAdmission
 from lmi_server.serving.dispatch.batch_forming import BatchForming

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from lmi_server.contract.errors import ConfigurationError, ModelExistsError, ModelNotFoundError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.models.model import Endpoint, Model
 from lmi_server.serving.pool_settings import ModelStatus
 

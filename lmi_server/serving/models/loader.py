@@ -17,7 +17,7 @@ from lmi_server.configuration.checks.secure_mode import secure_mode
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import ConfigurationError, ModelNotFoundError
 from lmi_server.contract.metrics import Metric, MetricSink
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.adapters.adapter_store import AdapterStore, fetch_from_store
 from lmi_server.serving.adapters.store_listing import StoreListing
 from lmi_server.serving.models.fetch_model import FetchedModel, Inspect, fetch_directory, fetch_model

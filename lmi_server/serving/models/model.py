@@ -11,7 +11,7 @@ from lmi_server.artifacts.progress import Progress
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.files.file_state import FileState
 from lmi_server.serving.models.model_store import ModelSource
 from lmi_server.serving.models.reload import Reload, ReloadStatus

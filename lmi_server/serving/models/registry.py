@@ -22,7 +22,7 @@ from lmi_server.contract.errors import (
     RollingBatchError,
 )
 from lmi_server.contract.metrics import MetricSink, unrecorded
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.models.catalog import ModelCatalog
 from lmi_server.serving.models.fetch_model import Inspect
 from lmi_server.serving.models.loader import ROLLING_BATCH, ModelLoader

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from lmi_server.contract.errors import ModelLoadError, RollingBatchError
 from lmi_server.contract.histogram import Histogram
-from lmi_server.contract.log_fields import WorkerLogger
 from lmi_server.contract.metrics import MetricSink
 from lmi_server.contract.protocol import Ready
+from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.serving.adapters.adapters import Adapters
 from lmi_server.serving.dispatch.dispatcher import Dispatcher

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lmi_server.contract.errors import PredictTimeoutError
-from lmi_server.contract.log_fields import WorkerLogger
+from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.supervisor.job import Job
 
 if TYPE_CHECKING:

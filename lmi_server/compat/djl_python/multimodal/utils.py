@@ -6,7 +6,7 @@ import base64
 from typing import Any
 
 from djl_python.optional_packages import needs
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.media.fetching import fetch_bytes
 from lmi_server.media.images import open_image
 from lmi_server.media.public_addresses import allows_private

@@ -10,10 +10,10 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from lmi_server.artifacts.etag import Verdict, compare, md5
 from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.s3_clients import Download, S3Client, S3Object, S3UnreachableError
+from lmi_server.artifacts.s3.clients import Download, S3Client, S3Object, S3UnreachableError
+from lmi_server.artifacts.s3.etag import Verdict, compare, md5
 from lmi_server.artifacts.store import StoreEntry, claim, entry, file_errors, require_room
 from lmi_server.contract.errors import ArtifactError, ArtifactMissingError
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote_plus
 
-from lmi_server.contract.quoting import LONGEST_MESSAGE
+from lmi_server.contract.texts.quoting import LONGEST_MESSAGE
 
 HIDDEN = "***"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.contract.quoting import sendable
+from lmi_server.contract.texts.quoting import sendable
 
 
 def all_sendable(value: Any) -> Any:

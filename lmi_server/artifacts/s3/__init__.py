@@ -1,0 +1,1 @@
+"""A local copy of the objects below an S3 prefix."""
