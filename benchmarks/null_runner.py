@@ -19,7 +19,8 @@ from handlers.rolling_batch.handler import SchedulingHandler
 from handlers.rolling_batch.lora.layers import LoraLayers
 from handlers.rolling_batch.runner.step_layout import arrange, lay_out, rows_to_keep
 from handlers.rolling_batch.runner.step_runner import StepLogits
-from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, StepPlan
+from handlers.rolling_batch.schedule.plan import StepPlan
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from lmi_server.contract.errors import RequestError
 
 MAX_LEN = 4096  # tokens of prompt and output

@@ -21,7 +21,8 @@ from handlers.rolling_batch.runner.step_runner import StepLogits, StepRunner
 from handlers.rolling_batch.sampling.chosen import NO_TOKEN, Sampled
 from handlers.rolling_batch.sampling.state import SamplingState
 from handlers.rolling_batch.schedule.images import PromptImages
-from handlers.rolling_batch.schedule.scheduler import Scheduler, Sequence, StepPlan
+from handlers.rolling_batch.schedule.plan import Sequence, StepPlan
+from handlers.rolling_batch.schedule.scheduler import Scheduler
 from handlers.rolling_batch.speculation.drafting import Drafter
 from handlers.rolling_batch.speculation.verification import Verification
 from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder

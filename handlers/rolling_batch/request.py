@@ -14,7 +14,7 @@ from handlers.rolling_batch.grammars import Grammar
 from handlers.rolling_batch.sampling.chosen import Sampled
 from handlers.rolling_batch.sampling.sampler import score
 from handlers.rolling_batch.sampling.state import SamplingState
-from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence
+from handlers.rolling_batch.schedule.plan import Chunk, Sequence
 from handlers.step_loop import Output
 from lmi_server.contract.errors import HandlerError
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage

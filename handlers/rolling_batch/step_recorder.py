@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from handlers.rolling_batch.schedule.scheduler import Retraction, Scheduler, StepPlan
+from handlers.rolling_batch.schedule.plan import Retraction, StepPlan
+from handlers.rolling_batch.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class StepRecorder:
         stats.waiting = len(self._scheduler.waiting)
         stats.used_tokens = sum(sequence.computed for sequence in self._scheduler.running)
         stats.kept_tokens = self._scheduler.slots.cached_tokens
-        stats.new_token_ratio = self._scheduler.new_token_ratio
+        stats.new_token_ratio = self._scheduler.expectation.ratio
 
     def _count(self, plan: StepPlan, sampled: int, seconds: float) -> None:
         stats, interval = self.stats, self._interval

@@ -24,7 +24,8 @@ from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.lora.layers import LoraLayers, LoraWeights
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.runner.step_runner import StepLogits
-from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, StepPlan
+from handlers.rolling_batch.schedule.plan import StepPlan
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from handlers.rolling_batch.speculation.drafting import Speculation
 from handlers.step_loop import AddRequest, StepLoop
 from handlers.structured_output.grammar_text import grammar_text

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from handlers.rolling_batch.schedule.page_table import PageStep
-from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
+from handlers.rolling_batch.schedule.plan import Sequence, StepPlan
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 
 
 class Batch:

@@ -11,7 +11,7 @@ import torch
 from handlers.rolling_batch.images.encoder import ImageEncoder
 from handlers.rolling_batch.images.prompt import EncodedImages, ImagePlace, blocks_of, keys_of
 from handlers.rolling_batch.images.reader import ImageReader
-from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence, StepPlan
+from handlers.rolling_batch.schedule.plan import Chunk, Sequence, StepPlan
 
 _SIZE = (72, 48)  # pixels
 _TEXT = 6  # tokens before and behind the image

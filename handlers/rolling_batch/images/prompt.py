@@ -13,8 +13,8 @@ import torch
 
 from handlers.rolling_batch.images.encoder import ImageFeatures
 from handlers.rolling_batch.schedule.images import PromptImages
-from handlers.rolling_batch.schedule.scheduler import Sequence as Scheduled
-from handlers.rolling_batch.schedule.scheduler import StepPlan
+from handlers.rolling_batch.schedule.plan import Sequence as Scheduled
+from handlers.rolling_batch.schedule.plan import StepPlan
 
 _PLACES = 20  # bits for the place of a token in its image
 

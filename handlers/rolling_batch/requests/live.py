@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from handlers.rolling_batch.grammars import GrammarMasks
 from handlers.rolling_batch.request import Request
-from handlers.rolling_batch.schedule.scheduler import Scheduler, Sequence
+from handlers.rolling_batch.schedule.plan import Sequence
+from handlers.rolling_batch.schedule.scheduler import Scheduler
 from handlers.rolling_batch.speculation.drafting import Drafter
 from lmi_server.contract.errors import RequestError, describe, failure_of
 from lmi_server.contract.texts.quoting import excerpt

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from handlers.rolling_batch.runner.step_runner import StepLogits
-from handlers.rolling_batch.schedule.scheduler import Sequence, StepPlan
+from handlers.rolling_batch.schedule.plan import Sequence, StepPlan
 from lmi_server.contract.errors import RequestError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from handlers.checkpoints.placement import main_device
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.schedule.page_table import PageTable
-from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence, StepPlan
+from handlers.rolling_batch.schedule.plan import Chunk, Sequence, StepPlan
 from handlers.rolling_batch.schedule.slots import Match, SlotCopy
 from handlers.rolling_batch.schedule.state_table import RowCopy, StateStep
 

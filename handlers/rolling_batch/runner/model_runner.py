@@ -59,7 +59,7 @@ from handlers.rolling_batch.runner.step_layout import (
 from handlers.rolling_batch.runner.step_messages import Measure, Pass, Prepare, Stop, decode, encode
 from handlers.rolling_batch.runner.step_runner import StepLogits
 from handlers.rolling_batch.schedule.frequencies import FrequencyBorder
-from handlers.rolling_batch.schedule.scheduler import StepPlan
+from handlers.rolling_batch.schedule.plan import StepPlan
 from handlers.rolling_batch.schedule.slots import SlotCopy
 from handlers.rolling_batch.sequences.passes import CODE_ERRORS, SequencePasses
 from handlers.rolling_batch.states.model_states import ModelStates

@@ -9,7 +9,7 @@ from typing import Any
 
 from handlers.rolling_batch.attention.rows import ChunkRows
 from handlers.rolling_batch.runner.step_messages import Pass
-from handlers.rolling_batch.schedule.scheduler import Chunk, Sequence, StepPlan
+from handlers.rolling_batch.schedule.plan import Chunk, Sequence, StepPlan
 
 _ROW_STEPS = ((16, 1), (64, 4), (256, 16))  # (rows up to, padded to multiples of)
 _LAST_ROW_STEP = 32

@@ -12,7 +12,8 @@ import msgspec
 
 from handlers.rolling_batch.attention.rows import ChunkRows
 from handlers.rolling_batch.schedule.page_table import PageStep
-from handlers.rolling_batch.schedule.slots import SlotCopy, SlotTrim
+from handlers.rolling_batch.schedule.slot_contents import SlotTrim
+from handlers.rolling_batch.schedule.slots import SlotCopy
 from handlers.rolling_batch.schedule.state_table import StateStep
 
 

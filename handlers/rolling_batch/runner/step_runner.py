@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from handlers.rolling_batch.schedule.scheduler import Sequence, StepPlan
+from handlers.rolling_batch.schedule.plan import Sequence, StepPlan
 
 if TYPE_CHECKING:
     import torch

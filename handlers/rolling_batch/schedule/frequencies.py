@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from handlers.rolling_batch.schedule.scheduler import Sequence, StepPlan
+    from handlers.rolling_batch.schedule.plan import Sequence, StepPlan
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ first, from the end of their sequence.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from handlers.rolling_batch.schedule.prefix_tree import PrefixTree
@@ -57,6 +57,23 @@ class PageOwners:
         """Count a cached sequence as the most recently used one."""
         if owner in self.cached:
             self.cached[owner] = self.cached.pop(owner)
+
+    def pages_of(self, tokens: int) -> int:
+        """Return how many pages so many tokens fill or begin."""
+        return -(-tokens // self.page)
+
+    def full_of(self, owner: int, tokens: int) -> list[int]:
+        """Return the pages that are full of the first `tokens` tokens of a sequence; none for no tokens."""
+        return self.sequence(owner).pages[: tokens // self.page] if tokens else []
+
+    def is_known(self, adapter: Hashable, tokens: list[int]) -> bool:
+        """Whether another sequence has all of these tokens; if it is a cached one, it counts as used."""
+        for common, owners in self.tree.match(adapter, tokens)[:1]:
+            known = (owner for owner in owners if self.sequence(owner).tokens >= len(tokens) == common)
+            if (owner := next(known, None)) is not None:
+                self.touch(owner)
+                return True
+        return False
 
     def take(self, sequence: PagedSequence, pages: Iterable[int]) -> None:
         """Give pages to a running sequence."""

@@ -79,7 +79,7 @@ class PageTable:
         """Return how many tokens, up to `end`, a running sequence can have in `room` more pages; and the pages left."""
         own = len(self._running[slot].pages)
         end = min(end, (own + room) * self._page)
-        return end, room - max(0, self._pages_of(end) - own)
+        return end, room - max(0, self._owners.pages_of(end) - own)
 
     def draft_tokens(self, room: int, sequences: int) -> int:
         """Return how many tokens can be drafted in `room` pages, however they are divided among the sequences."""
@@ -88,11 +88,11 @@ class PageTable:
     def needed(self, lengths: Iterable[int]) -> int:
         """Return the memory, in tokens, of the running sequences once they have these lengths."""
         listed = sum(len(sequence.pages) for sequence in self._running.values())
-        return (sum(map(self._pages_of, lengths)) - (listed - self._owners.used)) * self._page
+        return (sum(map(self._owners.pages_of, lengths)) - (listed - self._owners.used)) * self._page
 
     def shared(self, match: Match) -> int:
         """Return how many tokens a newcomer shares with running sequences."""
-        return sum(map(self._owners.is_used, self._matching(match))) * self._page
+        return sum(map(self._owners.is_used, self._owners.full_of(match.slot, match.tokens))) * self._page
 
     # --- sequences ---
 
@@ -120,9 +120,9 @@ class PageTable:
 
         Returns None if there is no room. `spare` is the memory, in tokens, that no running sequence needs.
         """
-        if not self._empty or self._pages_of(len(tokens)) * self._page - self.shared(match) > spare:
+        if not self._empty or self._owners.pages_of(len(tokens)) * self._page - self.shared(match) > spare:
             return None
-        slot, pages = self._empty.pop(), self._matching(match)
+        slot, pages = self._empty.pop(), self._owners.full_of(match.slot, match.tokens)
         sequence = self._running[slot] = PagedSequence([], len(pages) * self._page)
         self._owners.take(sequence, pages)
         if match.slot >= 0:
@@ -138,7 +138,7 @@ class PageTable:
         """Give a running sequence pages for its first `tokens` tokens; evict cached tokens if necessary."""
         sequence = self._running[slot]
         if tokens > len(sequence.pages) * self._page:
-            self._owners.grow(sequence, self._pages_of(tokens) - len(sequence.pages))
+            self._owners.grow(sequence, self._owners.pages_of(tokens) - len(sequence.pages))
 
     def set_computed(self, slot: int, tokens: int) -> None:
         """Record that the first `tokens` tokens of a running sequence are in its pages."""
@@ -148,10 +148,10 @@ class PageTable:
         """Take the slot back from a sequence that leaves; the computed part of its `tokens` stays cached."""
         sequence = self._leave(slot)
         held = sequence.tokens = min(sequence.tokens, len(tokens))
-        self._cut(sequence, self._pages_of(held))
+        self._cut(sequence, self._owners.pages_of(held))
         if sequence.continues in self._owners.cached:
             self._owners.forget(sequence.continues)
-        if not held or self._is_known(adapter, tokens[:held]):
+        if not held or self._owners.is_known(adapter, tokens[:held]):
             self._cut(sequence, 0)
             return
         number = next(self._numbers)
@@ -198,19 +198,6 @@ class PageTable:
             self._copies[sequence.pages[-1]] = self._copies.get(page, page)
             sequence.tokens = match.tokens
 
-    def _matching(self, match: Match) -> list[int]:
-        """Return the pages that are full of common tokens."""
-        return self._owners.sequence(match.slot).pages[: match.tokens // self._page] if match.tokens else []
-
-    def _is_known(self, adapter: Hashable, tokens: list[int]) -> bool:
-        """Whether another sequence has all of these tokens; if it is a cached one, it counts as used."""
-        for common, owners in self._owners.tree.match(adapter, tokens)[:1]:
-            known = (owner for owner in owners if self._owners.sequence(owner).tokens >= len(tokens) == common)
-            if (owner := next(known, None)) is not None:
-                self._owners.touch(owner)
-                return True
-        return False
-
     def _leave(self, slot: int) -> PagedSequence:
         """Take a sequence out of its slot."""
         self._empty.append(slot)
@@ -220,6 +207,3 @@ class PageTable:
     def _cut(self, sequence: PagedSequence, keep: int) -> None:
         for page in self._owners.cut(sequence, keep):
             self._copies.pop(page, None)  # nobody reads what would be copied there
-
-    def _pages_of(self, tokens: int) -> int:
-        return -(-tokens // self._page)

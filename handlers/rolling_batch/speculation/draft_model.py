@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.sampling.sampler import foresee
 from handlers.rolling_batch.sampling.state import SamplingState
-from handlers.rolling_batch.schedule import scheduler
-from handlers.rolling_batch.schedule.scheduler import Chunk, StepPlan
+from handlers.rolling_batch.schedule import plan
+from handlers.rolling_batch.schedule.plan import Chunk, StepPlan
 from handlers.rolling_batch.speculation.drafting import Acceptance
 
 _CATCH_UP = 128  # tokens of prompts, and of what was generated without drafts, that a step computes at most
@@ -56,7 +56,7 @@ class _Draft:
     """
 
     sampling: SamplingState
-    sequence: scheduler.Sequence
+    sequence: plan.Sequence
     known: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
 
@@ -77,7 +77,7 @@ class DraftModel:
         self._free = list(range(runner.cache.slots))
 
     def add(self, number: int, sampling: SamplingState) -> None:
-        self._drafts[number] = _Draft(sampling, scheduler.Sequence(number, [], 0, 0))
+        self._drafts[number] = _Draft(sampling, plan.Sequence(number, [], 0, 0))
 
     def remove(self, number: int) -> None:
         draft = self._drafts.pop(number, None)
@@ -91,26 +91,24 @@ class DraftModel:
         """Learn nothing: the costs were measured at load, those of the smaller model among them."""
 
     def propose(
-        self, wanted: Sequence[tuple[scheduler.Sequence, int]], rows: int, room: int
-    ) -> Mapping[scheduler.Sequence, list[int]]:
+        self, wanted: Sequence[tuple[plan.Sequence, int]], rows: int, room: int
+    ) -> Mapping[plan.Sequence, list[int]]:
         lengths = self._lengths(wanted, rows, room)
         if not lengths:
             return {}
         for sequence in lengths:
             self._follow(sequence, {entry.number for entry in lengths})
-        drafts: dict[scheduler.Sequence, list[int]] = {sequence: [] for sequence in lengths}
+        drafts: dict[plan.Sequence, list[int]] = {sequence: [] for sequence in lengths}
         going = self._catch_up(list(lengths), drafts)
         while going := [sequence for sequence in going if len(drafts[sequence]) < lengths[sequence]]:
             self._decode(going, drafts)
         return {sequence: tokens for sequence, tokens in drafts.items() if tokens}
 
-    def _lengths(
-        self, wanted: Sequence[tuple[scheduler.Sequence, int]], rows: int, room: int
-    ) -> dict[scheduler.Sequence, int]:
+    def _lengths(self, wanted: Sequence[tuple[plan.Sequence, int]], rows: int, room: int) -> dict[plan.Sequence, int]:
         """Return how many tokens to draft for each sequence that gets a draft."""
         known = [(entry, most) for entry, most in wanted if entry.number in self._drafts]
         least = self._costs.min_chance(rows, len(known)) if known else 1.0
-        lengths: dict[scheduler.Sequence, int] = {}
+        lengths: dict[plan.Sequence, int] = {}
         for sequence, most in known:
             acceptance = self._drafts[sequence.number].acceptance
             most = min(most, room, self._length, self._runner.cache.max_len - len(sequence.tokens))
@@ -122,7 +120,7 @@ class DraftModel:
             room -= length
         return lengths
 
-    def _follow(self, sequence: scheduler.Sequence, drafting: set[int]) -> None:
+    def _follow(self, sequence: plan.Sequence, drafting: set[int]) -> None:
         """Take over the tokens of a sequence, and give it a slot if it has none."""
         draft = self._drafts[sequence.number]
         own, tokens = draft.sequence, sequence.tokens
@@ -148,9 +146,7 @@ class DraftModel:
         self._free.append(own.slot)
         own.slot, own.computed = -1, 0
 
-    def _catch_up(
-        self, sequences: list[scheduler.Sequence], drafts: dict[scheduler.Sequence, list[int]]
-    ) -> list[scheduler.Sequence]:
+    def _catch_up(self, sequences: list[plan.Sequence], drafts: dict[plan.Sequence, list[int]]) -> list[plan.Sequence]:
         """Compute what the cache lacks, and draft the first tokens; return the sequences that have one."""
         budget, chunks, decode, going = _CATCH_UP, [], [], []
         for sequence in sequences:
@@ -168,15 +164,15 @@ class DraftModel:
         self._run(StepPlan(decode, chunks), {self._drafts[entry.number].sequence: entry for entry in going}, drafts)
         return going
 
-    def _decode(self, sequences: list[scheduler.Sequence], drafts: dict[scheduler.Sequence, list[int]]) -> None:
+    def _decode(self, sequences: list[plan.Sequence], drafts: dict[plan.Sequence, list[int]]) -> None:
         own = {self._drafts[entry.number].sequence: entry for entry in sequences}
         self._run(StepPlan(list(own), []), own, drafts)
 
     def _run(
         self,
         plan: StepPlan,
-        owners: Mapping[scheduler.Sequence, scheduler.Sequence],
-        drafts: dict[scheduler.Sequence, list[int]],
+        owners: Mapping[plan.Sequence, plan.Sequence],
+        drafts: dict[plan.Sequence, list[int]],
     ) -> None:
         """Compute a pass, and append to `drafts` the tokens that it chooses for the sequences of `owners`."""
         step = self._runner.run(plan, set())

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from handlers.rolling_batch.schedule import scheduler
+from handlers.rolling_batch.schedule import plan
 from handlers.rolling_batch.speculation.step_times import StepTimes
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, wanted: Sequence[tuple[scheduler.Sequence, int]], rows: int, room: int
-    ) -> Mapping[scheduler.Sequence, list[int]]:
+        self, wanted: Sequence[tuple[plan.Sequence, int]], rows: int, room: int
+    ) -> Mapping[plan.Sequence, list[int]]:
         """Return drafts: for each sequence up to so many tokens, `room` in all.
 
         The step has `rows` rows already. Sequences that were not added get no draft.
@@ -152,9 +152,9 @@ class Speculation:
         self._lookups.pop(number, None)
 
     def propose(
-        self, wanted: Sequence[tuple[scheduler.Sequence, int]], rows: int, room: int
-    ) -> Mapping[scheduler.Sequence, list[int]]:
-        found: list[tuple[float, scheduler.Sequence, list[int]]] = []  # a draft up to one of its tokens, and its chance
+        self, wanted: Sequence[tuple[plan.Sequence, int]], rows: int, room: int
+    ) -> Mapping[plan.Sequence, list[int]]:
+        found: list[tuple[float, plan.Sequence, list[int]]] = []  # a draft up to one of its tokens, and its chance
         for sequence, most in wanted:
             lookup = self._lookups.get(sequence.number)
             if lookup is None:

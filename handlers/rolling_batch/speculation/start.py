@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from handlers.rolling_batch.options import RollingBatchOptions
 from handlers.rolling_batch.runner.model_runner import ModelRunner
-from handlers.rolling_batch.schedule.scheduler import Sequence, StepPlan
+from handlers.rolling_batch.schedule.plan import Sequence, StepPlan
 from handlers.rolling_batch.speculation.draft_model import DraftModel, StepCosts
 from handlers.rolling_batch.speculation.drafting import Speculation
 from handlers.rolling_batch.speculation.step_times import LearntStepTimes

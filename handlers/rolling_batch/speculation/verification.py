@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from handlers.rolling_batch.runner.step_runner import StepLogits
-from handlers.rolling_batch.schedule.scheduler import Scheduler, Sequence, StepPlan
+from handlers.rolling_batch.schedule.plan import Sequence, StepPlan
+from handlers.rolling_batch.schedule.scheduler import Scheduler
 from handlers.rolling_batch.speculation.drafting import Drafter
 
 if TYPE_CHECKING:

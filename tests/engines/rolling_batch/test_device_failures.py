@@ -12,7 +12,8 @@ from tiny_models import CONTEXT, byte_tokenizer
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.lora.layers import LoraLayers
 from handlers.rolling_batch.runner.step_runner import StepLogits
-from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, StepPlan
+from handlers.rolling_batch.schedule.plan import StepPlan
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from handlers.step_loop import EngineLostError
 from handlers.tasks.handler import PipelineHandler
 from handlers.tasks.task_handler import ParsedRequest

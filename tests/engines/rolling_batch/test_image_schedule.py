@@ -10,7 +10,8 @@ import pytest
 from handlers.rolling_batch.attention.rows import ChunkGroup, ChunkRows
 from handlers.rolling_batch.images.prompt import Positions, blocks_of, keys_of
 from handlers.rolling_batch.schedule.images import PromptImages
-from handlers.rolling_batch.schedule.scheduler import Chunk, Scheduler, SchedulerLimits, Sequence
+from handlers.rolling_batch.schedule.plan import Chunk, Sequence
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 
 _IMAGE = 7  # the token id of every image
 

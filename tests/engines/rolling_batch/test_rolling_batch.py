@@ -220,7 +220,7 @@ def test_requests_wait_while_the_kv_cache_is_full_and_all_are_answered() -> None
 
     def watch() -> None:
         nonlocal max_resident
-        max_resident = max(max_resident, engine.scheduler.slots._resident_tokens)
+        max_resident = max(max_resident, engine.scheduler.slots._contents.resident_tokens)
 
     engine.run(watch)
     for prompt, answer in answers:

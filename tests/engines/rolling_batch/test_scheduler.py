@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler_helpers import Batch, name_of, next_token, number_of, sequence
 
 from handlers.rolling_batch.schedule.page_table import PageTable
-from handlers.rolling_batch.schedule.scheduler import Sequence
+from handlers.rolling_batch.schedule.plan import Sequence
 
 # --- the batch ---
 
@@ -477,7 +477,7 @@ def test_everything_ends_within_the_memory(
         if isinstance(memory, PageTable):
             memory.check()
         else:
-            assert batch.resident <= memory._resident_tokens <= kv_tokens
+            assert batch.resident <= memory._contents.resident_tokens <= kv_tokens
         assert sum(end - start for _, start, end in chunks) <= chunk
         assert len(set(decoding) | {name for name, _, _ in chunks}) == len(decoding) + len(chunks)
     else:

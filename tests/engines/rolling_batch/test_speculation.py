@@ -15,7 +15,7 @@ from tiny_models import CONTEXT, tiny_model
 
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.sampling.state import SamplingState
-from handlers.rolling_batch.schedule.scheduler import Sequence
+from handlers.rolling_batch.schedule.plan import Sequence
 from handlers.rolling_batch.speculation.draft_model import DraftModel, StepCosts
 from handlers.rolling_batch.speculation.drafting import PromptLookup, Speculation, worthwhile_length
 from lmi_server.contract.generation import SamplingParameters

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits, Sequence
+from handlers.rolling_batch.schedule.plan import Sequence
+from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from handlers.rolling_batch.step_recorder import StepRecorder
 
 
