@@ -23,6 +23,7 @@ from typing import Any
 import accelerate
 import bitsandbytes
 import deepspeed
+import peft
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
@@ -31,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import handlers.huggingface.model
 import handlers.rolling_batch.engine_loading
 import handlers.tasks.handler
-from benchmarks import zoo_page
+from benchmarks import zoo_mix, zoo_page
 from benchmarks.tiny_checkpoints import NOT_BUILT, save
 from benchmarks.zoo_serving import (
     EXACT,
@@ -46,26 +47,28 @@ from benchmarks.zoo_serving import (
     Row,
     prompts,
     serve,
+    token_ids,
     until_the_end,
 )
 from handlers.vllm.architectures import can_generate
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import describe
 
-IMPORTED_ONCE = (accelerate, bitsandbytes, deepspeed, handlers)  # here, and not in each process
-TIME_LIMIT = 300
+IMPORTED_ONCE = (accelerate, bitsandbytes, deepspeed, handlers, peft)  # here, and not in each process
+TIME_LIMIT = 1800
 
 
-def expected(directory: Path) -> list[Answer]:
-    """Return what transformers generates for each prompt alone."""
+def reference(directory: Path) -> Any:
+    """Return the model as transformers computes it."""
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # transformers' other functions leave the soft cap out
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    return [_generated(model, tokenizer(text)["input_ids"]) for text in prompts()]
+    return model
 
 
-def _generated(model: Any, ids: list[int]) -> Answer:
+def generated(model: Any, text: str) -> Answer:
+    """Return what transformers generates for a text of one token per byte, alone."""
+    ids = token_ids(text)
     batch = torch.tensor([ids])
     out = model.generate(
         input_ids=batch, attention_mask=torch.ones_like(batch), max_new_tokens=NEW_TOKENS, do_sample=False,
@@ -83,7 +86,8 @@ def examine(model_type: str, try_vllm: bool) -> Row:
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent)
         save(model_type, directory)
-        right = expected(directory)
+        model = reference(directory)
+        right = [generated(model, text) for text in prompts()]
         (directory / RIGHT).write_text(json.dumps([asdict(answer) for answer in right]))
         architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
         by_vllm = WAYS[inspect_model(directory, {}).spec.title] == VLLM
@@ -91,7 +95,9 @@ def examine(model_type: str, try_vllm: bool) -> Row:
         by_name = auto if auto.way == "scheduler" else serve(directory, right, rolling_batch="scheduler")
         tried = try_vllm and by_name.result != EXACT and can_generate((architecture,), "gpu")
         vllm = _in_a_fresh_process(directory, "rolling_batch=vllm") if tried else None
-    return Row(model_type, architecture, auto, by_name, vllm)
+        mix = zoo_mix.mixed(directory, model, generated) if by_name.result == EXACT else None
+        alike = zoo_mix.alike(directory, model) if by_name.result == EXACT else None
+    return Row(model_type, architecture, auto, by_name, vllm, mix, alike)
 
 
 def _in_a_fresh_process(directory: Path, *options: str) -> Outcome:
@@ -110,7 +116,7 @@ def run(model_types: Sequence[str], try_vllm: bool, file: Path) -> None:
         row = _in_a_process(model_type, try_vllm)
         with file.open("a", encoding="utf-8") as rows:
             rows.write(json.dumps(asdict(row)) + "\n")
-        shown = (*_shown(row.auto), *_shown(row.scheduler), *_shown(row.vllm))
+        shown = [part for outcome in row.outcomes for part in _shown(outcome)]
         print(row.model_type, row.architecture, *shown, sep=" | ", flush=True)
 
 
@@ -142,9 +148,7 @@ def _lost(model_type: str, message: str) -> Row:
     return Row(model_type, "", lost, lost)
 
 
-def _shown(outcome: Outcome | None) -> tuple[str, ...]:
-    if outcome is None:
-        return ()
+def _shown(outcome: Outcome) -> tuple[str, ...]:
     return outcome.way, outcome.result, outcome.message[:300].replace("\n", " ")
 
 

@@ -49,8 +49,8 @@ def read(file: Path) -> list[Row]:
 
 def _row(line: str) -> Row:
     found = json.loads(line)
-    for way in ("auto", "scheduler", "vllm"):
-        found[way] = None if found[way] is None else Outcome(**found[way])
+    for way in ("auto", "scheduler", "vllm", "mixed", "alike"):
+        found[way] = None if found.get(way) is None else Outcome(**found[way])
     return Row(**found)
 
 

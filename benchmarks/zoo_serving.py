@@ -15,6 +15,7 @@ import string
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import HandlerError, LmiServerError, describe
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
 from lmi_server.contract.protocol import Input
+from tests.support.tiny_models import byte_tokenizer
 
 LENGTHS = (1, 3, 20, 45, 90)  # of prompts
 NEW_TOKENS = 24
@@ -67,13 +69,31 @@ class Row:
     auto: Outcome
     scheduler: Outcome
     vllm: Outcome | None = None  # if that was to be tried
+    mixed: Outcome | None = None  # in float32 among others, of what the scheduler serves
+    alike: Outcome | None = None  # in bfloat16, alone and in a batch
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """What was tried, in this order."""
+        tried = (self.auto, self.scheduler, self.vllm, self.mixed, self.alike)
+        return [outcome for outcome in tried if outcome is not None]
 
 
 def prompts() -> list[str]:
-    """Return texts of one token per letter; the last begins like the longest of the others."""
+    """Return eight texts of one token per letter; the last three begin like others."""
     chance = random.Random(1)
     texts = ["".join(chance.choices(string.ascii_letters, k=length)) for length in LENGTHS]
-    return [*texts, texts[-1][:60] + texts[2]]
+    return [*texts, texts[-1][:60] + texts[2], texts[3][:33] + texts[1], texts[-1]]
+
+
+@cache
+def _tokenizer() -> Any:
+    return byte_tokenizer()
+
+
+def token_ids(text: str) -> list[int]:
+    ids: list[int] = _tokenizer()(text)["input_ids"]
+    return ids
 
 
 def until_the_end(tokens: Sequence[int], log_probs: Sequence[float]) -> Answer:

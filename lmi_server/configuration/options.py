@@ -459,6 +459,10 @@ class ModelOptions(Options):
         """
         return None
 
+    def image_bytes(self, config: Mapping[str, Any]) -> int | None:
+        """Return what a worker keeps of encoded images at most; None if the model of this config.json reads none."""
+        return None
+
     def worker_environment(self) -> Mapping[str, str]:
         """Return environment variables for the worker; the environment of the server overrides them."""
         return {}

@@ -119,6 +119,7 @@ def _memory(memory: Mapping[str, Any]) -> Mapping[str, str]:
         "KV cache per token": "unknown" if per_token is None else f"{per_token} bytes",
         "KV cache that is needed at most": f"{gib(memory['kv_bytes'])} for {memory['kv_tokens'] or '?'} tokens",
         "states of recurrent layers": memory["state_bytes"] and gib(memory["state_bytes"]),
+        "encoded images": memory["image_bytes"] and f"{gib(memory['image_bytes'])} at most",
         "KV cache that the worker reserves": reserved and gib(reserved),
         "KV cache that fits": f"{'?' if fit is None else fit} tokens",
         "free": gib(memory["available_bytes"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import socket
 import threading
@@ -42,21 +43,25 @@ def fetch_bytes(
     """Return what an http or https URL answers; with `private`, from any address and by the proxies of the environment.
 
     If there are `hosts`, it comes from one of these alone, also after a redirect. Raises PrivateAddressError,
-    ValueError for another host and if there is more than `max_bytes` bytes of it, TimeoutError if it is not here after
-    `limit_s` seconds, and OSError or HTTPException otherwise.
+    ValueError for another host, TooLargeError if there is more than `max_bytes` bytes of it, TimeoutError if it is not
+    here after `limit_s` seconds, and OSError or HTTPException otherwise.
     """
     clock = _Clock(limit_s, connect_to_any if private else connect_to_public)
     with clock.running(), _opener(clock.connect, private, hosts).open(url, timeout=limit_s) as answer:
-        return b"".join(_pieces(answer, max_bytes))
+        return _body(answer, max_bytes)
 
 
-def _pieces(answer: Any, max_bytes: int) -> Iterator[bytes]:
-    left = max_bytes
-    while data := answer.read(min(_PIECE, left + 1)):
-        left -= len(data)
-        if left < 0:
-            raise ValueError(f"what the URL leads to is larger than {max_bytes >> 20} MiB; send a smaller file")
-        yield data
+def _body(answer: Any, max_bytes: int) -> bytes:
+    found = io.BytesIO()  # which gives its bytes away without a copy
+    while data := answer.read(min(_PIECE, max_bytes - found.tell() + 1)):
+        if found.tell() + len(data) > max_bytes:
+            raise TooLargeError(f"what the URL leads to is larger than {max_bytes >> 20} MiB; send a smaller file")
+        found.write(data)
+    return found.getvalue()
+
+
+class TooLargeError(ValueError):
+    """A URL leads to more bytes than the caller takes."""
 
 
 class _Clock:

@@ -6,9 +6,12 @@ hold before anything is decoded.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 from handlers.rolling_batch.images.options import ImageOptions
 from lmi_server.contract.errors import PayloadTooLargeError, RequestError
 from lmi_server.contract.texts.quoting import excerpt
-from lmi_server.media.fetching import MAX_BYTES, fetch_bytes
+from lmi_server.media.fetching import MAX_BYTES, TooLargeError, fetch_bytes
 from lmi_server.media.public_addresses import PrivateAddressError
 
 _REMEDY = "send a data: URL with base64, such as data:image/png;base64,..., or an http or https URL"
@@ -90,25 +93,86 @@ class ImageFiles:
         self._hosts: Collection[str] = options.allowed_media_domains
         self._private = options.allow_private_media
 
-    def read(self, part: ImagePart) -> bytes:
-        """Return the bytes of a file; it may take as long as a fetch. Raises RequestError or PayloadTooLargeError."""
-        if part.is_inline:
-            return _decoded(part)
-        if part.url[:8].lower().startswith(("http://", "https://")):
-            return self._fetched(part)
-        raise RequestError(f"{part.name}: '{excerpt(part.url, 40)}' is not allowed; {_REMEDY}")
-
-    def _fetched(self, part: ImagePart) -> bytes:
+    def fetch(self, part: ImagePart, max_bytes: int) -> bytes:
+        """Return the bytes of a file elsewhere. Raises RequestError, or PayloadTooLargeError for more than that."""
+        if not part.url[:8].lower().startswith(("http://", "https://")):
+            raise RequestError(f"{part.name}: '{excerpt(part.url, 40)}' is not allowed; {_REMEDY}")
         try:
-            return fetch_bytes(part.url, private=self._private, limit_s=_FETCH_S, hosts=self._hosts)
+            return fetch_bytes(
+                part.url, private=self._private, limit_s=_FETCH_S, max_bytes=max_bytes, hosts=self._hosts
+            )
+        except TooLargeError:
+            raise PayloadTooLargeError(
+                f"{part.name}: the files that a request names by URL may have {MAX_BYTES >> 20} MiB together; send"
+                " fewer or smaller ones"
+            ) from None
         except PrivateAddressError as error:
             raise RequestError(f"{part.name}: {error}") from None
         except (OSError, HTTPException, ValueError) as error:
             raise RequestError(f"{part.name}: '{excerpt(part.url, 80)}' cannot be fetched: {error}") from None
 
 
-def _decoded(part: ImagePart) -> bytes:
-    """Return the bytes of a data: URL."""
+class FileRoom:
+    """Counts what the files that requests fetched take, or may take while they are fetched: `limit` bytes in all."""
+
+    def __init__(self, limit: int) -> None:
+        self.held = 0
+        self._limit = limit
+        self._turn = asyncio.Lock()  # so that requests get room in the order in which they came
+        self._freed = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def reserve(self, size: int) -> AsyncIterator[ReservedRoom]:
+        """Wait for room for `size` bytes, and keep it for the block."""
+        async with self._turn:
+            while self.held + size > self._limit:
+                self._freed.clear()
+                await self._freed.wait()
+            self.held += size
+        room = ReservedRoom(self, size)
+        try:
+            yield room
+        finally:
+            room.release()
+
+    def give_back(self, size: int) -> None:
+        self.held -= size
+        self._freed.set()
+
+
+class ReservedRoom:
+    """What one request has of a FileRoom."""
+
+    def __init__(self, room: FileRoom, size: int) -> None:
+        self._room, self._size = room, size
+        self._fetch: Future[bytes] | None = None
+
+    async def fetched(self, fetch: Future[bytes]) -> bytes:
+        """Return what a thread fetches into this room."""
+        self._fetch = fetch
+        return await asyncio.wrap_future(fetch)
+
+    def shrink(self, size: int) -> None:
+        """Keep room for `size` bytes alone."""
+        self._room.give_back(self._size - size)
+        self._size = size
+
+    def release(self) -> None:
+        """Give the room back, once the thread that fetches for a client that has left is done."""
+        loop = asyncio.get_running_loop()
+
+        def give_back(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self._room.give_back, self._size)
+
+        if self._fetch is None or self._fetch.done():
+            self._room.give_back(self._size)
+        else:
+            self._fetch.add_done_callback(give_back)
+
+
+def decoded(part: ImagePart) -> bytes:
+    """Return the bytes of a data: URL. Raises RequestError or PayloadTooLargeError."""
     head, comma, encoded = part.url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise RequestError(f"{part.name}: '{excerpt(part.url, 40)}' is not allowed; {_REMEDY}")

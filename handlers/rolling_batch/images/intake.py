@@ -7,7 +7,8 @@ between two steps, so that the streams of others never wait for more than one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,19 +19,29 @@ import numpy as np
 from handlers.generation.prompts import PromptEncoder
 from handlers.rolling_batch.images.encoder import ImageEncoder
 from handlers.rolling_batch.images.features import FeatureCache, KnownImage
-from handlers.rolling_batch.images.files import ImageFiles, ImagePart, holds_images, image_parts, with_placeholders
+from handlers.rolling_batch.images.files import (
+    FileRoom,
+    ImageFiles,
+    ImagePart,
+    decoded,
+    holds_images,
+    image_parts,
+    with_placeholders,
+)
 from handlers.rolling_batch.images.options import ImageOptions
 from handlers.rolling_batch.images.prompt import EncodedImages, ImagePlace, blocks_of, keys_of
 from handlers.rolling_batch.images.reader import ImageKey, ImageReader, ReadImage
 from handlers.step_loop import StepLoop
-from lmi_server.contract.errors import ContextLengthError, PayloadTooLargeError, RequestError
+from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import GenerationRequest
 from lmi_server.media.budget import MediaBudget
 from lmi_server.media.fetching import MAX_BYTES
 
 _GIB = 2**30
 _FETCHES = 4  # at a time; each waits for another server
+_MAX_FETCHED = _FETCHES * MAX_BYTES  # of all requests; further ones wait
 _Image = ReadImage | KnownImage
+_File = tuple[ImagePart, bytes | None]  # None: the part itself has the file
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,7 @@ class ImageIntake:
         self._prompts = prompts
         self._loop = loop
         self._files = ImageFiles(options)
+        self._room = FileRoom(_MAX_FETCHED)
         self._max_images = options.max_images
         self._limit = limit
         self._cache = FeatureCache(int(options.image_cache_gb * _GIB))
@@ -69,8 +81,8 @@ class ImageIntake:
 
         Raises RequestError, ContextLengthError or PayloadTooLargeError.
         """
-        text, files = await self._fetch(request)
-        async with self._turn:
+        text, parts = await self._render(request)
+        async with self._fetched(parts) as files, self._turn:
             keys, found = await self._read(files)
             read = [_as_read(found[key]) for key in keys]
             filled = self._model.reader.fill(text, [image.text for image in read])
@@ -91,8 +103,8 @@ class ImageIntake:
 
     async def count(self, request: GenerationRequest) -> list[int]:
         """Return the token ids of a prompt, without encoding its images. Raises as `encode`."""
-        text, files = await self._fetch(request)
-        async with self._turn:
+        text, parts = await self._render(request)
+        async with self._fetched(parts) as files, self._turn:
             keys, found = await self._read(files)
         filled = self._model.reader.fill(text, [_as_read(found[key]).text for key in keys])
         return await self._prompts.tokenize_rendered(filled, 0)
@@ -101,51 +113,62 @@ class ImageIntake:
         """Return gauges and counters."""
         return {
             "image_cache_bytes": self._cache.held,
+            "image_file_bytes": self._room.held,
             "encoded_images_total": self._cache.encoded,
             "cached_images_total": self._cache.found,
         }
 
-    async def _fetch(self, request: GenerationRequest) -> tuple[str, list[tuple[ImagePart, bytes]]]:
-        """Return the rendered chat and the files of its images."""
+    async def _render(self, request: GenerationRequest) -> tuple[str, list[ImagePart]]:
+        """Return the rendered chat and its images."""
         messages = request.messages or ()
         parts = image_parts(messages, self._max_images)
         if request.sampling.truncate:
             raise RequestError("truncate is not allowed with images; leave it out")
         placed = msgspec.structs.replace(request, messages=with_placeholders(messages))
-        text = await self._prompts.render(placed, self._limit)
-        run, fetched = asyncio.get_running_loop().run_in_executor, 0
-        files = []
-        for part in parts:
-            # What a request brings itself waits for no server that is slow for others.
-            data = await run(self._reading if part.is_inline else self._fetching, self._files.read, part)
-            fetched += 0 if part.is_inline else len(data)
-            if fetched > MAX_BYTES:
-                raise PayloadTooLargeError(
-                    f"{part.name}: the files that a request names by URL may have {MAX_BYTES >> 20} MiB together; send"
-                    " fewer or smaller ones"
-                )
-            files.append((part, data))
-        return text, files
+        return await self._prompts.render(placed, self._limit), parts
 
-    async def _read(
-        self, files: Sequence[tuple[ImagePart, bytes]]
-    ) -> tuple[Sequence[ImageKey], dict[ImageKey, _Image]]:
-        """Return the key of each file, and the images as the processor makes them; a known one is not decoded again."""
-        run = asyncio.get_running_loop().run_in_executor
-        budget = MediaBudget()
+    @contextlib.asynccontextmanager
+    async def _fetched(self, parts: Sequence[ImagePart]) -> AsyncIterator[list[_File]]:
+        """Have the files of images that are elsewhere, for the block. What a request brings itself waits for none."""
+        files: list[_File] = [(part, None) for part in parts]
+        remote = [place for place, part in enumerate(parts) if not part.is_inline]
+        if not remote:
+            yield files
+            return
+        async with self._room.reserve(MAX_BYTES) as room:
+            left = MAX_BYTES
+            for place in remote:
+                data = await room.fetched(self._fetching.submit(self._files.fetch, parts[place], left))
+                left -= len(data)
+                files[place] = parts[place], data
+            room.shrink(MAX_BYTES - left)
+            yield files
+
+    async def _read(self, files: Sequence[_File]) -> tuple[Sequence[ImageKey], dict[ImageKey, _Image]]:
+        """Return the key of each file, and the images as the processor makes them; a known one is not decoded again.
+
+        Raises ContextLengthError as soon as the images have too many tokens: what is made of each grows with them.
+        """
+        budget, count = MediaBudget(), 0
         keys, found = [], dict[ImageKey, _Image]()
         for part, data in files:
-            key = await run(self._reading, self._model.reader.key, data, len(files))  # the loop would stall for 64 MiB
+            key, image = await self._read_one(part, data, len(files), found, budget)
             keys.append(key)
-            if key in found:
-                continue
-            known = self._cache.find(key)
-            if known is not None:
-                found[key] = known
-            else:
-                read = self._model.reader.read
-                found[key] = await run(self._reading, read, part.name, data, budget, key.alone)
+            found[key] = image
+            count += _as_read(image).count
+            if count >= self._limit:
+                raise ContextLengthError.from_counts(count, 0, self._limit)
         return keys, found
+
+    async def _read_one(
+        self, part: ImagePart, data: bytes | None, images: int, found: Mapping[ImageKey, _Image], budget: MediaBudget
+    ) -> tuple[ImageKey, _Image]:
+        """Return the key of one of so many images, and the image, which may be among those that were found."""
+        run, reader = asyncio.get_running_loop().run_in_executor, self._model.reader
+        data = await run(self._reading, decoded, part) if data is None else data
+        key = await run(self._reading, reader.key, data, images)  # the loop would stall for 64 MiB
+        known = found.get(key) or self._cache.find(key)
+        return key, known or await run(self._reading, reader.read, part.name, data, budget, key.alone)
 
     async def _encode(self, keys: Sequence[ImageKey], found: dict[ImageKey, _Image]) -> list[KnownImage]:
         """Return the encoded image of each key."""

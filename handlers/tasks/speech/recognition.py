@@ -17,7 +17,7 @@ from lmi_server.dialects.fields import Field
 _CHUNK_S = 30.0  # seconds of the chunks of a longer sound, unless the request says otherwise
 _SHORTEST_STEP_S = 0.1  # from chunk to chunk: each is a pass of the model, however short it is
 _SECONDS = fields.number(lambda value: value >= 0, "a number of seconds, 0 or more")
-_FOR_WHISPER = ("language", "task", "prompt", "temperature", "num_beams")
+_FOR_WHISPER = ("language", "task", "prompt", "temperature", "num_beams", "condition_on_prev_tokens")
 
 
 def _strides(name: str, value: Any) -> Any:

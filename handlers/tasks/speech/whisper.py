@@ -28,11 +28,16 @@ _FRAMES_PER_TOKEN = 2  # the encoder's convolutions make one position, and times
 _THRESHOLDS = ("no_speech_threshold", "logprob_threshold", "compression_ratio_threshold")
 _MAX_BEAMS = 16  # each has a cache of its own
 _LONGEST_PROMPT = 8192  # characters; the model reads the last tokens alone
-_OURS = ("language", "prompt", "task", "return_timestamps", *OF_RESULT)
+_CONDITION = "condition_on_prev_tokens"
+_MAX_TEMPERATURE = 0.5  # of a window that the next one reads: what is sampled may be nonsense, which would go on
+_OURS = ("language", "prompt", "task", "return_timestamps", _CONDITION, *OF_RESULT)
 
 
 class WhisperTranscription(Transcription):
-    """A sound of which `seek` frames of `features` (1, mels, frames) are written down, as `segments`."""
+    """A sound of which `seek` frames of `features` (1, mels, frames) are written down, as `segments`.
+
+    `reads_on`: each window is written down with the text of those before it, and so alone.
+    """
 
     def __init__(self, samples: Any, sampling_rate: int, parameters: Mapping[str, Any], window: int) -> None:
         super().__init__(samples, sampling_rate, parameters)
@@ -40,6 +45,7 @@ class WhisperTranscription(Transcription):
         self.mask: Any = None
         self.language: str | None = None
         self.beams = 1
+        self.reads_on = False
         self.seek = 0
         self.segments: list[Segment] = []
         self.text = ""
@@ -54,7 +60,7 @@ class WhisperTranscription(Transcription):
 
     @property
     def key(self) -> Hashable:
-        if self.features is None:
+        if self.features is None or self.reads_on:
             return None
         return self.frames, self.with_times, self._shared
 
@@ -83,6 +89,7 @@ class Whisper(SpeechRecognition):
                 prompt=fields.string,
                 temperature=fields.TEMPERATURE,
                 num_beams=fields.integer(1, _MAX_BEAMS),
+                condition_on_prev_tokens=fields.boolean,
             ),
         }
     )
@@ -118,6 +125,8 @@ class Whisper(SpeechRecognition):
             raise RequestError("parameters.stride_length_s is of chunks; send chunk_length_s with it, or leave it out")
         if parameters.get("chunk_length_s") and parameters.get("details"):
             raise RequestError("parameters.chunk_length_s: details are of whole sounds; leave one of the two out")
+        if parameters.get("chunk_length_s") and parameters.get(_CONDITION):
+            raise RequestError(f"parameters.{_CONDITION}: chunks do not read each other; leave chunk_length_s out")
 
     @property
     def _is_multilingual(self) -> bool:
@@ -149,6 +158,8 @@ class Whisper(SpeechRecognition):
         one.language = self._language_of(parameters)
         sampled = parameters.get("temperature", 0.0) > 0
         one.beams = 1 if sampled else parameters.get("num_beams", self._config.num_beams or 1)
+        asked = parameters.get(_CONDITION, getattr(self._config, _CONDITION, None))
+        one.reads_on = bool(asked) and parameters.get("temperature", 0.0) < _MAX_TEMPERATURE
         return one
 
     def _language_of(self, parameters: Mapping[str, Any]) -> str | None:
@@ -194,7 +205,8 @@ class Whisper(SpeechRecognition):
                 return_segments=True,
                 force_unique_generate_call=True,
                 stopping_criteria=[_Progress(self, windows)],
-                **self._of_generate(parameters, [one.language for one in windows]),
+                condition_on_prev_tokens=False,  # the prompt has them
+                **self._of_generate(parameters, [one.language for one in windows], self._before(windows[0])),
             )
         finally:
             hook.remove()
@@ -211,8 +223,24 @@ class Whisper(SpeechRecognition):
         for row, number in zip(unknown, found.tolist(), strict=True):
             windows[row].language = names[number]
 
-    def _of_generate(self, parameters: Mapping[str, Any], languages: Sequence[str | None]) -> dict[str, Any]:
-        """Return the arguments of generate() for requests with these parameters."""
+    def _before(self, one: WhisperTranscription) -> Any:
+        """Return the tokens of the prompt and of the windows before, where the next window reads these; else None.
+
+        They are cut as transformers cuts them; of two times that end a segment the first one counts.
+        """
+        if not one.reads_on or not one.segments:
+            return None
+        prompt = self._prompt_ids(one.parameters.get("prompt", ""))
+        parts = [prompt[1:]] if "prompt" in one.parameters else []  # an empty text has a token, too
+        for segment in one.segments:
+            tokens = segment.tokens
+            parts.append(tokens[:-1] if len(tokens) > 2 and tokens[-2] >= self._first_time else tokens)
+        return torch.cat([prompt[:1], torch.cat(parts)[-(self.model.config.max_target_positions // 2 - 1) :]])
+
+    def _of_generate(
+        self, parameters: Mapping[str, Any], languages: Sequence[str | None], before: Any = None
+    ) -> dict[str, Any]:
+        """Return the arguments of generate() for requests with these parameters; `before` takes the prompt's place."""
         arguments: dict[str, Any] = {}
         if self._is_multilingual:
             arguments["task"] = parameters.get("task", getattr(self._config, "task", None) or "transcribe")
@@ -221,8 +249,8 @@ class Whisper(SpeechRecognition):
                 arguments["language"] = known
             elif "language" in parameters:
                 arguments["language"] = self._language_of(parameters)
-        if "prompt" in parameters:
-            prompt = self._prompt_ids(parameters["prompt"])
+        prompt = self._prompt_ids(parameters["prompt"]) if before is None and "prompt" in parameters else before
+        if prompt is not None:
             arguments["prompt_ids"] = prompt.to(main_device(self.model))
             room = self.model.config.max_target_positions - len(prompt) - _START_TOKENS
             if (self._config.max_new_tokens or 0) > room:

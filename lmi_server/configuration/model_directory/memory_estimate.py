@@ -38,6 +38,7 @@ class Estimate:
     - `kv_reserved_bytes`: KV cache that the worker allocates when it loads; None if it allocates on demand, or if the
       engine decides.
     - `state_bytes`: what recurrent layers keep of all running requests, which does not grow with their tokens.
+    - `image_bytes`: encoded images that a worker keeps at most.
     """
 
     devices: int
@@ -52,13 +53,14 @@ class Estimate:
     kv_reserved_bytes: int | None
     available_bytes: int | None
     state_bytes: int | None = None
+    image_bytes: int | None = None
 
     @property
     def kv_tokens_that_fit(self) -> int | None:
         """Return the tokens of KV cache that fit beside the weights, however many `kv_tokens` are needed."""
         if self.weights_bytes is None or not self.kv_bytes_per_token or self.available_bytes is None:
             return None
-        free = self.available_bytes - self.weights_bytes - (self.state_bytes or 0)
+        free = self.available_bytes - self.weights_bytes - (self.state_bytes or 0) - (self.image_bytes or 0)
         return max(0, free) // self.kv_bytes_per_token
 
     def warnings(self) -> tuple[str, ...]:
@@ -101,6 +103,7 @@ def estimate(
         kv_reserved_bytes=reserved,
         available_bytes=_available(machine),
         state_bytes=_share(model.state_bytes() * options.max_running() or None, devices),
+        image_bytes=options.image_bytes(config),
     )
 
 

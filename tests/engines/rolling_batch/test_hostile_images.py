@@ -14,8 +14,10 @@ from image_helpers import ServedImages, data_url, noise
 from tiny_image_models import save_image_model
 
 from handlers.rolling_batch.images import files, intake
-from lmi_server.contract.errors import PayloadTooLargeError, RequestError
+from handlers.rolling_batch.images.reader import ImageReader, ReadImage
+from lmi_server.contract.errors import ContextLengthError, PayloadTooLargeError, RequestError
 from lmi_server.contract.generation import Delta, GenerationRequest, SamplingParameters
+from lmi_server.media.fetching import MAX_BYTES, TooLargeError
 
 _CAT = noise(1)
 
@@ -78,8 +80,10 @@ def test_images_in_requests_do_not_wait_for_slow_servers(directory: Path, monkey
 def test_fetched_files_of_a_request_are_bounded_together(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[str] = []
 
-    def found(url: str, **limits: Any) -> bytes:
+    def found(url: str, max_bytes: int, **limits: Any) -> bytes:
         fetched.append(url)
+        if max_bytes < 600:
+            raise TooLargeError
         return bytes(600)
 
     monkeypatch.setattr(files, "fetch_bytes", found)
@@ -93,3 +97,66 @@ def test_fetched_files_of_a_request_are_bounded_together(directory: Path, monkey
         await served.handler.stop()
 
     asyncio.run(run())
+
+
+def test_files_of_all_requests_are_bounded_and_none_is_forgotten(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests wait for room before they fetch, and the file of a client that left counts until its thread is done."""
+    goes_on, begun = threading.Semaphore(0), threading.Semaphore(0)
+    running: list[str] = []
+
+    def slow(url: str, **limits: Any) -> bytes:
+        running.append(url)
+        begun.release()
+        goes_on.acquire(timeout=60)
+        return png(noise(len(running)))
+
+    monkeypatch.setattr(files, "fetch_bytes", slow)
+    monkeypatch.setattr(intake, "_MAX_FETCHED", 2 * MAX_BYTES)
+
+    async def run() -> None:
+        served = await ServedImages.start(directory)
+
+        asking = [asyncio.create_task(ask(served, f"http://slow.example/{number}")) for number in range(6)]
+        for _ in range(2):
+            await asyncio.to_thread(begun.acquire, timeout=60)
+        assert served.stat("image_file_bytes") == 2 * MAX_BYTES
+        asking[0].cancel()
+        await asyncio.gather(asking[0], return_exceptions=True)
+        assert served.stat("image_file_bytes") == 2 * MAX_BYTES
+        assert len(running) == 2
+        for _ in asking:
+            goes_on.release()
+        ends = await asyncio.gather(*asking[1:])
+        assert all(end[-1].finish_reason for end in ends)
+        assert served.stat("image_file_bytes") == 0
+        await served.handler.stop()
+
+    asyncio.run(run())
+
+
+def test_images_beyond_the_context_are_not_all_processed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = ImageReader.process
+
+    def process(self: ImageReader, image: Any, alone: bool) -> ReadImage:
+        read.append("image")
+        return original(self, image, alone)
+
+    async def run() -> None:
+        served = await ServedImages.start(directory)
+        monkeypatch.setattr(ImageReader, "process", process)
+        monkeypatch.setattr(served.handler._intake, "_limit", 20)
+        with pytest.raises(ContextLengthError):
+            await ask(served, *(data_url(noise(number)) for number in range(16)))
+        assert 0 < len(read) < 16
+        await served.handler.stop()
+
+    asyncio.run(run())
+
+
+def png(image: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()

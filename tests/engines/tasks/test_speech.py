@@ -70,7 +70,7 @@ def library(directory: Path) -> Any:
 
 def of_generate(pipeline: Any, parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of generate() that say the same as parameters of a request."""
-    names = ("language", "num_beams", "temperature")
+    names = ("language", "num_beams", "temperature", "condition_on_prev_tokens")
     arguments = {name: parameters[name] for name in names if name in parameters}
     if "prompt" in parameters:
         arguments["prompt_ids"] = pipeline.tokenizer.get_prompt_ids(parameters["prompt"], return_tensors="pt")
@@ -83,6 +83,8 @@ CASES: list[dict[str, Any]] = [
     {"return_timestamps": True, "num_beams": 1},
     {"return_timestamps": True, "language": "de", "task": "translate", "prompt": "a fox", "num_beams": 2},
     {"language": "french", "num_beams": 1, "temperature": 0.0},
+    {"condition_on_prev_tokens": True, "num_beams": 1},
+    {"condition_on_prev_tokens": True, "num_beams": 2, "prompt": "a fox", "return_timestamps": True},
 ]
 
 
@@ -171,6 +173,18 @@ def test_scores_are_the_model_s_own(handler: Any, library: Any) -> None:
     assert segment["compression_ratio"] > 0
 
 
+def test_windows_read_on_where_the_model_s_files_say_so(tmp_path: Path, handler: Any) -> None:
+    directory = whisper_model(tmp_path / "model", condition_on_prev_tokens=True)
+    reading, library = started(directory), transformers.pipeline(TASK, model=str(directory), device="cpu")
+    expected = library(LONG, generate_kwargs={"task": "transcribe", "num_beams": 1})
+    assert ask_about(reading, LONG, num_beams=1) == expected
+    alone = ask_about(handler, LONG, num_beams=1)
+    assert alone != expected
+    assert ask_about(reading, LONG, num_beams=1, condition_on_prev_tokens=False) == alone
+    sampled = {"temperature": 0.9, "num_beams": 1}
+    assert not reading.task.begin(LONG, sampled).reads_on
+
+
 def test_sounds_in_one_step_get_what_they_get_alone(task: Whisper) -> None:
     parameters = {"return_timestamps": True, "num_beams": 1}
     sounds = [LONG, speech(33, seed=5), speech(65, seed=6), SHORT]
@@ -206,6 +220,10 @@ def test_times_of_words_leave_the_attention_as_it_was(handler: Any, task: Whispe
         ({"chunk_length_s": 1, "stride_length_s": 0.5}, "parameters.stride_length_s: 0.5 and 0.5 of chunks of 1.0"),
         ({"stride_length_s": 2}, "parameters.stride_length_s is of chunks; send chunk_length_s with it"),
         ({"chunk_length_s": 10, "details": True}, "parameters.chunk_length_s: details are of whole sounds"),
+        (
+            {"chunk_length_s": 10, "condition_on_prev_tokens": True},
+            "parameters.condition_on_prev_tokens: chunks do not read each other",
+        ),
     ],
 )
 def test_parameters_that_do_not_fit_are_refused(handler: Any, parameters: dict[str, Any], message: str) -> None:
