@@ -102,6 +102,6 @@ def runs_as_pipeline(workload: Workload) -> bool:
     asked = workload.rolling_batch or "auto"
     if asked not in ("auto", "disable") or workload.under_mpi:
         return False
-    if UNBATCHED.intersection(workload.architectures):
+    if not UNBATCHED.keys().isdisjoint(workload.architectures):
         return True
     return workload.task not in (None, TEXT_GENERATION) or asked == "disable" or workload.batches_statically

@@ -5,20 +5,21 @@ The load itself refuses any other model that the rolling batch does not serve ex
 
 from __future__ import annotations
 
-# fmt: off
-_WITH_STATE = frozenset(
+from collections.abc import Mapping
+from types import MappingProxyType
+
+UNBATCHED: Mapping[str, str] = MappingProxyType(
     {
-        "DeepseekV4ForCausalLM", "Qwen4ExpForCausalLM",
+        "CpmAntForCausalLM": "each call computes positions and masks of the whole text",
+        "DeepseekV4ForCausalLM": "its layers compress windows of tokens in caches of their own",
+        "DogeForCausalLM": "its mask follows from the values of all tokens so far",
+        "InklingForCausalLM": "its attention adds a bias that it computes from each query",
+        "OpenAIGPTLMHeadModel": "it has no KV cache: each token computes the whole text",
+        "ProphetNetForCausalLM": "its cache takes one token at a time, beside streams for tokens to come",
+        "Qwen4ExpForCausalLM": "it keeps raw keys of an index and the context of an n-gram layer in its own cache",
+        "ReformerModelWithLMHead": "its attention sorts the whole text into buckets",
+        "XLMWithLMHeadModel": "it predicts each token in the place of a mask token behind the text",
+        "XLNetLMHeadModel": "it predicts each token in the place of a dummy token behind the text",
     }
 )
-_WITHOUT_INTERFACE = frozenset(
-    {
-        "CpmAntForCausalLM", "OpenAIGPTLMHeadModel", "ProphetNetForCausalLM", "ReformerModelWithLMHead",
-        "XLMWithLMHeadModel", "XLNetLMHeadModel",
-    }
-)
-_WITH_OTHER_ATTENTION = frozenset({"DogeForCausalLM", "InklingForCausalLM"})  # masks and biases of their own
-# fmt: on
-UNBATCHED = _WITH_STATE | _WITHOUT_INTERFACE | _WITH_OTHER_ATTENTION
-"""Those with a state that the rolling batch does not keep, those without transformers' attention interface, and those
-whose attention the rolling batch does not compute."""
+"""Each architecture, and why the rolling batch does not compute it."""

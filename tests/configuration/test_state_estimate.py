@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.configuration.model_directory.state_estimate import LayerCounts, layer_counts, state_bytes
 
 QWEN3_NEXT = {
@@ -57,3 +58,11 @@ def test_a_claim_of_many_layers_makes_no_list_of_them() -> None:
     layers = 10**12
     assert layer_counts({**QWEN3_NEXT, "full_attention_interval": 4}, layers) == LayerCounts(layers, 0)
     assert layer_counts({"num_attention_heads": 32}, layers) == LayerCounts(layers, 0)
+
+
+def test_encoded_images_count_for_models_that_read_them() -> None:
+    options = HuggingFaceOptions.model_validate({"image_cache_gb": 0.5})
+    assert options.image_bytes({"vision_config": {}}) == 2**29
+    assert options.image_bytes({"vision_config": None}) is None
+    ranks = HuggingFaceOptions.model_validate({"mpi_mode": True, "tensor_parallel_degree": 2})
+    assert ranks.image_bytes({"vision_config": {}}) is None

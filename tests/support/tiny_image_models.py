@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForImageTextToText,
     CLIPVisionConfig,
     Gemma3Config,
+    Gemma4Config,
     Idefics3Config,
     InternVLConfig,
     LlavaConfig,
@@ -143,6 +144,50 @@ def _gemma3() -> Family:
     names = {"boi_token": tokens[0], "eoi_token": tokens[1], "image_token": tokens[2]}
     processor = {"processor_class": "Gemma3Processor", "image_seq_length": 16}
     return Family(config, tokens, "<start_of_image>", images, processor, names)
+
+
+def _gemma4(per_layer: int, attention: str | None) -> Family:
+    """Return Gemma 4 with inputs of each layer, as the small ones have, or with images that attend to themselves."""
+    tokens = ("<|image>", "<image|>", "<|image|>", "<|video|>", "<|audio>", "<audio|>", "<|audio|>")
+    text = {
+        **_TEXT,
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": per_layer,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "use_bidirectional_attention": attention,
+    }
+    vision = {
+        **_VISION,
+        "hidden_size": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 256,
+    }
+    config = Gemma4Config(
+        text_config=text,
+        vision_config=vision,
+        boi_token_id=token_id(tokens, tokens[0]),
+        eoi_token_id=token_id(tokens, tokens[1]),
+        image_token_id=token_id(tokens, tokens[2]),
+        video_token_id=token_id(tokens, tokens[3]),
+        boa_token_id=token_id(tokens, tokens[4]),
+        eoa_token_index=token_id(tokens, tokens[5]),
+        audio_token_id=token_id(tokens, tokens[6]),
+    )
+    images = {
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "max_soft_tokens": 70,
+    }
+    names = {"boi_token": tokens[0], "eoi_token": tokens[1], "image_token": tokens[2], "boa_token": tokens[4]}
+    names |= {"eoa_token": tokens[5], "audio_token": tokens[6]}
+    return Family(config, tokens, tokens[2], images, {"processor_class": "Gemma4Processor"}, names)
 
 
 _LLAMA = {**_TEXT, "model_type": "llama"}
@@ -316,6 +361,8 @@ FAMILIES = {
     "qwen2_5_vl": lambda: _qwen(Qwen2_5_VLConfig, "Qwen2_5_VLProcessor"),
     "qwen3_vl": lambda: _qwen(Qwen3VLConfig, "Qwen3VLProcessor"),
     "gemma3": _gemma3,
+    "gemma4": lambda: _gemma4(0, "vision"),
+    "gemma4_of_layers": lambda: _gemma4(8, None),
     "llava": _llava,
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
@@ -360,12 +407,13 @@ def random_image_model(family: Family) -> PreTrainedModel:
     """Return a model with random weights in float32, in which every token of a prompt matters for the next one."""
     torch.manual_seed(7)
     model = AutoModelForImageTextToText.from_config(family.config)
-    scales = "Gemma" in type(model).__name__  # embeddings, and norms by one more than their weights
+    scales = "Gemma" in type(model).__name__  # embeddings
+    adds_one = "Gemma3" in type(model).__name__  # to the weights of norms
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(std=0.3 if "q_proj" in name or "k_proj" in name else 0.15)
             if parameter.ndim == 1 and "bias" not in name:
-                parameter.add_(0.0 if scales and "language_model" in name else 1.0)
+                parameter.add_(0.0 if adds_one and "language_model" in name else 1.0)
             elif ("embed_tokens" in name or "lm_head" in name) and not scales:
                 parameter.mul_(4)
     return model.float().eval()

@@ -126,7 +126,7 @@ class SlotAttention:
             )
             span = SlotSpan(0, 0, keys.shape[2])
         chunk = (query[:, rows], keys, values, span, out[rows], columns, terms)
-        ends = group.ends(columns)
+        ends = group.ends(terms.window, columns)
         if ends is None:
             self._operators.attend_chunk(*chunk)
         else:

@@ -15,7 +15,8 @@ class ChunkRows:
     """Rows `first:last` of the pass are tokens `start:end` of the sequence in `slot`.
 
     `source` is the slot that holds the tokens before `start`: `slot` itself, or one from which they are copied after
-    this step. The tokens of each of `blocks`, from begin to end, attend to each other in both directions.
+    this step. The tokens of each of `blocks`, from begin to end, attend to each other in both directions; if
+    `in_windows`, in layers with a window alone.
     """
 
     slot: int
@@ -25,6 +26,7 @@ class ChunkRows:
     last: int
     source: int
     blocks: tuple[tuple[int, int], ...] = ()
+    in_windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,13 @@ class ChunkGroup:
             self._columns[window, chunk] = SeenColumns.of(self._lengths, self.chunks[0].start, window, chunk)
         return self._columns[window, chunk]
 
-    def ends(self, columns: SeenColumns) -> np.ndarray | None:
+    def ends(self, window: int, columns: SeenColumns) -> np.ndarray | None:
         """Return the column behind the last one that each row sees; None if that is its own, as without blocks."""
-        if not any(chunk.blocks for chunk in self.chunks):
+        chunks = [chunk for chunk in self.chunks if chunk.blocks and (window or not chunk.in_windows)]
+        if not chunks:
             return None
         ends = columns.last_own.copy()
-        for chunk in self.chunks:
+        for chunk in chunks:
             for begin, end in chunk.blocks:
                 first, last = (chunk.first + token - chunk.start - self.rows.start for token in (begin, end))
                 ends[first:last] = ends[last - 1]

@@ -41,7 +41,8 @@ class ImageCheck:
         self.both_ways = encoder.attends_both_ways(image.count, image.inputs)
         self._images = EncodedImages(
             keys_of(self._ids, [(rows, 0)]),
-            blocks_of(rows) if self.both_ways else (),
+            blocks_of(rows) if self.both_ways != "none" else (),
+            self.both_ways == "windows",
             (ImagePlace(rows, encoder.encode(image.count, image.inputs)),),
             reader.positions(self._ids, [image.grid]),
         )

@@ -10,12 +10,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 _LAYERS = "deepstack_visual_embeds"  # added behind the first layers (DeepStack, Meng et al., 2024)
-_EXPECTED = {"inputs_embeds", "position_ids", "attention_mask", _LAYERS, "visual_pos_masks"}
+_EXPECTED = {"inputs_embeds", "position_ids", "attention_mask", _LAYERS, "visual_pos_masks", "per_layer_inputs"}
+
+
+_WINDOWED = "sliding_attention"  # a kind of layers, as transformers names it
+BothWays = Literal["none", "windows", "all"]
+"""The layers in which the tokens of an image attend to each other in both directions."""
 
 
 class UnsupportedImagesError(Exception):
@@ -71,8 +76,8 @@ class ImageEncoder:
         layers = found.get(_LAYERS) or ()
         return ImageFeatures(found["inputs_embeds"][0], tuple(layers))
 
-    def attends_both_ways(self, count: int, inputs: Mapping[str, Any]) -> bool:
-        """Return whether the tokens of an image see later ones of it.
+    def attends_both_ways(self, count: int, inputs: Mapping[str, Any]) -> BothWays:
+        """Return where the tokens of an image see later ones of it.
 
         The attention of the language model is left as "eager", for which transformers makes masks that can be read.
         """
@@ -80,8 +85,9 @@ class ImageEncoder:
         types = torch.ones(1, count, dtype=torch.long, device=self._model.device)
         named = dict.fromkeys(("token_type_ids", "mm_token_type_ids"), types)
         mask = self._call([self.token] * count, {**inputs, **named}).get("attention_mask")
-        masks = mask.values() if isinstance(mask, Mapping) else [mask]
-        return any(_sees_later(each) for each in masks)
+        masks = mask if isinstance(mask, Mapping) else {"": mask}
+        seen = {kind for kind, each in masks.items() if _sees_later(each)}
+        return "windows" if seen == {_WINDOWED} and len(masks) > 1 else "all" if seen else "none"
 
     def logits(self, ids: list[int], inputs: Mapping[str, Any], more: Mapping[str, Any]) -> torch.Tensor:
         """Return the logits that the whole model has for a prompt with an image, (tokens, vocabulary)."""

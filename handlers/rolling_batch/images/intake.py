@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from handlers.generation.prompts import PromptEncoder
-from handlers.rolling_batch.images.encoder import ImageEncoder
+from handlers.rolling_batch.images.encoder import BothWays, ImageEncoder
 from handlers.rolling_batch.images.features import FeatureCache, KnownImage
 from handlers.rolling_batch.images.files import (
     FileRoom,
@@ -46,11 +46,11 @@ _File = tuple[ImagePart, bytes | None]  # None: the part itself has the file
 
 @dataclass(frozen=True)
 class ImageModel:
-    """What a loaded model has for images. `both_ways`: the tokens of an image attend to each other."""
+    """What a loaded model has for images. `both_ways`: where the tokens of an image attend to each other."""
 
     reader: ImageReader
     encoder: ImageEncoder
-    both_ways: bool
+    both_ways: BothWays
 
 
 class ImageIntake:
@@ -91,11 +91,13 @@ class ImageIntake:
                 raise ContextLengthError.from_counts(len(ids), 0, self._limit)
             rows = self._model.reader.rows(ids, [image.count for image in read])
             known = await self._encode(keys, found)
-        blocks = blocks_of(np.concatenate(rows)) if self._model.both_ways else ()
+        both_ways = self._model.both_ways
+        blocks = blocks_of(np.concatenate(rows)) if both_ways != "none" else ()
         numbers = [key.number for key in keys]
         images = EncodedImages(
             keys_of(ids, list(zip(rows, numbers, strict=True))),
             blocks,
+            both_ways == "windows",
             tuple(ImagePlace(row, each.features, each) for row, each in zip(rows, known, strict=True)),
             self._model.reader.positions(ids, [image.grid for image in read]),
         )

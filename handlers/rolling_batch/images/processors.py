@@ -44,7 +44,10 @@ def _processor_class(name: str) -> Any:
     module = next((module for module, names in PROCESSOR_MAPPING_NAMES.items() if name in names), None)
     if module is None:
         raise ValueError(f"transformers has no processor {name}")
-    found = getattr(transformers, name, None)
+    try:
+        found = getattr(transformers, name, None)
+    except ModuleNotFoundError:
+        found = None
     if found is not None and not getattr(found, "is_dummy", False):
         return found
     folder = f"{_MODELS}.{model_type_to_module_name(module)}"

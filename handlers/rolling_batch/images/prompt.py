@@ -99,14 +99,14 @@ class EmbeddedRows:
                 self.embeddings.append(place.features.embeddings[part])
                 self.layers.append(tuple(layer[part] for layer in place.features.layers))
 
-    def inputs(self, ids: torch.Tensor, embed: Any) -> dict[str, Any]:
-        """Return the arguments of the language model: token ids (1, rows) with images in their places."""
+    def inputs(self, ids: torch.Tensor, model: Any) -> dict[str, Any]:
+        """Return the arguments of `model`, a TextModel: token ids (1, rows) with images in their places."""
         if not self.rows:
             return {"input_ids": ids}
-        embeddings = embed(ids).clone()
+        embeddings = model.get_input_embeddings()(ids).clone()
         rows = torch.tensor(self.rows, device=ids.device)
         embeddings[0, rows] = torch.cat(self.embeddings).to(embeddings.device, embeddings.dtype)
-        inputs: dict[str, Any] = {"inputs_embeds": embeddings}
+        inputs: dict[str, Any] = {"inputs_embeds": embeddings, **model.beside_embeddings(ids, rows)}
         if self.layers[0]:
             # Added by a mask, in the order of the pass.
             order = torch.argsort(rows)

@@ -52,6 +52,18 @@ class TextModel(nn.Module):
     def set_attn_implementation(self, name: str) -> None:
         self.model.set_attn_implementation(name)
 
+    def beside_embeddings(self, ids: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the arguments that stand beside embeddings: what each layer adds for token ids (1, rows).
+
+        The given rows are those of images, in whose place Gemma 4 reads its padding there.
+        """
+        config = self.config.get_text_config()
+        if not getattr(config, "hidden_size_per_layer_input", 0):
+            return {}
+        ids = ids.clone()
+        ids[0, rows] = config.pad_token_id
+        return {"per_layer_inputs": self.model.get_per_layer_inputs(ids, None)}
+
     def former_name(self, name: str) -> str:
         """Return the name of a module in the whole model."""
         return self._prefix + name.removeprefix("model") if name.startswith("model.") else name

@@ -475,7 +475,7 @@ class ModelRunner:
         """Return the logits of a pass in which sequences have images."""
         if embedded.positions is not None:
             places = upload(embedded.positions, self.device)[:, None]
-        inputs = embedded.inputs(ids, self._model.get_input_embeddings())
+        inputs = embedded.inputs(ids, self._model)
         return self._model(**inputs, position_ids=places, use_cache=False, logits_to_keep=kept).logits[0]
 
 

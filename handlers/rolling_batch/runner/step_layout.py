@@ -47,12 +47,13 @@ def lay_out(plan: StepPlan, keep: list[int], row_by_row: RowByRow) -> Pass:
         token_ids.extend(chunk.sequence.tokens[chunk.start : chunk.end])
         positions.extend(range(chunk.start, chunk.end))
         slot = chunk.sequence.slot
-        blocks = _blocks(chunk)
         if _is_row_by_row(chunk, sources.get(slot, -1), row_by_row):
             slots.extend([slot] * (chunk.end - chunk.start))
         else:
             source = sources.get(slot, slot)
-            chunks.append(ChunkRows(slot, chunk.start, chunk.end, first, len(token_ids), source, blocks))
+            rows = ChunkRows(slot, chunk.start, chunk.end, first, len(token_ids), source, _blocks(chunk))
+            images = chunk.sequence.images
+            chunks.append(rows if images is None else replace(rows, in_windows=images.in_windows))
     return Pass(token_ids, positions, slots, chunks, keep, plan.trims, plan.copies, plan.states, plan.pages)
 
 

@@ -12,12 +12,13 @@ class PromptImages:
     `keys` has, for each token of the prompt, what identifies it in the prefix tree: a token id, or a negative number
     that follows from the image and the place in it. Two images have the same token ids, and different keys.
 
-    `blocks` are the tokens `begin` to `end` - 1 that attend to each other in both directions. A step computes all that
-    is left of such a block.
+    `blocks` are the tokens `begin` to `end` - 1 that attend to each other in both directions; if `in_windows`, under a
+    window alone. A step computes all that is left of such a block.
     """
 
     keys: list[int]
     blocks: tuple[tuple[int, int], ...] = ()
+    in_windows: bool = False
 
     def keys_of(self, tokens: list[int]) -> list[int]:
         """Return the keys of a sequence that begins with the prompt."""

@@ -99,7 +99,15 @@ def test_the_output_goes_on_behind_the_largest_position() -> None:
 def test_rows_of_a_block_see_to_its_end() -> None:
     chunks = [ChunkRows(0, 4, 8, 2, 6, 0, ((5, 7),)), ChunkRows(1, 4, 6, 6, 8, 0)]
     group = ChunkGroup(chunks)
-    ends = group.ends(group.columns(0))
+    ends = group.ends(0, group.columns(0))
     assert ends is not None
     assert (ends - 4).tolist() == [1, 3, 3, 4, 5, 6]
-    assert ChunkGroup(chunks[1:]).ends(group.columns(0)) is None
+    assert ChunkGroup(chunks[1:]).ends(0, group.columns(0)) is None
+
+
+def test_blocks_of_windows_are_none_without_a_window() -> None:
+    group = ChunkGroup([ChunkRows(0, 4, 8, 2, 6, 0, ((5, 7),), in_windows=True), ChunkRows(1, 4, 6, 6, 8, 0)])
+    assert group.ends(0, group.columns(0)) is None
+    ends = group.ends(9, group.columns(9))
+    assert ends is not None
+    assert (ends - 4).tolist() == [1, 3, 3, 4, 5, 6]
