@@ -170,7 +170,9 @@ class ImageIntake:
         data = await run(self._reading, decoded, part) if data is None else data
         key = await run(self._reading, reader.key, data, images)  # the loop would stall for 64 MiB
         known = found.get(key) or self._cache.find(key)
-        return key, known or await run(self._reading, reader.read, part.name, data, budget, key.alone)
+        if known is not None:
+            return key, known
+        return key, await run(self._reading, reader.read, part.name, data, budget, key.alone)
 
     async def _encode(self, keys: Sequence[ImageKey], found: dict[ImageKey, _Image]) -> list[KnownImage]:
         """Return the encoded image of each key."""
