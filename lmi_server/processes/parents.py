@@ -16,6 +16,16 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def end_group_with_parent() -> None:
+    """As `end_with_parent`, for the leader of a process group that its parent may stop: the others are to end as well.
+
+    At the parent's end the kernel sends SIGHUP to a group that is stopped. A server started by nohup ignores that
+    signal, and everything that it starts would.
+    """
+    end_with_parent()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def adopt_orphans() -> None:
     """Become the parent of every process below this one whose own parent ends (Linux only).
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from handlers.vllm.compilation.duty_cycle import wait_while_pausing
 from lmi_server.machine.memory import free_and_total
 from lmi_server.processes import model_imports
-from lmi_server.processes.parents import end_with_parent
+from lmi_server.processes.parents import end_group_with_parent
 
 if TYPE_CHECKING:
     from handlers.vllm.compilation.stored_code import UncompiledModel
@@ -142,8 +142,8 @@ def compile_models(arguments: Mapping[str, Any], directory: Path) -> None:
 def main() -> None:
     """Compile the job read from stdin at the lowest priority. Arguments: directory of the code, worker's process id."""
     directory, worker = Path(sys.argv[1]), int(sys.argv[2])
-    end_with_parent()
-    if os.getppid() != worker:  # it ended before end_with_parent could see it
+    end_group_with_parent()
+    if os.getppid() != worker:  # it ended before end_group_with_parent could see it
         return
     model_imports.prepare()
     os.nice(19)  # requests have the first claim on the cores

@@ -6,8 +6,8 @@ moments, keeps a core for its next time slice, and shares caches and memory with
 (SIGSTOP) while requests run. It still gets a tenth of that time, so that it ends under a load that never pauses.
 
 A stopped process must not outlive its worker. The process that leads the group asks the kernel for SIGKILL at its
-parent's end (`end_with_parent`), which a stopped process gets too. The others of its group get SIGHUP and SIGCONT from
-the kernel (POSIX: a stopped group without a parent outside).
+parent's end (`end_group_with_parent`), which a stopped process gets too. The others of its group get SIGHUP and SIGCONT
+from the kernel (POSIX: a stopped group without a parent outside).
 """
 
 from __future__ import annotations

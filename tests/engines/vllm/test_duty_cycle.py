@@ -16,9 +16,11 @@ from handlers.vllm.compilation.duty_cycle import DutyCycle, wait_while_pausing
 
 # Stands for a worker (its first process) that waits for a compiler, which has started a compiler of its own.
 _WORKER = """
-import subprocess, sys, threading
+import signal, subprocess, sys, threading
+if sys.argv[1] == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 from handlers.vllm.compilation.duty_cycle import wait_while_pausing
-code = "import subprocess; from lmi_server.processes.parents import end_with_parent; end_with_parent()\\n"
+code = "import subprocess; from lmi_server.processes.parents import end_group_with_parent; end_group_with_parent()\\n"
 code += "subprocess.run(['sleep', '600'])"
 compiler = subprocess.Popen([sys.executable, "-c", code], process_group=0)
 while not sys.stdin.readline():
@@ -78,8 +80,10 @@ def test_a_process_that_ends_by_itself_says_how() -> None:
     assert wait_while_pausing(process, lambda: True, Event()) == 3
 
 
-def test_nothing_stopped_is_left_of_a_worker_that_dies() -> None:
-    worker = subprocess.Popen([sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, start_new_session=True)
+@pytest.mark.parametrize("started_by", ["terminal", "nohup"])
+def test_nothing_stopped_is_left_of_a_worker_that_dies(started_by: str) -> None:
+    command = [sys.executable, "-c", _WORKER, started_by]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert worker.stdin is not None
     seen = psutil.Process(worker.pid)
     wait_until(lambda: len(seen.children(recursive=True)) == 2, "the compilers run")
