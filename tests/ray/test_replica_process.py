@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -45,29 +45,61 @@ class Cluster:
         self.front_end = FrontEndProcess()
         self.processes: dict[str, ReplicaProcess] = {}
         self.serving: dict[str, ReplicaReady] = {}
+        self._since: dict[str, str] = {}
+        """When the front end has connected to the replicas that it knows."""
 
     def start(self, *names: str) -> None:
-        """Start replicas, which the front end does not know yet."""
-        self.processes |= {name: ReplicaProcess(self._model) for name in names}
-        for name in names:
+        """Start those of the replicas that do not run; the front end does not know them yet."""
+        missing = [name for name in names if name not in self.serving or self._has_ended(name)]
+        for name in missing:
+            if name in self.processes:
+                self.processes[name].end()
+                self._since.pop(name, None)
+        self.processes |= {name: ReplicaProcess(self._model) for name in missing}
+        for name in missing:
             heard = self.processes[name].heard()
             assert isinstance(heard, ReplicaReady)
             self.serving[name] = heard
 
+    def _has_ended(self, name: str) -> bool:
+        return name in self.processes and self.processes[name].process.poll() is not None
+
     def announce(self, *names: str) -> None:
-        """Tell the front end that these replicas run, and wait until it has connected to each."""
-        first = next(iter(self.serving.values()))
-        self.front_end.knows(first.model, {name: self.serving[name] for name in names})
-        wait_until(lambda: self._ready() == len(names), f"{len(names)} replicas are ready")
+        """Tell the front end that these replicas run, started if need be, and wait until it has connected to each."""
+        self.start(*names)
+        known = [name for name in names if name in self._since]
+        self._announce_further(known)
+        for name in names:
+            if name not in known:
+                known.append(name)
+                self._announce_further(known)
+
+    def _announce_further(self, names: Sequence[str]) -> None:
+        """Tell the front end of these replicas, of which it knows all but the last one or all; of no replicas nothing.
+
+        What says that a replica is ready names none, so that only the time shows which one it is.
+        """
+        if not names:
+            return
+        self.front_end.knows(self.serving[names[-1]].model, {name: self.serving[name] for name in names})
+        gone = {since for name, since in self._since.items() if name not in names}
+        wait_until(
+            lambda: len(ready := self._ready()) == len(names) and not ready & gone, f"{', '.join(names)} are connected"
+        )
+        ready = self._ready()
+        self._since = {name: since for name, since in self._since.items() if name in names and since in ready}
+        further = ready - {*self._since.values()}
+        self._since |= {name: further.pop() for name in names if name not in self._since}
 
     def details(self) -> Any:
         """Return what the management API says of the model."""
         answer = self.front_end.http.get("/models/model")
         return answer.json()[0]["models"][0] if answer.status_code == 200 else {"workerGroups": []}
 
-    def _ready(self) -> int:
-        groups = self.details()["workerGroups"]
-        return sum(worker["status"] == "READY" for group in groups for worker in group["workers"])
+    def _ready(self) -> set[str]:
+        """Return when the front end has connected to each replica that is ready."""
+        workers = [worker for group in self.details()["workerGroups"] for worker in group["workers"]]
+        return {worker["startTime"] for worker in workers if worker["status"] == "READY"}
 
     def ask(self, prompt: str, tokens: int = SHORT) -> httpx.Response:
         body = {"inputs": prompt, "parameters": {"max_new_tokens": tokens}}
@@ -115,7 +147,6 @@ def cluster(model: Path) -> Iterator[Cluster]:
     cluster = Cluster(model)
     try:
         cluster.start("a", "b")
-        cluster.announce("a")
         yield cluster
     finally:
         with ending(cluster.front_end, *cluster.processes.values()):
@@ -123,6 +154,7 @@ def cluster(model: Path) -> Iterator[Cluster]:
 
 
 def test_dialects_and_codes_are_those_of_one_machine(cluster: Cluster) -> None:
+    cluster.announce("a")
     http = cluster.front_end.http
     assert http.get("/ping").json() == {"model": {"status": "Healthy"}}
     assert cluster.ask("a b", 3).json() == {"generated_text": " a b a"}
@@ -138,6 +170,7 @@ def test_dialects_and_codes_are_those_of_one_machine(cluster: Cluster) -> None:
 
 
 def test_a_stream_comes_piece_by_piece_and_a_client_that_leaves_frees_its_place(cluster: Cluster) -> None:
+    cluster.announce("a")
     whole = cluster.streaming(SHORT)
     events = whole.rest()
     assert events[-1] == "[DONE]"
@@ -149,6 +182,7 @@ def test_a_stream_comes_piece_by_piece_and_a_client_that_leaves_frees_its_place(
 
 
 def test_a_front_end_is_not_ready_before_it_knows_its_models(cluster: Cluster) -> None:
+    cluster.start("a")
     starting, replica = FrontEndProcess(), cluster.serving["a"]
     chat = {"model": "model", "messages": [{"role": "user", "content": "a b"}], "max_tokens": 2}
     with ending(starting):
@@ -177,6 +211,7 @@ def test_a_front_end_is_not_ready_before_it_knows_its_models(cluster: Cluster) -
 
 
 def test_models_are_managed_by_ray_alone(cluster: Cluster) -> None:
+    cluster.announce("a")
     http = cluster.front_end.http
     refused = [
         http.delete("/models/model"),
@@ -188,6 +223,8 @@ def test_models_are_managed_by_ray_alone(cluster: Cluster) -> None:
 
 
 def test_a_new_version_brings_its_settings_and_names_and_ends_no_stream(cluster: Cluster) -> None:
+    cluster.announce("a")
+
     def asked(name: str) -> int:
         return cluster.front_end.http.post(f"/predictions/{name}", json={"inputs": "a"}).status_code
 
@@ -207,6 +244,7 @@ def test_a_new_version_brings_its_settings_and_names_and_ends_no_stream(cluster:
 
 
 def test_a_model_that_is_gone_finishes_its_streams_and_holds_up_no_other(cluster: Cluster) -> None:
+    cluster.announce("a")
     replica = cluster.serving["a"]
     cluster.front_end.knows(replica.model, {"a": replica}, second=True)
     ready = {"model": {"status": "Healthy"}, "second": {"status": "Healthy"}}
@@ -222,6 +260,7 @@ def test_a_model_that_is_gone_finishes_its_streams_and_holds_up_no_other(cluster
 
 
 def test_a_connection_without_the_token_gets_nothing(cluster: Cluster) -> None:
+    cluster.announce("a")
     place = cluster.serving["a"].place
     with socket.create_connection((place.host, place.port), timeout=60) as intruder:
         intruder.sendall(b"x" * 64)
@@ -231,9 +270,9 @@ def test_a_connection_without_the_token_gets_nothing(cluster: Cluster) -> None:
 
 
 def test_a_replica_that_ends_finishes_its_streams_and_gets_no_new_requests(cluster: Cluster) -> None:
+    cluster.announce("a")
     stream = cluster.streaming(LONG)
     cluster.processes["a"].drain()
-    cluster.start("c")
     cluster.announce("b", "c")
     assert [cluster.ask("a").status_code for _ in range(4)] == [200] * 4
     events = stream.rest()
@@ -258,16 +297,17 @@ def test_an_adapter_reaches_the_replicas_that_are_there_and_those_that_come(clus
 
 
 def test_an_adapter_of_the_store_is_loaded_by_one_replica_when_it_is_asked_for(cluster: Cluster) -> None:
-    cluster.announce("b", "c")
+    cluster.announce("d", "e")  # which have loaded none
     asked = [name for _ in range(4) for name in STORED]
     assert [cluster.adapted(name) for name in asked] == [f" {name}: a" for name in asked]
     for name in STORED:
         line = f"loaded adapter {name}"
-        wait_until(lambda line=line: cluster.lines("b", line) + cluster.lines("c", line) == 1, f"one line: {line}")
-    assert cluster.lines("b", "removed adapter") + cluster.lines("c", "removed adapter") == 0
+        wait_until(lambda line=line: cluster.lines("d", line) + cluster.lines("e", line) == 1, f"one line: {line}")
+    assert cluster.lines("d", "removed adapter") + cluster.lines("e", "removed adapter") == 0
 
 
 def test_an_adapter_that_the_store_lacks_is_not_found(cluster: Cluster) -> None:
+    cluster.announce("b", "c")
     http, body = cluster.front_end.http, {"inputs": "a"}
     assert cluster.adapted("nobody") == "404"
     assert cluster.adapted("../model") == "404"
@@ -287,6 +327,7 @@ def test_the_adapter_that_nobody_has_asked_for_longest_makes_room(cluster: Clust
 
 
 def test_a_request_that_waits_when_the_last_replica_goes_has_ray_start_another(cluster: Cluster) -> None:
+    cluster.announce("c")
     replica = cluster.serving["c"]
     unreachable = msgspec.structs.replace(replica, place=msgspec.structs.replace(replica.place, port=1))
     cluster.front_end.knows(replica.model, {"gone": unreachable})
