@@ -49,6 +49,8 @@ def pytest_configure() -> None:
     """
     # Threads that wait for work would spin on cores that another process of the tests could use.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # torch would compile programs, for 17 s of a processor, to see which vector instructions the compiler knows.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     # A machine may switch bytecode off. Each server would then compile the sources of this project again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     model_imports.prepare()

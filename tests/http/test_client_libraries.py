@@ -139,7 +139,7 @@ CLASSES = {"openai": OPENAI_CLASSES, "anthropic": ANTHROPIC_CLASSES, "langchain_
 @pytest.fixture(scope="module")
 def server(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings = {"kv_cache_memory_gb": "0.5", "served_model_name": "smollm2_135m_instruct"}
-    with serving(tmp_path_factory.mktemp("served"), demo_model_dir, **settings) as server:
+    with serving(tmp_path_factory.mktemp("served"), demo_model_dir, libraries="transformers", **settings) as server:
         yield server
 
 

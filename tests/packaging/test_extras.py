@@ -6,6 +6,7 @@ import configparser
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def resolve(*arguments: str, requirement: str = "") -> subprocess.CompletedProce
     command = [uv, "pip", "compile", "--quiet", "--no-config", "--system-certs", "--no-header"]
     command += [*arguments, "-" if requirement else str(ROOT / "setup.cfg")]
     return subprocess.run(
-        command, env=environment, input=requirement, capture_output=True, text=True, timeout=120, check=False
+        command, env=environment, input=requirement, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -35,9 +36,14 @@ def resolve(*arguments: str, requirement: str = "") -> subprocess.CompletedProce
 def test_every_extra_resolves_with_the_package_index_alone(distributions: tuple[Path, Path]) -> None:
     """The extras of the wheel are those of setup.cfg, of which setuptools would make metadata for each resolution."""
     _, wheel = distributions
-    for extra in extras():
-        asked = f"lmi-server[{extra}] @ {wheel.as_uri()}"
-        done = resolve("--overrides", str(setup_script().OVERRIDES), requirement=asked)
+    overrides = str(setup_script().OVERRIDES)
+
+    def resolved(extra: str) -> subprocess.CompletedProcess[str]:
+        return resolve("--overrides", overrides, requirement=f"lmi-server[{extra}] @ {wheel.as_uri()}")
+
+    with ThreadPoolExecutor(8) as pool:  # what it takes is mostly the index's time
+        found = list(zip(extras(), pool.map(resolved, extras()), strict=True))
+    for extra, done in found:
         assert done.returncode == 0, f"{extra}: {done.stderr}"
         assert "msgspec==" in done.stdout
         assert [line for line in done.stdout.splitlines() if "file:" in line and wheel.name not in line] == []

@@ -7,11 +7,21 @@ from xdist.scheduler import LoadFileScheduling
 
 # Files whose tests share servers of the session run in one process, as if they were one file. So do files whose servers
 # are forks of one process that has imported transformers (forked_servers.py), and those that install the wheel.
-_LIKE_TEST_VLLM = ("test_constraint_bounds", "test_vllm_openai", "test_vllm_pooling")
+_LIKE_TEST_VLLM = (
+    "engines/vllm/test_constraint_bounds",
+    "engines/vllm/test_images",
+    "engines/vllm/test_vllm_openai",
+    "engines/vllm/test_vllm_pooling",
+    "http/test_clients",
+)
 _FORKS_WITH_TRANSFORMERS = (
     "engines/huggingface/test_unbatched",
+    "engines/rolling_batch/test_images_http",
+    "engines/rolling_batch/test_request_ids",
+    "engines/rolling_batch/test_waiting_requests",
     "engines/tasks/test_tasks_http",
     "http/test_adapters_end_to_end",
+    "http/test_client_libraries",
     "http/test_console_browser",
     "http/test_failed_models",
     "http/test_model_file_end_to_end",
@@ -19,7 +29,7 @@ _FORKS_WITH_TRANSFORMERS = (
 )
 _OF_THE_WHEEL = ("test_extras", "test_installed")
 AS_ONE_FILE = {
-    **{f"tests/engines/vllm/{name}.py": "tests/engines/vllm/test_vllm.py" for name in _LIKE_TEST_VLLM},
+    **{f"tests/{name}.py": "tests/engines/vllm/test_vllm.py" for name in _LIKE_TEST_VLLM},
     **{f"tests/{name}.py": "tests/engines/rolling_batch/test_lmi_requests.py" for name in _FORKS_WITH_TRANSFORMERS},
     **{f"tests/packaging/{name}.py": "tests/packaging/test_one_extra.py" for name in _OF_THE_WHEEL},
 }
@@ -28,7 +38,8 @@ TOGETHER_WITHOUT_SLOW = ("artifacts", "configuration", "dialects", "unit")
 # A process that starts a long file last would work on while the others have nothing left to do. The tests of hosting
 # wait more than they compute. Those of artifacts wait for servers of storage, and are one file without the slow ones.
 LONGEST = (
-    "engines/vllm/test_vllm",
+    "engines/vllm/test_vllm.py",
+    "engines/rolling_batch/test_lmi_requests.py",
     "engines/deepspeed/",
     "engines/vllm/",
     "chaos/",
@@ -57,6 +68,7 @@ class FilesTogether(LoadFileScheduling):
 
 def longest_first(item: pytest.Item) -> int:
     """Return the place of a test in the order in which files start; files of one place keep their order."""
-    name = item.nodeid.removeprefix("tests/")
+    file = item.nodeid.partition("::")[0]
+    name = AS_ONE_FILE.get(file, file).removeprefix("tests/")
     places = (place for place, start in enumerate(LONGEST) if name.startswith(start))
     return next(places, len(LONGEST))

@@ -40,7 +40,7 @@ def reference(directory: Path) -> Reference:
 @pytest.fixture(scope="module")
 def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = {"dtype": "fp32", "limit_mm_per_prompt": '{"image": 4}', "max_media_size": str(4 << 20)}
-    with serving(tmp_path_factory.mktemp("served"), directory, **options) as server:
+    with serving(tmp_path_factory.mktemp("served"), directory, libraries="transformers", **options) as server:
         yield server
 
 
@@ -251,7 +251,7 @@ def test_files_come_from_the_hosts_that_the_options_allow(directory: Path, tmp_p
     address = f"http://127.0.0.1:{files.server_port}"
     options = {"dtype": "fp32", "allow_private_media": "true", "allowed_media_domains": "127.0.0.1"}
     try:
-        with serving(tmp_path, directory, **options) as server:
+        with serving(tmp_path, directory, libraries="transformers", **options) as server:
             parts = [
                 {"type": "text", "text": "what is "},
                 url_part(f"{address}/a.png"),

@@ -29,7 +29,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Blip2ForCondit
 
 @pytest.fixture(scope="module")
 def server(made: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("served"), made[0], dtype="fp32", enforce_eager="true") as server:
+    options = {"dtype": "fp32", "enforce_eager": "true"}
+    with serving(tmp_path_factory.mktemp("served"), made[0], libraries="vllm", **options) as server:
         yield server
 
 
