@@ -99,55 +99,57 @@ def multiply_block(context, rows, first_row, count, panel, sums, is_first):
         left = (upper, stride)
         right = (builder.ptrtoint(panel.data, _INT), steps, args[5])
         out = (builder.ptrtoint(sums.data, _INT), builder.extract_value(sums.strides, 0))
-        with builder.if_else(builder.icmp_signed("<=", args[2], _INT(_ROWS))) as (short, long):
-            with short:
-                _multiply(builder, 1, left, right, out)
-            with long:
-                _multiply(builder, 2, left, right, out)
+        _for_halves(builder, args[2], lambda halves: _multiply(builder, halves, left, right, out))
         return ctx.get_dummy_value()
 
     return types.void(rows, types.intp, types.intp, panel, sums, types.boolean), build
 
 
 @intrinsic
-def multiply_steps(context, rows, stride, count, steps, panel, sums):
-    """Write the products of a block of rows and each STEP_WORDS words of a panel, apart from each other.
+def clear_sums(context, count):
+    """Set the sums of a block of `count` rows in the tile registers to zero, before `add_step`."""
 
-    rows: the address of the first element, `stride` bytes before that of the next row. panel: of `steps` * STEP_WORDS
-    words of PANEL_COLUMNS columns, which caches hold. sums: of `count` x PANEL_COLUMNS float32 for each step, one after
-    the other. `count` rows are the block, as many as `configure_tiles` was told. Nothing is checked.
+    def build(ctx, builder, sig, args):
+        _for_halves(builder, args[0], lambda halves: _clear(builder, halves))
+        return ctx.get_dummy_value()
+
+    return types.void(types.intp), build
+
+
+@intrinsic
+def add_step(context, rows, stride, count, panel):
+    """Add the product of a block of `count` rows and STEP_WORDS words of a panel to the sums in the tile registers.
+
+    rows: the address of the first word, `stride` bytes before that of the next row; panel: of the words of
+    PANEL_COLUMNS columns, which caches hold. Nothing is checked.
     """
 
     def build(ctx, builder, sig, args):
-        rows, stride, count, steps, panel, sums = args
-        with builder.if_else(builder.icmp_signed("<=", count, _INT(_ROWS))) as (short, long):
-            with short:
-                _multiply_steps(builder, 1, (rows, stride), (panel, steps), (sums, count))
-            with long:
-                _multiply_steps(builder, 2, (rows, stride), (panel, steps), (sums, count))
+        rows, stride, count, panel = args
+        _for_halves(builder, count, lambda halves: _add_step(builder, halves, (rows, stride), panel))
         return ctx.get_dummy_value()
 
-    return types.void(types.uintp, types.intp, types.intp, types.intp, types.uintp, types.uintp), build
+    return types.void(types.uintp, types.intp, types.intp, types.uintp), build
 
 
-def _multiply_steps(builder, halves, left, right, out):
-    (rows, stride), (panel, steps), (sums, count), width = left, right, out, _INT(_PANEL_BYTES)
-    distance = builder.mul(count, width)
-    with cgutils.for_range(builder, steps) as loop:
-        begin = builder.add(rows, builder.mul(loop.index, _INT(_BYTES)))
-        of_panel = builder.add(panel, builder.mul(loop.index, _INT(STEP_WORDS * _PANEL_BYTES)))
-        of_step = builder.add(sums, builder.mul(loop.index, distance))
-        for half, register in enumerate((_UPPER, _LOWER)[:halves]):
-            of_half = builder.add(begin, builder.mul(stride, _INT(half * _ROWS)))
-            _instruction(builder, "tileloadd64", register, of_half, stride)
-        for place, column in enumerate((_LEFT, _RIGHT)):
-            _instruction(builder, "tileloadd64", column, builder.add(of_panel, _INT(place * _BYTES)), width)
-            for half, register in enumerate((_UPPER, _LOWER)[:halves]):
-                of_sums = _SUMS[half][place]
-                _instruction(builder, "tilezero", of_sums)
-                _instruction(builder, "tdpbf16ps", of_sums, register, column)
-                target = builder.add(of_step, _INT(half * _ROWS * _PANEL_BYTES + place * _BYTES))
-                _instruction(builder, "tilestored64", of_sums, target, width)
+@intrinsic
+def store_sums(context, count, sums):
+    """Write the sums of a block of `count` rows to an address, for PANEL_COLUMNS float32 of each row."""
+
+    def build(ctx, builder, sig, args):
+        _for_halves(builder, args[0], lambda halves: _store(builder, halves, args[1], _INT(_PANEL_BYTES)))
+        return ctx.get_dummy_value()
+
+    return types.void(types.intp, types.uintp), build
+
+
+def _for_halves(builder, count, build):
+    """Write `build(1)`, which runs for up to 16 rows, and `build(2)` for more."""
+    with builder.if_else(builder.icmp_signed("<=", count, _INT(_ROWS))) as (short, long):
+        with short:
+            build(1)
+        with long:
+            build(2)
 
 
 @intrinsic
@@ -185,30 +187,41 @@ def write_block(context, sums, count, out, first_row, column):
 
 def _multiply(builder, halves, left, right, out):
     """Multiply 16 rows, or two `halves` of 16. `left`, `out`: address, bytes from row to row; `right`: of the panel."""
-    (rows, stride), (panel, steps, is_first), (sums, width) = left, right, out
-    places = [
-        (register, builder.add(builder.add(sums, builder.mul(width, _INT(half * _ROWS))), _INT(place * _BYTES)))
-        for half in range(halves)
-        for place, register in enumerate(_SUMS[half])
-    ]
-    for register, _ in places:
-        _instruction(builder, "tilezero", register)
+    (rows, stride), (panel, steps, is_first) = left, right
+    _clear(builder, halves)
     with cgutils.for_range(builder, steps) as loop:
         across, down = (builder.mul(loop.index, _INT(size)) for size in (_BYTES, STEP_WORDS * _PANEL_BYTES))
-        of_rows, of_panel = builder.add(rows, across), builder.add(panel, down)
-        for half, register in enumerate((_UPPER, _LOWER)[:halves]):
-            begin = builder.add(of_rows, builder.mul(stride, _INT(half * _ROWS)))
-            _instruction(builder, "tileloadd64", register, begin, stride)
+        of_panel = builder.add(panel, down)
         with builder.if_then(is_first, likely=True):
             for ahead in range(0, STEP_WORDS * _PANEL_BYTES, _BYTES):
                 prefetch_line(builder, builder.add(of_panel, _INT(_AHEAD_BYTES + ahead)))
-        for place, column in enumerate((_LEFT, _RIGHT)):
-            begin = builder.add(of_panel, _INT(place * _BYTES))
-            _instruction(builder, "tileloadd64", column, begin, _INT(_PANEL_BYTES))
-            for half, register in enumerate((_UPPER, _LOWER)[:halves]):
-                _instruction(builder, "tdpbf16ps", _SUMS[half][place], register, column)
-    for register, begin in places:
-        _instruction(builder, "tilestored64", register, begin, width)
+        _add_step(builder, halves, (builder.add(rows, across), stride), of_panel)
+    _store(builder, halves, *out)
+
+
+def _clear(builder, halves):
+    for register in (register for row in _SUMS[:halves] for register in row):
+        _instruction(builder, "tilezero", register)
+
+
+def _add_step(builder, halves, left, panel):
+    rows, stride = left
+    for half, register in enumerate((_UPPER, _LOWER)[:halves]):
+        _instruction(
+            builder, "tileloadd64", register, builder.add(rows, builder.mul(stride, _INT(half * _ROWS))), stride
+        )
+    for place, column in enumerate((_LEFT, _RIGHT)):
+        _instruction(builder, "tileloadd64", column, builder.add(panel, _INT(place * _BYTES)), _INT(_PANEL_BYTES))
+        for half, register in enumerate((_UPPER, _LOWER)[:halves]):
+            _instruction(builder, "tdpbf16ps", _SUMS[half][place], register, column)
+
+
+def _store(builder, halves, sums, width):
+    """Write the sums to an address, whose rows are `width` bytes apart."""
+    for half, registers in enumerate(_SUMS[:halves]):
+        for place, register in enumerate(registers):
+            begin = builder.add(builder.add(sums, builder.mul(width, _INT(half * _ROWS))), _INT(place * _BYTES))
+            _instruction(builder, "tilestored64", register, begin, width)
 
 
 def _instruction(builder, name, *operands):

@@ -17,30 +17,46 @@ INPUTS = 32
 
 @dataclass(frozen=True)
 class Numbers:
-    """The weights of a linear layer: numbers (out, in) int8; scales and minima (out, blocks) float16, or no minima."""
+    """The weights of a linear layer: numbers (out, in) int8; scales and minima (out, n) float16, or no minima.
+
+    K-quants have factors (out, in / 256) float16: then scales and minima are bytes that are multiplied by these. There
+    are as many scales as blocks, or two for each block.
+    """
 
     numbers: torch.Tensor
     scales: torch.Tensor
     minima: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+    minimum_factors: torch.Tensor | None = None
 
     def weight(self) -> torch.Tensor:
         """Return the weights, (out, in) float32."""
-        blocks = self.numbers.unflatten(1, (-1, INPUTS)).float()
-        weights = blocks.mul_(self.scales.float()[:, :, None])
+        scales = _multiplied(self.scales, self.factors)
+        blocks = self.numbers.unflatten(1, (scales.shape[1], -1)).float()
+        weights = blocks.mul_(scales[:, :, None])
         if self.minima is not None:
-            weights -= self.minima.float()[:, :, None]
+            weights -= _multiplied(self.minima, self.minimum_factors)[:, :, None]
         return weights.flatten(1)
+
+
+def _multiplied(scales: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    if factors is None:
+        return scales.float()
+    return (factors.float()[:, :, None] * scales.float().unflatten(1, (factors.shape[1], -1))).flatten(1)
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format by ggml's name; `block_bytes` hold INPUTS weights. `zero`: the stored number that stands for zero."""
+    """A format by ggml's name; `block_bytes` hold `block_inputs` weights.
+
+    `read` takes raw bytes, (out, blocks, block_bytes) uint8. `scales`: where its float16 are in a block.
+    """
 
     name: str
-    bits: int
     block_bytes: int
-    zero: int
+    scales: tuple[int, ...]
     read: Callable[[torch.Tensor], Numbers]
+    block_inputs: int = INPUTS
 
 
 def _half(raw: torch.Tensor, first: int) -> torch.Tensor:
@@ -64,10 +80,53 @@ def _read_q4_1(raw: torch.Tensor) -> Numbers:
     return Numbers(_nibbles(raw[:, :, 4:]).flatten(1), _half(raw, 0), -_half(raw, 2))
 
 
-Q8_0 = Format("q8_0", 8, 34, 0, _read_q8_0)
-Q4_0 = Format("q4_0", 4, 18, 8, _read_q4_0)
-Q4_1 = Format("q4_1", 4, 20, 0, _read_q4_1)
-FORMATS = {each.name: each for each in (Q8_0, Q4_0, Q4_1)}
+def _super_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return eight scales and eight minima of 6 bits each, (out, n) uint8, that 12 bytes of a super-block hold.
+
+    The first four of each are the lower bits of bytes 0 to 3 and 4 to 7, whose upper two bits are those of the others.
+    """
+    first, second, third = packed.split(4, dim=2)
+    scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=2)
+    minima = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=2)
+    return scales.flatten(1), minima.flatten(1)
+
+
+def _low_and_high(raw: torch.Tensor) -> torch.Tensor:
+    """(out, n, 128) -> (out, n, 256): 32 bytes have 32 weights in their lower halves, and the next 32 above."""
+    of_bytes = raw.unflatten(2, (4, 32))
+    return torch.stack((of_bytes & 15, of_bytes >> 4), dim=3).flatten(2)
+
+
+def _read_q4_k(raw: torch.Tensor) -> Numbers:
+    scales, minima = _super_scales(raw[:, :, 4:16])
+    numbers = _low_and_high(raw[:, :, 16:]).view(torch.int8).flatten(1)
+    return Numbers(numbers, scales, minima, _half(raw, 0), _half(raw, 2))
+
+
+def _read_q5_k(raw: torch.Tensor) -> Numbers:
+    scales, minima = _super_scales(raw[:, :, 4:16])
+    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    high = (raw[:, :, None, 16:48] >> shifts & 1).flatten(2)  # bit b of a byte belongs to block b
+    numbers = (_low_and_high(raw[:, :, 48:]) | high << 4).view(torch.int8).flatten(1)
+    return Numbers(numbers, scales, minima, _half(raw, 0), _half(raw, 2))
+
+
+def _read_q6_k(raw: torch.Tensor) -> Numbers:
+    """Each half of a super-block has 64 bytes, of which the lower halves come first, and 32 bytes of upper bits."""
+    low = raw[:, :, :128].unflatten(2, (2, 1, 64)) >> torch.tensor([[0], [4]], dtype=torch.uint8) & 15
+    shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
+    high = raw[:, :, 128:192].unflatten(2, (2, 1, 32)) >> shifts & 3
+    numbers = (low.flatten(2) | high.flatten(2) << 4).view(torch.int8) - 32
+    return Numbers(numbers.flatten(1), raw[:, :, 192:208].view(torch.int8).flatten(1), None, _half(raw, 208))
+
+
+Q8_0 = Format("q8_0", 34, (0,), _read_q8_0)
+Q4_0 = Format("q4_0", 18, (0,), _read_q4_0)
+Q4_1 = Format("q4_1", 20, (0, 2), _read_q4_1)
+Q4_K = Format("q4_k", 144, (0, 2), _read_q4_k, 256)
+Q5_K = Format("q5_k", 176, (0, 2), _read_q5_k, 256)
+Q6_K = Format("q6_k", 210, (208,), _read_q6_k, 256)
+FORMATS = {each.name: each for each in (Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K)}
 
 
 @dataclass(frozen=True)
@@ -79,7 +138,7 @@ class StoredWeight:
 
     @property
     def in_features(self) -> int:
-        return int(self.raw.shape[1]) // self.format.block_bytes * INPUTS
+        return int(self.raw.shape[1]) // self.format.block_bytes * self.format.block_inputs
 
     def numbers(self) -> Numbers:
         return self.format.read(self.raw.unflatten(1, (-1, self.format.block_bytes)))

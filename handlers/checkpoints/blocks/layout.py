@@ -12,17 +12,27 @@ from handlers.cpu_kernels.blocks.layout import (
     ALIGNMENT,
     EXACT_ROWS,
     FIRST_PANEL,
-    HAS_MINIMA,
+    GROUP,
     INPUTS,
     OUTPUTS,
     PANEL_WORDS,
     Q4,
     Q4_MIN,
+    Q4_SUPER,
+    Q6_MIN_SUPER,
+    Q6_SUPER,
     Q8,
     Kind,
 )
 
-KINDS = {"q8_0": Q8, "q4_0": Q4, "q4_1": Q4_MIN}
+KINDS = {
+    "q8_0": Q8,
+    "q4_0": Q4,
+    "q4_1": Q4_MIN,
+    "q4_k": Q4_SUPER,
+    "q5_k": Q6_MIN_SUPER,
+    "q6_k": Q6_SUPER,
+}
 _ALL_ROWS = np.iinfo(np.int64).max
 
 Panel = tuple[int, np.ndarray]
@@ -32,21 +42,21 @@ Panel = tuple[int, np.ndarray]
 def lay_out(stored: StoredWeight) -> np.ndarray:
     """Return a weight in the layout of the kernels, int64."""
     kind = KINDS[stored.format.name]
-    return _with_table([(kind.code, panel) for panel in _panels(stored, kind)], kind.has_minimum)
+    return _with_table([(kind.code, panel) for panel in _panels(stored, kind)])
 
 
 def join(laid: Sequence[np.ndarray]) -> np.ndarray:
     """Return weights of the same inputs as one, whose outputs follow each other. All but the last have whole panels."""
     panels = [panel for each in laid for panel in _panels_of(each)]
-    return _with_table(panels, any(bool(each[HAS_MINIMA]) for each in laid))
+    return _with_table(panels)
 
 
-def _with_table(panels: Sequence[Panel], has_minima: bool) -> np.ndarray:
+def _with_table(panels: Sequence[Panel]) -> np.ndarray:
     table = 8 * (FIRST_PANEL + PANEL_WORDS * len(panels))
     begins = np.cumsum([_aligned(table), *(_aligned(len(panel)) for _, panel in panels)]).tolist()
     laid = _aligned_words(begins[-1] // 8)
     laid[: begins[0] // 8] = 0
-    laid[EXACT_ROWS], laid[HAS_MINIMA] = _ALL_ROWS, has_minima
+    laid[EXACT_ROWS] = _ALL_ROWS
     of_bytes = laid.view(np.uint8)
     for place, (code, panel) in enumerate(panels):
         first = FIRST_PANEL + PANEL_WORDS * place
@@ -70,28 +80,41 @@ def _panels(stored: StoredWeight, kind: Kind) -> np.ndarray:
     found, outputs, blocks = stored.numbers(), len(stored.raw), stored.in_features // INPUTS
 
     def by_panel(of_outputs: torch.Tensor) -> torch.Tensor:
-        """(out, blocks, ...) -> (panels, blocks, ..., OUTPUTS); zeros fill up the last panel."""
+        """(out, n, ...) -> (panels, n, ..., OUTPUTS); zeros fill up the last panel."""
         missing = of_outputs.new_zeros((-outputs % OUTPUTS, *of_outputs.shape[1:]))
         return torch.cat((of_outputs, missing)).unflatten(0, (-1, OUTPUTS)).movedim(1, -1)
 
-    halves = [found.scales] if found.minima is None else [found.scales, found.minima]
-    numbers = by_panel(found.numbers.view(outputs, blocks, INPUTS))
-    packed = numbers if kind.bits == 8 else _words_of_nibbles(numbers + kind.zero)
-    parts = [*map(by_panel, halves), packed]
-    laid: np.ndarray = (
-        torch.cat([part.contiguous().view(torch.uint8).flatten(2) for part in parts], 2).flatten(1).numpy()
-    )
-    return laid
+    def of_blocks(parts: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+        """Return the bytes of parts beside each other, (panels, count, bytes)."""
+        return torch.cat(
+            [part.contiguous().view(torch.uint8).unflatten(1, (count, -1)).flatten(2) for part in parts], 2
+        )
+
+    scales = [by_panel(part) for part in (found.scales, found.minima) if part is not None]
+    numbers = by_panel((found.numbers + kind.zero if kind.bits < 8 else found.numbers).view(outputs, blocks, INPUTS))
+    laid = of_blocks([*scales, *_laid_numbers(numbers, kind)], blocks)
+    if kind.has_factors:
+        factors = [by_panel(part) for part in (found.factors, found.minimum_factors) if part is not None]
+        count = blocks // kind.blocks
+        laid = torch.cat((of_blocks(factors, count), laid.unflatten(1, (count, -1)).flatten(2)), 2)
+    of_bytes: np.ndarray = laid.flatten(1).numpy()
+    return of_bytes
 
 
-def _words_of_nibbles(numbers: torch.Tensor) -> torch.Tensor:
-    """(panels, blocks, INPUTS, outputs) of 0 to 15 ->
-    (panels, blocks, INPUTS / 8, outputs) int32: see `unpack_four`."""
-    of_words = numbers.view(torch.uint8).unflatten(2, (-1, 8))
-    words = torch.zeros_like(of_words[:, :, :, 0], dtype=torch.int32)
-    for place in range(8):
-        words |= of_words[:, :, :, place].int() << (4 * (place // 2) + 16 * (place % 2))
-    return words
+def _laid_numbers(numbers: torch.Tensor, kind: Kind) -> list[torch.Tensor]:
+    """Return parts that hold the stored numbers, (panels, blocks, INPUTS, OUTPUTS) int8, as the kernels read them."""
+    # (panels, blocks, groups, pairs, OUTPUTS, 2): vectors hold neighbouring inputs side by side.
+    paired = numbers.unflatten(2, (INPUTS // GROUP, GROUP // 2, 2)).transpose(4, 5)
+    if kind.bits == 8:
+        return [paired.flatten(2, 3)]
+    of_bytes = paired.contiguous().view(torch.uint8)
+    low = torch.zeros_like(of_bytes[:, :, :, 0], dtype=torch.int32)
+    high = torch.zeros_like(of_bytes[:, :, 0, 0], dtype=torch.int32)
+    for pair in range(GROUP // 2):
+        low |= (of_bytes[:, :, :, pair].int() & 15) << (4 * pair)
+        for group in range(INPUTS // GROUP):
+            high |= (of_bytes[:, :, group, pair].int() >> 4) << (2 * pair + 16 * group)
+    return [low] if kind.bits == 4 else [low, high]
 
 
 def _aligned(size: int) -> int:

@@ -1,11 +1,21 @@
 """How the kernels hold weights of few bits: in panels of 32 outputs, of which a block has 32 inputs.
 
 The weights of a linear layer are one array, which begins with a table of its panels. Panels of one layer may be of
-different kinds, because files mix them. All parts of a block have their outputs beside each other, as lanes of vectors,
-so that one load serves 16 or 32 outputs. The scales of a block come first, as float16, then the minima if there are
-any, then the numbers. The numbers of bytes are those of ggml's formats.
+different kinds, because files mix them. A panel is a run of super-blocks: of one block each, or of eight that share
+factors, as ggml's K-quants have them. Each part of a block has all outputs beside each other, as lanes of vectors.
 
-A weight is `scale * number - minimum`, where the number is an integer of so few bits that bfloat16 holds it exactly.
+A super-block of eight begins with the factors of its scales, a float16 for each output, and those of its minima if
+there are any. A block begins with its scales, then come its minima, both float16, or bytes if there are factors. The
+numbers follow in two groups of 16 inputs, first their lowest bits, then the others. What vectors hold of a group are
+pairs of neighbouring inputs in 8 outputs, one output after the other:
+
+- Of 8 bits, a pair has four runs of 16 bytes, one for each quarter of the outputs. The pairs of a group follow.
+- Of 4 bits, a group has four vectors of 16 words: two words for each output, of the first inputs and of the second
+  inputs of its pairs. Bits 4 * p to 4 * p + 3 are of pair p.
+- Of 6 bits, the lowest four are as before. For the upper two, both groups share four vectors: bits 2 * p and
+  2 * p + 1 are of pair p in the first group, and 16 bits above of the second group.
+
+A weight is `scale * number - minimum`, where the number is the stored one less `zero`.
 """
 
 from __future__ import annotations
@@ -14,31 +24,71 @@ from typing import NamedTuple
 
 OUTPUTS, INPUTS = 32, 32
 """Of a block."""
+GROUP = 16
+"""Inputs of a group."""
 SECTION = 8
-"""Blocks that are unpacked at once."""
+"""Blocks that are unpacked at once, and those of a super-block that has factors."""
 ALIGNMENT = 64
 """Bytes of a line of the caches: panels begin on one."""
-EXACT_ROWS, HAS_MINIMA, FIRST_PANEL, PANEL_WORDS = 0, 1, 2, 2
+EXACT_ROWS, FIRST_PANEL, PANEL_WORDS = 0, 2, 2
 """What the int64 at the beginning of a layer are.
 
-First up to how many rows weights are multiplied unrounded; then whether any panel has minima; then PANEL_WORDS for each
-panel: the code of its kind, and how many bytes it is behind the beginning.
+First up to how many rows weights are multiplied unrounded, then a zero; then PANEL_WORDS for each panel: the code of
+its kind, and how many bytes it is behind the beginning.
 """
 
 
 class Kind(NamedTuple):
-    """A kind of blocks: its code in the table, the bits of a number, and the number that is stored for zero."""
+    """A kind of blocks: its code in the table, the bits of a number, and the number that is stored for zero.
+
+    `scales`: of a block for each output; two are those of its groups. With factors, scales are bytes: signed ones, or
+    from 0 to 255 if there are minima.
+    """
 
     code: int
     bits: int
     zero: int = 0
     has_minimum: bool = False
+    has_factors: bool = False
+    scales: int = 1
+
+    @property
+    def blocks(self) -> int:
+        """Of a super-block."""
+        return SECTION if self.has_factors else 1
+
+    @property
+    def factor_bytes(self) -> int:
+        return 2 * OUTPUTS * (1 + self.has_minimum) if self.has_factors else 0
+
+    @property
+    def low_bits(self) -> int:
+        """Of a number that are stored together: all eight, or the lowest four."""
+        return 8 if self.bits == 8 else 4
+
+    @property
+    def scale_bytes(self) -> int:
+        """How many bytes a scale or a minimum has."""
+        return 1 if self.has_factors else 2
+
+    @property
+    def numbers_at(self) -> int:
+        """How many bytes the numbers are behind the beginning of a block."""
+        return OUTPUTS * self.scale_bytes * (self.scales + self.has_minimum)
 
     @property
     def block_bytes(self) -> int:
-        return INPUTS * OUTPUTS * self.bits // 8 + 2 * OUTPUTS * (1 + self.has_minimum)
+        return self.numbers_at + INPUTS * OUTPUTS * self.bits // 8
+
+    @property
+    def super_bytes(self) -> int:
+        return self.factor_bytes + self.blocks * self.block_bytes
 
 
 Q8 = Kind(0, 8)
 Q4 = Kind(1, 4, zero=8)
 Q4_MIN = Kind(2, 4, has_minimum=True)
+Q4_SUPER = Kind(3, 4, has_minimum=True, has_factors=True)
+Q6_MIN_SUPER = Kind(4, 6, has_minimum=True, has_factors=True)
+Q6_SUPER = Kind(5, 6, zero=32, has_factors=True, scales=2)
+KINDS = (Q8, Q4, Q4_MIN, Q4_SUPER, Q6_MIN_SUPER, Q6_SUPER)

@@ -27,10 +27,10 @@ from handlers.huggingface.options import HuggingFaceOptions
 def random_blocks(name: str, outputs: int, inputs: int) -> StoredWeight:
     """Return a weight of random numbers: every one of them occurs."""
     kind, chance = FORMATS[name], torch.Generator().manual_seed(outputs * inputs)
-    raw = torch.randint(256, (outputs, inputs // 32, kind.block_bytes), generator=chance, dtype=torch.uint8)
-    for place in range(0, kind.block_bytes - 32 * kind.bits // 8, 2):
-        halves = torch.randn((outputs, inputs // 32, 1), generator=chance).half()
-        raw[:, :, place : place + 2] = halves.view(torch.uint8)
+    shape = outputs, inputs // kind.block_inputs
+    raw = torch.randint(256, (*shape, kind.block_bytes), generator=chance, dtype=torch.uint8)
+    for place in kind.scales:
+        raw[:, :, place : place + 2] = torch.randn((*shape, 1), generator=chance).half().view(torch.uint8)
     return StoredWeight(kind, raw.flatten(1))
 
 
@@ -41,7 +41,7 @@ def reference(stored: StoredWeight) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_read_as_ggml_does(name: str) -> None:
-    stored = random_blocks(name, 5, 96)
+    stored = random_blocks(name, 5, 768)
     torch.testing.assert_close(stored.numbers().weight(), reference(stored), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(stored.rows(torch.tensor([3, 0])), reference(stored)[[3, 0]], rtol=1e-6, atol=1e-6)
 
