@@ -134,50 +134,58 @@ def _in_vectors(first_share, last_share, rows, rest, weight, bias, out, shares, 
 
 
 @kernel_part()
-def _rounded_in_tile_registers(first_share, last_share, rows, weight, bias, out, shares):
-    """Compute the panels of some shares, for rows as words.
+def _one_block_of_rows(first_share, last_share, rows, weight, bias, out, shares):
+    """Compute the panels of some shares, for up to BLOCK_ROWS rows as words.
 
-    While tile registers multiply the first block of rows by a panel, vector registers unpack the next one.
+    Tile registers multiply a block while vector registers unpack the next one, which the L1 cache holds.
     """
     count, panels, blocks = len(out), -(-out.shape[1] // OUTPUTS), rows.shape[1] // amx.STEP_WORDS
-    laid = np.empty((2, rows.shape[1], OUTPUTS), np.uint32)
+    unpacked, sums = np.empty((2, amx.STEP_WORDS, OUTPUTS), np.uint32), np.empty((amx.BLOCK_ROWS, OUTPUTS), np.float32)
+    targets, stride = (address_of(unpacked[0]), address_of(unpacked[1])), 4 * rows.shape[1]
+    amx.configure_tiles(count)
+    for panel in range(panels * first_share // shares, panels * last_share // shares):
+        amx.clear_sums(count)
+        _unpack(weight, panel, 0, 1, targets[0], _LINE, out.dtype.type(0))
+        for block in range(blocks):
+            if block + 1 < blocks:
+                _unpack(weight, panel, block + 1, 1, targets[(block + 1) % 2], _LINE, out.dtype.type(0))
+            left = address_of(rows) + np.uintp(4 * amx.STEP_WORDS * block)
+            amx.add_step(left, stride, count, targets[block % 2])
+        amx.store_sums(count, address_of(sums))
+        _write_block(sums, bias, out, 0, count, panel * OUTPUTS)
+    amx.release_tiles()
+    unpacked[0, 0, 0] = 0  # numba frees an array after its last use, and does not see those by address
+
+
+@kernel_part()
+def _many_blocks_of_rows(first_share, last_share, rows, weight, bias, out, shares):
+    """Compute the panels of some shares, for rows as words; an unpacked panel stays in the L2 cache."""
+    count, panels, blocks = len(out), -(-out.shape[1] // OUTPUTS), rows.shape[1] // amx.STEP_WORDS
+    laid = np.empty((rows.shape[1], OUTPUTS), np.uint32)
     sums = np.empty((-(-min(count, _MAX_ROWS) // amx.BLOCK_ROWS), amx.BLOCK_ROWS, OUTPUTS), np.float32)
     configured = 0
     for first in range(0, count, _MAX_ROWS):
-        last, end = min(first + _MAX_ROWS, count), panels * last_share // shares
-        for panel in range(panels * first_share // shares, end):
-            of_panel, of_next = laid[panel % 2], laid[(panel + 1) % 2]
-            if panel == panels * first_share // shares:
-                _unpack(weight, panel, 0, blocks, address_of(of_panel), _LINE, out.dtype.type(0))
+        last = min(first + _MAX_ROWS, count)
+        for panel in range(panels * first_share // shares, panels * last_share // shares):
+            _unpack(weight, panel, 0, blocks, address_of(laid), _LINE, out.dtype.type(0))
             for begin in range(first, last, amx.BLOCK_ROWS):
-                of_rows, of_block = min(amx.BLOCK_ROWS, last - begin), sums[(begin - first) // amx.BLOCK_ROWS]
+                of_rows = min(amx.BLOCK_ROWS, last - begin)
                 if of_rows != configured:
                     amx.configure_tiles(of_rows)
                     configured = of_rows
-                if begin == first and panel + 1 < end:
-                    _multiply_and_unpack(rows, begin, of_rows, of_panel, of_block, weight, panel + 1, of_next, out)
-                else:
-                    amx.multiply_block(rows, begin, of_rows, of_panel, of_block, False)
-            column = panel * OUTPUTS
+                amx.multiply_block(rows, begin, of_rows, laid, sums[(begin - first) // amx.BLOCK_ROWS], False)
             for begin in range(first, last, amx.BLOCK_ROWS):
-                of_block, behind = sums[(begin - first) // amx.BLOCK_ROWS], min(begin + amx.BLOCK_ROWS, last)
-                if len(bias) == 0 and column + OUTPUTS <= out.shape[1]:
-                    amx.write_block(of_block, behind - begin, out, begin, column)
-                else:
-                    write_sums(of_block, bias, out, begin, behind, column)
+                end = min(begin + amx.BLOCK_ROWS, last)
+                _write_block(sums[(begin - first) // amx.BLOCK_ROWS], bias, out, begin, end, panel * OUTPUTS)
     amx.release_tiles()
 
 
 @kernel_part()
-def _multiply_and_unpack(rows, begin, count, of_panel, sums, weight, panel, target, out):
-    """Write the product of a block of rows and an unpacked panel to `sums`, and unpack another one to `target`."""
-    left, right, unpacked = address_of(rows[begin:]), address_of(of_panel), address_of(target)
-    amx.clear_sums(count)
-    for block in range(rows.shape[1] // amx.STEP_WORDS):
-        place = np.uintp(block * amx.STEP_WORDS * _LINE)
-        amx.add_step(left + np.uintp(4 * amx.STEP_WORDS * block), 4 * rows.shape[1], count, right + place)
-        _unpack(weight, panel, block, 1, unpacked + place, _LINE, out.dtype.type(0))
-    amx.store_sums(count, address_of(sums))
+def _write_block(sums, bias, out, begin, end, column):
+    if len(bias) == 0 and column + OUTPUTS <= out.shape[1]:
+        amx.write_block(sums, end - begin, out, begin, column)
+    else:
+        write_sums(sums, bias, out, begin, end, column)
 
 
 @kernel_part()
@@ -190,7 +198,11 @@ def _unpack(weight, panel, first, blocks, target, line, like):
 @kernel_part()
 def _multiply_in_tile_registers(rows, weight, bias, out, threads):
     shares = shares_of(threads)
-    in_threads(_rounded_in_tile_registers, shares, (words_of(rows), weight, bias, out, shares))
+    arguments = words_of(rows), weight, bias, out, shares
+    if len(rows) <= amx.BLOCK_ROWS:
+        in_threads(_one_block_of_rows, shares, arguments)
+    else:
+        in_threads(_many_blocks_of_rows, shares, arguments)
 
 
 @kernel_part()
