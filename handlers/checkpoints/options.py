@@ -37,7 +37,7 @@ QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
     "bitsandbytes": {"load_in_8bit": True},
 }
 
-BLOCK_FORMATS = ("q8_0", "q4_0")
+BLOCK_FORMATS = ("q8_0", "q4_0", "q4_k", "int8")
 """Values of option.quantize that hold weights in blocks of few bits, as GGUF does."""
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -88,11 +88,12 @@ class TransformersOptions(ModelOptions):
     low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always loads this way")] = False
     """Load weights one by one instead of twice the model's memory."""
     quantize: Annotated[
-        Literal["bitsandbytes", "bitsandbytes4", "bitsandbytes8", "gptq", "awq", "q8_0", "q4_0"] | None,
+        Literal["bitsandbytes", "bitsandbytes4", "bitsandbytes8", "gptq", "awq", "q8_0", "q4_0", "q4_k", "int8"] | None,
         DeprecatedValue("bitsandbytes", "use bitsandbytes8"),
     ] = None
-    """Quantisation of the weights: by bitsandbytes while they load; gptq and awq by the checkpoint. q8_0 and q4_0 are
-    for the CPU: they quantise blocks of 32 weights while these load, as in GGUF, and kernels compute with them."""
+    """Quantisation of the weights: by bitsandbytes while they load; gptq and awq by the checkpoint. The
+    others are for the CPU: kernels compute with the weights as they are stored, which are quantised while they load,
+    by q8_0, q4_0 and q4_k in blocks as GGUF has them, by int8 with a scale for each output."""
     load_in_4bit: Annotated[
         bool, Deprecated("use option.quantize=bitsandbytes4", becomes=("option.quantize", "bitsandbytes4"))
     ] = False

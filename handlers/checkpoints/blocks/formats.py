@@ -146,29 +146,3 @@ class StoredWeight:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return some rows (n,) of the weight, (n, in) float32."""
         return StoredWeight(self.format, self.raw[ids]).numbers().weight()
-
-
-def quantize(weight: torch.Tensor, name: str) -> StoredWeight:
-    """Quantise a weight (out, in), whose width is a multiple of INPUTS, to "q8_0" or "q4_0", as ggml does."""
-    blocks = weight.detach().float().unflatten(1, (-1, INPUTS))
-    numbers, scales = (_to_8_bits if name == "q8_0" else _to_4_bits)(blocks)
-    raw = torch.cat((scales.half().view(torch.uint8), numbers), dim=2)
-    return StoredWeight(FORMATS[name], raw.flatten(1))
-
-
-def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    return torch.where(scales == 0, 0.0, 1.0 / scales)
-
-
-def _to_8_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = blocks.abs().amax(2, keepdim=True) / 127
-    return torch.round(blocks * _inverse(scales)).to(torch.int8).view(torch.uint8), scales
-
-
-def _to_4_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight of greatest magnitude becomes -8: there are 16 numbers, and one more of them is negative."""
-    greatest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
-    scales = greatest / -8
-    numbers = (blocks * _inverse(scales) + 8.5).clamp_(0, 15).to(torch.uint8)
-    low, high = numbers.split(INPUTS // 2, dim=2)
-    return low | high << 4, scales

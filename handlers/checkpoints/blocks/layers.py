@@ -19,7 +19,8 @@ from handlers.cpu_kernels.blocks.layout import OUTPUTS
 class BlockLinear(nn.Module):
     """A linear layer of stored weights that the project's kernel computes, for activations in bfloat16 or float32.
 
-    A row gets the same bits whatever other rows are in the batch, up to laid[EXACT_ROWS] rows.
+    Up to laid[EXACT_ROWS] rows weights are multiplied as they are stored; for more rows they are unpacked. On both
+    sides of this border a row gets the same bits whatever other rows are in the batch.
     """
 
     is_padded = False
@@ -35,9 +36,8 @@ class BlockLinear(nn.Module):
 
         self.in_features, self.out_features = widths
         self.formats, self.dtype = tuple(dict.fromkeys(formats)), dtype
-        self.laid = laid
         self.register_buffer("bias", bias)
-        self.register_buffer("weight", torch.from_numpy(laid), persistent=False)  # so that its bytes are counted
+        self.lay(laid)
         self.added = as_numpy(torch.empty(0, dtype=dtype) if bias is None else bias)
         self._kernel = block_linear if dtype == torch.bfloat16 else block_linear_in_vectors
         self._threads = torch.get_num_threads()
@@ -54,6 +54,11 @@ class BlockLinear(nn.Module):
         formats = [name for linear in linears for name in linear.formats]
         laid = join([linear.laid for linear in linears])
         return cls(laid, (first.in_features, outputs), formats, bias, first.dtype)
+
+    def lay(self, laid: np.ndarray) -> None:
+        """Take weights in the layout of the kernel, or the same ones from another place of the memory."""
+        self.laid = laid
+        self.register_buffer("weight", torch.from_numpy(laid), persistent=False)  # so that its bytes are counted
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""

@@ -33,7 +33,8 @@ KINDS = {
     "q5_k": Q6_MIN_SUPER,
     "q6_k": Q6_SUPER,
 }
-_ALL_ROWS = np.iinfo(np.int64).max
+FEW_ROWS = 4
+"""Up to how many rows weights are multiplied as they are stored, if it is not measured."""
 
 Panel = tuple[int, np.ndarray]
 """The code of a panel's kind, and its bytes."""
@@ -56,7 +57,7 @@ def _with_table(panels: Sequence[Panel]) -> np.ndarray:
     begins = np.cumsum([_aligned(table), *(_aligned(len(panel)) for _, panel in panels)]).tolist()
     laid = _aligned_words(begins[-1] // 8)
     laid[: begins[0] // 8] = 0
-    laid[EXACT_ROWS] = _ALL_ROWS
+    laid[EXACT_ROWS] = FEW_ROWS
     of_bytes = laid.view(np.uint8)
     for place, (code, panel) in enumerate(panels):
         first = FIRST_PANEL + PANEL_WORDS * place

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from handlers.checkpoints.blocks.formats import INPUTS, StoredWeight, quantize
+from handlers.checkpoints.blocks.formats import INPUTS, Q4_K, StoredWeight
 from handlers.checkpoints.blocks.layers import BlockLinear, StoredEmbedding
+from handlers.checkpoints.blocks.rounding import quantize
 
 logger = logging.getLogger(__name__)
 
 # What a head gets, and the embeddings that share its weights: they lose more than layers do, as in llama.cpp's files.
-_OF_HEAD = {"q8_0": "q8_0", "q4_0": "q8_0"}
+_OF_HEAD = {"q8_0": "q8_0", "q4_0": "q8_0", "q4_k": "q8_0", "int8": "int8"}
 
 
 def quantize_to_blocks(model: Any, name: str) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def quantize_to_blocks(model: Any, name: str) -> dict[str, Any]:
     for module in list(model.modules()):
         for child_name, child in list(module.named_children()):
             if type(child) is nn.Linear and _fits(child):
-                setattr(module, child_name, _block_linear(child, quantize(child.weight, name)))
+                setattr(module, child_name, _block_linear(child, quantize(child.weight, _name_for(child, name))))
             elif isinstance(child, nn.Linear):
                 left += 1
     if left:
@@ -45,6 +46,11 @@ def quantize_to_blocks(model: Any, name: str) -> dict[str, Any]:
 
 def _fits(linear: Any) -> bool:
     return type(linear) is nn.Linear and linear.in_features % INPUTS == 0 and linear.weight.is_floating_point()
+
+
+def _name_for(linear: nn.Linear, name: str) -> str:
+    """Return what a layer gets: one whose width is no multiple of a super-block has minima for each block instead."""
+    return "q4_1" if name == "q4_k" and linear.in_features % Q4_K.block_inputs else name
 
 
 def _block_linear(linear: nn.Linear, stored: StoredWeight) -> BlockLinear:

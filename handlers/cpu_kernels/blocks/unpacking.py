@@ -85,7 +85,7 @@ def _write_words(builder, weights, begin, line, pair: int, offset: int) -> None:
 def _write_floats(builder, weights, begin, line, pair: int, offset: int) -> None:
     """Write two lines of float32: of the first inputs, and of the second ones."""
     for place in range(2):
-        floats = shuffled(builder, *weights, range(place, 2 * LANES, 2))
+        floats = shuffled(builder, weights[0], weights[1], range(place, 2 * LANES, 2))
         store_at(builder, floats, builder.add(begin, builder.mul(line, INT(2 * pair + place))), offset)
 
 
