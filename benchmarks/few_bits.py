@@ -27,7 +27,7 @@ from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
 from lmi_server.contract.generation import SamplingParameters
 
-KINDS = (None, "q8_0", "q4_0")
+KINDS = (None, "q8_0", "q4_0", "q4_k", "int8")
 REQUESTS = (1, 8, 32, 64)
 TOKENS = 24
 _WIDE = {
