@@ -21,6 +21,11 @@ one way by name.
 `python -m benchmarks.zoo --page docs/models.md` writes this page. It builds a tiny random model of each type, serves it
 on the CPU in float32 with several prompts at once, longer than every window and chunk of the model, and compares tokens
 and log probabilities with greedy `generate` of transformers for each prompt alone. `exact` means that all are the same.
+What the scheduler serves is served twice more. `busy`: eight requests at a time, twice, in chunks of 16 tokens, with a
+KV cache too small for all of them, so that some are retracted, from prefixes of each other, and every third one with a
+LoRA adapter if the model has linear layers that the benchmark knows. `bf16`: in bfloat16 each text alone and all in one
+batch, greedy and with a seed. `same` means that no token differs, `ties` that answers part only where the logits of two
+tokens lie within their rounding.
 A model of images or audio is asked with text alone; [requests.md](requests.md#images-in-prompts) says which models read
 images. Pipelines of diffusers, which make images, are on a [page of their own](images.md).
 
@@ -66,14 +71,23 @@ def _counts(counter: Counter[str]) -> str:
 
 def page(rows: Sequence[Row]) -> str:
     """Return the page in Markdown."""
-    lines = [_INTRODUCTION, summary(rows), "", "| model type | architecture | auto | result | why not the scheduler |"]
-    lines.append("|---|---|---|---|---|")
+    lines = [_INTRODUCTION, summary(rows), ""]
+    lines.append("| model type | architecture | auto | result | busy | bf16 | why not the scheduler |")
+    lines.append("|---|---|---|---|---|---|---|")
     for row in rows:
-        cells = (row.model_type, row.architecture, row.auto.way, row.auto.result, _reason(row))
+        cells = (row.model_type, row.architecture, row.auto.way, row.auto.result, *_busily(row), _reason(row))
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "The table leaves out:", ""]
     lines += [f"- {name}: {reason}" for name, reason in sorted(NOT_BUILT.items())]
     return "\n".join(lines) + "\n"
+
+
+def _busily(row: Row) -> tuple[str, str]:
+    """Return what came of a model among others, and in bfloat16."""
+    busy = "" if row.mixed is None else row.mixed.result
+    without = row.mixed is not None and "no adapter" in row.mixed.message
+    alike = "" if row.alike is None else row.alike.result.replace(EXACT, "same")
+    return busy + (", no adapter" if without else ""), alike
 
 
 def _reason(row: Row) -> str:

@@ -75,8 +75,13 @@ class Row:
     @property
     def outcomes(self) -> list[Outcome]:
         """What was tried, in this order."""
-        tried = (self.auto, self.scheduler, self.vllm, self.mixed, self.alike)
-        return [outcome for outcome in tried if outcome is not None]
+        tried = (self.auto, self.scheduler, self.vllm)
+        return [*(outcome for outcome in tried if outcome is not None), *self.busy]
+
+    @property
+    def busy(self) -> list[Outcome]:
+        """What came of the model among others, and in bfloat16, if that was tried."""
+        return [outcome for outcome in (self.mixed, self.alike) if outcome is not None]
 
 
 def prompts() -> list[str]:
