@@ -75,14 +75,14 @@ def page(rows: Sequence[Row]) -> str:
     lines.append("| model type | architecture | auto | result | busy | bf16 | why not the scheduler |")
     lines.append("|---|---|---|---|---|---|---|")
     for row in rows:
-        cells = (row.model_type, row.architecture, row.auto.way, row.auto.result, *_busily(row), _reason(row))
+        cells = (row.model_type, row.architecture, row.auto.way, row.auto.result, *_busy_cells(row), _reason(row))
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "The table leaves out:", ""]
     lines += [f"- {name}: {reason}" for name, reason in sorted(NOT_BUILT.items())]
     return "\n".join(lines) + "\n"
 
 
-def _busily(row: Row) -> tuple[str, str]:
+def _busy_cells(row: Row) -> tuple[str, str]:
     """Return what came of a model among others, and in bfloat16."""
     busy = "" if row.mixed is None else row.mixed.result
     without = row.mixed is not None and "no adapter" in row.mixed.message

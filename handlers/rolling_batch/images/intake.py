@@ -144,7 +144,10 @@ class ImageIntake:
                 left -= len(data)
                 files[place] = parts[place], data
             room.shrink(MAX_BYTES - left)
-            yield files
+            try:
+                yield files
+            finally:  # the traceback of a request that failed has the list
+                files.clear()
 
     async def _read(self, files: Sequence[_File]) -> tuple[Sequence[ImageKey], dict[ImageKey, _Image]]:
         """Return the key of each file, and the images as the processor makes them; a known one is not decoded again.
