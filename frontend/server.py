@@ -150,7 +150,7 @@ class _Server:
         self._orphans = Orphans()
         self._forced_end = ForcedEnd(settings.drain_timeout, self._before_forced_end)
         self._failed = False  # a model of the start could not be loaded
-        artifacts = artifact_settings(settings.download_dir, environment)
+        artifacts = artifact_settings(settings.download_dir, environment, settings.unused_environments_gb)
         self._models = registry(
             environment, artifacts, inspect, settings.drain_timeout, settings.log_level.upper(), self._metrics.record
         )

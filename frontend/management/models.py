@@ -304,11 +304,18 @@ def described(model: Model) -> dict[str, Any]:
         "status": model.status.value,
         **reason,
         "loadedAtStartup": model.at_startup,
+        **_environment(model),
         **_reload(model),
         "workerGroups": []
         if model.pool is None
         else [_replicas(replicas, model.pool) for replicas in model.pool.replica_sets],
     }
+
+
+def _environment(model: Model) -> dict[str, Any]:
+    """Return the environment of the model's own engine, with the versions of its packages; nothing without one."""
+    found = None if model.pool is None else model.pool.settings.engine_environment
+    return {} if found is None else {"environment": {"directory": found.directory, "packages": dict(found.packages)}}
 
 
 def _reload(model: Model) -> dict[str, Any]:

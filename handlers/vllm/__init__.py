@@ -6,5 +6,6 @@ The handlers and options here do not import vLLM. The folders do, and a handler 
     engine/         the engine: loading, driving, ranks, adapters, statistics
     compilation/    compiled code on the CPU, made in the background
 
-Only `library.py`, `compilation/stored_code.py`, `engine/ranks.py` and `requests/media.py` name vLLM's modules.
+Only `library.py`, `differences.py`, `compilation/stored_code.py`, `engine/ranks.py` and `requests/media.py` name vLLM's
+modules. `interface.py` says which versions the handlers run with, and what they use of them.
 """

@@ -1,7 +1,7 @@
-"""What the handlers take from vLLM (0.32 and 0.33), as names and as functions that hide its internal interfaces.
+"""What the handlers take from vLLM, as names and as functions that hide its internal interfaces.
 
-Of the other modules only `compilation/stored_code.py`, `requests/media.py` and `engine/ranks.py` import vLLM: a new
-version of vLLM changes these four.
+Of the other modules only `differences.py`, `compilation/stored_code.py`, `requests/media.py` and `engine/ranks.py`
+import vLLM: a new version of vLLM changes these five. `interface.py` lists the members that all of them use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from vllm.outputs import ScoringRequestOutput
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
-from vllm.renderers.chat_utils import ChatTemplateConfig, make_tool_call_id
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import (
     RepetitionDetectionParams,
@@ -43,6 +42,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from handlers.vllm.differences import ChatTemplateConfig
+from handlers.vllm.interface import check_version
 from lmi_server.contract.generation import StructuredOutputs
 
 __all__ = [
@@ -72,7 +73,6 @@ __all__ = [
     "TokenizeParams",
     "VLLMClientError",
     "VLLMError",
-    "make_tool_call_id",
 ]
 
 logger = logging.getLogger(__name__)
@@ -80,14 +80,16 @@ logger = logging.getLogger(__name__)
 # Fields of a pooling request that belong to its prompt.
 _PROMPT_EXTRAS = ("mm_processor_kwargs", "cache_salt", "chat_template_kwargs")
 SHORT = 2  # tokens
-KNOWN_VERSIONS = ("0.32", "0.33")
 
 
-def warn_of_unknown_version() -> None:
-    """Log a warning if this handler was not tested with the installed version of vLLM."""
-    if vllm.__version__.rpartition(".")[0] not in KNOWN_VERSIONS:
-        known = " and ".join(KNOWN_VERSIONS)
-        logger.warning("vLLM %s is installed; the handler is tested with %s", vllm.__version__, known)
+def refuse_unknown_interface() -> None:
+    """Log a warning if this handler was not tested with the installed version of vLLM.
+
+    Raises ModelLoadError if that version lacks what the handler uses.
+    """
+    warning = check_version(version())
+    if warning is not None:
+        logger.warning(warning)
 
 
 def version() -> str:
@@ -166,7 +168,7 @@ def score_of(output: Any) -> float:
 
 
 def keep_adapters_apart() -> None:
-    """Fix vLLM's LoRA kernels for the CPU, which apply the last adapter to requests without one (seen in 0.32).
+    """Fix vLLM's LoRA kernels for the CPU, which apply the last adapter to requests without one before 0.33.
 
     Rows of such requests have the adapter index -1, and the kernels index the stacked weights with it: torch takes -1
     for the last. An update is the product of two matrices (shrink, then expand); setting the rows to zero after the

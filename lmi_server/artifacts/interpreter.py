@@ -1,7 +1,8 @@
 """The Python interpreter that the workers of a model run in.
 
-It is the server's own unless the model names an interpreter or asks for its own virtual environment. The workers always
-run the code of this server. Another interpreter must bring the packages that this code imports.
+It is the server's own unless the model names an interpreter, asks for its own virtual environment, or for another
+version of its engine (`environments/`). The workers always run the code of this server. Another interpreter must bring
+the packages that this code imports.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 import msgspec
 
 from lmi_server.artifacts.child_process import ChildTimeoutError, run_child
+from lmi_server.artifacts.environments.environment import EngineEnvironment, EnvironmentMaker
+from lmi_server.artifacts.environments.recipe import Recipe
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import entry, file_errors, fill
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
@@ -61,21 +64,27 @@ print(json.dumps({"version": list(sys.version_info[:3]), "missing": missing, "br
 class WorkerPython:
     """What a model asks for: an interpreter, None for the server's, and maybe a virtual environment of its own.
 
-    `packages` are those of its engine, `modules` those of its handler.
+    `packages` are those of its engine, `modules` those of its handler. `recipe` is the environment of its engine, None
+    if the interpreter has that.
     """
 
     executable: str | None = None
     own_environment: bool = False
     packages: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    recipe: Recipe | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """The path of an interpreter, and what must be on the PYTHONPATH for it to find the code of a worker."""
+    """The path of an interpreter, and what must be on the PYTHONPATH for it to find the code of a worker.
+
+    `environment` is what was made for the engine of the model, if anything.
+    """
 
     path: str
     python_path: tuple[str, ...] = ()
+    environment: EngineEnvironment | None = None
 
 
 class _Venv(msgspec.Struct, frozen=True):
@@ -88,7 +97,15 @@ class _Venv(msgspec.Struct, frozen=True):
 class Interpreters:
     """Finds and makes interpreters. `own` is the server's, `root` the directory of downloads."""
 
-    def __init__(self, own: str, environment: Mapping[str, str], root: Path, activity: Activity) -> None:
+    def __init__(
+        self,
+        own: str,
+        environment: Mapping[str, str],
+        root: Path,
+        environments: EnvironmentMaker,
+        activity: Activity,
+    ) -> None:
+        self._environments = environments
         self._own = own
         self._environment = environment
         self._root = root
@@ -100,15 +117,19 @@ class Interpreters:
         Raises ConfigurationError if there is none, or if it lacks what a worker imports, and ArtifactError if the
         virtual environment cannot be made.
         """
-        if wanted.executable is None and not wanted.own_environment:
+        if wanted.executable is None and wanted.recipe is None and not wanted.own_environment:
             return Interpreter(self._own)
         path = self._own if wanted.executable is None else self._find(wanted.executable, model_dir)
         code = self._code()
-        if wanted.executable is not None:
+        environment = None
+        if wanted.recipe is not None:
+            environment = self._environments.prepare(wanted.recipe, path, self._activity)
+            path = environment.python
+        if wanted.executable is not None or environment is not None:
             self._check(wanted, path, code)
         if wanted.own_environment:
             path = self._venv(path, model_dir)
-        return Interpreter(path, (str(code),))
+        return Interpreter(path, (str(code),), environment)
 
     def _find(self, name: str, model_dir: Path) -> str:
         """Return the absolute path of the program `name`: a path, also relative to the model, or a name on the PATH."""
@@ -141,7 +162,9 @@ class Interpreters:
         found = self._probe(
             path, [*WORKER_PACKAGES, *wanted.packages], ["lmi_server.worker.__main__", *wanted.modules], code
         )
-        place = f'option.pythonExecutable = "{wanted.executable}"'
+        place, install = f'option.pythonExecutable = "{wanted.executable}"', f"{path} -m pip install"
+        if wanted.recipe is not None:
+            place, install = wanted.recipe.asked_by, "lines of the file of option.engine_requirements:"
         version = tuple(found["version"])
         if version[:2] < _OLDEST:
             raise ConfigurationError(
@@ -153,12 +176,12 @@ class Interpreters:
             )
             raise ConfigurationError(
                 f"{place}: it lacks {', '.join(found['missing'])}, which a worker of this model imports; install them "
-                f"there: {path} -m pip install {names}"
+                f"there: {install} {names}"
             )
         for module, reason in found["broken"].items():
             raise ConfigurationError(
                 f"{place}: a worker cannot import {module} there ({reason}); install what it lacks with "
-                f"{path} -m pip install, or remove the key"
+                f"{install.removesuffix(':')}, or remove the key"
             )
 
     def _probe(self, path: str, packages: Sequence[str], modules: Sequence[str], code: Path) -> dict[str, Any]:

@@ -37,12 +37,23 @@ class RequirementsManifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Installer:
-    """How to install: the interpreter of workers, pip's environment, its time limit in seconds, the store's root."""
+    """How to install: the interpreter of workers, pip's environment, its time limit in seconds, the store's root.
+
+    `pip` is an interpreter with pip, if that of the workers has none.
+    """
 
     python: str
     environment: Mapping[str, str]
     limit_s: float
     root: Path
+    pip: str | None = None
+
+    @property
+    def command(self) -> Sequence[str]:
+        """Return the beginning of a command of pip."""
+        # -P: a file of the model must not take the place of a module that pip imports.
+        target = () if self.pip is None else ("--python", self.python)
+        return (self.pip or self.python, "-P", "-m", "pip", *target)
 
 
 def install_requirements(model_dir: Path, installer: Installer, activity: Activity) -> Path | None:
@@ -115,8 +126,7 @@ class _Pip:
         return missing
 
     def _run(self, arguments: Sequence[str]) -> None:
-        # -P: a file of the model must not take the place of a module that pip imports.
-        command = [self._installer.python, "-P", "-m", "pip", "install", *_QUIET, *arguments]
+        command = [*self._installer.command, "install", *_QUIET, *arguments]
         try:
             ended = run_child(
                 command,

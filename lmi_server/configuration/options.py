@@ -350,6 +350,16 @@ class ModelOptions(Options):
         FOR_OPERATOR,
     ] = None
     """Environment variables of the workers, A=1,B=2."""
+    engine_version: Annotated[
+        str | None,
+        Field(pattern=r"^[0-9][0-9A-Za-z.!+]{0,63}$"),
+        Allowed("a version, such as 0.32.0"),
+        FOR_OPERATOR,
+    ] = None
+    """Version of the engine that the model runs with, in an environment of its own, which uv makes once and keeps."""
+    engine_requirements: Annotated[str | None, FOR_OPERATOR] = None
+    """File in the model directory with the packages of an environment of the model's own, one in each line: name,
+    versions, hashes. The environment has no other packages but those of a worker."""
     enable_venv: bool = False
     """Give the model a virtual environment of its own, which also sees the server's packages."""
     pipeline_parallel_degree: Annotated[
@@ -481,6 +491,16 @@ class ModelOptions(Options):
     def own_python(self) -> str | None:
         """Return the interpreter that the model names; None if its workers run in the server's."""
         return None if self.python_executable == OWN_PYTHON else self.python_executable
+
+    @property
+    def has_own_engine(self) -> bool:
+        """Whether the model runs with another engine than the server has, in an environment of its own."""
+        return self.engine_version is not None or self.engine_requirements is not None
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether the workers have other packages than the server, so that nothing is known of them here."""
+        return self.has_own_engine or self.own_python is not None
 
     @property
     def samples(self) -> bool:

@@ -26,7 +26,7 @@ from lmi_server.configuration.layers import (
     unknown_key_warning,
     value_advice,
 )
-from lmi_server.configuration.options import NonNegativeInt, PositiveInt, Seconds
+from lmi_server.configuration.options import NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds
 from lmi_server.configuration.properties import read_properties
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.features import FEATURES, load
@@ -233,6 +233,11 @@ class ServerSettings(Options):
     )
     download_dir: str | None = Field(
         None, description="Directory for downloaded models and installed packages; ~/.cache/lmi-server if not set."
+    )
+    unused_environments_gb: NonNegativeFloat = Field(
+        20.0,
+        description="GiB that environments of option.engine_version and option.engine_requirements may take which no "
+        "model uses; the least recently used are removed when another model with one loads.",
     )
     wait_model_loading: bool = Field(
         True,

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lmi_server.artifacts.environments.uv import NO_UV, find_uv
+from lmi_server.configuration.choice.engine_recipe import engine_recipe
 from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, NoEffect, Option
 from lmi_server.configuration.handlers import load_options_type
 from lmi_server.configuration.layers import Source
@@ -26,6 +28,7 @@ from lmi_server.contract.ranks import RankGroup
 from lmi_server.contract.texts.secrets import HIDDEN, SECRETS, is_secret
 from lmi_server.explain.checkpoint_files import file_faults, gguf_fault, pipeline_faults
 from lmi_server.machine.devices import DeviceSet, plan_devices
+from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
 from lmi_server.supervisor.launch.command import mpi_worker_command, worker_command
@@ -33,6 +36,7 @@ from lmi_server.supervisor.launch.command import mpi_worker_command, worker_comm
 # Placeholders: the numbers of descriptors and the directory of a group of ranks are made when a worker starts.
 _FD = "fd:N"
 _GROUP_DIRECTORY = "GROUP"
+_OWN_ENVIRONMENT = "ENVIRONMENT/bin/python"
 _DEVICES = {"gpu": "an NVIDIA GPU", "nc": "a Neuron device"}
 # Arguments that are passed on to vLLM: the tokenizer is somewhere else, or there is none.
 _TOKENIZER_ELSEWHERE = ("option.tokenizer", "option.skip_tokenizer_init")
@@ -59,6 +63,7 @@ class ExplainedOption:
 class Explanation:
     """All that `lmi-server explain` reports of one model, in values that JSON knows.
 
+    `environment` has the packages of an engine of the model's own; it is empty if the engine is the server's.
     `problems` are wrong values, `unavailable` is what cannot be served here, `files` what is wrong with files.
     """
 
@@ -74,6 +79,7 @@ class Explanation:
     devices: tuple[Mapping[str, Any], ...]
     worker_command: tuple[str, ...]
     worker_environment: Mapping[str, str]
+    environment: tuple[str, ...]
     engine_arguments: Mapping[str, Any]
     memory: Mapping[str, Any]
     machine: Mapping[str, Any]
@@ -130,6 +136,7 @@ def explain(found: Inspection) -> Explanation:
             **(device_sets[0].environment if device_sets else {}),
             **_rank_environment(found.options),
         },
+        environment=_environment(found),
         engine_arguments=found.options.engine_arguments(),
         memory=_memory(needed),
         machine=_machine(found.machine),
@@ -217,8 +224,20 @@ def _devices(found: Inspection) -> tuple[tuple[DeviceSet, ...], tuple[str, ...]]
         return (), (error.message,)
 
 
+def _environment(found: Inspection) -> tuple[str, ...]:
+    """Return a line for each requirement of the environment that the model asks for; nothing if it asks wrongly."""
+    try:
+        recipe = engine_recipe(found.engine, Path(found.model_dir), found.machine)
+    except ConfigurationError:  # a problem of the model, which the inspection has
+        return ()
+    if recipe is None:
+        return ()
+    where = "the package index" if recipe.wheelhouse is None else str(recipe.wheelhouse)
+    return (*recipe.requirements, f"from {where}, made by uv when the model loads")
+
+
 def _command(options: ModelOptions, machine: Machine) -> Sequence[str]:
-    python = options.own_python or sys.executable
+    python = _OWN_ENVIRONMENT if options.has_own_engine else options.own_python or sys.executable
     if options.ranks is not None:
         return mpi_worker_command(python, machine.mpirun or _ANY_MPIRUN, options.ranks, _GROUP_DIRECTORY)
     return worker_command(python, _FD, _FD)
@@ -250,7 +269,7 @@ def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
 
     A package that the model's requirements.txt may bring is only worth a warning.
     """
-    here = found.options.own_python is None  # what another interpreter has is known when the model loads
+    here = not found.options.runs_elsewhere  # what another interpreter has is known when the model loads
     needed = found.engine.packages
     missing = [name for name in needed if here and name not in found.machine.engines]
     if here and is_gguf(found.location) and found.spec.reads_gguf and find_spec("gguf") is None:
@@ -259,7 +278,9 @@ def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
     install = f"; run: {command}" if command else ""
     lines = [f"{found.spec.title} needs the Python package {name}, which is not installed{install}" for name in missing]
     programs = [NO_MPIRUN] if found.options.ranks is not None and found.machine.mpirun is None else []
-    if not here and not _is_program(found.options.python_executable, found.model_dir):
+    if found.options.has_own_engine and find_uv(process_environment()) is None:
+        programs.append(NO_UV)
+    if found.options.own_python is not None and not _is_program(found.options.python_executable, found.model_dir):
         programs.append(f'option.pythonExecutable = "{found.options.python_executable}": there is no such program')
     devices = _absent_devices(found)
     if Path(found.model_dir, "requirements.txt").is_file():

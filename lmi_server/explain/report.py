@@ -43,6 +43,7 @@ def _lines(explanation: Explanation, width: int, with_defaults: bool) -> Iterato
     yield from _section("MPI launcher", _indent(_launcher(explanation)))
     variables = [f"{name}={value}" for name, value in explanation.worker_environment.items()]
     yield from _section("Worker environment", _indent(variables))
+    yield from _section("Environment of the engine", _indent(explanation.environment))
     yield from _section("Engine arguments", _pairs(explanation.engine_arguments))
     yield from _section("Memory of one worker, on each of its devices", _pairs(_memory(explanation.memory)))
     if with_defaults:

@@ -8,6 +8,7 @@ from enum import Enum
 
 import msgspec
 
+from lmi_server.artifacts.environments.environment import EngineEnvironment
 from lmi_server.contract.protocol import Load
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
@@ -30,9 +31,10 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     had one with the same beginning. `adapter_affinity` is the number of adapters that a worker keeps; above 0, a
     request goes to a worker that had one for the same adapter.
 
-    `version` distinguishes the versions of one model. `python` is the interpreter of the workers. `environment` is
-    added to that of each worker; with an `mpi` launcher each worker is a group of ranks. What a user may configure has
-    no default here: `ServingOptions` and `ModelOptions` have the defaults.
+    `version` distinguishes the versions of one model. `python` is the interpreter of the workers, and
+    `engine_environment` what it belongs to if the model has an engine of its own. `environment` is added to that of
+    each worker; with an `mpi` launcher each worker is a group of ranks. What a user may configure has no default here:
+    `ServingOptions` and `ModelOptions` have the defaults.
 
     The successor of a pool also gets what calls have changed there. `bounds` has the minimum and the maximum of workers
     by the first device of a set; `own_adapters` are in the model's directory, if `adapters` differ from them. No worker
@@ -43,6 +45,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None = None
     device_sets: tuple[DeviceSet, ...] = (DeviceSet(),)
     python: str = sys.executable
+    engine_environment: EngineEnvironment | None = None
     environment: Mapping[str, str] = {}
     mpi: MpiLauncher | None = None
     adapters: tuple[RegisteredAdapter, ...] = ()

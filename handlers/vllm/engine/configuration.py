@@ -52,7 +52,7 @@ def create_engine_config(model_dir: str, options: VllmEngineOptions) -> Any:
 
     Raises ModelLoadError if vLLM refuses an argument or the model.
     """
-    library.warn_of_unknown_version()
+    library.refuse_unknown_interface()
     if library.is_on_cpu():
         library.inspect_models_in_this_process()
     arguments = engine_arguments(model_dir, options)

@@ -18,7 +18,7 @@ from handlers.chats.answers import AnswerParser as CallParser
 from handlers.chats.formats import REQUIRED, TOOL_FORMATS
 from handlers.chats.required import is_forced
 from handlers.chats.templates import AUTO, takes_tools, template_for_tools, tool_parser_of
-from handlers.vllm import library
+from handlers.vllm import differences, library
 from handlers.vllm.options import VllmEngineOptions
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import (
@@ -116,7 +116,7 @@ class ChatRenderer:
         parser = parser_class(
             self._renderer.renderer.get_tokenizer(),
             chat.tools,
-            chat_template_kwargs=self._renderer.effective_chat_template_kwargs(chat),
+            chat_template_kwargs=differences.chat_template_kwargs(self._renderer, chat),
             model_config=self._config,
         )
         answer_parser = AnswerParser(parser, chat, self._options, request.stream)
@@ -219,7 +219,7 @@ class AnswerParser:
         return _join([*parsed, self._parse_piece(text, ids, is_last=True)])
 
     def _parse_whole(self) -> _ParsedText:
-        self._parser.set_prompt_token_ids(self._prompt_ids)
+        differences.set_prompt(self._parser, self._prompt_ids)
         reasoning, content, calls = self._parser.parse(
             "".join(text for text, _ in self._pieces),
             self._chat,
@@ -227,7 +227,7 @@ class AnswerParser:
             model_output_token_ids=self._ids,
         )
         tool_call_deltas = tuple(
-            ToolCallDelta(index, call.id or library.make_tool_call_id(), call.name, call.arguments)
+            ToolCallDelta(index, call.id or differences.make_tool_call_id(), call.name, call.arguments)
             for index, call in enumerate(calls or ())
         )
         return _ParsedText(content or "", (reasoning or "") if self._chat.include_reasoning else "", tool_call_deltas)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from handlers.chats.required import is_forced
 from handlers.checkpoints.text_length import LONG_TEXT_CHARS, TextLength
 from handlers.generation.parameters import max_new_tokens, warn_of_typical_p
-from handlers.vllm import library
+from handlers.vllm import differences, library
 from handlers.vllm.requests.chats import ChatRenderer, ForcedCallParser, RenderedRequest
 from lmi_server.contract.errors import ContextLengthError, PayloadTooLargeError, RequestError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
@@ -87,7 +87,7 @@ class PromptRenderer:
     async def detokenize(self, ids: list[int]) -> str:
         """Return the text of token ids, with special tokens. Raises RequestError if the vocabulary lacks one."""
         try:
-            self._renderer.validate_token_ids(ids)
+            differences.validate_token_ids(self._renderer, ids)
         except library.VLLMClientError as error:
             raise as_request_error(error) from error
         if len(ids) <= LONG_TEXT_CHARS:

@@ -15,6 +15,7 @@ from lmi_server.configuration.checks.values import (
     value_warnings,
 )
 from lmi_server.configuration.choice.deciding_keys import ROLLING_BATCH
+from lmi_server.configuration.choice.engine_recipe import REQUIREMENTS_KEY, VERSION_KEY, engine_recipe
 from lmi_server.configuration.choice.handler_choice import HandlerChoice
 from lmi_server.configuration.declaration import Option
 from lmi_server.configuration.engine import describe_engine
@@ -24,6 +25,7 @@ from lmi_server.configuration.model_directory.checkpoint import READS_MORE, Chec
 from lmi_server.configuration.model_directory.gguf import gguf_files, read_gguf
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import ModelOptions, ServingOptions
+from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.inventory import Machine
 
 
@@ -65,6 +67,8 @@ class ModelChecks:
             yield from self._no_index()
             yield from self._wrong_for_gguf()
             yield from self._wrong_for_files()
+        if not wrong.keys() & {VERSION_KEY, REQUIREMENTS_KEY}:
+            yield from self._wrong_environment()
         if self.spec.formats_text:
             yield from undefined_formatters(self.options, known, self.checkpoint.directory)
 
@@ -114,6 +118,12 @@ class ModelChecks:
             found = describe_engine(self.spec, self.options).checkpoint_problem(location)
             if found is not None and found[0] in self.merged.known:
                 yield f"{self.merged.known[found[0]].describe(found[0])} is not allowed; {found[1]}"
+
+    def _wrong_environment(self) -> Iterator[str]:
+        try:
+            engine_recipe(describe_engine(self.spec, self.options), self.checkpoint.directory, self.machine)
+        except ConfigurationError as error:
+            yield f"{self.checkpoint.directory}: {error.message}"
 
     def unavailable(self) -> Iterator[str]:
         """Yield a line for each value that this version cannot serve; if it lacks the handler, only for that."""

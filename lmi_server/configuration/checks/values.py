@@ -59,6 +59,11 @@ def _serving_conflicts(
         yield Conflict(("maxWorkers", one_worker), f"1 with {one_worker}=true")
     if spec.adapters_instead and options.enable_lora:
         yield Conflict(("option.enable_lora",), f"false, because {spec.adapters_instead}")
+    if options.has_own_engine and options.enable_venv:
+        yield Conflict(
+            ("option.enable_venv",),
+            "false with an engine of its own, whose environment has none of the server's packages",
+        )
     rolling = options.rolling_batch
     if serving.batch_size > 1 and "option.rolling_batch" in given and rolling not in ("disable", "auto"):
         allowed = f"1 with option.rolling_batch={rolling}; a rolling batch needs no dynamic batch"

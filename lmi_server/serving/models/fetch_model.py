@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmi_server.artifacts.environments.environment import EngineEnvironment
 from lmi_server.artifacts.fetch import ArtifactSettings, empty_directory, fetch_artifacts, fetch_model_directory
 from lmi_server.artifacts.interpreter import WorkerPython
 from lmi_server.artifacts.location import GgufFile, HubModel, Location
 from lmi_server.artifacts.own_thread import in_own_thread
 from lmi_server.artifacts.progress import OnProgress
 from lmi_server.configuration.checks.secure_mode import secure_mode
+from lmi_server.configuration.choice.engine_recipe import engine_recipe
 from lmi_server.configuration.resolve import Inspection, ResolvedModel, inspect_model
 from lmi_server.contract.errors import ConfigurationError
 
@@ -22,11 +24,15 @@ Inspect = Callable[[Path, Mapping[str, str], Mapping[str, str]], Inspection]
 
 @dataclass(frozen=True, slots=True)
 class FetchedModel:
-    """A model whose `option.model_id` is a local directory, the interpreter of its workers, and their PYTHONPATH."""
+    """A model whose `option.model_id` is a local directory, the interpreter of its workers, and their PYTHONPATH.
+
+    `environment` is that of its engine, if the model has one of its own.
+    """
 
     resolved: ResolvedModel
     python: str
     python_path: tuple[str, ...]
+    environment: EngineEnvironment | None = None
 
 
 async def fetch_directory(
@@ -77,7 +83,7 @@ async def fetch_model(
         found = await _inspect(inspect, model_dir, environment, registration)
         fetched.append(Path(artifacts.model_id))
     await in_own_thread(_refuse_unsafe_files, fetched, environment)
-    return FetchedModel(found.resolved(), artifacts.python, artifacts.python_path)
+    return FetchedModel(found.resolved(), artifacts.python, artifacts.python_path, artifacts.environment)
 
 
 async def _inspect(
@@ -115,4 +121,5 @@ def _code_dir(found: Inspection) -> Path:
 def _worker_python(found: Inspection) -> WorkerPython:
     modules = [name.partition(":")[0] for name in (found.spec.handler, found.spec.options) if name is not None]
     options = found.options
-    return WorkerPython(options.own_python, options.enable_venv, found.engine.packages, tuple(modules))
+    recipe = engine_recipe(found.engine, Path(found.model_dir), found.machine)
+    return WorkerPython(options.own_python, options.enable_venv, found.engine.packages, tuple(modules), recipe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from lmi_server.configuration.resolve import ResolvedModel
@@ -54,7 +54,8 @@ def plan_pool(
             serving.load_on_devices, resolved.engine.gpus_per_worker(len(devices)), devices, accelerator
         ),
         python=fetched.python,
-        environment=_worker_variables(resolved.worker_environment, fetched.python_path),
+        engine_environment=fetched.environment,
+        environment=_worker_variables(resolved.worker_environment, fetched),
         mpi=None if options.ranks is None else _mpi_launcher(options.ranks, environment),
         adapters=_adapters_beside(source, resolved),
         min_workers=serving.min_workers,
@@ -102,9 +103,14 @@ def _adapters_beside(source: ModelSource, resolved: ResolvedModel) -> tuple[Regi
     return adapters
 
 
-def _worker_variables(own: Mapping[str, str], python_path: Sequence[str]) -> dict[str, str]:
-    """Return a model's `own` variables with a PYTHONPATH on which what is in `python_path` comes first."""
-    if not python_path:
+def _worker_variables(own: Mapping[str, str], fetched: FetchedModel) -> dict[str, str]:
+    """Return a model's `own` variables with a PYTHONPATH on which what it needs comes first.
+
+    An environment of its own gets no packages from the PYTHONPATH of the server.
+    """
+    if not fetched.python_path:
         return dict(own)
-    inherited = own.get("PYTHONPATH") or process_environment().get("PYTHONPATH")
-    return {**own, "PYTHONPATH": os.pathsep.join([*python_path, *([inherited] if inherited else [])])}
+    inherited = own.get("PYTHONPATH")
+    if fetched.environment is None:
+        inherited = inherited or process_environment().get("PYTHONPATH")
+    return {**own, "PYTHONPATH": os.pathsep.join([*fetched.python_path, *([inherited] if inherited else [])])}

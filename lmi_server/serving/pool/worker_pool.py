@@ -211,6 +211,8 @@ class WorkerPool:
         await asyncio.gather(*(replicas.stop() for replicas in self.replica_sets))
         # Stopping a replica set cancels its tasks, which may cut a reap short: finish it here.
         await asyncio.gather(*(worker.reap() for worker in self.roster.everyone))
+        if self.settings.engine_environment is not None:
+            self.settings.engine_environment.lease.close()
 
     def _close(self, reason: str) -> ModelNotReadyError:
         """Accept nothing more; return the error for what waits."""

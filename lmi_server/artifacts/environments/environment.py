@@ -1,0 +1,140 @@
+"""Makes the environment of a recipe with uv, once: it is built beside its place, and renamed when it is complete.
+
+An entry of the store is named after all that decides what is in it: the lines of the recipe, the content of the wheels
+beside the model, and the interpreter. Models that ask for the same share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+
+import msgspec
+
+from lmi_server.artifacts.environments.recipe import Recipe, normalized
+from lmi_server.artifacts.environments.room import SIZE, Lease, bytes_on_disk, lease, remove_unused
+from lmi_server.artifacts.environments.uv import Uv
+from lmi_server.artifacts.progress import Activity
+from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill
+from lmi_server.contract.sizes import in_words
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "environments"
+"""The folder of the directory of downloads that holds them."""
+_CACHE = "uv-cache"
+_PYTHON = Path("bin", "python")
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    """What was installed: the lines of the recipe, and the version of each package."""
+
+    requirements: tuple[str, ...]
+    packages: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEnvironment:
+    """An environment that a model uses. `packages` are the versions of those that its recipe names."""
+
+    directory: str
+    python: str
+    packages: Mapping[str, str]
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentMaker:
+    """Makes environments below `root`; uv gets the variables of `environment`, and `limit_s` seconds.
+
+    What no model uses may take `unused_bytes`.
+    """
+
+    root: Path
+    environment: Mapping[str, str]
+    unused_bytes: int
+    limit_s: float
+
+    def prepare(self, recipe: Recipe, python: str, activity: Activity) -> EngineEnvironment:
+        """Return the environment of `recipe` for the interpreter `python`; make it if it is not there.
+
+        Raises ArtifactError with uv's reason, ConfigurationError without uv.
+        """
+        with file_errors(self.root):
+            identity = "\0".join(_identity(recipe, python))
+        place = entry(self.root, FOLDER, identity, "env")
+        held = lease(place.directory, activity)  # before it is looked for, so that nobody removes it meanwhile
+
+        def make(lock: int) -> _Manifest:
+            return self._make(recipe, python, place, lock, activity)
+
+        files = fill(place, _Manifest, activity, make)
+        manifest = place.manifest(_Manifest)
+        assert manifest is not None, "fill has completed the entry"
+        self._sweep(python, activity)
+        asked = {name: manifest.packages[name] for name in recipe.names if name in manifest.packages}
+        return EngineEnvironment(str(files), str(files / _PYTHON), asked, held)
+
+    def _make(self, recipe: Recipe, python: str, place: StoreEntry, lock: int, activity: Activity) -> _Manifest:
+        about = f"{recipe.asked_by}: {', '.join(recipe.requirements)}"
+        activity.report(f"making an environment for {about}")
+        uv = Uv(self.environment, about, self.limit_s, activity)
+        variables = self._variables(uv, recipe, python)
+        with file_errors(place.directory):
+            given = _write(place.partial / "requirements.txt", recipe.requirements)
+            instead = _write(place.partial / "overrides.txt", recipe.overrides)
+        # --relocatable: the programs of the environment do not name the directory that it is built in.
+        venv = ["venv", "--quiet", "--relocatable", "--python", python, str(place.partial_files)]
+        uv.run(venv, variables, place.partial, (lock,))
+        # --no-build: a package's source would run with the rights of the server before any worker does.
+        install = ["pip", "install", "--no-build", "--python", str(place.partial_files / _PYTHON)]
+        install += ["--requirements", given, *(("--overrides", instead) if recipe.overrides else ())]
+        where = [] if recipe.wheelhouse is None else ["--offline", "--no-index", "--find-links", str(recipe.wheelhouse)]
+        uv.run([*install, *where], variables, place.partial, (lock,))
+        return self._finish(recipe, place)
+
+    def _finish(self, recipe: Recipe, place: StoreEntry) -> _Manifest:
+        sites = [str(path) for path in place.partial_files.glob("lib/python3*/site-packages")]
+        packages = {normalized(found.name): found.version for found in distributions(path=sites)}
+        size = bytes_on_disk(place.partial_files)
+        with file_errors(place.directory):
+            (place.partial / SIZE).write_text(str(size), encoding="ascii")
+        logger.info("made the environment %s: %d packages, %s", place.directory, len(packages), in_words(size))
+        return _Manifest(recipe.requirements, packages)
+
+    def _variables(self, uv: Uv, recipe: Recipe, python: str) -> Mapping[str, str]:
+        """Return what is set for uv; its cache is beside the environments, so that it shares files with them."""
+        of_pip = {} if recipe.wheelhouse is not None else uv.settings_of_pip(python)
+        own_cache = {} if "UV_CACHE_DIR" in self.environment else {"UV_CACHE_DIR": str(self._cache)}
+        return {"UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **own_cache, **of_pip}
+
+    @property
+    def _cache(self) -> Path:
+        return self.root / FOLDER / _CACHE
+
+    def _sweep(self, python: str, activity: Activity) -> None:
+        """Remove what is unused beyond the bound; uv's cache goes, too, for it would keep the files."""
+        if remove_unused(self.root / FOLDER, self.unused_bytes) and self._cache.is_dir():
+            uv = Uv(self.environment, "uv's cache", self.limit_s, activity)
+            uv.run(["cache", "clean", "--quiet"], {"UV_CACHE_DIR": str(self._cache)}, self.root)
+
+
+def _write(path: Path, lines: Sequence[str]) -> str:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def _identity(recipe: Recipe, python: str) -> Iterator[str]:
+    """Yield the texts that decide what is installed. Raises OSError if a wheel or the interpreter is not there."""
+    yield from sorted(recipe.requirements)
+    yield "overrides"
+    yield from sorted(recipe.overrides)
+    interpreter = Path(python).resolve()
+    yield f"{interpreter}\0{interpreter.stat().st_mtime_ns}"
+    for wheel in () if recipe.wheelhouse is None else sorted(recipe.wheelhouse.glob("*.whl")):
+        with wheel.open("rb") as file:
+            yield f"{wheel.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}"

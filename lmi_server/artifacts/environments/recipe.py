@@ -1,0 +1,93 @@
+"""What a model asks for: packages by name and version. Its file of requirements is an input like any other.
+
+A line may name a package of the index, with extras, versions, a marker and hashes. Whatever else pip reads is refused:
+URLs and paths would bring files that nobody has chosen, and options (`--index-url`, `-r`) another index, or the text of
+another file of this machine into an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.quoting import excerpt
+
+_MAX_BYTES = 65536
+_NAME = r"[A-Za-z0-9](?:[\w.-]{0,126}[A-Za-z0-9])?"
+_VERSION = r"(?:===?|~=|!=|<=?|>=?)\s*[\w.!+*-]{1,80}"
+_REQUIREMENT = re.compile(
+    rf"(?P<name>{_NAME})\s*(?:\[\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\])?\s*(?:{_VERSION}(?:\s*,\s*{_VERSION})*)?\s*"
+    r"(?:;[\w\s.'\"<>=!~()+-]{1,200})?",
+    re.ASCII,
+)
+_HASH = re.compile(r"\s--hash=sha256:[0-9a-f]{64}(?=\s|$)")
+_ALLOWED = (
+    "a package by its name, with versions (vllm==0.32.0) and --hash=sha256:DIGEST; put the wheel of any other package "
+    "into wheelhouse/ beside the file"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """An environment as a model asks for it, the same for every model that asks for the same.
+
+    `requirements` are lines that uv takes. `overrides` take the place of what packages demand. uv asks no index but
+    `wheelhouse`, if there is one. `asked_by` names the keys, for messages.
+    """
+
+    requirements: tuple[str, ...]
+    asked_by: str
+    overrides: tuple[str, ...] = ()
+    wheelhouse: Path | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the packages that are named, normalised as an index does it."""
+        found = (_REQUIREMENT.match(line) for line in self.requirements)
+        return tuple(dict.fromkeys(normalized(match["name"]) for match in found if match is not None))
+
+
+def normalized(name: str) -> str:
+    """Return a package's name as an index has it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirement_lines(model_dir: Path, name: str, key: str) -> tuple[str, ...]:
+    """Return the requirements of the file `name` of a model, which `key` names, without comments.
+
+    Raises ConfigurationError if it is not a file of the model, or has a line that is not taken.
+    """
+    path = model_dir / name
+    place = f"{key} = {excerpt(name)}"
+    # A link may lead to any file of this machine, and messages quote what cannot be read.
+    if os.path.isabs(name) or not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(model_dir)):
+        raise ConfigurationError(f"{place} leads out of the directory of the model; name a file in it")
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{place} cannot be read ({error}); name a file in {model_dir}") from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigurationError(f"{place} has more than {_MAX_BYTES} bytes; it takes one line for each package")
+    lines = tuple(_checked_lines(content.decode("utf-8", "replace"), place))
+    if not lines:
+        raise ConfigurationError(f"{place} names no package; write one in each line, or remove the key")
+    return lines
+
+
+def _checked_lines(text: str, place: str) -> Iterator[str]:
+    # A line that ends with \ goes on in the next one, as lists of hashes do.
+    for number, written in enumerate(text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines(), 1):
+        # One space at a time: the expression below takes more time the longer a run of them is.
+        line = " ".join(re.sub(r"(?:^|\s)#.*$", "", written).split())
+        if not line:
+            continue
+        hashes = _HASH.findall(line)
+        requirement = _HASH.sub("", line).strip()
+        if _REQUIREMENT.fullmatch(requirement) is None:
+            raise ConfigurationError(f'{place}: requirement {number} is "{excerpt(line)}"; allowed: {_ALLOWED}')
+        yield "".join((requirement, *hashes))

@@ -1,0 +1,127 @@
+"""Which environments are in use, and the removal of those that no model uses.
+
+A model in use holds a shared lock (flock) of its environment's file `.used`, whose time is that of the last use. The
+kernel frees the lock when the server ends, however it ends. What is removed must be locked by nobody, on this server or
+another one that shares the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from lmi_server.artifacts.progress import Activity
+from lmi_server.artifacts.store import file_errors
+
+logger = logging.getLogger(__name__)
+
+SIZE = "size"
+"""The file in an environment's entry that has its bytes on the disk, as a number."""
+_USED, _LOCK, _PARTIAL, _OUTDATED = ".used", ".lock", ".partial", ".outdated"
+_LOCK_POLL_S = 0.2
+
+
+class Lease:
+    """Keeps an environment from being removed until it is closed, or nobody has it any more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.close = weakref.finalize(self, os.close, descriptor)
+
+
+def lease(directory: Path, activity: Activity) -> Lease:
+    """Return the lease of the environment in `directory`, which need not exist yet. Waits while it is being removed."""
+    path = _beside(directory, _USED)
+    with file_errors(directory):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    held = Lease(descriptor)
+    while not _try_lock(descriptor, fcntl.LOCK_SH):
+        activity.report(f"waiting for the removal of {directory}")
+        activity.pause(_LOCK_POLL_S)
+    os.utime(descriptor)
+    return held
+
+
+def remove_unused(root: Path, allowed: int) -> bool:
+    """Remove the environments below `root` that nobody uses, the least recently used first, down to `allowed` bytes.
+
+    Also remove what a server that was killed has left half made. Returns whether an environment was removed.
+    """
+    for partial in [*root.glob(f"*{_PARTIAL}"), *root.glob(f"*{_OUTDATED}")]:
+        with _locked(root / f"{partial.stem}{_LOCK}") as free:
+            if free:
+                shutil.rmtree(partial, ignore_errors=True)
+    unused = sorted(_unused(root), key=lambda found: found[0])
+    room = sum(size for _, size, _ in unused)
+    removed = False
+    for _, size, directory in unused:
+        if room <= allowed:
+            break
+        removed |= _remove(directory)
+        room -= size
+    return removed
+
+
+def _unused(root: Path) -> Iterator[tuple[float, int, Path]]:
+    """Yield the time of the last use, the bytes and the directory of each environment that nobody holds."""
+    for size_file in root.glob(f"*/{SIZE}"):
+        directory = size_file.parent
+        with contextlib.suppress(OSError, ValueError), _locked(_beside(directory, _USED)) as free:
+            if free:
+                yield _beside(directory, _USED).stat().st_mtime, int(size_file.read_text()), directory
+
+
+def _remove(directory: Path) -> bool:
+    """Remove one environment, unless a model has begun to use it."""
+    with _locked(_beside(directory, _USED)) as free:
+        if not free:
+            return False
+        logger.info("removing the environment %s, which no model uses", directory)
+        outdated = _beside(directory, _OUTDATED)
+        shutil.rmtree(outdated, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            directory.rename(outdated)  # first, so that it is never there in part
+        shutil.rmtree(outdated, ignore_errors=True)
+        return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold the lock of a file; yield False if another one has it, or it cannot be opened."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _try_lock(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _beside(directory: Path, suffix: str) -> Path:
+    return directory.with_name(f"{directory.name}{suffix}")
+
+
+def bytes_on_disk(directory: Path) -> int:
+    """Return the bytes of all files below; what two environments share by hard links counts for each."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return total

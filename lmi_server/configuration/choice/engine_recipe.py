@@ -1,0 +1,77 @@
+"""The environment that a model asks for with option.engine_version and option.engine_requirements.
+
+It has what a worker imports (WORKER_PACKAGES), then the engine: with a version, what the extra of this project installs
+for the handler, its main package in that version; with a file, the packages of the file. Nothing of the server's own
+packages is in it.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from lmi_server.artifacts.environments.recipe import Recipe, normalized, requirement_lines
+from lmi_server.artifacts.interpreter import WORKER_PACKAGES
+from lmi_server.configuration.engine import EngineDescription
+from lmi_server.configuration.options import ModelOptions
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.inventory import Machine
+
+VERSION_KEY = "option.engine_version"
+REQUIREMENTS_KEY = "option.engine_requirements"
+_WHEELHOUSE = "wheelhouse"
+_EXTRA = re.compile(r"""(?P<requirement>[^;]+?)\s*;\s*extra\s*==\s*["'](?P<extra>[\w-]+)["']""")
+_NAME = re.compile(r"[\w.-]+")
+
+
+def engine_recipe(engine: EngineDescription[ModelOptions], model_dir: Path, machine: Machine) -> Recipe | None:
+    """Return the environment that the options of a model ask for; None if its engine is the server's.
+
+    Raises ConfigurationError if the file cannot be used, or the handler has no engine that has versions.
+    """
+    options = engine.options
+    if not options.has_own_engine:
+        return None
+    requirements, asked = list(WORKER_PACKAGES.values()), []
+    if options.engine_version is not None:
+        asked.append(f"{VERSION_KEY} = {options.engine_version}")
+        requirements += _with_version(engine, options.engine_version, machine)
+    if options.engine_requirements is not None:
+        asked.append(f"{REQUIREMENTS_KEY} = {options.engine_requirements}")
+        requirements += requirement_lines(model_dir, options.engine_requirements, REQUIREMENTS_KEY)
+    wheelhouse = model_dir / _WHEELHOUSE
+    return Recipe(
+        requirements=tuple(dict.fromkeys(requirements)),
+        asked_by=", ".join(asked),
+        overrides=engine.overrides(machine) if options.engine_version is not None else (),
+        wheelhouse=wheelhouse if wheelhouse.is_dir() else None,
+    )
+
+
+def _with_version(engine: EngineDescription[ModelOptions], version: str, machine: Machine) -> list[str]:
+    """Return what the extras of the engine install, with its main package in one version."""
+    package = engine.distribution(machine)
+    if not package:
+        raise ConfigurationError(
+            f"{VERSION_KEY} = {version}: {engine.spec.title} has no engine with versions of its own; name packages in "
+            f"the file of {REQUIREMENTS_KEY}"
+        )
+    others = [line for extra in engine.extras(machine) for line in requirements_of(extra) if not _is(line, package)]
+    return [f"{package}=={version}", *others]
+
+
+def requirements_of(extra: str) -> list[str]:
+    """Return the requirements of an extra of this project, as it is installed. Raises ConfigurationError without it."""
+    try:
+        found = [_EXTRA.fullmatch(line) for line in requires("lmi-server") or ()]
+    except PackageNotFoundError:
+        raise ConfigurationError(
+            f"{VERSION_KEY} needs the list of packages that comes with lmi-server; install it with pip"
+        ) from None
+    return [match["requirement"] for match in found if match is not None and match["extra"] == extra]
+
+
+def _is(requirement: str, package: str) -> bool:
+    name = _NAME.match(requirement)
+    return name is not None and normalized(name[0]) == normalized(package)
