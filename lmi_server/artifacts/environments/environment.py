@@ -93,8 +93,10 @@ class EnvironmentMaker:
         # --no-build: a package's source would run with the rights of the server before any worker does.
         install = ["pip", "install", "--no-build", "--python", str(place.partial_files / _PYTHON)]
         install += ["--requirements", given, *(("--overrides", instead) if recipe.overrides else ())]
-        where = [] if recipe.wheelhouse is None else ["--offline", "--no-index", "--find-links", str(recipe.wheelhouse)]
-        uv.run([*install, *where], variables, place.partial, (lock,))
+        if recipe.wheelhouse is not None:
+            # Not the cache: it takes a wheel for the one of that name that it has seen there before.
+            install += ["--offline", "--no-index", "--no-cache", "--find-links", str(recipe.wheelhouse)]
+        uv.run(install, variables, place.partial, (lock,))
         return self._finish(recipe, place)
 
     def _finish(self, recipe: Recipe, place: StoreEntry) -> _Manifest:

@@ -1,0 +1,347 @@
+"""Environments of engines, made by the real uv from wheels that the tests write; no index is asked."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from artifact_helpers import Recorder, write_wheel
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmi_server.artifacts.environments.environment import EngineEnvironment, EnvironmentMaker
+from lmi_server.artifacts.environments.recipe import Recipe, requirement_lines
+from lmi_server.artifacts.environments.room import SIZE, lease, remove_unused
+from lmi_server.artifacts.environments.uv import Uv, find_uv
+from lmi_server.artifacts.progress import Activity
+from lmi_server.contract.errors import ArtifactError, ConfigurationError
+
+needs_uv = pytest.mark.skipif(find_uv(os.environ) is None, reason="uv is not installed")
+KEY = "option.engine_requirements"
+
+
+def maker(root: Path, unused_bytes: int = 1 << 30, limit_s: float = 120.0, **variables: str) -> EnvironmentMaker:
+    nowhere = {"UV_DEFAULT_INDEX": "http://127.0.0.1:1/simple", "UV_HTTP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull}
+    environment = {"PATH": os.environ["PATH"], "HOME": str(root), **nowhere, **variables}
+    return EnvironmentMaker(root / "downloads", environment, unused_bytes, limit_s)
+
+
+def recipe(wheelhouse: Path, *requirements: str) -> Recipe:
+    return Recipe(requirements, KEY, wheelhouse=wheelhouse)
+
+
+def imported(environment: EngineEnvironment, expression: str) -> str:
+    module = expression.partition(".")[0]
+    command = [environment.python, "-c", f"import {module}; print({expression})"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def environments(root: Path) -> list[str]:
+    return sorted(path.name for path in (root / "downloads" / "environments").glob("*") if (path / SIZE).exists())
+
+
+# --- what is made ---
+
+
+@needs_uv
+def test_two_versions_live_side_by_side(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheelhouse"
+    for version in ("1.0", "2.0"):
+        write_wheel(wheels, "tinyone", version, f"value = {version!r}")
+    made = maker(tmp_path)
+    first, second = (
+        made.prepare(recipe(wheels, f"tinyone=={version}"), sys.executable, Activity()) for version in ("1.0", "2.0")
+    )
+    assert (imported(first, "tinyone.value"), imported(second, "tinyone.value")) == ("1.0", "2.0")
+    assert (first.packages, second.packages) == ({"tinyone": "1.0"}, {"tinyone": "2.0"})
+    with pytest.raises(subprocess.CalledProcessError):
+        imported(first, "msgspec.__version__")  # the server has it
+
+
+@needs_uv
+def test_it_is_made_once_for_each_content(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheelhouse"
+    write_wheel(wheels, "tinyone", "1.0", "value = 1")
+    wanted, made = recipe(wheels, "tinyone"), maker(tmp_path)
+    first = made.prepare(wanted, sys.executable, Activity())
+    again = Recorder()
+    assert made.prepare(wanted, sys.executable, again).directory == first.directory
+    assert again.seen == []
+    write_wheel(wheels, "tinyone", "1.0", "value = 2")  # another wheel under the same name
+    other = made.prepare(wanted, sys.executable, Activity())
+    assert (imported(first, "tinyone.value"), imported(other, "tinyone.value")) == ("1", "2")
+
+
+@needs_uv
+def test_models_that_load_at_once_make_it_once(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheelhouse"
+    write_wheel(wheels, "tinyone", "1.0", "value = 1")
+    recorders = [Recorder() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        # Makers of their own, as two servers with one directory of downloads have them.
+        found = list(
+            pool.map(lambda seen: maker(tmp_path).prepare(recipe(wheels, "tinyone"), sys.executable, seen), recorders)
+        )
+    assert len({environment.directory for environment in found}) == 1
+    making = [seen for seen in recorders if any(said.what.startswith("making") for said in seen.seen)]
+    assert len(making) == 1
+
+
+@needs_uv
+def test_what_a_killed_server_has_left_is_made_anew(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheelhouse"
+    write_wheel(wheels, "tinyone", "1.0", "value = 1")
+    made, wanted = maker(tmp_path), recipe(wheels, "tinyone")
+    place = Path(made.prepare(wanted, sys.executable, Activity()).directory).parent
+    place.rename(place.with_name(f"{place.name}.partial"))
+    (place.with_name(f"{place.name}.partial") / "manifest.json").unlink()
+    assert imported(made.prepare(wanted, sys.executable, Activity()), "tinyone.value") == "1"
+    assert not place.with_name(f"{place.name}.partial").exists()
+
+
+@needs_uv
+def test_the_end_of_uv_s_reasons_is_in_the_error(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheelhouse"
+    write_wheel(wheels, "tinyone", "1.0", requires="tinytwo>=2")
+    write_wheel(wheels, "tinytwo", "1.0")
+    with pytest.raises(ArtifactError) as failure:
+        maker(tmp_path).prepare(recipe(wheels, "tinyone"), sys.executable, Activity())
+    message = failure.value.message
+    assert message.startswith(f"{KEY}: tinyone: uv could not install it (exit code 1): ")
+    assert "tinytwo" in message, message
+    assert "\n" not in message
+    assert environments(tmp_path) == []
+
+
+@needs_uv
+def test_no_source_is_built(tmp_path: Path) -> None:
+    """The code of a package must not run with the rights of the server."""
+    wheels, mark = tmp_path / "wheelhouse", tmp_path / "mark"
+    wheels.mkdir()
+    setup = f"from pathlib import Path; Path({str(mark)!r}).touch()\nfrom setuptools import setup\nsetup(name='evil')\n"
+    with tarfile.open(wheels / "evil-1.0.tar.gz", "w:gz") as archive:
+        for name, text in (("setup.py", setup), ("PKG-INFO", "Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")):
+            entry = tarfile.TarInfo(f"evil-1.0/{name}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    with pytest.raises(ArtifactError, match="building from source is disabled"):
+        maker(tmp_path).prepare(recipe(wheels, "evil"), sys.executable, Activity())
+    assert not mark.exists()
+
+
+@needs_uv
+def test_uv_has_a_time_limit(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"did not end within model_loading_timeout=0 seconds; raise it, or put"):
+        maker(tmp_path, limit_s=0).prepare(recipe(tmp_path, "tinyone"), sys.executable, Activity())
+
+
+@needs_uv
+def test_settings_of_pip_count_for_uv_unless_uv_has_its_own(tmp_path: Path) -> None:
+    settings = {"PIP_INDEX_URL": "http://127.0.0.1:1/one", "PIP_EXTRA_INDEX_URL": "http://127.0.0.1:1/two"}
+    environment = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, **settings}
+    found = Uv(environment, "x", 60.0, Activity()).settings_of_pip(sys.executable)
+    assert (found["UV_DEFAULT_INDEX"], found["UV_INDEX"]) == ("http://127.0.0.1:1/one", "http://127.0.0.1:1/two")
+    assert found["UV_INDEX_STRATEGY"] == "unsafe-best-match"
+    own = Uv({**environment, "UV_DEFAULT_INDEX": "http://127.0.0.1:1/own"}, "x", 60.0, Activity())
+    assert "UV_DEFAULT_INDEX" not in own.settings_of_pip(sys.executable)
+
+
+@needs_uv
+def test_an_operator_s_wheels_are_found_by_uv_s_own_variables(tmp_path: Path) -> None:
+    write_wheel(tmp_path / "wheels", "tinyone", "1.0", "value = 1")
+    offline = maker(tmp_path, UV_FIND_LINKS=str(tmp_path / "wheels"), UV_OFFLINE="1")
+    assert offline.prepare(Recipe(("tinyone",), KEY), sys.executable, Activity()).packages == {"tinyone": "1.0"}
+
+
+def test_without_uv_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert find_uv({"PATH": str(tmp_path)}) is None
+    with pytest.raises(ConfigurationError, match=r"pip install lmi-server\[environments\]"):
+        Uv({"PATH": str(tmp_path)}, "x", 60.0, Activity())
+
+
+# --- the room that they take ---
+
+
+def entry(root: Path, name: str, size: int, used_at: float) -> Path:
+    """Write what the store has of an environment of `size` bytes that was used at a time."""
+    (root / name).mkdir(parents=True)
+    (root / name / SIZE).write_text(str(size))
+    (root / f"{name}.used").touch()
+    os.utime(root / f"{name}.used", (used_at, used_at))
+    return root / name
+
+
+def test_the_least_recently_used_are_removed_down_to_the_bound(tmp_path: Path) -> None:
+    old, newer, newest = (entry(tmp_path, name, 100, at) for name, at in (("b", 1.0), ("a", 2.0), ("c", 3.0)))
+    assert not remove_unused(tmp_path, 300)
+    assert remove_unused(tmp_path, 250)
+    assert (old.exists(), newer.exists(), newest.exists()) == (False, True, True)
+    assert remove_unused(tmp_path, 0)
+    assert not newer.exists()
+    assert not newest.exists()
+
+
+def test_an_environment_in_use_stays_and_does_not_count(tmp_path: Path) -> None:
+    used, free = entry(tmp_path, "used", 1000, 1.0), entry(tmp_path, "free", 100, 2.0)
+    held = lease(used, Activity())
+    assert not remove_unused(tmp_path, 100)
+    assert remove_unused(tmp_path, 0)
+    assert (used.exists(), free.exists()) == (True, False)
+    held.close()
+    assert remove_unused(tmp_path, 0)
+    assert not used.exists()
+
+
+def test_a_lease_of_another_server_counts_until_its_end(tmp_path: Path) -> None:
+    used = entry(tmp_path, "used", 1000, 1.0)
+    code = (
+        "import sys, pathlib\nfrom lmi_server.artifacts.environments.room import lease\n"
+        "from lmi_server.artifacts.progress import Activity\n"
+        "held = lease(pathlib.Path(sys.argv[1]), Activity()); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(used)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        assert not remove_unused(tmp_path, 0)
+        other.kill()
+    assert remove_unused(tmp_path, 0)
+
+
+def test_half_made_environments_go_unless_they_are_being_made(tmp_path: Path) -> None:
+    for name in ("dead.partial", "busy.partial", "dead.outdated"):
+        (tmp_path / name / "env").mkdir(parents=True)
+    with (tmp_path / "busy.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        remove_unused(tmp_path, 0)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["busy.partial"]
+
+
+@needs_uv
+def test_what_is_beyond_the_bound_goes_when_the_next_one_is_made(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheelhouse"
+    write_wheel(wheels, "tinyone", "1.0")
+    write_wheel(wheels, "tinytwo", "1.0")
+    made = maker(tmp_path, unused_bytes=0)
+    first = made.prepare(recipe(wheels, "tinyone"), sys.executable, Activity())
+    second = made.prepare(recipe(wheels, "tinytwo"), sys.executable, Activity())
+    assert Path(first.directory).exists(), "it is in use"
+    first.lease.close()
+    made.prepare(recipe(wheels, "tinytwo"), sys.executable, Activity())
+    assert (Path(first.directory).exists(), Path(second.directory).exists()) == (False, True)
+
+
+# --- the file of a model ---
+
+
+def model(tmp_path: Path, text: str, name: str = "engine.txt") -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(text)
+    return directory
+
+
+def test_lines_that_name_packages(tmp_path: Path) -> None:
+    digest = "a" * 64
+    text = f"""
+    # a comment
+    vllm==0.32.0  # pinned
+    Transformers[torch, vision] >=5.0,  !=5.1
+    torch==2.13.0+cpu ; python_version < "3.14"
+    numba==0.65.0 \\
+        --hash=sha256:{digest} \\
+        --hash=sha256:{digest}
+    msgspec
+    """
+    assert requirement_lines(model(tmp_path, text), "engine.txt", KEY) == (
+        "vllm==0.32.0",
+        "Transformers[torch, vision] >=5.0, !=5.1",
+        'torch==2.13.0+cpu ; python_version < "3.14"',
+        f"numba==0.65.0 --hash=sha256:{digest} --hash=sha256:{digest}",
+        "msgspec",
+    )
+
+
+HOSTILE = (
+    "--index-url http://evil.example/simple",
+    "-i http://evil.example/simple",
+    "vllm --index-url http://evil.example/simple",
+    "--extra-index-url=http://evil.example/simple",
+    "--find-links /etc",
+    "-f /etc",
+    "-r /etc/passwd",
+    "-c ../../other.txt",
+    "-e .",
+    "--editable git+https://evil.example/x",
+    "git+https://evil.example/x",
+    "https://evil.example/x-1.0-py3-none-any.whl",
+    "vllm @ https://evil.example/x-1.0-py3-none-any.whl",
+    "vllm@file:///etc/passwd",
+    "./wheels/x-1.0-py3-none-any.whl",
+    "/wheels/x-1.0-py3-none-any.whl",
+    "../x",
+    "x.whl/..",
+    "vllm==1.0 --hash=md5:0123",
+    "vllm==1.0 --config-settings=a=b",
+    "vllm ==",
+    "vllm==${HOME}",
+    "vllm; import os; os",
+    "name" + "x" * 200,
+    "vllm\x00==1",
+    "vllm\x1b[2J",
+    "\uff56llm",
+)
+
+
+@pytest.mark.parametrize("line", HOSTILE)
+def test_everything_else_is_refused_with_the_line(tmp_path: Path, line: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        requirement_lines(model(tmp_path, f"msgspec\n{line}\n"), "engine.txt", KEY)
+    assert refused.value.message.startswith(f'{KEY} = engine.txt: requirement 2 is "')
+    assert "allowed: a package by its name" in refused.value.message
+    assert refused.value.message.isprintable()
+
+
+@given(st.text(max_size=300))
+def test_whatever_is_taken_names_packages_alone(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "engine.txt").write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        lines = requirement_lines(directory, "engine.txt", KEY)
+    except ConfigurationError:
+        return
+    for line in lines:
+        assert line[0].isalnum()
+        assert not any(mark in line for mark in ("://", "@", "/", "\\", "\n", "\r", " -"))
+
+
+@pytest.mark.parametrize(
+    "name", ["../engine.txt", "/etc/hostname", "sub/../../engine.txt", "", "\x00", "link", "away/x"]
+)
+def test_the_file_is_one_of_the_model(tmp_path: Path, name: str) -> None:
+    directory = model(tmp_path, "msgspec\n")
+    (tmp_path / "engine.txt").write_text("secret\n")
+    (directory / "link").symlink_to(tmp_path / "engine.txt")
+    (directory / "away").symlink_to("/etc")
+    with pytest.raises((ConfigurationError, ValueError)) as refused:
+        requirement_lines(directory, name, KEY)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_file_of_any_size_is_not_read_whole(tmp_path: Path) -> None:
+    directory = model(tmp_path, "msgspec\n" * 20000)
+    with pytest.raises(ConfigurationError, match="has more than 65536 bytes"):
+        requirement_lines(directory, "engine.txt", KEY)
+
+
+def test_a_file_without_packages_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="names no package"):
+        requirement_lines(model(tmp_path, "# nothing\n\n"), "engine.txt", KEY)
