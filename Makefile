@@ -27,7 +27,7 @@ CYCLONEDX := 7.5.0
 unexport PYTHONDONTWRITEBYTECODE
 # The recipes share one virtual environment.
 .NOTPARALLEL:
-.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test test-gpu fuzz chaos coverage bench lock sbom audit
+.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test test-gpu test-vllm-versions fuzz chaos coverage bench lock sbom audit
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,6 +101,12 @@ test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (fift
 GPU_PYTHON ?= $(BIN)/python
 test-gpu: ## Run the tests that need a GPU by NVIDIA, with the packages of GPU_PYTHON (two minutes)
 	$(GPU_PYTHON) -m pytest -n 3 --dist loadfile tests/gpu
+
+# The versions of handlers/vllm/interface.py but for that of constraints.txt, which every test runs with.
+VLLM ?= 0.31.0 0.33.0
+test-vllm-versions: $(SETUP) ## Check what the vllm handler uses of vLLM in the versions VLLM="0.31.0 0.33.0" (0.5 GB)
+	$(BIN)/python scripts/vllm_versions.py $(VLLM)
+	$(BIN)/python -m pytest tests/engines/vllm/test_versions.py
 
 fuzz: $(SETUP) ## Run the fuzzing tests with many random examples, and schemathesis (needs the network)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile=long tests/fuzz
