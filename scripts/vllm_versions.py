@@ -1,6 +1,6 @@
 """Makes an environment for each version of vLLM in .venv/vllm: `.venv/bin/python scripts/vllm_versions.py VERSION...`.
 
-The contract test of the vllm handler (tests/engines/vllm/test_versions.py) reads the vLLM of each of them. Its source is
+The contract test of the vllm handler (tests/engines/vllm/test_versions.py) reads the vLLM of each. Its source is
 enough for that, so that nothing that vLLM needs is installed: the build for processors where there is one, else the one
 for GPUs.
 """

@@ -20,7 +20,7 @@ from lmi_server.artifacts.environments.room import SIZE, Lease, bytes_on_disk, l
 from lmi_server.artifacts.environments.uv import Uv
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill
-from lmi_server.contract.sizes import in_words
+from lmi_server.contract.texts.sizes import in_words
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.contract.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt
 
 _MAX_BYTES = 65536
 _NAME = r"[A-Za-z0-9](?:[\w.-]{0,126}[A-Za-z0-9])?"
