@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lmi_server.artifacts.environments.uv import NO_UV, find_uv
-from lmi_server.configuration.choice.engine_recipe import engine_recipe
+from lmi_server.configuration.choice.engine_recipe import engine_recipe, missing_uv
 from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, NoEffect, Option
 from lmi_server.configuration.handlers import load_options_type
 from lmi_server.configuration.layers import Source
@@ -28,7 +27,6 @@ from lmi_server.contract.ranks import RankGroup
 from lmi_server.contract.texts.secrets import HIDDEN, SECRETS, is_secret
 from lmi_server.explain.checkpoint_files import file_faults, gguf_fault, pipeline_faults
 from lmi_server.machine.devices import DeviceSet, plan_devices
-from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import Machine
 from lmi_server.machine.mpi import NO_MPIRUN, OPEN_MPI, MpiRun
 from lmi_server.supervisor.launch.command import mpi_worker_command, worker_command
@@ -278,8 +276,8 @@ def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
     install = f"; run: {command}" if command else ""
     lines = [f"{found.spec.title} needs the Python package {name}, which is not installed{install}" for name in missing]
     programs = [NO_MPIRUN] if found.options.ranks is not None and found.machine.mpirun is None else []
-    if found.options.has_own_engine and find_uv(process_environment()) is None:
-        programs.append(NO_UV)
+    if found.options.has_own_engine:
+        programs += missing_uv()
     if found.options.own_python is not None and not _is_program(found.options.python_executable, found.model_dir):
         programs.append(f'option.pythonExecutable = "{found.options.python_executable}": there is no such program')
     devices = _absent_devices(found)

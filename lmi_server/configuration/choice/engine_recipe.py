@@ -12,10 +12,12 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from lmi_server.artifacts.environments.recipe import Recipe, normalized, requirement_lines
+from lmi_server.artifacts.environments.uv import NO_UV, find_uv
 from lmi_server.artifacts.interpreter import WORKER_PACKAGES
 from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import Machine
 
 VERSION_KEY = "option.engine_version"
@@ -47,6 +49,11 @@ def engine_recipe(engine: EngineDescription[ModelOptions], model_dir: Path, mach
         overrides=engine.overrides(machine) if options.engine_version is not None else (),
         wheelhouse=wheelhouse if wheelhouse.is_dir() else None,
     )
+
+
+def missing_uv() -> list[str]:
+    """Return a line if uv is not installed, which makes environments; nothing if it is."""
+    return [] if find_uv(process_environment()) else [NO_UV]
 
 
 def _with_version(engine: EngineDescription[ModelOptions], version: str, machine: Machine) -> list[str]:
