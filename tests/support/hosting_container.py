@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 from forked_servers import ForkedCommand
 from paths import ROOT
-from process_log import ProcessLog
+from process_log import LIMIT_S, ProcessLog
 from waiting import wait_until
 
 _SETTING = re.compile(r"\b(SERVING_\w+)=([^\s\\]+)")
@@ -33,7 +33,7 @@ class Container:
     def listen(self) -> httpx.Client:
         """Wait until the server listens, and return a client of it."""
         url = self._output.wait_for(r"listening on (http://\S+)")[1]
-        return httpx.Client(base_url=url, timeout=60)
+        return httpx.Client(base_url=url, timeout=LIMIT_S)
 
     def log_line(self, pattern: str) -> str:
         return self._output.wait_for(pattern)[0]
@@ -45,7 +45,7 @@ class Container:
 
     def ended(self) -> int:
         """Wait for the end; return the exit code. `lines` and `errors` then hold all that was printed."""
-        code = self.process.wait(120)
+        code = self.process.wait(LIMIT_S)
         self._output.close()
         self._errors.close()
         return code

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from process_log import LIMIT_S
 from processes import children
 from server_helpers import Server, running
 
@@ -76,7 +77,7 @@ def assert_tokens_of_the_model_itself(server: Server, model: Any) -> None:
     counts = [chance.choice([1, 7, 24, 60]) for _ in prompts]
 
     async def ask() -> list[list[int]]:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=LIMIT_S) as client:
             leaving = [asyncio.create_task(leave_after_a_token(client, f"leaves {index}")) for index in range(6)]
             asked = zip(prompts, counts, strict=True)
             sent = (client.post("/invocations", json=body(prompt, count)) for prompt, count in asked)

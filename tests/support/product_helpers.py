@@ -50,10 +50,10 @@ class Server:
         except AssertionError:  # it would take the processor from the tests that follow
             self.process.kill()
             self._close_output()
-            self.process.wait(60)
+            self.process.wait(LIMIT_S)
             raise
         self.model = directory.name.replace("-", "_")
-        self.http = httpx.Client(base_url=self.url, timeout=120)
+        self.http = httpx.Client(base_url=self.url, timeout=LIMIT_S)
 
     def log_line(self, pattern: str, limit_s: float = LIMIT_S) -> re.Match[str]:
         return self._log.wait_for(pattern, limit_s)
@@ -72,7 +72,7 @@ class Server:
         self.http.close()
         self.process.terminate()
         self._close_output()
-        return self.process.wait(60)
+        return self.process.wait(LIMIT_S)
 
     def _close_output(self) -> None:
         self._log.close()

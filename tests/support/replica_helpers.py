@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import msgspec
 from paths import ROOT
-from process_log import ProcessLog
+from process_log import LIMIT_S, ProcessLog
 from waiting import wait_until
 
 from lmi_server.ray.messages import (
@@ -55,7 +55,7 @@ class Process:
         """Close the pipe, as the end of the actor does, and wait for the end of the process."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
-        return self.process.wait(60)
+        return self.process.wait(LIMIT_S)
 
     def end(self) -> None:
         """End the process, and whatever reads from it."""
@@ -87,7 +87,7 @@ class FrontEndProcess(Process):
     def __init__(self) -> None:
         super().__init__("frontend.ray.ingress", "127.0.0.1", "0", "60")
         self.port = int(self.log.wait_for(r"listening on http://127\.0\.0\.1:(\d+)")[1])
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=LIMIT_S)
         assert self.heard() == Listening()
 
     def knows(

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from forked_servers import ForkedServer
 from paths import TESTS
-from process_log import ProcessLog
+from process_log import LIMIT_S, ProcessLog
 from processes import worker_of
 from relay_helpers import FAULTS, HANDLERS
 from waiting import wait_until
@@ -45,7 +45,7 @@ class Server:
         self._log = ProcessLog(self.process.stderr)
         self.lines = self._log.lines
         self.port = int(self.log_line(r"listening on http://127\.0\.0\.1:(\d+)")[1])
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=LIMIT_S)
 
     def log_line(self, pattern: str) -> re.Match[str]:
         """Wait for a line of the log and return its match."""
@@ -78,7 +78,7 @@ class Server:
     def ended(self) -> int:
         self.http.close()
         self._log.close()
-        return self.process.wait(120)
+        return self.process.wait(LIMIT_S)
 
 
 def make_model(directory: Path, handler: str = FAULTS, **options: Any) -> Path:
@@ -134,7 +134,7 @@ def raw_request(
 
 
 def connect(server: Server, data: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=120)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S)
     connection.sendall(data)
     return connection
 

@@ -15,7 +15,7 @@ import httpx
 import torch
 from paths import MODEL_CODE
 from ports import reserved_port
-from process_log import ProcessLog
+from process_log import LIMIT_S, ProcessLog
 from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model
 from transformers import (
     Blip2Config,
@@ -108,12 +108,12 @@ def vllm_server(model: Path, name: str, *arguments: str) -> Iterator[httpx.Clien
         log = ProcessLog(server.stdout)
         try:
             log.wait_for("Application startup complete")
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S) as client:
                 yield client
         finally:
             server.terminate()
             log.close()
-            server.wait(60)
+            server.wait(LIMIT_S)
 
 
 class Loader:
@@ -142,4 +142,4 @@ class Loader:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._log.close()
-        assert self._process.wait(60) == 0
+        assert self._process.wait(LIMIT_S) == 0

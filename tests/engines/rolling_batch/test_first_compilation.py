@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numba
+import psutil
 import pytest
 import torch
 from processes import children, is_running
@@ -104,8 +105,11 @@ def test_both_processes_end_with_the_load(marker: Path, monkeypatch: pytest.Monk
     first = compilation._process.pid
     wait_until(lambda: children(first), "the second process")
     (second,) = children(first)
+    compiling = psutil.Process(second)
+    wait_until(lambda: compiling.cpu_times().user > 0.2, "it compiles")
+    compiling.suspend()  # so that it does not end by itself
     compilation.close()
-    wait_until(lambda: not is_running(second), "the end of the second process", limit_s=2)
+    wait_until(lambda: not is_running(second), "the end of the second process")
 
 
 @pytest.mark.parametrize(

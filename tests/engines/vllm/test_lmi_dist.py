@@ -16,6 +16,7 @@ import pytest
 from adapter_helpers import save_adapter, with_adapter
 from mpi_helpers import group_members, litter, process_of_rank
 from paths import SAMPLES
+from process_log import LIMIT_S
 from processes import is_running
 from product_helpers import Server, serving
 from rolling_batch_helpers import generated
@@ -92,7 +93,7 @@ async def answers_among_leavers(server: Server, prompts: list[str], counts: list
         response = await client.post("/v1/completions", json=body(prompt, count, return_token_ids=True))
         return list(response.json()["choices"][0]["token_ids"])
 
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
         leaving = [asyncio.create_task(leave(client, f"leaves {index}")) for index in range(6)]
         response = await asyncio.gather(*(tokens(client, *asked) for asked in zip(prompts, counts, strict=True)))
         await asyncio.gather(*leaving)
