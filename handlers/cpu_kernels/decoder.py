@@ -41,8 +41,7 @@ def _decoder_layer(rows, space, layer, window, next_norm, next_epsilon, settings
     `space.normed` has its normed input, and then that of what follows, which `next_norm` is the weight of.
     """
     hidden, threads = rows.hidden, settings.threads
-    dim, kv_heads = layer.keys.shape[3], layer.keys.shape[1]
-    heads = space.attended.shape[1]
+    kv_heads, heads, dim = layer.keys.shape[1], space.attended.shape[1], space.attended.shape[2]
     _multiply(space.normed, layer.qkv, layer.qkv_bias, space.projected, threads)
     rotate(space.projected, rows.cosines, rows.sines, heads + kv_heads)
     by_head = heads_of(space.projected, dim)

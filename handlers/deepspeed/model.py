@@ -47,7 +47,8 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
     if options.save_mp_checkpoint_path is not None:
         save_shards(model, options, rank, details.get("quantization"))
     details = {"engine": "deepspeed", **details}
-    return LoadedModel(model, tokenizer, max_len, local_bytes(model), communicator, check, details=details)
+    kept = options.packed_kv_dtype
+    return LoadedModel(model, tokenizer, max_len, local_bytes(model), communicator, check, details=details, kv_dtype=kept)
 
 
 def _model(path: str, config: Any, options: DeepSpeedOptions, shards: Shards | None, ranks: int) -> Any:

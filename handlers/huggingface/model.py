@@ -79,6 +79,7 @@ def _load_whole(path: str, options: HuggingFaceOptions) -> LoadedModel:
         max_len,
         local_bytes(model),
         check=check,
+        kv_dtype=options.packed_kv_dtype,
         details={**quantization_details(model), **placement_details(model)},
     )
 
@@ -95,6 +96,7 @@ def _load_with_images(path: str, options: HuggingFaceOptions) -> LoadedModel:
         check=LoadCheck(whole, max_len, rounds_activations=rounds_activations(whole)),
         details={"model": type(whole).__name__, **quantization_details(whole), **placement_details(whole)},
         images=images,
+        kv_dtype=options.packed_kv_dtype,
     )
 
 
@@ -111,7 +113,8 @@ def _load_part(path: str, options: HuggingFaceOptions, rank: Rank) -> LoadedMode
     # The check takes the logits of transformers' own split modules, so it comes before they are replaced.
     communicator, check = Communicator(rank), LoadCheck(model, max_len)
     is_local = make_local(model, communicator)
-    return LoadedModel(model, load_tokenizer(path, options), max_len, weights, communicator, check, is_local)
+    tokenizer, kept = load_tokenizer(path, options), options.packed_kv_dtype
+    return LoadedModel(model, tokenizer, max_len, weights, communicator, check, is_local, kv_dtype=kept)
 
 
 def _max_len(model: Any, options: HuggingFaceOptions) -> int:

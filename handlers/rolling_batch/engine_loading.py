@@ -91,7 +91,7 @@ class LoadedModel:
     the logits of the model before any module was replaced; if it is None, those of the model as it is are taken.
     `is_local`: no parameter is a DTensor, so that modules can be fused. `details` are for the log and `explain`.
     `draft` is the smaller model that drafts tokens, if there is one. `images` encodes images, or says why it cannot;
-    None if the model reads none. `page` is as in ModelRunner.
+    None if the model reads none. `page` and `kv_dtype` are as in ModelRunner.
     """
 
     model: Any
@@ -105,11 +105,12 @@ class LoadedModel:
     draft: LoadedModel | None = None
     images: LoadedImages | str | None = None
     page: int | None = None
+    kv_dtype: str | None = None
 
     def runner(self) -> ModelRunner:
         """Return the runner of the model's steps. Raises UnsupportedAttentionError."""
         page = self.page if self.images is None else 0  # tokens of an image may see each other
-        return ModelRunner(self.model, self.max_len, self.communicator, self.check, self.is_local, page)
+        return ModelRunner(self.model, self.max_len, self.communicator, self.check, self.is_local, page, self.kv_dtype)
 
 
 def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -> LoadedEngine:
@@ -153,6 +154,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         "max_model_len": max_len,
         "max_running_requests": limits.max_running,
         "kv_cache_tokens": limits.kv_tokens,
+        **({} if loaded.kv_dtype is None else {"kv_cache_dtype": loaded.kv_dtype}),
         **({"kv_cache_page": runner.page} if runner.page else {}),
         "kv_cache_gib": round(limits.kv_tokens * runner.cache.bytes_per_token / _GIB, 3),
         **_states_in_memory(runner, limits.state_rows),

@@ -30,7 +30,7 @@ def scheduler_limits(
 
     `weights` are the bytes of the model on each device. Raises ModelMemoryError.
     """
-    per_token = bytes_per_token(runner.layers, runner.dtype)
+    per_token = bytes_per_token(runner.layers, runner.kept_dtype)
     running = min(options.max_running_requests or options.max_rolling_batch_size, options.max_rolling_batch_size)
     on_cpu, page = runner.device.type == "cpu", runner.page or 1
     kept = running + _KEPT if on_cpu or runner.page else running

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from handlers.chats.options import ParserOptions
+from handlers.cpu_kernels.arguments import SCALE_BYTES
 from handlers.structured_output.options import WhiteSpaceLimit
 from lmi_server.configuration.declaration import Allowed
 from lmi_server.configuration.options import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, lower
@@ -50,6 +51,9 @@ class RollingBatchOptions(ParserOptions):
     """Share of the memory of the device for weights and KV cache; if not set, the handler chooses."""
     kv_cache_memory_gb: PositiveFloat | None = None
     """Maximum memory of the KV cache in GiB; it overrides option.mem_fraction_static."""
+    kv_cache_dtype: Annotated[Literal["auto", "int8", "fp8"], BeforeValidator(lower)] = "auto"
+    """Type of keys and values in the KV cache: auto is that of the model; int8 and fp8 (E4M3) take half the memory of
+    bf16, with a scale for each token and head. They are for models in bf16 or fp32 on the CPU."""
     speculative_draft_model: Annotated[str | None, NAMES_DRAFT] = None
     """What drafts tokens for speculative decoding, where that pays: [ngram] proposes what followed the same words
     earlier in prompt and output; else a smaller model with the same tokenizer, as a directory or an id, on the CPU
@@ -63,3 +67,11 @@ class RollingBatchOptions(ParserOptions):
     enable_torch_compile: bool = False
     """Compile decoding with torch.compile when the model loads: on one GPU, and on the CPU in fp16, for requests
     without adapters. Everything else, and a model that cannot be compiled, runs eagerly, and the log says why."""
+
+    @property
+    def packed_kv_dtype(self) -> str | None:
+        """Return option.kv_cache_dtype; None if keys and values have the type of the model."""
+        return None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    def kv_row_bytes(self, elements: int, width: int) -> int:
+        return super().kv_row_bytes(elements, width) if self.packed_kv_dtype is None else elements + SCALE_BYTES

@@ -461,6 +461,10 @@ class ModelOptions(Options):
         """Return the arguments of the engine, by the engine's own names."""
         return {}
 
+    def kv_row_bytes(self, elements: int, width: int) -> int:
+        """Return the bytes of the key or value of a head and token, `elements` of a model whose own take `width`."""
+        return elements * width
+
     def reserved_kv_bytes(self, wanted: int, minimum: int, available: int) -> int | None:
         """Return the bytes of KV cache that a worker without GPU reserves; None if it allocates them on demand.
 

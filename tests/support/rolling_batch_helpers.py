@@ -85,12 +85,13 @@ class Engine:
         reference: Any = None,
         context: int = CONTEXT,
         page: int | None = None,
+        kv_dtype: str | None = None,
         **limits: Any,
     ) -> None:
         self.model = model
         self.reference = reference or copy.deepcopy(model)
         self.tokenizer = byte_tokenizer()
-        self.runner = runner = ModelRunner(model, context, page=page)
+        self.runner = runner = ModelRunner(model, context, page=page, kv_dtype=kv_dtype)
         rows = 0 if runner.states is None else limits.pop("state_rows", 2 * slots)
         kv_tokens -= kv_tokens % (runner.page or 1)
         runner.prepare(2 * slots, context, state_rows=rows, kv_tokens=kv_tokens)

@@ -18,6 +18,7 @@ from numba.np.numpy_support import from_dtype
 from handlers.cpu_kernels import amx
 from handlers.cpu_kernels.arguments import AttentionSettings, SeenColumns, SlotSpan
 from handlers.cpu_kernels.attention.chunks_amx import chunk_attention_in_tile_registers
+from handlers.cpu_kernels.attention.packed_rows import rows_of
 from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.inlined import exp, fill, seen_columns, sink_weight
 from handlers.cpu_kernels.intrinsics import (
@@ -34,15 +35,15 @@ from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
 
 @functools.cache
-def chunk_attention(dtype: np.dtype[Any]) -> Callable[..., None]:
-    """Return the kernel for elements of a type, np.uint16 (bfloat16) or np.float32.
+def chunk_attention(dtype: np.dtype[Any], kept: np.dtype[Any]) -> Callable[..., None]:
+    """Return the kernel for elements of a type, np.uint16 (bfloat16) or np.float32; those of slots are of type `kept`.
 
     numba compiles a function anew for each combination of argument types, and the layout of an array is part of its
     type. A query with strides that did not occur before would cost seconds in the middle of a request; so the kernel
     is compiled now, for queries of any strides.
     """
     element = from_dtype(dtype)
-    query, cache, out = (types.Array(element, *shape) for shape in ((3, "A"), (4, "C"), (3, "C")))
+    query, cache, out = types.Array(element, 3, "A"), types.Array(from_dtype(kept), 4, "C"), types.Array(element, 3, "C")
     no_rows = np.empty(0, np.int64)
     settings_like = AttentionSettings(1.0, 0, 0, 0.0, 1, np.empty(0, np.float32))
     groups = (SlotSpan(0, 0, 0), SeenColumns(0, 0, no_rows, no_rows), settings_like)
@@ -56,7 +57,7 @@ def _chunk_attention(query, keys, values, span, columns, out, settings):
     """Compute attention for the rows of a chunk, each to the tokens that it may see.
 
     query (heads, rows, dim), any strides; keys (slots, kv_heads, max_len, dim) and values (slots, kv_heads, max_len,
-    value_dim), of which the SlotSpan `span` holds the columns -> out (rows, heads, value_dim). columns: SeenColumns.
+    value_dim), or packed rows, of which the SlotSpan `span` holds the columns -> out (rows, heads, value_dim). columns: SeenColumns.
     settings: AttentionSettings.
 
     The rows of this kernel are the query heads that share keys and values: those of a token, then those of the next
@@ -68,7 +69,7 @@ def _chunk_attention(query, keys, values, span, columns, out, settings):
     farthest = columns.last_own[0]
     for last in columns.last_own:
         farthest = max(farthest, last)
-    laid_keys, laid_values = _laid_out(keys, values, span.slot, span.first, farthest)
+    laid_keys, laid_values = _laid_out((keys, values, span.slot, span.first, farthest), query, out)
     shares = shares_of(settings.threads)
     in_threads(_attend_tiles, shares, (query, laid_keys, laid_values, farthest, columns, out, settings, shares))
 
@@ -151,40 +152,43 @@ def _softmax(score, weight, low, shared, own, last, scaling, softcap, sinks, hea
 
 
 @kernel_part()
-def _laid_out(keys, values, slot, offset, columns):
-    """Return keys and values of a slot, `columns` of them from `offset` on, in the layout that `add_product` reads.
+def _laid_out(cached, query, out):
+    """Return keys and values of a slot in the layout that `add_product` reads, as elements of query and out.
 
-    keys (slots, kv_heads, max_len, dim), values (slots, kv_heads, max_len, value_dim): contiguous. Keys are transposed
-    by tiles of columns: (kv_heads, tiles, words of a key, TILE_COLUMNS). Each word of the values holds the elements of
-    neighbouring columns: (kv_heads, words of all columns, value_dim rounded up to TILE_COLUMNS). Zeros replace values
-    that are not finite: rows of other sequences in a tile multiply them by zero, which would make their sums NaN.
+    cached: keys (slots, kv_heads, max_len, dim), values (slots, kv_heads, max_len, value_dim), contiguous, or packed
+    rows; slot; offset; columns, so many of which are laid out from the offset on. Keys are transposed by tiles of
+    columns: (kv_heads, tiles, words of a key, TILE_COLUMNS). Each word of the values holds the elements of neighbouring
+    columns: (kv_heads, words of all columns, value_dim rounded up to TILE_COLUMNS). Zeros replace values that are not
+    finite: rows of other sequences in a tile multiply them by zero, which would make their sums NaN.
     """
-    kv_heads, dim, value_dim, of_word = keys.shape[1], keys.shape[3], values.shape[3], 4 // keys.itemsize
+    kv_heads, columns = cached[0].shape[1], cached[4]
+    dim, value_dim, of_word = query.shape[2], out.shape[2], 4 // query.itemsize
     tiles, value_words = -(-columns // TILE_COLUMNS), -(-columns // of_word)
     laid_keys = np.empty((kv_heads, tiles, -(-dim // of_word), TILE_COLUMNS), np.uint32)
     laid_values = np.empty((kv_heads, value_words, -(-value_dim // TILE_COLUMNS) * TILE_COLUMNS), np.uint32)
-    in_threads(_lay_out, kv_heads * tiles, (keys, values, slot, offset, columns, laid_keys, laid_values))
+    in_threads(_lay_out, kv_heads * tiles, (cached, query, out, laid_keys, laid_values))
     return laid_keys, laid_values
 
 
 @kernel_part()
-def _lay_out(first_work, last_work, keys, values, slot, offset, columns, laid_keys, laid_values):
-    tiles, dim, value_dim, of_word = laid_keys.shape[1], keys.shape[3], values.shape[3], 4 // keys.itemsize
+def _lay_out(first_work, last_work, cached, query, out, laid_keys, laid_values):
+    keys, values, slot, offset, columns = cached
+    tiles, dim, value_dim, of_word = laid_keys.shape[1], query.shape[2], out.shape[2], 4 // query.itemsize
+    zero = query.dtype.type(0)
+    room = np.empty((TILE_COLUMNS, dim), query.dtype), np.empty((TILE_COLUMNS, value_dim), query.dtype)
     for work in range(first_work, last_work):
         head, tile = work // tiles, work % tiles
         first, last = tile * TILE_COLUMNS, min((tile + 1) * TILE_COLUMNS, columns)
-        laid, key = laid_keys[head, tile], keys[slot, head, offset + first : offset + last]
+        laid, key = laid_keys[head, tile], rows_of(keys, slot, head, offset + first, offset + last, room[0])
         for place in range(dim // of_word):
             for column in range(len(key)):
                 laid[place, column] = word(key[column, place * of_word], key[column, (place + 1) * of_word - 1])
         if dim % of_word:
             for column in range(len(key)):
-                laid[dim // of_word, column] = word(key[column, dim - 1], store(np.float32(0), key[0, 0]))
-        for place in range(first // of_word, -(-last // of_word)):
-            column = offset + place * of_word
-            value, neighbour = (
-                values[slot, head, column],
-                values[slot, head, min(column + of_word, offset + columns) - 1],
-            )
+                laid[dim // of_word, column] = word(key[column, dim - 1], zero)
+        value = rows_of(values, slot, head, offset + first, offset + last, room[1])
+        for place in range(-(-len(value) // of_word)):
+            one, other = value[place * of_word], value[min((place + 1) * of_word, len(value)) - 1]
+            target = laid_values[head, first // of_word + place]
             for d in range(value_dim):
-                laid_values[head, place, d] = word(finite(value[d]), finite(neighbour[d]))
+                target[d] = word(finite(one[d]), finite(other[d]))

@@ -10,6 +10,7 @@ import math
 import numpy as np
 
 from handlers.cpu_kernels import amx
+from handlers.cpu_kernels.attention.packed_rows import rows_of
 from handlers.cpu_kernels.compilation.decorators import kernel_part
 from handlers.cpu_kernels.inlined import exp, fill, seen_columns, sink_weight
 from handlers.cpu_kernels.intrinsics import finite, larger, store, word, words_of
@@ -31,13 +32,13 @@ def chunk_attention_in_tile_registers(query, keys, values, span, columns, out, s
     farthest = columns.last_own[0]
     for last in columns.last_own:
         farthest = max(farthest, last)
-    kv_heads, dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
+    kv_heads, dim, value_dim = keys.shape[1], query.shape[2], out.shape[2]
     panels = -(-farthest // amx.PANEL_COLUMNS)
     value_panels = -(-value_dim // amx.PANEL_COLUMNS)
     laid_keys = np.empty((kv_heads, panels, _whole_steps(dim), amx.PANEL_COLUMNS), np.uint32)
     laid_values = np.empty((kv_heads, value_panels, panels * amx.STEP_WORDS, amx.PANEL_COLUMNS), np.uint32)
     cached = (keys, values, span.slot, span.first, farthest)
-    in_threads(_lay_out_panels, kv_heads * panels, (cached, laid_keys, laid_values))
+    in_threads(_lay_out_panels, kv_heads * panels, (cached, query, out, laid_keys, laid_values))
     shares = shares_of(settings.threads)
     in_threads(_attend_blocks, shares, (query, laid_keys, laid_values, farthest, columns, out, settings, shares))
 
@@ -49,20 +50,22 @@ def _whole_steps(elements):
 
 
 @kernel_part()
-def _lay_out_panels(first_work, last_work, cached, laid_keys, laid_values):
+def _lay_out_panels(first_work, last_work, cached, query, out, laid_keys, laid_values):
     """Lay out keys and values as `multiply_block` reads panels; the keys are transposed. Zeros fill them up.
 
-    cached: keys and values as for `_laid_out`, slot, offset, columns. laid_keys (kv_heads, panels of columns, words of
+    cached, query, out: as for `_laid_out`. laid_keys (kv_heads, panels of columns, words of
     a key, PANEL_COLUMNS); laid_values (kv_heads, panels of a value, words of columns, PANEL_COLUMNS). Zeros replace
     values that are not finite, for the reason that `_laid_out` gives.
     """
     keys, values, slot, offset, columns = cached
     panels, words = laid_keys.shape[1], laid_keys.shape[2]
-    dim, value_dim, zero = keys.shape[3], values.shape[3], keys.dtype.type(0)
+    dim, value_dim, zero = query.shape[2], out.shape[2], query.dtype.type(0)
+    room = np.empty((amx.PANEL_COLUMNS, dim), query.dtype), np.empty((amx.PANEL_COLUMNS, value_dim), query.dtype)
     for work in range(first_work, last_work):
         head, panel = work // panels, work % panels
         first, last = panel * amx.PANEL_COLUMNS, min((panel + 1) * amx.PANEL_COLUMNS, columns)
-        laid, key = laid_keys[head, panel], keys[slot, head, offset + first : offset + last]
+        laid, key = laid_keys[head, panel], rows_of(keys, slot, head, offset + first, offset + last, room[0])
+        held = rows_of(values, slot, head, offset + first, offset + last, room[1])
         for place in range(words):
             even, odd = 2 * place, 2 * place + 1
             for column in range(amx.PANEL_COLUMNS):
@@ -74,20 +77,19 @@ def _lay_out_panels(first_work, last_work, cached, laid_keys, laid_values):
                 for column in range(len(key)):
                     laid[place, column] = word(key[column, even], zero)
         for place in range(amx.STEP_WORDS):
-            even, odd = first + 2 * place, first + 2 * place + 1
+            even, odd = 2 * place, 2 * place + 1
             for of_value in range(laid_values.shape[1]):
                 target = laid_values[head, of_value, panel * amx.STEP_WORDS + place]
                 begin = of_value * amx.PANEL_COLUMNS
                 count = min(amx.PANEL_COLUMNS, value_dim - begin)
                 for d in range(amx.PANEL_COLUMNS):
                     target[d] = 0
-                if odd < columns:
-                    value = values[slot, head, offset + even, begin : begin + count]
-                    neighbour = values[slot, head, offset + odd, begin : begin + count]
+                if odd < len(held):
+                    value, neighbour = held[even, begin : begin + count], held[odd, begin : begin + count]
                     for d in range(count):
                         target[d] = word(finite(value[d]), finite(neighbour[d]))
-                elif even < columns:
-                    value = values[slot, head, offset + even, begin : begin + count]
+                elif even < len(held):
+                    value = held[even, begin : begin + count]
                     for d in range(count):
                         target[d] = word(finite(value[d]), zero)
 

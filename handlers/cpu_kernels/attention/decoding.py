@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 from numba import types
+from numba.extending import overload
 from numba.np.numpy_support import from_dtype
 
+from handlers.cpu_kernels.attention.packed_rows import is_packed, unpack, write_row
 from handlers.cpu_kernels.attention.products import (
     HAS_MANY_REGISTERS,
     MAX_HEADS,
@@ -36,16 +38,14 @@ _NEAR_TOKENS = 64
 
 
 @functools.cache
-def write_rows(dtype: np.dtype[Any]) -> Callable[..., None]:
-    """Return the kernel that writes each row's key and value into its slot, for elements of a type.
+def write_rows(dtype: np.dtype[Any], kept: np.dtype[Any]) -> Callable[..., None]:
+    """Return the kernel that writes each row's key and value into its slot, for types of elements: `kept` of slots.
 
     Its arrays are as for `slot_attention`. It is compiled now for rows of any strides, for the reason that
     `chunk_attention` gives.
     """
-    element = from_dtype(dtype)
-    rows, cache, places = (
-        types.Array(*shape) for shape in ((element, 3, "A"), (element, 4, "C"), (types.int64, 1, "C"))
-    )
+    shapes = (from_dtype(dtype), 3, "A"), (from_dtype(kept), 4, "C"), (types.int64, 1, "C")
+    rows, cache, places = (types.Array(*shape) for shape in shapes)
     return kernel(types.void(rows, rows, cache, cache, places, places))(_write_rows)
 
 
@@ -57,12 +57,8 @@ def _write_rows(key, value, keys, values, slots, positions):
 def _write_some(first, last, key, value, keys, values, slots, positions):
     for row in range(first, last):
         for kv_head in range(key.shape[0]):
-            slot_key = keys[slots[row], kv_head, positions[row]]
-            slot_value = values[slots[row], kv_head, positions[row]]
-            for d in range(key.shape[2]):
-                slot_key[d] = key[kv_head, row, d]
-            for d in range(value.shape[2]):
-                slot_value[d] = value[kv_head, row, d]
+            write_row(keys[slots[row], kv_head, positions[row]], key[kv_head, row])
+            write_row(values[slots[row], kv_head, positions[row]], value[kv_head, row])
 
 
 @kernel()
@@ -70,7 +66,7 @@ def slot_attention(query, key, value, keys, values, slots, positions, out, setti
     """Write each row's key and value into its slot; then each row attends to its slot up to its own position.
 
     query (heads, rows, dim), key and value (kv_heads, rows, dim): any strides, of which the first `len(slots)` rows
-    are read. keys, values: (slots, kv_heads, max_len, dim), contiguous. slots, positions: (n,) int64, several rows may
+    are read. keys, values: (slots, kv_heads, max_len, dim), contiguous, or packed rows. slots, positions: (n,) int64, several rows may
     be of one slot. out: (rows, heads, value_dim), contiguous. settings: AttentionSettings.
 
     All heads that share keys and values (a group) are one piece of work, so that these are read from memory once.
@@ -83,7 +79,7 @@ def slot_attention(query, key, value, keys, values, slots, positions, out, setti
 @kernel_part(fastmath=True)
 def _attend_rows(first_share, last_share, query, keys, values, slots, positions, out, settings, shares):
     softcap, window, chunk, sinks = np.float32(settings.softcap), settings.window, settings.chunk, settings.sinks
-    kv_heads, value_dim = keys.shape[1], values.shape[3]
+    kv_heads, value_dim = keys.shape[1], out.shape[2]
     group = query.shape[0] // kv_heads
     pieces = len(slots) * kv_heads
     longest = np.int64(0)
@@ -95,6 +91,8 @@ def _attend_rows(first_share, last_share, query, keys, values, slots, positions,
         longest = min(longest, chunk)
     own = np.empty((group, query.shape[2]), query.dtype)
     scores, mixed = np.empty((group, longest), np.float32), np.empty((group, value_dim), np.float32)
+    room = np.empty((_NEAR_TOKENS, query.shape[2]), query.dtype), np.empty((_NEAR_TOKENS, value_dim), query.dtype)
+    scales = np.empty(_NEAR_TOKENS, np.float32)
     for share in range(first_share, last_share):
         # Neighbouring pieces, the rows of one sequence say, cost about the same: shares take turns with them.
         for piece in range(share, pieces, shares):
@@ -111,7 +109,7 @@ def _attend_rows(first_share, last_share, query, keys, values, slots, positions,
             for g in range(group):
                 for d in range(query.shape[2]):
                     own[g, d] = query[kv_head * group + g, row, d]
-            _score_tokens(own, seen_keys, count, np.float32(settings.scaling), scores, seen_values)
+            score_slot(own, seen_keys, count, np.float32(settings.scaling), scores, seen_values, room[0], scales)
             for g in range(group):
                 weights = scores[g, :count]
                 if softcap > 0:
@@ -124,10 +122,54 @@ def _attend_rows(first_share, last_share, query, keys, values, slots, positions,
                 end = min(first + _NEAR_TOKENS, count)
                 for t in range(first, min(end, next_count)):
                     prefetch(next_keys, t)
-                _add_values(scores, seen_values, first, end, mixed)
+                add_slot(scores, seen_values, first, end, mixed, room[1], scales)
             for g in range(group):
                 for d in range(value_dim):
                     out[row, kv_head * group + g, d] = store(mixed[g, d], out[row, 0, 0])
+
+
+def score_slot(own, keys, count, scaling, scores, values, room, scales):
+    """Do what `_score_tokens` does, also for packed keys: their numbers come into `room`, (n, dim), n at a time."""
+
+
+@overload(score_slot)
+def _score_slot(own, keys, count, scaling, scores, values, room, scales):
+    if not is_packed(keys):
+        return lambda own, keys, count, scaling, scores, values, room, scales: _score_tokens(
+            own, keys, count, scaling, scores, values
+        )
+
+    def unpacked(own, keys, count, scaling, scores, values, room, scales):
+        for first in range(0, count, len(room)):
+            end = min(first + len(room), count)
+            unpack(keys, first, end, room, scales)
+            scored = scores[:, first:end]
+            _score_tokens(own, room, end - first, scaling, scored, values[first:])
+            for g in range(len(own)):
+                for t in range(end - first):
+                    scored[g, t] *= scales[t]
+
+    return unpacked
+
+
+def add_slot(weights, values, first, end, sums, room, scales):
+    """Do what `_add_values` does, also for packed values: their numbers come into `room`, (end - first, dim)."""
+
+
+@overload(add_slot)
+def _add_slot(weights, values, first, end, sums, room, scales):
+    if not is_packed(values):
+        return lambda weights, values, first, end, sums, room, scales: _add_values(weights, values, first, end, sums)
+
+    def unpacked(weights, values, first, end, sums, room, scales):
+        unpack(values, first, end, room, scales)
+        weighed = weights[:, first:end]
+        for g in range(len(sums)):
+            for t in range(end - first):
+                weighed[g, t] *= scales[t]
+        _add_values(weighed, room, 0, end - first, sums)
+
+    return unpacked
 
 
 @kernel_part(fastmath=True)

@@ -19,14 +19,16 @@ class KernelAttention:
     # to another layout, which pays off only if enough rows share them.
     single_area = 2048
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, dtype: torch.dtype | None = None) -> None:
+        """`dtype` is that of queries, bfloat16 or float32, if it is not that of the cache."""
         from handlers.cpu_kernels.attention.chunks import chunk_attention
         from handlers.cpu_kernels.attention.decoding import slot_attention, write_rows
 
-        dtype = as_numpy(cache.keys[0]).dtype
+        kept = as_numpy(cache.keys[0]).dtype
+        rows = kept if dtype is None else as_numpy(torch.empty(0, dtype=dtype)).dtype
         self._kernel = slot_attention
-        self._write = write_rows(dtype)
-        self._chunk_kernel = chunk_attention(dtype)
+        self._write = write_rows(rows, kept)
+        self._chunk_kernel = chunk_attention(rows, kept)
         self._keys = [as_numpy(keys) for keys in cache.keys]
         self._values = [as_numpy(values) for values in cache.values]
 

@@ -17,9 +17,12 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from handlers.cpu_kernels.arguments import SCALE_BYTES
+from lmi_server.contract.errors import ModelLoadError
 
 _PAGE = mmap.PAGESIZE
 _CPU = torch.device("cpu")
@@ -42,6 +45,42 @@ class LayerShape:
     def width(self) -> int:
         """Elements per token, keys and values together."""
         return self.kv_heads * (self.head_dim + self.value_dim)
+
+    def packed(self) -> LayerShape:
+        """Return it for a cache whose rows, of PACKED_TYPES, have their scales behind them."""
+        return replace(self, head_dim=self.head_dim + SCALE_BYTES, value_dim=self.value_dim + SCALE_BYTES)
+
+
+PACKED_TYPES = {"int8": torch.int8, "fp8": torch.uint8}
+"""Types of elements of a cache in 8 bits, by option.kv_cache_dtype: see `handlers/cpu_kernels/attention/packed_rows.py`."""
+
+
+def kept_type(name: str | None, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a cache's elements for option.kv_cache_dtype, None for that of a model in `dtype`.
+
+    Raises ModelLoadError if the model does not attend by the kernels that read rows in 8 bits.
+    """
+    if name is None:
+        return dtype
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+        kind = str(dtype).removeprefix("torch.")
+        raise no_packed_cache(name, f"the model is in {kind} on {device}, and kernels for bf16 and fp32 on the CPU read it")
+    return PACKED_TYPES[name]
+
+
+def no_packed_cache(name: str, reason: str) -> ModelLoadError:
+    """Return the error of a model whose cache cannot be in 8 bits."""
+    return ModelLoadError(f"option.kv_cache_dtype={name}: {reason}; remove the key")
+
+
+def unpack_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows of a cache, (..., dim), as `dtype`: packed ones times their scales, others as they are."""
+    if rows.dtype not in PACKED_TYPES.values():
+        return rows
+    numbers = rows[..., :-SCALE_BYTES]
+    numbers = numbers.view(torch.float8_e4m3fn) if rows.dtype == torch.uint8 else numbers
+    scales = rows[..., -SCALE_BYTES:].contiguous().view(torch.bfloat16)
+    return (numbers.float() * scales.float()).to(dtype)
 
 
 def bytes_per_token(layers: list[LayerShape], dtype: torch.dtype) -> int:

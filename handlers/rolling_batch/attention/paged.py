@@ -28,13 +28,21 @@ class SlotAttention:
 
     Queries (1, heads, rows, dim), keys and values (1, kv_heads, rows, dim) -> ((1, rows, heads, value_dim), None).
 
-    `in_call_order`: layers are counted as they are called, and their own numbers mean nothing.
+    `in_call_order`: layers are counted as they are called, and their own numbers mean nothing. `dtype` is that of
+    queries, if it is not that of the cache.
     """
 
-    def __init__(self, cache: KVCache, name: str, terms: Sequence[AttentionTerms], in_call_order: bool = False) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        name: str,
+        terms: Sequence[AttentionTerms],
+        in_call_order: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._cache = cache
         self._terms = terms
-        self._operators = _operators(cache)
+        self._operators = _operators(cache, dtype)
         self._masked = TorchAttention(cache)  # for rows that see later ones
         self._rows = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
         self._groups: list[ChunkGroup] = []
@@ -120,10 +128,7 @@ class SlotAttention:
         first, rows, columns = group.chunks[0], group.rows, group.columns(terms.window, terms.chunk)
         span = SlotSpan(first.slot, columns.begin, first.end)
         if first.source != first.slot:
-            before = (slice(first.source, first.source + 1), slice(None), slice(columns.begin, first.start))
-            keys, values = (
-                torch.cat((kept[before], own[None, :, rows]), 2) for kept, own in ((keys, key), (values, value))
-            )
+            keys, values = (_gathered(kept, group, columns.begin) for kept in (keys, values))
             span = SlotSpan(0, 0, keys.shape[2])
         chunk = (query[:, rows], keys, values, span, out[rows], columns, terms)
         ends = group.ends(terms.window, columns)
@@ -133,10 +138,18 @@ class SlotAttention:
             self._masked.attend_chunk(*chunk, ends)
 
 
-def _operators(cache: KVCache) -> KernelAttention | TorchAttention:
+def _gathered(kept: torch.Tensor, group: ChunkGroup, begin: int) -> torch.Tensor:
+    """Return keys or values, (1, kv_heads, columns, dim): from token `begin` on in the source, then the group's own."""
+    first = group.chunks[0]
+    before = kept[first.source, :, begin : first.start]
+    return torch.cat((before, *(kept[chunk.slot, :, chunk.start : chunk.end] for chunk in group.chunks)), 1)[None]
+
+
+def _operators(cache: KVCache, dtype: torch.dtype | None) -> KernelAttention | TorchAttention:
     if not cache.keys:  # no layer attends
         return TorchAttention(cache)
     keys = cache.keys[0]
-    if keys.device.type == "cpu" and keys.dtype in (torch.bfloat16, torch.float32):
-        return KernelAttention(cache)
+    computed = dtype or keys.dtype
+    if keys.device.type == "cpu" and computed in (torch.bfloat16, torch.float32):
+        return KernelAttention(cache, computed)
     return TorchAttention(cache)

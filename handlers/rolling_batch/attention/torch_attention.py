@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from handlers.cpu_kernels.arguments import SeenColumns, SlotSpan
-from handlers.rolling_batch.attention.kv_cache import KVCache
+from handlers.rolling_batch.attention.kv_cache import KVCache, unpack_rows
 from handlers.rolling_batch.attention.rows import ChunkGroup, StepRows
 from handlers.rolling_batch.attention.terms import AttentionTerms
 from handlers.rolling_batch.device_arrays import upload
@@ -137,7 +137,9 @@ class TorchAttention:
 
         Each row sees the columns before `ends`, if these are not those of its own token.
         """
-        keys, values = (kept[span.slot, :, span.first : span.last] for kept in (keys, values))
+        keys, values = (
+            unpack_rows(kept[span.slot, :, span.first : span.last], query.dtype) for kept in (keys, values)
+        )
         grouped = query.unflatten(0, (keys.shape[0], -1))  # a group of heads shares keys and values
         shared = (keys.shape[0], grouped.shape[1], -1, -1)
         keys, values = keys[:, None].expand(shared), values[:, None].expand(shared)

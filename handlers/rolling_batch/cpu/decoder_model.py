@@ -48,7 +48,7 @@ class DecoderModel:
         self._arrays = arrays  # keeps them alive: the kernel gets addresses, except for the first layer's
         norm, epsilon = base.norm.arguments
         self._layers = (addresses, windows, arrays[0], norm, LayerSettings(*_settings(layers[0]), epsilon))
-        self._widths = _widths(layers[0])
+        self._widths, self._dim = _widths(layers[0]), layers[0].dim
         self._space = self._new_space(1)
         self._hooks = [module._forward_hooks for layer in layers for module in _linears(layer)]
         shm = _shm(layers[0])
@@ -149,7 +149,7 @@ class DecoderModel:
 
     def _new_space(self, rows: int) -> Activations:
         width, projected, attended, inner = self._widths
-        dim = self._layers[2].keys.shape[3]
+        dim = self._dim
         shapes = (width,), (width,), (projected,), (attended // dim, dim), (2 * inner,), (inner,)
         return Activations(*(np.empty((rows, *shape), np.uint16) for shape in shapes))
 

@@ -1,6 +1,6 @@
 """Compiles the CPU kernels in processes of their own, while a worker imports the libraries that load its model.
 
-    python -m handlers.rolling_batch.cpu.first_compilation PARENT ELEMENT WEIGHTS
+    python -m handlers.rolling_batch.cpu.first_compilation PARENT ELEMENT WEIGHTS KEPT
 
 This is for the first start on a kind of processor: numba keeps what it compiles, and later starts find it. Imports keep
 one core busy, and no more, for about as long as two processes compile. What a worker needs beside these kernels it
@@ -42,15 +42,19 @@ logger = logging.getLogger(__name__)
 
 # Types of elements of activations in the kernels, by option.dtype, and by what config.json says.
 _ELEMENTS = {"bf16": "uint16", "fp32": "float32", "bfloat16": "uint16", "float32": "float32"}
+_PACKED_ELEMENTS = {"int8": "int8", "fp8": "uint8"}  # of a KV cache, by option.kv_cache_dtype
 PLAIN, BLOCKS = "plain", "blocks"
 """Types of weights: elements, or blocks of few bits."""
 Call = tuple[Any, tuple[Any, ...]]  # a kernel, and arguments of the types that it is called with
 
 
 class FirstCompilation:
-    """Processes that compile the kernels for one type of elements, and one of weights: PLAIN or BLOCKS."""
+    """Processes that compile the kernels for one type of elements, one of weights, and one that the KV cache keeps.
 
-    def __init__(self, element: str, weights: str, marker: Path) -> None:
+    Types of weights are PLAIN and BLOCKS.
+    """
+
+    def __init__(self, element: str, weights: str, marker: Path, kept: str | None = None) -> None:
         logger.info("Compiling kernels for this processor, for later starts as well (kept in %s)", marker.parent)
         self._began = time.monotonic()
         self._marker = marker
@@ -62,6 +66,7 @@ class FirstCompilation:
             str(os.getpid()),
             element,
             weights,
+            kept or element,
         ]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
@@ -87,11 +92,12 @@ def start(model_dir: str, options: RollingBatchOptions) -> FirstCompilation | No
     if element is None or own_rank().size > 1 or shown_gpus(process_environment())[1]:
         return None
     weights = BLOCKS if isinstance(options, TransformersOptions) and options.keeps_blocks(model_dir) else PLAIN
-    marker = compiled_marker(element, weights)
-    return None if marker is None or marker.exists() else FirstCompilation(element, weights, marker)
+    kept = element if options.packed_kv_dtype is None else _PACKED_ELEMENTS[options.packed_kv_dtype]
+    marker = compiled_marker(element, weights, kept)
+    return None if marker is None or marker.exists() else FirstCompilation(element, weights, marker, kept)
 
 
-def compiled_marker(element: str, weights: str) -> Path | None:
+def compiled_marker(element: str, weights: str, kept: str) -> Path | None:
     """Return the file that says, beside the compiled kernels, that they are there for this kind of processor.
 
     None if compiled kernels are not kept.
@@ -100,7 +106,7 @@ def compiled_marker(element: str, weights: str) -> Path | None:
 
     processor = hashlib.sha256(" ".join(target()).encode()).hexdigest()[:16]
     folder = compiled_kernels()
-    return None if folder is None else folder / f"compiled_{element}_{weights}_{SOURCES}_{processor}"
+    return None if folder is None else folder / f"compiled_{element}_{weights}_{kept}_{SOURCES}_{processor}"
 
 
 def compiled_kernels() -> Path | None:
@@ -143,14 +149,14 @@ def first_kernels(element: str) -> Iterator[Call]:
     yield rms_norm, (rows, _array(element, 1), 1.0, rows)
 
 
-def decoding_kernels(element: str, weights: str = PLAIN) -> Iterator[Call]:
+def decoding_kernels(element: str, weights: str = PLAIN, kept: str | None = None) -> Iterator[Call]:
     """Yield the kernels that decode, most that choose tokens, and those of helpers, as `first_kernels` does."""
     from handlers.cpu_kernels import rows as kernels
     from handlers.cpu_kernels.attention.decoding import slot_attention
     from handlers.cpu_kernels.decoder import decoder_layers
     from handlers.cpu_kernels.threads.parallel import help_compute, wake_helpers
 
-    places, rows, cache = _array("int64", 1), _array(element, 2), _array(element, 4)
+    places, rows, cache = _array("int64", 1), _array(element, 2), _array(kept or element, 4)
     heads = np.zeros((4, 4, 4), element)[:, :, ::2]  # of any strides
     settings = AttentionSettings(1.0, 0, 0, 0.0, 1, _array("float32", 1))
     attended = _array(element, 3)
@@ -173,7 +179,7 @@ def decoding_kernels(element: str, weights: str = PLAIN) -> Iterator[Call]:
     yield wake_helpers, ()
 
 
-def other_kernels(element: str, weights: str = PLAIN) -> Iterator[Call]:
+def other_kernels(element: str, weights: str = PLAIN, kept: str | None = None) -> Iterator[Call]:
     """Yield the kernels of single modules, of prompts and those that draw tokens, as `first_kernels` does."""
     from handlers.cpu_kernels import rows as kernels
     from handlers.cpu_kernels.attention.chunks import chunk_attention
@@ -194,7 +200,7 @@ def other_kernels(element: str, weights: str = PLAIN) -> Iterator[Call]:
     for drawn_from in {element: rows, "float32": logits}.values():
         yield kernels.draw_rows, (drawn_from, chances, keys, chances, chances, places)
     for compiled_now in (write_rows, chunk_attention):
-        compiled_now(np.dtype(element))
+        compiled_now(np.dtype(element), np.dtype(kept or element))
 
 
 def _laid(weights: str) -> np.ndarray:
@@ -218,14 +224,14 @@ def _compile(parent: int, kernels: Iterator[Call]) -> None:
 
 
 def main() -> int:
-    parent, element, weights = int(sys.argv[1]), *sys.argv[2:]
+    parent, element, *more = int(sys.argv[1]), *sys.argv[2:]
     gc.disable()  # what numba makes of a kernel stays in use, so that a collection takes time and frees nothing
     _compile(parent, first_kernels(element))
     # Two processes do the rest. A fork has what numba needs half a second for when it first compiles.
     fork = multiprocessing.get_context("fork")
-    others = fork.Process(target=_compile, args=(os.getpid(), other_kernels(element, weights)))
+    others = fork.Process(target=_compile, args=(os.getpid(), other_kernels(element, *more)))
     others.start()
-    _compile(parent, decoding_kernels(element, weights))
+    _compile(parent, decoding_kernels(element, *more))
     others.join()
     return abs(others.exitcode or 0)
 

@@ -99,7 +99,7 @@ def kv_tokens(
     """Return how many tokens of the KV cache there is memory for, on every device that has layers."""
     if options.kv_cache_memory_gb is not None:
         size = options.kv_cache_memory_gb * _GIB / own_rank().size
-        return int(size // bytes_per_token(runner.layers, runner.dtype))
+        return int(size // bytes_per_token(runner.layers, runner.kept_dtype))
     layers = {
         layer.device: [other for other in runner.layers if other.device == layer.device] for layer in runner.layers
     }
@@ -108,7 +108,7 @@ def kv_tokens(
     gathered = 0 if runner.page else 2 if records_graphs(runner, options) else 1
     shares = {device: len(own) / (len(own) + gathered) for device, own in layers.items()}
     room = {device: _room(device, share, weights.get(device, 0), options, step) for device, share in shares.items()}
-    return fitting_tokens(runner.layers, runner.dtype, room)
+    return fitting_tokens(runner.layers, runner.kept_dtype, room)
 
 
 def cache_room(
@@ -143,7 +143,7 @@ def refuse_more_than_free(runner: ModelRunner, tokens: int, options: RollingBatc
     """Raise ModelMemoryError, naming the key, if a KV cache of `tokens` tokens takes more than a GPU has free."""
     for device in {layer.device for layer in runner.layers if layer.device.type != "cpu"}:
         layers = [layer for layer in runner.layers if layer.device == device]
-        needed, free = tokens * bytes_per_token(layers, runner.dtype), memory_of(device)[0]
+        needed, free = tokens * bytes_per_token(layers, runner.kept_dtype), memory_of(device)[0]
         if needed > free:
             key = "mem_fraction_static" if options.kv_cache_memory_gb is None else "kv_cache_memory_gb"
             raise ModelMemoryError(
@@ -170,7 +170,7 @@ def enough_for_steps(runner: ModelRunner, tokens: int, step: StepSize) -> Iterat
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        size = tokens * bytes_per_token(runner.layers, runner.dtype) / _GIB
+        size = tokens * bytes_per_token(runner.layers, runner.kept_dtype) / _GIB
         raise ModelMemoryError(
             f"a KV cache of {size:.1f} GiB leaves too little memory for a step of {step.idle_chunk} prompt tokens"
             f" ({first_line(error)}); lower option.kv_cache_memory_gb, option.mem_fraction_static or"

@@ -76,7 +76,9 @@ class LoadCheck:
         for slot in {0, other}:
             runner.cache.trim(slot, 0)
         judge = self._judge_rounded if self._rounds_activations else self._judge
-        judge(torch.cat(logits).float().cpu(), self._expected[length], runner.dtype)
+        # Keys and values in 8 bits add up to what bfloat16 does elsewhere.
+        dtype = runner.dtype if runner.kept_dtype == runner.dtype else torch.bfloat16
+        judge(torch.cat(logits).float().cpu(), self._expected[length], dtype)
 
     def computes_together(self, runner: ModelRunner) -> bool:
         """Whether a step that decodes sequences of different lengths gives the logits that they have alone."""

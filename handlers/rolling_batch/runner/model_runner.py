@@ -26,7 +26,7 @@ from handlers.rolling_batch.attention.decode_passes import (
     run_once,
 )
 from handlers.rolling_batch.attention.frequencies import RowFrequencies
-from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
+from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape, kept_type, no_packed_cache
 from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.pass_inputs import PassInputs
 from handlers.rolling_batch.attention.probe import AttentionLayer, UnsupportedAttentionError, probe_layers
@@ -76,6 +76,7 @@ class ModelRunner:
 
     `page` is how many tokens a page of the cache has; 0 for slots, None to choose by device. Models with states, those
     whose layers are counted as they are called, and those whose passes are not flat have slots in any case.
+    `kv_dtype` is option.kv_cache_dtype, None for keys and values in the model's type.
 
     If the model is split over ranks, rank 0 calls these two and the other ranks `follow`.
     """
@@ -90,10 +91,13 @@ class ModelRunner:
         check: LoadCheck | None = None,
         is_local: bool = True,
         page: int | None = None,
+        kv_dtype: str | None = None,
     ) -> None:
         self._model = model.eval()
         self.device = main_device(model)
         self.dtype: torch.dtype = model.dtype
+        self._kv_dtype = kv_dtype
+        self.kept_dtype = kept_type(kv_dtype, self.device, self.dtype)
         self._attention_name = f"lmi_rolling_batch_{next(_runner_ids)}"
         self.vocabulary = vocabulary_of(model)
         self._check = check or LoadCheck(model, max_len)
@@ -139,15 +143,18 @@ class ModelRunner:
 
     @property
     def layers(self) -> list[LayerShape]:
-        """What each attention layer keeps per token."""
+        """What each attention layer keeps per token, as elements of `kept_dtype`."""
         if self._sequences is not None:
             return self._sequences.shapes
-        return [layer.shape for layer in self._attention_layers]
+        shapes = [layer.shape for layer in self._attention_layers]
+        return shapes if self._kv_dtype is None else [shape.packed() for shape in shapes]
 
     def _leave_flat_passes(self, reason: Exception) -> None:
         """Compute passes sequence by sequence, if the model can; raise `reason` otherwise."""
         if self._communicator is not None or self._sequences is not None or self.frequencies is not None:
             raise reason
+        if self._kv_dtype is not None:
+            raise no_packed_cache(self._kv_dtype, f"the model runs sequence by sequence: {first_line(reason)}") from reason
         try:
             self._sequences = SequencePasses(self._model, self._implementation)
         except CODE_ERRORS as error:
@@ -214,8 +221,9 @@ class ModelRunner:
             self.cache = PagedCache(self.layers, slots, max_len, kv_tokens, self.page, self.dtype)
             self._attention = PageAttention(self.cache, self._attention_name, terms)
         else:
-            self.cache = KVCache(self.layers, slots, max_len, self.dtype)
-            self._attention = SlotAttention(self.cache, self._attention_name, terms, self._in_call_order)
+            self.cache = KVCache(self.layers, slots, max_len, self.kept_dtype)
+            kind = (self._in_call_order, self.dtype)
+            self._attention = SlotAttention(self.cache, self._attention_name, terms, *kind)
         self._model.set_attn_implementation(self._attention_name)
         self._step = DecodeStep(self._model, self._attention, self._inputs)
         if self.fused and not self._in_call_order:

@@ -32,7 +32,7 @@ def tokens_and_states(
     """
     if runner.states is None:
         return min(most_tokens, kv_tokens(runner, weights, options, step)), 0
-    size, per_token = runner.states.bytes_per_sequence, bytes_per_token(runner.layers, runner.dtype)
+    size, per_token = runner.states.bytes_per_sequence, bytes_per_token(runner.layers, runner.kept_dtype)
     room = cache_room(runner, weights, options, step)
     least = max(running, 2)
     left = room - least * size

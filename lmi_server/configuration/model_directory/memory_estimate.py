@@ -250,7 +250,7 @@ class _Model:
         if not (self._layers and self._heads and self._hidden):
             return None
         attending = layer_counts(self.text, self._layers).attending
-        return 2 * attending * self._kv_heads * self._head_size * self._width
+        return 2 * attending * self._kv_heads * self._options.kv_row_bytes(self._head_size, self._width)
 
     def state_bytes(self) -> int:
         """Return the bytes that recurrent layers keep of one sequence; 0 if the model has none that are known."""

@@ -36,22 +36,22 @@ from handlers.rolling_batch.warm_up import warm_up
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place of its own for the file that says that kernels are compiled."""
     monkeypatch.setattr(
-        first_compilation, "compiled_marker", lambda element, weights: tmp_path / f"{element}_{weights}"
+        first_compilation, "compiled_marker", lambda element, weights, kept: tmp_path / f"{element}_{weights}_{kept}"
     )
-    return tmp_path / "uint16_plain"
+    return tmp_path / "uint16_plain_uint16"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("element", "dtype"), [("uint16", torch.bfloat16), ("float32", torch.float32)])
-@pytest.mark.parametrize("weights", [PLAIN, BLOCKS])
+@pytest.mark.parametrize(("weights", "kv_dtype"), [(PLAIN, None), (BLOCKS, None), (PLAIN, "int8")])
 def test_a_model_calls_the_kernels_with_the_types_that_they_are_compiled_for(
-    element: str, dtype: torch.dtype, weights: str, monkeypatch: pytest.MonkeyPatch
+    element: str, dtype: torch.dtype, weights: str, kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_choice, "load_crossovers", tiles_for_any_rows)
     model = tiny_model("llama", dtype)
     if weights == BLOCKS:
         quantize_to_blocks(model, "q8_0")
-    engine = Engine(model)
+    engine = Engine(model, kv_dtype=kv_dtype)
     warm_up(engine.engine, PromptEncoder(engine.tokenizer))
     for prompt in prompts(3):
         engine.add(prompt, max_new_tokens=3)
@@ -60,8 +60,8 @@ def test_a_model_calls_the_kernels_with_the_types_that_they_are_compiled_for(
     helpers.stop()
     for kernel, arguments in (
         *first_kernels(element),
-        *decoding_kernels(element, weights),
-        *other_kernels(element, weights),
+        *decoding_kernels(element, weights, kv_dtype),
+        *other_kernels(element, weights, kv_dtype),
     ):
         assert tuple(map(numba.typeof, arguments)) in kernel.signatures, kernel
 

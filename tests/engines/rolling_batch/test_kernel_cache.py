@@ -24,7 +24,7 @@ mask_rows(np.zeros((1, 32), "float32"), np.zeros(1, "int64"), np.zeros((1, 1), "
 wake_helpers()
 hits = [sum(kernel.stats.cache_hits.values()) for kernel in (mask_rows, wake_helpers)]
 assert hits[0] == hits[1], hits  # a kernel of a folder below is found wherever one beside it is
-print(hits[0], compiled_kernels(), compiled_marker("float32", "plain"))
+print(hits[0], compiled_kernels(), compiled_marker("float32", "plain", "float32"))
 """
 
 

@@ -1,0 +1,172 @@
+"""Rows of a KV cache in 8 bits: a number for each element, and a scale for all of them.
+
+A row, the key or value of one head and token, is its numbers and behind them the two bytes of its scale in bfloat16.
+int8 rows hold integers from -127 to 127. uint8 rows hold numbers of 8 bits with 4 of exponent (E4M3 of Micikevicius et
+al., "FP8 Formats for Deep Learning", 2022), of which the greatest is 448. Numbers of both are exact in bfloat16, so that
+products with them are those of the kernels for bfloat16; the scale of a token multiplies its score, or its weight.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# numba infers the types of a kernel from its arguments; annotations would have no effect, and docstrings give shapes.
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+from handlers.cpu_kernels.compilation.decorators import kernel_part
+from handlers.cpu_kernels.intrinsics import larger, load, store
+
+GREATEST = {types.int8: 127.0, types.uint8: 448.0}
+"""The greatest number of a row, by the type of its elements."""
+_TINY = np.float32(1e-30)  # rows without a greater element become zeros: their scale would have no inverse
+
+_WORD, _FLOAT = ir.IntType(32), ir.FloatType()
+
+
+def is_packed(array):
+    """Whether an array, by numba's type of it, has rows in 8 bits."""
+    return array.dtype in GREATEST
+
+
+@intrinsic
+def number_of(context, element, like):
+    """Return an element of a packed row, without its scale, as one of the type of `like`, bfloat16 or float32."""
+
+    def build(ctx, builder, sig, args):
+        number = _float_of(builder, args[0]) if element == types.uint8 else builder.sitofp(args[0], _FLOAT)
+        if like == types.float32:
+            return number
+        return builder.trunc(builder.lshr(builder.bitcast(number, _WORD), _WORD(16)), ir.IntType(16))
+
+    return like(element, like), build
+
+
+def _float_of(builder, bits):
+    """Return a number of 8 bits (E4M3) as float32."""
+    wide = builder.zext(bits, _WORD)
+    magnitude = builder.and_(wide, _WORD(0x7F))
+    normal = builder.add(builder.shl(magnitude, _WORD(20)), _WORD(120 << 23))  # exponents count from 7, and from 127
+    small = builder.fmul(builder.sitofp(magnitude, _FLOAT), ir.Constant(_FLOAT, 2.0**-9))
+    is_small = builder.icmp_unsigned("<", magnitude, _WORD(8))
+    value = builder.select(is_small, builder.bitcast(small, _WORD), normal)
+    sign = builder.shl(builder.and_(wide, _WORD(0x80)), _WORD(24))
+    return builder.bitcast(builder.or_(value, sign), _FLOAT)
+
+
+@intrinsic
+def _nearest(context, number, like):
+    """Return a float32 as an element of a packed row of the type of `like`, rounded to nearest, ties to even.
+
+    It is not above the greatest number by more than rounding.
+    """
+
+    def build(ctx, builder, sig, args):
+        if like == types.int8:
+            return builder.fptosi(_round(builder, args[0]), ir.IntType(8))
+        bits = builder.bitcast(args[0], _WORD)
+        magnitude = builder.and_(bits, _WORD(0x7FFFFFFF))
+        odd = builder.and_(builder.lshr(magnitude, _WORD(20)), _WORD(1))
+        kept = builder.lshr(builder.add(builder.add(magnitude, _WORD(0x7FFFF)), odd), _WORD(20))
+        normal = builder.sub(kept, _WORD(120 << 3))
+        scaled = builder.fmul(builder.bitcast(magnitude, _FLOAT), ir.Constant(_FLOAT, 512.0))
+        small = builder.fptosi(_round(builder, scaled), _WORD)
+        is_small = builder.icmp_unsigned("<", magnitude, _WORD(121 << 23))  # below 2 ** -6
+        value = builder.select(is_small, small, normal)
+        sign = builder.and_(builder.lshr(bits, _WORD(24)), _WORD(0x80))
+        return builder.trunc(builder.or_(value, sign), ir.IntType(8))
+
+    return like(types.float32, like), build
+
+
+def _round(builder, number):
+    kind = ir.FunctionType(_FLOAT, [_FLOAT])
+    function = builder.module.globals.get("llvm.rint.f32") or ir.Function(builder.module, kind, "llvm.rint.f32")
+    return builder.call(function, [number])
+
+
+@intrinsic
+def _scale_above(context, number):
+    """Return the bits of the least bfloat16 that is not below a positive float32."""
+
+    def build(ctx, builder, sig, args):
+        bits = builder.add(builder.bitcast(args[0], _WORD), _WORD(0xFFFF))
+        return builder.trunc(builder.lshr(bits, _WORD(16)), ir.IntType(16))
+
+    return types.uint16(types.float32), build
+
+
+@kernel_part()
+def _scale_of(row, dim):
+    return load(np.uint16(np.uint8(row[dim])) | np.uint16(np.uint16(np.uint8(row[dim + 1])) << np.uint16(8)))
+
+
+@kernel_part()
+def unpack(rows, first, last, numbers, scales):
+    """Write the numbers of rows `first:last` to `numbers`, (n, dim) of bfloat16 or float32, and scales to `scales`."""
+    dim = numbers.shape[1]
+    for t in range(last - first):
+        row, target = rows[first + t], numbers[t]
+        for d in range(dim):
+            target[d] = number_of(row[d], target[d])
+        scales[t] = _scale_of(row, dim)
+
+
+def write_row(row, source):
+    """Write the key or value `source` of a head and token to its row of the cache."""
+
+
+@overload(write_row)
+def _write_row(row, source):
+    if not is_packed(row):
+
+        def copy(row, source):
+            for d in range(len(row)):
+                row[d] = source[d]
+
+        return copy
+    greatest = np.float32(GREATEST[row.dtype])
+
+    def pack(row, source):
+        dim, most, is_finite = len(source), np.float32(0), True
+        for d in range(dim):
+            number = abs(load(source[d]))
+            most = larger(most, number)
+            is_finite &= number < np.float32(np.inf)
+        bits, factor = np.uint16(0), np.float32(0)
+        if not is_finite:
+            bits = np.uint16(0x7FC0)  # NaN: whoever sees the row gets NaN, as with rows of other types
+        elif most >= _TINY:
+            bits = _scale_above(most / greatest)
+            factor = np.float32(1) / load(bits)
+        for d in range(dim):
+            row[d] = _nearest(load(source[d]) * factor if is_finite else np.float32(0), row[d])
+        row[dim], row[dim + 1] = bits & np.uint16(255), bits >> np.uint16(8)
+
+    return pack
+
+
+def rows_of(cache, slot, head, first, last, room):
+    """Return rows `first:last` of a slot and head, (n, dim) of the type of `room`.
+
+    Rows in 8 bits are unpacked into `room`, times their scales, and rounded to its type.
+    """
+
+
+@overload(rows_of)
+def _rows_of(cache, slot, head, first, last, room):
+    if not is_packed(cache):
+        return lambda cache, slot, head, first, last, room: cache[slot, head, first:last]
+
+    def unpacked(cache, slot, head, first, last, room):
+        dim, found = room.shape[1], room[: last - first]
+        for t in range(last - first):
+            row, target = cache[slot, head, first + t], found[t]
+            scale = _scale_of(row, dim)
+            for d in range(dim):
+                target[d] = store(number_of(row[d], scale) * scale, target[d])
+        return found
+
+    return unpacked
