@@ -39,7 +39,7 @@ _WIDE = {
     "head_dim": 64,
     "tie_word_embeddings": True,
 }
-_TEXT = (
+TEXT = (
     "The harbour froze in the second week of January, which nobody in the town could remember having seen"
     " before. At first the fishermen walked out on the ice to look at their boats, and their children "
     "followed with sledges. Then the bread ran out. The road over the pass had been closed since "
@@ -76,7 +76,7 @@ def perplexity(path: str, kind: str | None) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = load_model(AutoModelForCausalLM, path, HuggingFaceOptions(dtype="bf16", quantize=kind))
-    ids = AutoTokenizer.from_pretrained(path)(_TEXT, return_tensors="pt").input_ids
+    ids = AutoTokenizer.from_pretrained(path)(TEXT, return_tensors="pt").input_ids
     with torch.inference_mode():
         logits = model(ids, use_cache=False).logits.float()
     return float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).exp())

@@ -48,7 +48,9 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
         save_shards(model, options, rank, details.get("quantization"))
     details = {"engine": "deepspeed", **details}
     kept = options.packed_kv_dtype
-    return LoadedModel(model, tokenizer, max_len, local_bytes(model), communicator, check, details=details, kv_dtype=kept)
+    return LoadedModel(
+        model, tokenizer, max_len, local_bytes(model), communicator, check, details=details, kv_dtype=kept
+    )
 
 
 def _model(path: str, config: Any, options: DeepSpeedOptions, shards: Shards | None, ranks: int) -> Any:

@@ -43,7 +43,11 @@ def chunk_attention(dtype: np.dtype[Any], kept: np.dtype[Any]) -> Callable[..., 
     is compiled now, for queries of any strides.
     """
     element = from_dtype(dtype)
-    query, cache, out = types.Array(element, 3, "A"), types.Array(from_dtype(kept), 4, "C"), types.Array(element, 3, "C")
+    query, cache, out = (
+        types.Array(element, 3, "A"),
+        types.Array(from_dtype(kept), 4, "C"),
+        types.Array(element, 3, "C"),
+    )
     no_rows = np.empty(0, np.int64)
     settings_like = AttentionSettings(1.0, 0, 0, 0.0, 1, np.empty(0, np.float32))
     groups = (SlotSpan(0, 0, 0), SeenColumns(0, 0, no_rows, no_rows), settings_like)
@@ -57,8 +61,8 @@ def _chunk_attention(query, keys, values, span, columns, out, settings):
     """Compute attention for the rows of a chunk, each to the tokens that it may see.
 
     query (heads, rows, dim), any strides; keys (slots, kv_heads, max_len, dim) and values (slots, kv_heads, max_len,
-    value_dim), or packed rows, of which the SlotSpan `span` holds the columns -> out (rows, heads, value_dim). columns: SeenColumns.
-    settings: AttentionSettings.
+    value_dim), or packed rows, of which the SlotSpan `span` holds the columns -> out (rows, heads, value_dim).
+    columns: SeenColumns. settings: AttentionSettings.
 
     The rows of this kernel are the query heads that share keys and values: those of a token, then those of the next
     token. TILE_ROWS of them are a tile. Tiles are independent, so threads share them; each tile is taken from scores

@@ -2,8 +2,8 @@
 
 A row, the key or value of one head and token, is its numbers and behind them the two bytes of its scale in bfloat16.
 int8 rows hold integers from -127 to 127. uint8 rows hold numbers of 8 bits with 4 of exponent (E4M3 of Micikevicius et
-al., "FP8 Formats for Deep Learning", 2022), of which the greatest is 448. Numbers of both are exact in bfloat16, so that
-products with them are those of the kernels for bfloat16; the scale of a token multiplies its score, or its weight.
+al., "FP8 Formats for Deep Learning", 2022), of which the greatest is 448. Numbers of both are exact in bfloat16: their
+products are those of the kernels for bfloat16, and the scale of a token multiplies its score, or its weight.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"

@@ -64,7 +64,9 @@ def kept_type(name: str | None, device: torch.device, dtype: torch.dtype) -> tor
         return dtype
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
         kind = str(dtype).removeprefix("torch.")
-        raise no_packed_cache(name, f"the model is in {kind} on {device}, and kernels for bf16 and fp32 on the CPU read it")
+        raise no_packed_cache(
+            name, f"the model is in {kind} on {device}, and kernels for bf16 and fp32 on the CPU read it"
+        )
     return PACKED_TYPES[name]
 
 

@@ -137,9 +137,7 @@ class TorchAttention:
 
         Each row sees the columns before `ends`, if these are not those of its own token.
         """
-        keys, values = (
-            unpack_rows(kept[span.slot, :, span.first : span.last], query.dtype) for kept in (keys, values)
-        )
+        keys, values = (unpack_rows(kept[span.slot, :, span.first : span.last], query.dtype) for kept in (keys, values))
         grouped = query.unflatten(0, (keys.shape[0], -1))  # a group of heads shares keys and values
         shared = (keys.shape[0], grouped.shape[1], -1, -1)
         keys, values = keys[:, None].expand(shared), values[:, None].expand(shared)

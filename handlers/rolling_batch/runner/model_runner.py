@@ -154,7 +154,9 @@ class ModelRunner:
         if self._communicator is not None or self._sequences is not None or self.frequencies is not None:
             raise reason
         if self._kv_dtype is not None:
-            raise no_packed_cache(self._kv_dtype, f"the model runs sequence by sequence: {first_line(reason)}") from reason
+            raise no_packed_cache(
+                self._kv_dtype, f"the model runs sequence by sequence: {first_line(reason)}"
+            ) from reason
         try:
             self._sequences = SequencePasses(self._model, self._implementation)
         except CODE_ERRORS as error:

@@ -189,6 +189,12 @@ def test_every_token_is_that_of_a_model_that_rounds_the_same_way(kind: str, fami
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_keep_states_are_served_beside_packed_ones(kind: str) -> None:
+    check_random_requests(Engine(convolutional_hybrid(), kv_dtype=kind), kind, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_retracted_requests_go_on(kind: str) -> None:
     engine = Engine(tiny_model("llama"), kv_dtype=kind, kv_tokens=260, conservativeness=0.1)
     answers = [(prompt, engine.add(prompt, max_new_tokens=60)[1]) for prompt in prompts(8)]

@@ -1,0 +1,102 @@
+"""Compares a KV cache in 8 bits with one in bfloat16 on this CPU: tokens per second of long contexts, and perplexity.
+
+    python -m benchmarks.kv_cache [--model DIR] [--turns 5] [--requests 1 8] [--context 2000 7000]
+
+The model is loaded once for each value of option.kv_cache_dtype. The engines run in this process and take turns; the
+table has the median of the turns, and its ratio to bfloat16. The perplexity is that of a fixed text whose tokens are
+computed in chunks of 16, so that all but the first of them read the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from benchmarks.few_bits import TEXT
+from benchmarks.generation import MODEL
+from handlers.huggingface import model as transformers_model
+from handlers.huggingface.options import HuggingFaceOptions
+from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
+from lmi_server.contract.generation import Delta, SamplingParameters
+
+KINDS = ("auto", "int8", "fp8")
+TOKENS = 24
+
+
+def load(path: str, kind: str, requests: int, chunk: int | None = None) -> LoadedEngine:
+    options = HuggingFaceOptions(
+        dtype="bf16", kv_cache_dtype=kind, max_rolling_batch_size=requests, chunked_prefill_size=chunk
+    )
+    return load_engine(lambda: transformers_model.load(path, options), options)
+
+
+def seconds_per_step(loaded: LoadedEngine, requests: int, context: int) -> float:
+    """Return how long a step takes that decodes `requests` sequences of `context` tokens, after the first turn cached.
+
+    A prompt differs from the others in its first token, so that each sequence has a cache of its own.
+    """
+    for number in range(requests):
+        prompt = [number + 3, *(10 + (7 * place) % 1000 for place in range(context - 1))]
+        sampling = SamplingParameters(max_new_tokens=TOKENS, ignore_eos=True)
+        loaded.engine.add(f"{number}", prompt, sampling, "", 3, lambda _: None)
+    while loaded.engine.stats.waiting or loaded.engine.stats.running < requests:
+        loaded.engine.step()
+    loaded.engine.step()
+    took = []
+    while loaded.engine.has_work:
+        began = time.perf_counter()
+        loaded.engine.step()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+def perplexity(path: str, kind: str) -> float:
+    loaded, found = load(path, kind, 1, chunk=16), list[Delta]()
+    ids = AutoTokenizer.from_pretrained(path)(TEXT).input_ids
+    sampling = SamplingParameters(max_new_tokens=1, prompt_logprobs=0)
+    loaded.engine.add("text", ids, sampling, "", 3, lambda output: found.append(output))  # type: ignore[arg-type]
+    while loaded.engine.has_work:
+        loaded.engine.step()
+    tokens = next(delta.prompt_tokens for delta in found if delta.prompt_tokens)
+    scores = [token.logprob for token in tokens if token.logprob is not None]
+    return math.exp(-statistics.fmean(scores))
+
+
+def compare(path: str, turns: int, counts: list[int], contexts: list[int]) -> Table:
+    engines = {kind: load(path, kind, max(counts)) for kind in KINDS}
+    cases = list(itertools.product(counts, contexts))
+    columns = (f"{requests} x {context} tokens" for requests, context in cases)
+    table = Table("KV cache", *columns, "perplexity", "bytes per token")
+    seen: dict[tuple[int, int, str], list[float]] = {}
+    for (requests, context), _, kind in itertools.product(cases, range(turns), KINDS):
+        seen.setdefault((requests, context, kind), []).append(seconds_per_step(engines[kind], requests, context))
+    for kind in KINDS:
+        own = []
+        for requests, context in cases:
+            took, plain = (statistics.median(seen[requests, context, each]) for each in (kind, "auto"))
+            own.append(f"{requests / took:.0f} tokens/s, {plain / took:.2f} x")
+        bytes_of_token = engines[kind].engine._runner.cache.bytes_per_token  # type: ignore[attr-defined]
+        table.add_row("bf16" if kind == "auto" else kind, *own, f"{perplexity(path, kind):.2f}", f"{bytes_of_token:,}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--context", type=int, nargs="+", default=[2000, 7000])
+    options = parser.parse_args()
+    Console(width=160).print(compare(str(options.model), options.turns, options.requests, options.context))
+
+
+if __name__ == "__main__":
+    main()
