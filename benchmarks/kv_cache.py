@@ -1,6 +1,7 @@
 """Compares a KV cache in 8 bits with one in bfloat16 on this CPU: tokens per second of long contexts, and perplexity.
 
     python -m benchmarks.kv_cache [--model DIR] [--turns 5] [--requests 1 8] [--context 2000 7000]
+    python -m benchmarks.kv_cache --perplexity [--model DIR]
 
 The model is loaded once for each value of option.kv_cache_dtype. The engines run in this process and take turns; the
 table has the median of the turns, and its ratio to bfloat16. The perplexity is that of a fixed text whose tokens are
@@ -58,6 +59,13 @@ def seconds_per_step(loaded: LoadedEngine, requests: int, context: int) -> float
     return statistics.median(took)
 
 
+def perplexities(path: str) -> Table:
+    table = Table("KV cache", "perplexity")
+    for kind in KINDS:
+        table.add_row(kind, f"{perplexity(path, kind):.3f}")
+    return table
+
+
 def perplexity(path: str, kind: str) -> float:
     loaded, found = load(path, kind, 1, chunk=16), list[Delta]()
     ids = AutoTokenizer.from_pretrained(path)(TEXT).input_ids
@@ -74,7 +82,7 @@ def compare(path: str, turns: int, counts: list[int], contexts: list[int]) -> Ta
     engines = {kind: load(path, kind, max(counts)) for kind in KINDS}
     cases = list(itertools.product(counts, contexts))
     columns = (f"{requests} x {context} tokens" for requests, context in cases)
-    table = Table("KV cache", *columns, "perplexity", "bytes per token")
+    table = Table("KV cache", *columns, "bytes per token")
     seen: dict[tuple[int, int, str], list[float]] = {}
     for (requests, context), _, kind in itertools.product(cases, range(turns), KINDS):
         seen.setdefault((requests, context, kind), []).append(seconds_per_step(engines[kind], requests, context))
@@ -84,7 +92,7 @@ def compare(path: str, turns: int, counts: list[int], contexts: list[int]) -> Ta
             took, plain = (statistics.median(seen[requests, context, each]) for each in (kind, "auto"))
             own.append(f"{requests / took:.0f} tokens/s, {plain / took:.2f} x")
         bytes_of_token = engines[kind].engine._runner.cache.bytes_per_token  # type: ignore[attr-defined]
-        table.add_row("bf16" if kind == "auto" else kind, *own, f"{perplexity(path, kind):.2f}", f"{bytes_of_token:,}")
+        table.add_row("bf16" if kind == "auto" else kind, *own, f"{bytes_of_token:,}")
     return table
 
 
@@ -94,8 +102,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[2000, 7000])
+    parser.add_argument("--perplexity", action="store_true", help="print this alone")
     options = parser.parse_args()
-    Console(width=160).print(compare(str(options.model), options.turns, options.requests, options.context))
+    path = str(options.model)
+    shown = (
+        perplexities(path) if options.perplexity else compare(path, options.turns, options.requests, options.context)
+    )
+    Console(width=160).print(shown)
 
 
 if __name__ == "__main__":

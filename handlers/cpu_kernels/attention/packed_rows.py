@@ -14,16 +14,17 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from handlers.cpu_kernels.compilation.decorators import kernel_part
-from handlers.cpu_kernels.intrinsics import larger, load, store
+from handlers.cpu_kernels.intrinsics import LANES, larger, load, store
 
 GREATEST = {types.int8: 127.0, types.uint8: 448.0}
 """The greatest number of a row, by the type of its elements."""
 _TINY = np.float32(1e-30)  # rows without a greater element become zeros: their scale would have no inverse
 
-_WORD, _FLOAT = ir.IntType(32), ir.FloatType()
+_INT, _WORD, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
 
 
 def is_packed(array):
@@ -36,24 +37,72 @@ def number_of(context, element, like):
     """Return an element of a packed row, without its scale, as one of the type of `like`, bfloat16 or float32."""
 
     def build(ctx, builder, sig, args):
-        number = _float_of(builder, args[0]) if element == types.uint8 else builder.sitofp(args[0], _FLOAT)
-        if like == types.float32:
-            return number
-        return builder.trunc(builder.lshr(builder.bitcast(number, _WORD), _WORD(16)), ir.IntType(16))
+        return _numbers(builder, args[0], element == types.uint8, like == types.float32)
 
     return like(element, like), build
 
 
-def _float_of(builder, bits):
-    """Return a number of 8 bits (E4M3) as float32."""
-    wide = builder.zext(bits, _WORD)
-    magnitude = builder.and_(wide, _WORD(0x7F))
-    normal = builder.add(builder.shl(magnitude, _WORD(20)), _WORD(120 << 23))  # exponents count from 7, and from 127
-    small = builder.fmul(builder.sitofp(magnitude, _FLOAT), ir.Constant(_FLOAT, 2.0**-9))
-    is_small = builder.icmp_unsigned("<", magnitude, _WORD(8))
-    value = builder.select(is_small, builder.bitcast(small, _WORD), normal)
-    sign = builder.shl(builder.and_(wide, _WORD(0x80)), _WORD(24))
-    return builder.bitcast(builder.or_(value, sign), _FLOAT)
+def _numbers(builder, elements, is_float, is_wide):
+    """Return elements of packed rows, one or a vector, as float32 if it `is_wide`, else as bfloat16."""
+    word, float_, half = (_like(kind, elements.type) for kind in (_WORD, _FLOAT, ir.IntType(16)))
+    if is_float:
+        bits = _bits_of_floats(builder, builder.zext(elements, word), word, float_)
+    else:
+        bits = builder.bitcast(builder.sitofp(builder.sext(elements, word), float_), word)
+    if is_wide:
+        return builder.bitcast(bits, float_)
+    return builder.trunc(builder.lshr(bits, _constant(word, 16)), half)
+
+
+def _bits_of_floats(builder, wide, word, float_):
+    """Return numbers of 8 bits (E4M3), in words, as float32, in words."""
+    magnitude = builder.and_(wide, _constant(word, 0x7F))
+    # Exponents count from 7, and from 127.
+    normal = builder.add(builder.shl(magnitude, _constant(word, 20)), _constant(word, 120 << 23))
+    small = builder.fmul(builder.sitofp(magnitude, float_), _constant(float_, 2.0**-9))
+    is_small = builder.icmp_signed("<", magnitude, _constant(word, 8))
+    value = builder.select(is_small, builder.bitcast(small, word), normal)
+    sign = builder.shl(builder.and_(wide, _constant(word, 0x80)), _constant(word, 24))
+    return builder.or_(value, sign)
+
+
+def _like(kind, other):
+    return ir.VectorType(kind, other.count) if isinstance(other, ir.VectorType) else kind
+
+
+def _constant(kind, number):
+    return ir.Constant(kind, [number] * kind.count) if isinstance(kind, ir.VectorType) else kind(number)
+
+
+@intrinsic
+def _unpack_vectors(context, rows, first, count, numbers, vectors):
+    """Write the numbers of `count` packed rows from `first` on to the rows of `numbers`: LANES for each of `vectors`.
+
+    rows (n, dim and the scale), numbers (count, dim) of bfloat16 or float32. Nothing is checked.
+    """
+    is_float, is_wide = rows.dtype == types.uint8, numbers.dtype == types.float32
+    packed = ir.VectorType(ir.IntType(8), LANES)
+    unpacked = ir.VectorType(_FLOAT if is_wide else ir.IntType(16), LANES)
+    size = 4 if is_wide else 2
+
+    def build(ctx, builder, sig, args):
+        source, target = (ctx.make_array(sig.args[place])(ctx, builder, args[place]) for place in (0, 3))
+        steps = [builder.extract_value(array.strides, 0) for array in (source, target)]
+        begin = builder.add(builder.ptrtoint(source.data, _INT), builder.mul(args[1], steps[0]))
+        end = builder.ptrtoint(target.data, _INT)
+        with cgutils.for_range(builder, args[2]) as row:
+            places = [
+                builder.add(at, builder.mul(row.index, step)) for at, step in zip((begin, end), steps, strict=True)
+            ]
+            with cgutils.for_range(builder, args[4]) as part:
+                lanes = builder.mul(part.index, _INT(LANES))
+                read = builder.inttoptr(builder.add(places[0], lanes), packed.as_pointer())
+                found = _numbers(builder, builder.load(read, align=1), is_float, is_wide)
+                written = builder.add(places[1], builder.mul(lanes, _INT(size)))
+                builder.store(found, builder.inttoptr(written, unpacked.as_pointer()), align=size)
+        return ctx.get_dummy_value()
+
+    return types.void(rows, types.intp, types.intp, numbers, types.intp), build
 
 
 @intrinsic
@@ -107,9 +156,11 @@ def _scale_of(row, dim):
 def unpack(rows, first, last, numbers, scales):
     """Write the numbers of rows `first:last` to `numbers`, (n, dim) of bfloat16 or float32, and scales to `scales`."""
     dim = numbers.shape[1]
+    vectors = dim // LANES
+    _unpack_vectors(rows, first, last - first, numbers, vectors)
     for t in range(last - first):
         row, target = rows[first + t], numbers[t]
-        for d in range(dim):
+        for d in range(vectors * LANES, dim):
             target[d] = number_of(row[d], target[d])
         scales[t] = _scale_of(row, dim)
 

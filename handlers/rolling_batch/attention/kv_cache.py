@@ -52,7 +52,7 @@ class LayerShape:
 
 
 PACKED_TYPES = {"int8": torch.int8, "fp8": torch.uint8}
-"""Types of elements of a cache in 8 bits, by option.kv_cache_dtype: see `handlers/cpu_kernels/attention/packed_rows.py`."""
+"""Types of elements of a cache in 8 bits, by option.kv_cache_dtype: see `cpu_kernels/attention/packed_rows.py`."""
 
 
 def kept_type(name: str | None, device: torch.device, dtype: torch.dtype) -> torch.dtype:
