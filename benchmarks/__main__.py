@@ -9,6 +9,7 @@ BENCHMARKS = (
     "benchmarks.embeddings",
     "benchmarks.few_bits",
     "benchmarks.generation",
+    "benchmarks.kv_cache",
     "benchmarks.memory",
     "benchmarks.observability",
     "benchmarks.overload",
