@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from tokenizers import Regex, pre_tokenizers
 
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.configuration.model_directory.gguf import GgufHeader, read_gguf
+from lmi_server.contract.errors import ConfigurationError, ModelLoadError
 
+# A model may have so many weights for each of the file, and more: those that transformers makes of others.
+_MOST_PER_WEIGHT, _ALLOWED_WEIGHTS = 2, 2**20
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -37,6 +40,46 @@ def gguf_weights(path: str) -> dict[str, Any]:
 
     source = gguf_arguments(path)
     return {**source, "quantization_config": GgufConfig(dequantize=True, gguf_file=source["gguf_file"])}
+
+
+def refuse_other_layers(path: str) -> None:
+    """Raise ModelLoadError if the header counts other layers than the file has: transformers would draw the others."""
+    header = _header(path)
+    count = header.values.get(f"{header.architecture}.block_count")
+    layers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
+    if count != len(layers):
+        raise ModelLoadError(
+            f"{path}: block_count = {count}, but the file has tensors of {len(layers)} layers; the file is damaged,"
+            " fetch it again"
+        )
+
+
+def refuse_sizes(config: Any, path: str) -> None:
+    """Raise ModelLoadError if the sizes in the header are those of a far larger model; nothing is allocated here."""
+    from transformers import AutoModelForCausalLM
+
+    header = _header(path)
+    most = _MOST_PER_WEIGHT * header.parameters + _ALLOWED_WEIGHTS
+    experts = int(header.values.get(f"{header.architecture}.expert_count", 0))
+    needed = experts * int(config.num_hidden_layers)  # modules that are made one by one
+    if needed <= most:
+        try:
+            with torch.device("meta"):
+                needed = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+        except (TypeError, ValueError, RuntimeError):
+            return  # loading the model fails so too, and says for which file
+    if needed > most:
+        raise ModelLoadError(
+            f"{path}: the sizes in the file are those of a model with {needed:,} weights, and it has"
+            f" {header.parameters:,}; the file is damaged, fetch it again"
+        )
+
+
+def _header(path: str) -> GgufHeader:
+    try:
+        return read_gguf(Path(path))
+    except ConfigurationError as error:
+        raise ModelLoadError(str(error)) from error
 
 
 def refuse_other_shapes(model: Any, path: str) -> None:

@@ -14,7 +14,15 @@ from transformers import AutoConfig, AutoTokenizer
 
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
-from handlers.checkpoints.gguf import gguf_arguments, gguf_weights, is_gguf, load_gguf_tokenizer, refuse_other_shapes
+from handlers.checkpoints.gguf import (
+    gguf_arguments,
+    gguf_weights,
+    is_gguf,
+    load_gguf_tokenizer,
+    refuse_other_layers,
+    refuse_other_shapes,
+    refuse_sizes,
+)
 from handlers.checkpoints.gpus import NO_GPUS, TorchGpus, free_memory, lack_bf16, usable_gpus
 from handlers.checkpoints.options import BLOCK_FORMATS, STRATEGIES, TransformersOptions
 from handlers.checkpoints.placement import main_device, memory_limits, refuse_divided_layers
@@ -50,6 +58,7 @@ def load_tokenizer(path: str, options: TransformersOptions) -> Any:
 def load_config(path: str, options: TransformersOptions) -> Any:
     """Return the checkpoint's configuration. Raises ModelLoadError."""
     if is_gguf(path):
+        refuse_other_layers(path)
         return from_pretrained(AutoConfig, **gguf_arguments(path))
     return from_pretrained(AutoConfig, path, **_origin(options))
 
@@ -117,6 +126,7 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
     if gpus.count > 1 and arguments["device_map"] in STRATEGIES:
         arguments["max_memory"] = memory_limits(free_memory(gpus), free_and_total()[0])
     if is_gguf(path):
+        refuse_sizes(config, path)
         dtype = torch.bfloat16 if arguments["dtype"] == "auto" else arguments["dtype"]
         return {**arguments, **gguf_weights(path), "dtype": dtype}
     return arguments | quantization_arguments(options, config, arguments["dtype"])

@@ -15,7 +15,7 @@ from lmi_server.contract.errors import ModelLoadError
 
 
 def test_a_weight_of_another_shape_than_the_sizes_give_it_is_refused(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf")  # three tokens, and embeddings of 32
+    path = write_gguf(tmp_path / "model.gguf", layers=2)  # three tokens, and embeddings of 32
     named = re.escape(f"{path}: model.embed_tokens.weight is (32, 32), but the sizes in the file make it (3, 32)")
     with pytest.raises(ModelLoadError, match=named):
         load_model(AutoModelForCausalLM, str(path), HuggingFaceOptions())
@@ -26,13 +26,43 @@ def test_sizes_that_no_model_has_are_refused(
     name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SIZES, name, size)
-    path = write_gguf(tmp_path / "model.gguf")
+    path = write_gguf(tmp_path / "model.gguf", layers=2)
     with pytest.raises(ModelLoadError, match=re.escape(f"AutoConfig cannot load {path}: ")):
         load_config(str(path), HuggingFaceOptions())
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 2**31])
+def test_layers_that_the_file_lacks_are_not_drawn_at_random(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "block_count", count)
+    path = write_gguf(tmp_path / "model.gguf", layers=2)
+    named = re.escape(f"{path}: block_count = {count}, but the file has tensors of 2 layers")
+    with pytest.raises(ModelLoadError, match=named):
+        load_config(str(path), HuggingFaceOptions())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "size"),
+    [
+        ("llama", "embedding_length", 2**16),
+        ("llama", "feed_forward_length", 2**31),
+        ("qwen2moe", "expert_count", 2**31),
+    ],
+)
+def test_sizes_of_a_far_larger_model_are_refused_before_anything_is_allocated(
+    architecture: str, name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, name, size)
+    path = write_gguf(tmp_path / "model.gguf", architecture, layers=2)
+    with pytest.raises(
+        ModelLoadError, match=rf"{re.escape(str(path))}: the sizes in the file are those of a model with"
+    ):
+        load_model(AutoModelForCausalLM, str(path), HuggingFaceOptions())
+
+
 def test_a_file_that_is_cut_is_named(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf")
+    path = write_gguf(tmp_path / "model.gguf", layers=2)
     path.write_bytes(path.read_bytes()[:-64])
     with pytest.raises(ModelLoadError, match=re.escape(f"cannot load {path}: ")):
         load_model(AutoModelForCausalLM, str(path), HuggingFaceOptions())
