@@ -134,6 +134,7 @@ HANDLERS_MAY_IMPORT = (
     "lmi_server.media",
     "lmi_server.configuration.declaration",
     "lmi_server.configuration.engine",
+    "lmi_server.configuration.model_directory.gguf",  # reads headers, of which it knows what a file may say
     "lmi_server.configuration.options",
     "lmi_server.configuration.references",
     "lmi_server.configuration.tasks",
