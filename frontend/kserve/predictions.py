@@ -19,16 +19,16 @@ from frontend.http.responses import error_response, json_response
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.contract.errors import MethodNotAllowedError
 from lmi_server.contract.texts.quoting import excerpt
-from lmi_server.dialects import routes
+from lmi_server.dialects.kserve import route_names
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool_settings import ModelStatus
 
 MODELS = "/v2/models/"
 _ACTIONS = {
-    "infer": routes.INFER,
-    "generate": routes.V2_GENERATE,
-    "generate_stream": routes.V2_GENERATE_STREAM,
+    "infer": route_names.INFER,
+    "generate": route_names.V2_GENERATE,
+    "generate_stream": route_names.V2_GENERATE_STREAM,
 }
 PATHS = {
     f"{MODELS}{{model}}{number}/{action}": route

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from frontend.http.responses import json_response
 from frontend.management.models import MethodRoute
 from lmi_server.dialects import routes as names
-from lmi_server.dialects.errors import form_of, is_kserve, is_openai
+from lmi_server.dialects.errors import form_of, is_openai
 from lmi_server.dialects.optional import Schema, optional_dialects
 from lmi_server.dialects.schemas import answer_schema, components, request_schema
 
@@ -51,8 +51,11 @@ _ERRORS: Mapping[str, Schema] = {
             },
         }
     },
-    "KServeError": {"error": {"type": "string"}},
-    **{form.name: form.properties for form in optional_dialects().errors.values()},
+    **{
+        form.name: form.properties
+        for forms in (optional_dialects().errors, optional_dialects().errors_below)
+        for form in forms.values()
+    },
 }
 _STREAM_TYPES = ("text/event-stream", "application/jsonlines")
 # HEAD and OPTIONS are answered wherever HTTP wants them, and TRACE as GET is: they say nothing of their own.
@@ -132,7 +135,7 @@ def _body_types(route: str) -> Sequence[str]:
 
 
 def _fields(route: str) -> Mapping[str, Any]:
-    stream: Mapping[str, Any] = {"stream": {}} if route in (names.V2_GENERATE_STREAM, names.GENERATE_STREAM) else {}
+    stream: Mapping[str, Any] = {"stream": {}} if route in optional_dialects().streams else {}
     return {**request_schema(route).get("properties", {}), **stream}
 
 
@@ -154,8 +157,6 @@ def _operation(
 
 def _error_of(path: str) -> str:
     """Return the schema of the errors of a path, or of a route for inference, which decides there."""
-    if is_kserve(path):
-        return "KServeError"
     form = form_of(path)
     if form is not None:
         return form.name

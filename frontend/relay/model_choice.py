@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from frontend.relay.request import RelayedRequest, last_of
+from frontend.relay.request import MODEL_IN_BODY, RelayedRequest, last_of
 from lmi_server.contract.errors import BadParameterError, RouteNotFoundError
 from lmi_server.dialects.forms import form_fields
 from lmi_server.dialects.openai.request import unknown_model
-from lmi_server.dialects.routes import MODEL_IN_BODY, PREDICTIONS, TGI, means_any_model
+from lmi_server.dialects.routes import PREDICTIONS, TGI, means_any_model
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.registry import ModelRegistry
 

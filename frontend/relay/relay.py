@@ -24,7 +24,7 @@ from frontend.observability.request_reports import RequestReports
 from frontend.observability.trace_context import Tracer
 from frontend.relay.answer import relay_stream, reply_with_error, send_whole
 from frontend.relay.model_choice import ModelChoice
-from frontend.relay.request import ClientGoneError, RelayedRequest, sent_request_id
+from frontend.relay.request import MODEL_IN_BODY, ClientGoneError, RelayedRequest, sent_request_id
 from frontend.relay.response import RelayedResponse
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError, PayloadTooLargeError
@@ -32,7 +32,6 @@ from lmi_server.contract.protocol import Input
 from lmi_server.dialects.adapters import naming_adapter
 from lmi_server.dialects.forms import form_fields
 from lmi_server.dialects.optional import optional_dialects
-from lmi_server.dialects.routes import MODEL_IN_BODY
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool.worker_pool import WorkerPool

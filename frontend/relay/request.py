@@ -21,10 +21,11 @@ from lmi_server.contract.errors import MalformedUrlError, PayloadTooLargeError, 
 from lmi_server.contract.protocol import DEFAULT_PRIORITY, Input
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects.forms import is_form, split_pairs
-from lmi_server.dialects.routes import MODEL_IN_BODY
+from lmi_server.dialects.optional import model_in_body
 from lmi_server.serving.models.model import Model
 from lmi_server.supervisor.job import Deadline
 
+MODEL_IN_BODY = model_in_body()
 _INFERENCE_ID = "x-amzn-sagemaker-inference-id"
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 # Bounded in length, because int() takes quadratic time in the number of digits.

@@ -12,7 +12,8 @@ from lmi_server.contract.protocol import ADAPTER_HEADER, Input
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.base import ServedModel
-from lmi_server.dialects.routes import MODEL_IN_BODY, means_any_model
+from lmi_server.dialects.optional import model_in_body
+from lmi_server.dialects.routes import means_any_model
 
 ALIAS_HEADER = "x-amzn-sagemaker-adapter-alias"
 _ABSENT = msgspec.Raw(b"null")
@@ -142,7 +143,7 @@ def _in_body(route: str, body: Mapping[str, Any], served: ServedModel) -> str | 
             return adapter_name(key, body[key])
     # `parameters` belongs to LMI's requests, `model` to OpenAI's. A body of neither form is one that only code of the
     # model or the adapter can read; it may use both.
-    is_openai = route in MODEL_IN_BODY or body.get("messages") is not None
+    is_openai = route in model_in_body() or body.get("messages") is not None
     is_lmi = not is_openai and body.get("inputs") is not None
     is_openai = is_openai or (not is_lmi and body.get("prompt") is not None)
     parameters, model = body.get("parameters"), body.get("model")

@@ -14,6 +14,8 @@ from lmi_server.dialects.framing import JSON_LINES, SSE, encode, named_event
 from lmi_server.dialects.optional import ErrorForm, optional_dialects
 from lmi_server.dialects.routes import OPENAI_ROUTES
 
+_RERANK = "v2/rerank"  # vLLM's, whoever has the other paths below /v2
+
 
 class _Row(NamedTuple):
     """One class of error: status, `type` and `code` in OpenAI's form; status and `type` in LMI's."""
@@ -67,7 +69,12 @@ _ROWS: dict[type[LmiServerError], _Row] = {
 
 def form_of(route: str) -> ErrorForm | None:
     """Return how errors of an optional dialect read, if `route` (an Input's route, or a path) belongs to one."""
-    return optional_dialects().errors.get(route.strip("/").removeprefix("v1/"))
+    path = route.strip("/")
+    dialects = optional_dialects()
+    form = dialects.errors.get(path.removeprefix("v1/"))
+    if form is not None or path == _RERANK:
+        return form
+    return dialects.errors_below.get(path.partition("/")[0])
 
 
 def is_openai(route: str) -> bool:
@@ -76,12 +83,6 @@ def is_openai(route: str) -> bool:
     if form_of(path) is not None:
         return False
     return path in OPENAI_ROUTES or path == "v1" or path.startswith("v1/")
-
-
-def is_kserve(route: str) -> bool:
-    """Return whether `route` (an Input's route, or a path) belongs to the Open Inference Protocol: /v2 does."""
-    path = route.strip("/")
-    return path == "v2" or (path.startswith("v2/") and path != "v2/rerank")
 
 
 def _row(error: LmiServerError) -> _Row:
@@ -122,8 +123,6 @@ def error_reply(
     if isinstance(error, errors.UnsupportedEncodingError):
         headers.append(("accept-encoding", "gzip, deflate"))
     form = form_of(route)
-    if is_kserve(route):
-        return status or row.openai_status, headers, encode({"error": error.message})
     if is_openai(route):
         return status or row.openai_status, headers, encode(_openai_body(error))
     if form is not None:
@@ -140,10 +139,11 @@ def error_event(route: str, content_type: str, error: LmiServerError, request_id
     """
     form = form_of(route)
     if form is not None:
-        return named_event(form.event, form.write(error, _row(error).openai_status, request_id)[1])
-    body = _openai_body(error) if is_openai(route) else _lmi_body(error)
-    if is_kserve(route):
-        body = {"error": error.message}
+        body = form.write(error, _row(error).openai_status, request_id)[1]
+        if form.event:
+            return named_event(form.event, body)
+    else:
+        body = _openai_body(error) if is_openai(route) else _lmi_body(error)
     if content_type.startswith(SSE.content_type):
         return SSE.frame(body)
     if content_type.startswith(JSON_LINES.content_type):

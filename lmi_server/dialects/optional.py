@@ -15,6 +15,7 @@ from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import GenerationRequest
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects.fields import Field
+from lmi_server.dialects.routes import OPENAI_ROUTES
 from lmi_server.features import FEATURES, load
 
 if TYPE_CHECKING:  # errors.py, which these import, reads this table
@@ -61,7 +62,8 @@ class Translation(NamedTuple):
 class ErrorForm(NamedTuple):
     """How errors read: `write` takes also OpenAI's status and the id of the request, and returns status and body.
 
-    `event` is the name of the event with which a stream fails; `name` and `properties` are those of the schema.
+    `event` is the name of the event with which a stream fails, "" if events have no names; `name` and `properties` are
+    those of the schema.
     """
 
     write: Callable[[LmiServerError, int, str], tuple[int, dict[str, object]]]
@@ -87,8 +89,11 @@ class OptionalDialect:
 
     `model_lists` are by the header of requests for /v1/models that asks for them; everything else is by route.
     `summaries` say what a route does, for the OpenAPI document; `bodies` are the fields of requests, their type, or
-    their schema, and `body_types` the content types of those that are not JSON. Answers repeat the id of the request in
-    the header of `id_headers`.
+    their schema, and `body_types` the content types of those that are not JSON. Answers repeat the id of the
+    request in the header of `id_headers`.
+
+    `model_fields` is the field of the body that names the model, `chats` the one with a conversation. `streams` are the
+    routes whose answers always are streams. `errors_below` are by the first part of a path.
     """
 
     summaries: Mapping[str, str]
@@ -98,7 +103,11 @@ class OptionalDialect:
     translations: Mapping[str, Translation] = field(default_factory=dict)
     bodies: Mapping[str, Mapping[str, Field] | type | Schema] = field(default_factory=dict)
     body_types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    model_fields: Mapping[str, str] = field(default_factory=dict)
+    chats: Mapping[str, str] = field(default_factory=dict)
+    streams: Mapping[str, bool] = field(default_factory=dict)
     errors: Mapping[str, ErrorForm] = field(default_factory=dict)
+    errors_below: Mapping[str, ErrorForm] = field(default_factory=dict)
     id_headers: Mapping[str, bytes] = field(default_factory=dict)
     model_lists: Mapping[str, ModelListForm] = field(default_factory=dict)
 
@@ -109,3 +118,9 @@ def optional_dialects() -> OptionalDialect:
     found = [cast(OptionalDialect, load(feature.dialect)) for feature in FEATURES if feature.dialect]
     tables = {each.name: [getattr(dialect, each.name) for dialect in found] for each in fields(OptionalDialect)}
     return OptionalDialect(**{name: dict(ChainMap(*each)) for name, each in tables.items()})
+
+
+@functools.cache
+def model_in_body() -> frozenset[str]:
+    """Return the routes whose bodies name the model; one that is not served is refused."""
+    return OPENAI_ROUTES | optional_dialects().model_fields.keys()

@@ -1,4 +1,7 @@
-"""The routes of requests. The front end maps a path to one of them and sends it as `Input.route`."""
+"""The routes of requests. The front end maps a path to one of them and sends it as `Input.route`.
+
+Optional dialects have routes of their own.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ PREDICTIONS = "predictions"
 COMPLETIONS = "completions"
 CHAT_COMPLETIONS = "chat/completions"
 RESPONSES = "responses"
-MESSAGES = "messages"
-COUNT_TOKENS = "messages/count_tokens"
 EMBEDDINGS = "embeddings"
 SCORE = "score"
 RERANK = "rerank"
@@ -22,9 +23,6 @@ DETOKENIZE = "detokenize"
 TGI = "tgi"
 GENERATE = "generate"
 GENERATE_STREAM = "generate_stream"
-INFER = "v2/infer"
-V2_GENERATE = "v2/generate"
-V2_GENERATE_STREAM = "v2/generate_stream"
 
 LMI_ROUTES = frozenset({INVOCATIONS, PREDICTIONS})
 """The routes that take a body of any dialect, and whose errors have LMI's form."""
@@ -43,14 +41,11 @@ IMAGE_ROUTES = frozenset({IMAGES_GENERATIONS, IMAGES_EDITS, IMAGES_VARIATIONS})
 AUDIO_ROUTES = frozenset({AUDIO_TRANSCRIPTIONS, AUDIO_TRANSLATIONS})
 """The routes for speech; only a model that recognizes speech serves them."""
 
-TOKEN_ROUTES = frozenset({TOKENIZE, DETOKENIZE, COUNT_TOKENS})
-"""The routes that only read or count tokens, and generate nothing."""
+TOKEN_ROUTES = frozenset({TOKENIZE, DETOKENIZE})
+"""The routes that only read tokens, and generate nothing; optional dialects have more (`OptionalDialect.counts`)."""
 
 TGI_ROUTES = frozenset({TGI, GENERATE, GENERATE_STREAM})
 """text-generation-inference's own paths: `/`, /generate and /generate_stream."""
-
-KSERVE_ROUTES = frozenset({INFER, V2_GENERATE, V2_GENERATE_STREAM})
-"""The routes of the Open Inference Protocol (KServe v2), /v2/models/{model}/infer and its generate extension."""
 
 OPENAI_ROUTES = (
     frozenset({COMPLETIONS, CHAT_COMPLETIONS, RESPONSES, TOKENIZE, DETOKENIZE})
@@ -59,9 +54,6 @@ OPENAI_ROUTES = (
     | AUDIO_ROUTES
 )
 """The routes of OpenAI's API and of vLLM's additions to it; their errors have OpenAI's form."""
-
-MODEL_IN_BODY = OPENAI_ROUTES | {MESSAGES, COUNT_TOKENS}
-"""The routes whose bodies name the model; one that is not served is refused."""
 
 
 def means_any_model(name: str) -> bool:

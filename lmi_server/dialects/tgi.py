@@ -21,4 +21,5 @@ DIALECT = OptionalDialect(
     },
     paths={"/": routes.TGI, "/generate": routes.GENERATE, "/generate_stream": routes.GENERATE_STREAM},
     parsers=dict.fromkeys(sorted(routes.TGI_ROUTES), _parse),
+    streams={routes.GENERATE_STREAM: True},
 )

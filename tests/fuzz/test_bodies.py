@@ -19,9 +19,11 @@ from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import Feature
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import ServedModel, anthropic, parse, routes
+from lmi_server.dialects.anthropic import route_names as of_anthropic
 from lmi_server.dialects.anthropic.request import MESSAGE_FIELDS
 from lmi_server.dialects.errors import error_reply
 from lmi_server.dialects.kserve import as_lmi_request, as_tensors
+from lmi_server.dialects.kserve import route_names as of_kserve
 from lmi_server.dialects.lmi.request import BODY, PARAMETERS
 from lmi_server.dialects.openai import CHAT_FIELDS, COMPLETION_FIELDS, embeddings
 from lmi_server.dialects.openai.responses import RESPONSE_FIELDS
@@ -92,18 +94,18 @@ GENERATING = {
     routes.CHAT_COMPLETIONS: of_table(CHAT_FIELDS, "messages"),
     routes.COMPLETIONS: of_table(COMPLETION_FIELDS, "prompt"),
     routes.RESPONSES: of_table(RESPONSE_FIELDS, "input"),
-    routes.MESSAGES: of_table(MESSAGE_FIELDS, "messages", "max_tokens"),
+    of_anthropic.MESSAGES: of_table(MESSAGE_FIELDS, "messages", "max_tokens"),
     routes.INVOCATIONS: of_table({**BODY, "messages": 0, "prompt": 0, "max_tokens": 0}, "inputs", "parameters"),
     routes.TGI: of_table(BODY, "inputs", "parameters"),
     routes.GENERATE: of_table(BODY, "inputs", "parameters"),
     routes.GENERATE_STREAM: of_table(BODY, "inputs", "parameters"),
-    routes.V2_GENERATE: objects({**dict.fromkeys(PARAMETERS, SCALARS), "id": VALUES}, {"text_input": TEXTS}),
-    routes.V2_GENERATE_STREAM: objects({"parameters": KNOWN["parameters"]}, {"text_input": TEXTS}),
+    of_kserve.V2_GENERATE: objects({**dict.fromkeys(PARAMETERS, SCALARS), "id": VALUES}, {"text_input": TEXTS}),
+    of_kserve.V2_GENERATE_STREAM: objects({"parameters": KNOWN["parameters"]}, {"text_input": TEXTS}),
 }
 READERS = {
     routes.TOKENIZE: tokens.parse_tokenize,
     routes.DETOKENIZE: tokens.parse_detokenize,
-    routes.COUNT_TOKENS: anthropic.parse_count,
+    of_anthropic.COUNT_TOKENS: anthropic.parse_count,
 }
 HEADERS = st.fixed_dictionaries(
     {"content-type": st.just("application/json")},
@@ -145,7 +147,7 @@ def test_bodies_from_which_nothing_is_generated(route: str, data: st.DataObject)
     table = {
         routes.TOKENIZE: tokens.TOKENIZE_FIELDS,
         routes.DETOKENIZE: tokens.DETOKENIZE_FIELDS,
-        routes.COUNT_TOKENS: MESSAGE_FIELDS,
+        of_anthropic.COUNT_TOKENS: MESSAGE_FIELDS,
     }[route]
     body = json.dumps(data.draw(of_table(table))).encode()
     with contextlib.suppress(RequestError):
@@ -162,7 +164,7 @@ def test_bodies_of_embeddings(body: Any) -> None:
 
 # --- bytes that are hardly JSON ---
 
-ALL_ROUTES = st.sampled_from([*GENERATING, routes.INFER, *sorted(routes.POOLING_ROUTES), routes.PREDICTIONS])
+ALL_ROUTES = st.sampled_from([*GENERATING, of_kserve.INFER, *sorted(routes.POOLING_ROUTES), routes.PREDICTIONS])
 NAMES = st.sampled_from([b"inputs", b"stream", b"parameters", b"max_tokens", b"n", b"messages", b"input", b"a"])
 KINDS = st.sampled_from(
     [
@@ -223,7 +225,7 @@ BLOBS = st.one_of(
 def infer_requests(draw: st.DrawFn) -> Input:
     head, blob = json.dumps(draw(INFER)).encode(), draw(BLOBS)
     length = draw(st.one_of(st.just(str(len(head))), st.sampled_from(["0", "1", "-1", "²", "9" * 4400, ""])))
-    return Input(routes.INFER, {"inference-header-content-length": length}, [("data", head + blob)])
+    return Input(of_kserve.INFER, {"inference-header-content-length": length}, [("data", head + blob)])
 
 
 @budget(200)

@@ -44,6 +44,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from frontend.http.clients import Scope
 from frontend.observability.request_record import CLIENT_GONE, FAILED, RequestRecord
 from lmi_server.dialects import routes
+from lmi_server.dialects.optional import optional_dialects
 
 _NAME = "lmi-server"
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -54,7 +55,7 @@ _LONGEST = 256  # characters of a text from the client
 _CHAT, _TEXT = "chat", "text_completion"
 # gen_ai.operation.name by route; other routes have one if text was generated.
 _OPERATIONS = {
-    **dict.fromkeys((routes.CHAT_COMPLETIONS, routes.RESPONSES, routes.MESSAGES), _CHAT),
+    **dict.fromkeys((routes.CHAT_COMPLETIONS, routes.RESPONSES, *optional_dialects().chats), _CHAT),
     routes.COMPLETIONS: _TEXT,
     routes.EMBEDDINGS: "embeddings",
 }

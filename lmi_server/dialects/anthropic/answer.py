@@ -13,11 +13,11 @@ import msgspec
 
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import Delta, GenerationRequest, ToolCallDelta
+from lmi_server.dialects.anthropic.route_names import MESSAGES
 from lmi_server.dialects.base import Exchange
 from lmi_server.dialects.errors import error_event
 from lmi_server.dialects.framing import SSE, encode, encode_line, named_event
 from lmi_server.dialects.openai.request import Envelope
-from lmi_server.dialects.routes import MESSAGES
 
 Emit = Callable[[str, dict[str, Any]], None]
 """Sends an event, given its type and its fields."""

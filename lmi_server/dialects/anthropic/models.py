@@ -8,8 +8,8 @@ from typing import Any
 
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.dialects.anthropic.route_names import MESSAGES
 from lmi_server.dialects.optional import ModelListForm
-from lmi_server.dialects.routes import MESSAGES
 
 _PAGE = 20
 _MAX_PAGE = 1000

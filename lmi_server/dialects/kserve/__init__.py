@@ -8,11 +8,11 @@ The sources are specification/protocol of kserve/open-inference-protocol, and Tr
 and for generating text.
 """
 
-from lmi_server.dialects import routes
+from lmi_server.dialects.kserve import route_names as routes
 from lmi_server.dialects.kserve.tensors import InferBody
 from lmi_server.dialects.kserve.texts import parse_generate, parse_infer
 from lmi_server.dialects.kserve.values import as_lmi_request, as_tensors
-from lmi_server.dialects.optional import OptionalDialect, Translation
+from lmi_server.dialects.optional import ErrorForm, OptionalDialect, Translation
 
 __all__ = ["DIALECT", "as_lmi_request", "as_tensors", "parse_generate", "parse_infer"]
 
@@ -26,6 +26,12 @@ _GENERATE_BODY = {
     },
     "required": ["text_input"],
 }
+_ERROR = ErrorForm(
+    write=lambda error, status, _: (status, {"error": error.message}),
+    event="",
+    name="KServeError",
+    properties={"error": {"type": "string"}},
+)
 # The paths name the model, so that the front end reads them (frontend/kserve/predictions.py).
 DIALECT = OptionalDialect(
     summaries={
@@ -36,4 +42,6 @@ DIALECT = OptionalDialect(
     parsers={routes.INFER: parse_infer, **dict.fromkeys(_GENERATE, parse_generate)},
     translations={routes.INFER: Translation(as_lmi_request, as_tensors)},
     bodies={routes.INFER: InferBody, **dict.fromkeys(_GENERATE, _GENERATE_BODY)},
+    streams={routes.V2_GENERATE_STREAM: True},
+    errors_below={"v2": _ERROR},
 )

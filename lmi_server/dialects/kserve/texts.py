@@ -11,11 +11,13 @@ from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.protocol import Input
 from lmi_server.contract.texts.quoting import excerpt
-from lmi_server.dialects import fields, lmi, routes
+from lmi_server.dialects import fields, lmi
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.framing import SSE, encode
+from lmi_server.dialects.kserve.route_names import V2_GENERATE_STREAM
 from lmi_server.dialects.kserve.tensors import InferRequest, Tensor, answer, read
 from lmi_server.dialects.parameters.choices import CHOICES
+from lmi_server.dialects.routes import GENERATE
 
 PROMPTS = ("text_input", "prompt")
 OUTPUT = "text_output"
@@ -53,7 +55,7 @@ def parse_generate(request: Input, served: ServedModel) -> Exchange:
         raise fields.not_allowed("parameters", parameters, 'send an object such as {"max_tokens": 30}')
     values = {**body, **parameters}
     asked = values.pop("stream", None)
-    stream = request.route == routes.V2_GENERATE_STREAM
+    stream = request.route == V2_GENERATE_STREAM
     if asked and not stream:
         raise RequestError("stream is not possible in this answer; post to generate_stream instead of generate")
     generations = _generations(request, served, [prompt], values)
@@ -76,7 +78,7 @@ def _generations(
     # Only what is generated counts here: the answer is written by this dialect, whatever form LMI's would have.
     plain = msgspec.structs.replace(
         request,
-        route=routes.GENERATE,
+        route=GENERATE,
         properties={name: value for name, value in request.properties.items() if name != "accept"},
     )
     parsed = [lmi.parse_tgi(plain, {"inputs": prompt, "parameters": parameters}, served) for prompt in prompts]
@@ -151,7 +153,7 @@ class TensorExchange(Exchange):
 class GenerateExchange(Exchange):
     """Answers with an object that has `text_output`: one of the whole text, or in a stream one of each piece."""
 
-    error_route = routes.V2_GENERATE_STREAM
+    error_route = V2_GENERATE_STREAM
 
     def __init__(self, generations: _Generations, model: str, identifier: str, stream: bool) -> None:
         self.requests = generations.requests

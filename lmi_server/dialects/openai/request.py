@@ -19,9 +19,10 @@ from lmi_server.dialects.errors import is_openai
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.framing import SSE, Framing
 from lmi_server.dialects.lmi.formatters import unnamed_framing
+from lmi_server.dialects.optional import model_in_body
 from lmi_server.dialects.parameters import constraints, sampling
 from lmi_server.dialects.parameters.choices import CHOICES
-from lmi_server.dialects.routes import MODEL_IN_BODY, is_address, means_any_model
+from lmi_server.dialects.routes import is_address, means_any_model
 
 
 def _stream_options(name: str, value: Any) -> tuple[bool, bool]:
@@ -143,7 +144,7 @@ def model_warnings(request: Input, model: str | None, served: ServedModel) -> tu
     if adapter_as_model(model, served) is not None:
         return ()
     names = (*served.served_names, served.name, *sorted(served.adapters))
-    if request.route in MODEL_IN_BODY:
+    if request.route in model_in_body():
         raise unknown_model(model, names)
     return (f"model {fields.show(model)} is ignored; served here: {_listed(names)}",)
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_TOKEN_ROUTES = routes.TOKEN_ROUTES | optional_dialects().counts.keys()  # nothing is generated
+
 
 class GenerationProcessor(RequestProcessor):
     """Parses requests, has an `LLMHandler` generate, and formats its deltas."""
@@ -103,7 +105,7 @@ class GenerationProcessor(RequestProcessor):
         if self._custom is not None and await self._answer_custom(self._custom, request, writer):
             return
         served = self._served or await self._ensure_loaded()
-        if request.route in routes.TOKEN_ROUTES:
+        if request.route in _TOKEN_ROUTES:
             writer.reply(200, [("content-type", "application/json")], await self._tokens(request, served))
             return
         exchange = await self._formats.parse_any(request, served)
@@ -131,7 +133,7 @@ class GenerationProcessor(RequestProcessor):
 
     async def _answer_custom(self, custom: CustomCode, request: Input, writer: ResponseWriter) -> bool:
         """Send what the model's own code answers, if it does; return whether it did."""
-        response = None if request.route in routes.TOKEN_ROUTES else await custom.answer(request)
+        response = None if request.route in _TOKEN_ROUTES else await custom.answer(request)
         if response is not None:
             await send_response(response, writer)
         return response is not None
