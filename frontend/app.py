@@ -219,7 +219,7 @@ class App:
 
 
 def _check_of_requests(access: Access) -> Callable[[Scope], object] | None:
-    """Return what raises an LmiServerError for a request of a client, or of a web page, that may not use the models."""
+    """Return the check that raises an LmiServerError for a client, or a web page, without access to the models."""
     if access.keys is not None:
         return access.keys.check
     return None if access.pages is None else access.pages.check_scope
@@ -278,7 +278,7 @@ class StatusEndpoints:
         return json_response({"version": version("lmi-server")})
 
     async def metrics(self, request: Request) -> Response:
-        """Return all metrics, or only those that the parameters `name[]` name; as OpenMetrics if Accept names it."""
+        """Return all metrics, or only those of the parameters `name[]`; as OpenMetrics if Accept names it."""
         names = request.query_params.getlist("name[]")
         text, content_type = await self._metrics.exposition(request.headers.get("accept", PLAIN), names)
         return Response(text, headers={"content-type": content_type})

@@ -55,9 +55,9 @@ class ServerFeature:
     """What one feature adds to a server: by default nothing.
 
     - `paths`: paths for inference as the OpenAPI document has them, each with its route.
-    - `answer_types`: the content types of the answers at those paths that are not the usual ones.
+    - `answer_types`: the unusual content types of the answers at those paths.
     - `targets`: for the paths with this beginning, what returns where a request goes; None if it is not for inference.
-    - `takers`: what gets the requests with this beginning that are not for inference, before the routes.
+    - `takers`: the target of other requests than inference with this beginning, before the routes.
     - `management_takers`: the same for whole paths on the address of the management API, before inference.
     - `page`: the name and the path of its page for people, on the address of the management API.
     """

@@ -173,7 +173,7 @@ class _Server:
         self._log.close(_LOG_CLOSE_S)
 
     def _write_reports(self) -> None:
-        """Write what waits to be logged of requests that have ended, however the server ends."""
+        """Write the waiting log lines of ended requests, however the server ends."""
         if self._reports is not None:
             self._reports.flush()
 
@@ -219,7 +219,7 @@ class _Server:
         return self._forced_end.code
 
     def _log_access(self) -> None:
-        """Say who may manage models, and warn of what gives that away: a proxy without headers, parents with keys."""
+        """Say who may manage models, and warn of unsafe settings: a proxy without headers, parents with keys."""
         guard, listener = self._access.guard, self._listeners[-1]
         logger.info("models are managed by %s", guard.managers)
         for parent in parents_with_secrets():

@@ -109,7 +109,7 @@ class StepLoop(Generic[E]):
     async def generate(self, prepare: Callable[[], Awaitable[AddRequest]]) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request. `prepare` runs on the event loop first, to tokenize the prompt for example.
 
-        Closing the generator aborts the request before the next step. Raises what `prepare` raises, or the error with
+        Closing the generator aborts the request before the next step. Raises the errors of `prepare`, or the one with
         which the engine ends the request.
         """
         with self._request(await prepare()) as inbox:
@@ -159,7 +159,7 @@ class StepLoop(Generic[E]):
         return call
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run `function` in the engine's thread, between two steps; return what it returns, or raise what it raises."""
+        """Run `function` in the engine's thread, between two steps; return its result, or raise its exception."""
         if self._stopping:
             raise ModelNotReadyError("the model is shutting down")
         done: asyncio.Future[T] = self._loop.create_future()
@@ -172,7 +172,7 @@ class StepLoop(Generic[E]):
                 settle = functools.partial(_set_exception, done, error)
             except EngineLostError:
                 raise
-            # What is no Exception, such as a panic of a library in Rust, would end the event loop that it is raised in.
+            # Any other exception, such as a panic of a library in Rust, would end the event loop.
             except BaseException as error:  # noqa: BLE001
                 settle = functools.partial(_set_exception, done, HandlerError(describe(error)))
             self._loop.call_soon_threadsafe(settle)

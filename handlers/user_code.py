@@ -50,7 +50,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def find_class(module: ModuleType, bases: tuple[type[T], ...]) -> type[T] | None:
-    """Return the first class that `module` itself defines, that derives from one of `bases` and is not abstract."""
+    """Return the first class of `module` itself that derives from one of `bases` and is not abstract."""
     for value in vars(module).values():
         if not inspect.isclass(value) or value.__module__ != module.__name__:
             continue

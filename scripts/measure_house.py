@@ -30,6 +30,7 @@ _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHand
 _SUBORDINATE = re.compile(r"\b(?:which|that|those|what)\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+")
 _WORD = re.compile(r"\w+")
+_ROW = re.compile(r" {4}|.*\S {2,}\S|- ")  # of a table or a list in a docstring
 
 
 @dataclass(frozen=True)
@@ -146,14 +147,37 @@ def sentences(module: Module) -> Iterator[str]:
     """Yield the sentences of a module's docstrings and comments."""
     for node in ast.walk(module.tree):
         if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)):
-            yield from _split(ast.get_docstring(node) or "")
-    yield from _split(" ".join(_comments(module.text)))
+            for block in _blocks(ast.get_docstring(node) or ""):
+                yield from _split(block)
+    for comment in _comments(module.text):
+        yield from _split(comment)
+
+
+def _blocks(docstring: str) -> Iterator[str]:
+    """Yield the paragraphs of a docstring, and each row of its tables."""
+    lines: list[str] = []
+    for line in [*docstring.splitlines(), ""]:
+        is_row = _ROW.match(line) is not None
+        if is_row or not line.strip():
+            yield " ".join(lines)
+            lines = []
+        lines.append(line)
 
 
 def _comments(text: str) -> Iterator[str]:
+    """Yield each comment; lines of their own that follow each other are one."""
+    block: list[str] = []
+    last = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string.lstrip("#").strip()
+        if token.type != tokenize.COMMENT:
+            continue
+        is_whole_line = token.line.lstrip().startswith("#")
+        if not is_whole_line or token.start[0] != last + 1:
+            yield " ".join(block)
+            block = []
+        block.append(token.string.lstrip("#").strip())
+        last = token.start[0] if is_whole_line else 0
+    yield " ".join(block)
 
 
 def _split(text: str) -> list[str]:

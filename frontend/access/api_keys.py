@@ -1,6 +1,6 @@
 """API keys: who may send requests, and who may manage models.
 
-A key is kept as its SHA-256 digest. That is enough for a random key, which nobody can guess; it need not be slow to
+A key is kept as its SHA-256 digest. That is enough for a random key, safe from guesses; it need not be slow to
 compute as for passwords. A digest may stand in the settings in place of the key itself ("sha256:...").
 """
 
@@ -94,7 +94,7 @@ class KeyRing:
         if not sent:
             raise AuthenticationError("No API key was sent; send it as Authorization: Bearer KEY, or as x-api-key: KEY")
         digest = hashlib.sha256(sent).digest()
-        # All keys are compared, so that the time says nothing about which one is right.
+        # All keys are compared: the time says nothing about which one is right.
         found = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
         if not found:
             raise AuthenticationError("The API key is not one of this server")
@@ -138,7 +138,7 @@ def _parsed(setting: str, text: str) -> Iterator[ApiKey]:
         key, *rest = entry.split() or ("",)
         limit = _limit(rest)
         digest = _DIGEST.fullmatch(key)
-        # A digest that is cut would be a key of its own, which no client has.
+        # A digest cut short would be a key of its own, without a client.
         if limit == 0 or len(rest) > 1 or (digest is None and key.lower().startswith(_DIGEST_MARK)):
             raise ConfigurationError(f"{setting}: entry {number} is not allowed; allowed: {_FORM}")
         if key:

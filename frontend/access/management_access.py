@@ -130,7 +130,7 @@ class Access:
 
 
 def protected(routes: list[Route], check: Callable[[Scope], object]) -> list[Route]:
-    """Return the routes, which refuse from now on what `check` refuses."""
+    """Return the routes, now with the refusals of `check`."""
     for route in routes:
         route.app = _checked(route.app, check)
     return routes

@@ -1,6 +1,6 @@
 """Which models, files and code a registration may name.
 
-A registration runs what it names, and a client on another machine may name what the operator has laid ready alone. What
+A registration runs named code, and a client on another machine may name only files laid ready by the operator. What
 an option names follows from its declaration (`lmi_server/configuration/references.py`). A key without a declaration
 goes to an engine or to the model's code as it is, so that it may only have a number, true or false.
 """
@@ -56,9 +56,9 @@ _LONGEST_PATH = 4096  # PATH_MAX of Linux; the time to follow links grows with t
 class RegistrationLimits:
     """Which models, adapters and options a registration may name.
 
-    A client on this machine may name everything, as with LMI, unless `registration_sources` is set. Others may name
-    what that lists, by default what is in the model store. `*` in it is everything. Each check returns what is to be
-    used: paths without links, so that nothing else lies behind them later.
+    A client on this machine may name everything, as with LMI, unless `registration_sources` is set. Others may name its
+    entries, by default the contents of the model store. `*` in it is everything. Each check returns what is to be used:
+    paths without links, so that nothing else lies behind them later.
     """
 
     def __init__(self, settings: ServerSettings, environment: Mapping[str, str]) -> None:
@@ -112,11 +112,11 @@ class _Allowed:
     places: tuple[str, ...]
 
     def and_in(self, directory: str) -> _Allowed:
-        """Return the same, and what is in `directory`, which is that of the model."""
+        """Return the same with the contents of `directory`, the model's."""
         return replace(self, directories=(*self.directories, os.path.realpath(directory)))
 
     def model(self, name: str, text: str, base: Path) -> str:
-        """Return a model or an adapter as it is to be fetched; the code that fetches it says what it is."""
+        """Return a model or an adapter as it is to be fetched; the code that fetches it knows its kind."""
         try:
             location = parse_location(text, base)
         except ValueError:  # nothing is there, or there is no such scheme: only the fetch says so, to those who may ask
@@ -236,7 +236,7 @@ class _Members:
     within: Mapping[str, Kind]
 
     def checked(self, member: Any, name: str = "") -> Any:
-        """Return what is called `name`, with what it names resolved. Raises PermissionDeniedError."""
+        """Return the value of `name`, with its references resolved. Raises PermissionDeniedError."""
         if isinstance(member, dict):
             return {self._name(inner): self.checked(value, inner) for inner, value in member.items()}
         if isinstance(member, list):

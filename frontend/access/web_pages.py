@@ -1,7 +1,7 @@
 """Refuses what web pages of other sites have the browser of a user of this machine or its network send.
 
 A page can send a POST without asking first (no preflight), but its browser adds Origin or Sec-Fetch-Site, which no page
-can set. A page that reaches the server by a name of its own (DNS rebinding) has that name in Host.
+can set. A page that reaches the server by a name of its own (DNS rebinding) has this name in Host.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class WebPages:
 def pages_of_requests(settings: ServerSettings) -> WebPages | None:
     """Return the check for requests; None if others than this machine reach the server.
 
-    Anybody may send requests then, and a gateway may pass on those of pages that it answers for.
+    Then all clients may send requests, and a gateway may pass on requests of its own pages.
     """
     return WebPages(settings, settings.cors_allowed_origin) if is_loopback(settings.host) else None
 

@@ -96,7 +96,7 @@ class ConsoleFeed:
         self._sampled.set()  # for pages that wait for a sample after the last one
 
     def _message(self, seen: int, log: Sequence[tuple[int, str]]) -> Row:
-        """Return what has changed since sample `seen`, everything if that is 0 or if a model came or went."""
+        """Return the changes since sample `seen`, everything if that is 0 or if a model came or went."""
         whole = seen < self._listed
         return {
             "server": {"version": version("lmi-server"), "since": self._began},
@@ -149,7 +149,7 @@ class ConsoleFeed:
 
 
 def _state(model: Model) -> Row:
-    """Return what a model is called and what it does, before it has workers too."""
+    """Return the name and the state of a model, before it has workers too."""
     return {
         "label": model.label,
         "name": model.name,
@@ -163,7 +163,8 @@ def _state(model: Model) -> Row:
 
 
 def _masked(tail: Sequence[tuple[int, str]]) -> Sequence[tuple[int, str]]:
-    """Return lines without secrets: the log hides those that it knows when it writes a line; others become known later.
+    """Return lines without secrets: the log hides the secrets that it knows when it writes a line; others become known
+    later.
 
     The first lines of a page are up to two megabytes, which is why this is for a thread.
     """

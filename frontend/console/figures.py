@@ -43,7 +43,7 @@ class Window:
         return self._counts[-1]
 
     def add(self, counts: Counts) -> None:
-        """Add what is counted now, and forget what is older than the window."""
+        """Add the counts of now, and forget those older than the window."""
         self._counts.append(counts)
         while len(self._counts) > 2 and self._counts[1].at <= counts.at - _LATENCY_S:
             self._counts.popleft()

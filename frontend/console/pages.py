@@ -1,7 +1,7 @@
 """The console: a page at `/console` for people, and what it asks the server for.
 
 The page is static, so that it may be loaded without a key; it asks for one if the management API wants one. It manages
-models by that API, and gets what changes as server-sent events (`frontend/console/feed.py`).
+models by that API, and gets changes as server-sent events (`frontend/console/feed.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What is known of a client, and what a client on another machine is not told: where this machine keeps its files."""
+"""The known facts about a client, and the secrets before clients on other machines: where this machine keeps its
+files."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def is_local(scope: Scope) -> bool:
 
 
 def remote_sign(scope: Scope) -> str:
-    """Return in words by what a client that is not local is known as such."""
+    """Return in words how a client from elsewhere is recognised."""
     header = _header_of_a_proxy(scope)
     if header is not None:
         return f"header {excerpt(header.decode('latin-1'))} says that a proxy sends this request"

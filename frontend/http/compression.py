@@ -1,6 +1,6 @@
 """Compressed bodies of requests: gzip and deflate are decoded, within the limits for bodies; others are refused.
 
-What is decoded counts as memory that the request holds, before it takes any: a body of 58 KB may grow to 60 MB.
+Decoded bytes count as memory of the request before it takes any: a body of 58 KB may grow to 60 MB.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _GZIP = 16 + zlib.MAX_WBITS
 _ZLIB = zlib.MAX_WBITS
 _RAW_DEFLATE = -zlib.MAX_WBITS
 _MAX_CODINGS = 2  # each may grow to the whole limit
-_THREADS = ThreadPoolExecutor(2, "decode")  # not those that files and other machines may hold
-_LONG_BODY = 32 * 1024  # bytes that take so long that other requests should not wait for it
+_THREADS = ThreadPoolExecutor(2, "decode")  # not the ones for files and other machines
+_LONG_BODY = 32 * 1024  # bytes that take too long for other requests to wait
 _READ = 64 * 1024  # encoded bytes at a time: zlib copies what it leaves of them
 _PIECE = 256 * 1024  # decoded bytes that are copied at a time
 _STEP = 4 << 20  # decoded bytes at a time, between which the memory for them is reserved

@@ -1,4 +1,4 @@
-"""What requests hold of the memory that bodies may take together, and what their answers hold of another one."""
+"""The requests' share of the memory for bodies, and their answers' share of another one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MemoryBudget:
         self._limit = limit
 
     def has_room(self, size: int) -> bool:
-        """Return whether a request that holds `size` bytes, which are counted already, may have them."""
+        """Return whether a request may have its `size` bytes, which are counted already."""
         return self.used <= self._limit or (size <= SMALL_BODY and self.used <= self._limit + _FOR_SMALL_BODIES)
 
 

@@ -82,7 +82,7 @@ def _listener(host: str, port: int, tls: bool, mode: str) -> Listener:
 
 @functools.lru_cache(64)
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return an address without its scope; one of IPv4 that is written as one of IPv6 is that of IPv4."""
+    """Return an address without its scope; an IPv4 address written as IPv6 counts as IPv4."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address

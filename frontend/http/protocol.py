@@ -37,7 +37,7 @@ from lmi_server.supervisor.job import ReplySlot
 _EXTENSION = "lmi_server.connection"
 _NAMES = "lmi_server.header_names"
 _HELD = "lmi_server.held_bytes"
-_WRITE_BUFFER = 64 * 1024  # bytes that wait for a client, from which on more is not written
+_WRITE_BUFFER = 64 * 1024  # bytes waiting for a client, from which on more is not written
 _LAST_LINGER_S = 0.2  # for a client to send the rest of a request that was refused, when the server ends
 _PROBE_S = 0.1
 # What may be sent to a client before its answer goes on: an interim answer, or a zero in front of the size of a chunk.
@@ -292,7 +292,7 @@ class RelayProtocol(HttpToolsProtocol):
 class ClientConnection:
     """What the relay has of a connection.
 
-    ASGI reports a disconnect only to a task that waits for it, which would cost a second task for each request. The
+    ASGI reports a disconnect only to a waiting task, which would cost a second task for each request. The
     callback of `watch` costs nothing. `refused_with` is the status that a request got while its body was read.
     """
 
@@ -359,7 +359,7 @@ class ClientConnection:
         return True
 
     def set_reason(self, phrase: str) -> None:
-        """Set the reason phrase of the answer that comes next, for which ASGI has no field."""
+        """Set the reason phrase of the next answer, for which ASGI has no field."""
         cycle = self._protocol.answering
         if cycle is not None:  # else the client is gone
             cycle.transport = cast("asyncio.Transport", PhrasingTransport(cycle, phrase))
@@ -374,7 +374,7 @@ class _Flow(FlowControl):
 
 
 def _without_upgrade(parser: httptools.HttpRequestParser, url: bytes, headers: Headers) -> bytes:
-    """Return the head that has arrived without the upgrade that it asks for."""
+    """Return the head without the upgrade that it asks for."""
     head = [b"%b %b HTTP/%b\r\n" % (parser.get_method(), url, parser.get_http_version().encode())]
     head += [b"%b: %b\r\n" % header for header in headers if header[0] != b"upgrade"]
     return b"".join([*head, b"\r\n"])
@@ -386,7 +386,7 @@ def _drop_slowest_soon(limits: ConnectionLimits, loop: asyncio.AbstractEventLoop
 
 
 def _drop_slowest(limits: ConnectionLimits, connections: Any) -> None:
-    """Drop those clients that have left most bytes unread for longest, until there is room for the others'."""
+    """Drop the clients with the most bytes unread for longest, until there is room for the others'."""
     while limits.has_too_much_unread:
         slowest = max(cast("set[RelayProtocol]", connections), key=lambda each: each.unread.weight)
         limits.note_too_much_unread(slowest.unread.size)
@@ -407,14 +407,14 @@ def held_by(scope: Any) -> HeldBytes:
 
 
 def keep_held(scope: Any) -> HeldBytes:
-    """Return what a request holds, which the caller releases: it may be served after its connection has ended."""
+    """Return a request's held bytes, for the caller to release: it may be served after its connection has ended."""
     held = held_by(scope)
     held.is_kept = True
     return held
 
 
 def _release(cycle: RequestResponseCycle) -> None:
-    """Count the body of a request no more, unless the one that serves it does that."""
+    """Count the body of a request no more, unless its server does that."""
     held = held_by(cycle.scope)
     if not held.is_kept:
         held.release()
@@ -423,9 +423,9 @@ def _release(cycle: RequestResponseCycle) -> None:
 def detached_scope(
     scope: MutableMapping[str, Any], connection: object, held: HeldBytes | None = None
 ) -> MutableMapping[str, Any]:
-    """Return the scope with `connection` in place of that of the client, which need not wait for the answer.
+    """Return the scope with `connection` in place of the client's, which need not wait for the answer.
 
-    `held` is what the request holds, if its body is not that of the scope.
+    `held` are the bytes of the request, if its body is not the scope's.
     """
     extensions = {_EXTENSION: connection, _NAMES: header_names(scope), _HELD: held or held_by(scope)}
     return {**scope, "extensions": extensions}

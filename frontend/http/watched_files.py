@@ -1,4 +1,4 @@
-"""Files of the settings that are read again when they change, so that a new certificate or key needs no restart."""
+"""Files of the settings that are read again after a change: a new certificate or key needs no restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line of the log that says that the server is ready, where it is, and how to try it."""
+"""The log line with which the server is ready: its address, and how to try it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _MIN_STOP_S = 0.2
 
 
 class Answering(Protocol):
-    """What answers requests that run without a client."""
+    """The server of requests without a client."""
 
     def drain(self) -> None:
         """Begin to end."""

@@ -43,7 +43,7 @@ class AdapterManagement:
         self._limits = limits
 
     def routes(self) -> list[Route]:
-        """Return the routes. They must precede those of models, in which "adapters" would be taken for a version."""
+        """Return the routes. They must precede the models' routes, in which "adapters" would be taken for a version."""
         return [
             route
             for prefix in ("/models/{model}", "")

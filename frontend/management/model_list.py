@@ -1,4 +1,4 @@
-"""The list of models that can answer, in OpenAI's form, or in that of the dialect whose header a request has."""
+"""The list of models that can answer, in OpenAI's form, or in the dialect's form by a header of the request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelList:
         self._models = models
 
     async def models(self, request: Request) -> Response:
-        """Return the models that can answer now, in which adapters are models too."""
+        """Return the models that can answer now; adapters are models here."""
         able = self._able()
         stores = await asyncio.gather(*(model.stored_adapters() for model in self._models.models))
         in_stores = zip(self._models.models, stores, strict=True)

@@ -21,9 +21,9 @@ _LOOK_S = 1.0
 class ModelWatch:
     """Looks once a second at the file with the configuration of each model.
 
-    A change counts once the file has stayed as it is from one look to the next, so that a file which is just being
-    written is read when it is complete. A file that is gone is no change: some editors remove a file before they write
-    it. A state of the file that could not be loaded is not tried again.
+    A change counts once the file is the same in two looks: a file is not read before it is complete. A file that is
+    gone is no change: some editors remove a file before they write it. A state of the file that could not be loaded is
+    not tried again.
     """
 
     def __init__(self, models: ModelRegistry) -> None:

@@ -169,7 +169,7 @@ class Management:
     async def set_log_level(self, request: Request) -> Response:
         """Set the log level of this process and of all workers; the default is "info".
 
-        `logger` names a module ("frontend.relay.relay", "vllm"): the level is then that of it and of what is below it.
+        `logger` names a module ("frontend.relay.relay", "vllm"): the level holds for the logger and all below it.
         """
         given = request.query_params.get("level", "").strip().lower() or "info"
         level = _LOG_LEVELS.get(given)

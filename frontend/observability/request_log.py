@@ -1,8 +1,8 @@
 """The access log: a line for each inference request, once its answer has ended.
 
 The lines of a fifth of a second are made together, and go to the thread that writes the log as one record: each record
-wakes that thread, which takes the interpreter from the event loop. No line has headers or queries; the body is in a
-line only if `log_prompts` asks for it.
+wakes that thread, and takes the interpreter from the event loop. No line has headers or queries; the body is in a line
+only if `log_prompts` asks for it.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class RequestReports:
         trace: RequestTrace | None = None,
         error: str = "",
     ) -> None:
-        """Log and trace a request that no worker saw, which the relay has counted; `error` is the kind of an error."""
+        """Log and trace a request that no worker saw; the relay has counted it. `error` is the kind of an error."""
         if self._log is None and trace is None:
             return
         label = "" if model is None else model.label

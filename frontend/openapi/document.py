@@ -66,7 +66,7 @@ _PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
 class Document:
     """The OpenAPI document of one address, which has `routes` and the paths of `inference`, each with its route.
 
-    `answer_types` are the content types of the answers at those paths that are not the usual ones.
+    `answer_types` are the unusual content types of the answers at those paths.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class RelayedRequest:
         return in_query or self.properties.get(name)
 
     def fields_in(self, body: bytes) -> tuple[str | None, int | None]:
-        """Return what `model_and_priority` finds in the body, which is decoded once."""
+        """Return the result of `model_and_priority` for the body, which is decoded once."""
         if self._fields is None:
             self._fields = model_and_priority(body)
         return self._fields

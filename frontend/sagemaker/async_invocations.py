@@ -123,11 +123,11 @@ class AsyncInvocations:
         return answer
 
     def drain(self) -> None:
-        """Have those that wait for a place fail: the queues take nothing more."""
+        """Fail the requests that wait for a place: the queues take nothing more."""
         self._draining.set()
 
     async def finish(self) -> None:
-        """Fail those that have no answer yet, and wait until all outputs are written."""
+        """Fail requests without an answer, and wait until all outputs are written."""
         if self._answering:  # some may have an answer that they have not read yet
             await asyncio.wait(self._answering, timeout=_LAST_ANSWERS_S)
         for task in self._answering:

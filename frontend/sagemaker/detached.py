@@ -17,7 +17,7 @@ from lmi_server.contract.errors import NoRoomError
 from lmi_server.dialects.errors import error_reply
 from lmi_server.supervisor.job import ReplySlot
 
-# What belongs to one answer over HTTP, and not to that of the model.
+# The state of one answer over HTTP, and not of the model's.
 _OF_AN_ANSWER = frozenset({"content-length", "connection", "x-request-id", "pragma", "cache-control", "expires"})
 _TURN = 256  # pieces, after which other requests have their turn: nothing else here waits
 _ITEM_SIZE = 64  # bytes that a piece of an answer takes beside its content
@@ -54,7 +54,7 @@ class DetachedRequest:
     async def run(
         self, infer: Inference, target: Target, scope: Scope, receive: Receive, held: HeldBytes | None = None
     ) -> None:
-        """Answer the request. `held` is what it holds, if its body is not that of the scope."""
+        """Answer the request. `held` are its bytes, if its body is not the scope's."""
         self._route = target[0]
         await infer(*target, detached_scope(scope, self, held), receive, self._keep)
 
@@ -86,7 +86,7 @@ class DetachedRequest:
         return True
 
     def _give_up(self) -> None:
-        """End the request. An error follows the place of what there was of its answer, which may be read in part."""
+        """End the request. An error follows the part of its answer so far, which may be read."""
         self.has_no_room = True
         self._parts = None
         self.answer.release()
@@ -100,7 +100,7 @@ class DetachedRequest:
     # --- as a connection ---
 
     def watch(self, on_gone: Callable[[], None], reply: ReplySlot) -> None:
-        """Note that a queue has the request, which `on_gone` cancels. Its answer arrives as it was sent."""
+        """Note that a queue has the request; `on_gone` cancels it. Its answer arrives as it was sent."""
         reply.keeps_chunks = True
         self.cancel = on_gone
         self.accepted.set()

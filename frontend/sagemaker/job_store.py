@@ -76,7 +76,7 @@ def job_store(settings: ServerSettings) -> JobStore | None:
 
 
 class DirectoryStore:
-    """One file for each job. Those that have expired are removed with the next one that is saved."""
+    """One file for each job. Expired ones are removed when the next one is saved."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -239,7 +239,7 @@ def _place(bucket: str, region: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_os_errors(place: str) -> Iterator[None]:
-    """Raise what boto3 raises as an OSError that names `place`."""
+    """Raise boto3's errors as an OSError that names `place`."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:

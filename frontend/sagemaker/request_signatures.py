@@ -1,4 +1,4 @@
-"""Checks the signatures of Amazon's SDKs (Signature Version 4), so that a local endpoint refuses what a real one would.
+"""Checks the signatures of Amazon's SDKs (Signature Version 4), as strictly as a real endpoint.
 
 botocore computes the signature that a request should have. The refusals are those of "Common error types" in Amazon's
 reference of the SageMaker Runtime API. A session token is a signed header like others: only Amazon can read it.
@@ -114,7 +114,7 @@ class SignatureCheck:
         return messages
 
     def _check_body(self, body: bytes, stated: str | None) -> None:
-        """Refuse a body that is not the signed one, or that is not signed at all."""
+        """Refuse a body other than the signed one, or without a signature."""
         if stated is not None and not hmac.compare_digest(stated, hashlib.sha256(body).hexdigest()):
             raise _invalid(f"{_PAYLOAD_HASH} is not the SHA-256 of the body; a body must be signed, and as a whole")
 

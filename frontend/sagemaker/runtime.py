@@ -1,4 +1,4 @@
-"""The API that clients of a SageMaker endpoint call, so that boto3's `sagemaker-runtime` talks to this server.
+"""The API of a SageMaker endpoint for its clients: boto3's `sagemaker-runtime` talks to this server.
 
 The paths, headers and errors are those of InvokeEndpoint, InvokeEndpointWithResponseStream and InvokeEndpointAsync in
 Amazon's reference of the SageMaker Runtime API; the stream is in the event stream encoding of Amazon's SDKs. Signatures
@@ -54,7 +54,7 @@ _ARCHIVE = ".tar.gz"
 _VARIANT = (b"x-amzn-invoked-production-variant", b"AllTraffic")
 _SEPARATORS = {b"text/event-stream": b"\n\n", b"application/jsonlines": b"\n"}
 _OF_THE_WHOLE = frozenset({b"content-type", b"content-length"})
-# What the platform refuses before it reaches a model, by the type that this server gives the error, with its status.
+# The platform's refusals before a request reaches a model, by this server's type of error, with their status.
 _REFUSED = {
     "ModelNotFoundException": ("ValidationError", 400),
     "UnauthorizedException": ("AccessDeniedException", 403),
@@ -117,7 +117,7 @@ class SageMakerRuntime:
             return _refuse(error)
 
     def _model(self, endpoint: str, scope: Scope) -> str | None:
-        """Return the name of the model that is meant, None for the one that requests without a name go to.
+        """Return the name of the model, None for the one of requests without a name.
 
         An endpoint with several models names one by its archive, as in "name.tar.gz". An inference component is a model
         or an adapter. The endpoint itself need not be known here: any name will do.

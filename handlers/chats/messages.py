@@ -1,4 +1,4 @@
-"""Brings the messages of a chat, which are in OpenAI's form, into the form that chat templates expect."""
+"""Brings the messages of a chat from OpenAI's form into the form of chat templates."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ContentForms:
 
     @classmethod
     def from_template(cls, render: Callable[[list[dict[str, Any]]], str], image: str) -> ContentForms:
-        """Find out what a template of a model that reads images renders; `render` renders messages."""
+        """Find out the rendering of a template for images; `render` renders messages."""
         mark = "probe"
         text = _rendered(render, mark)
         parts = _rendered(render, [{"type": "text", "text": mark}])
@@ -91,7 +91,7 @@ class ContentForms:
 def _rendered(render: Callable[[list[dict[str, Any]]], str], content: Any) -> str:
     try:
         return render([{"role": "user", "content": content}])
-    # The border to the template's own code, which may raise anything for a form that it does not take.
+    # The border to the template's own code, which may raise anything for a form it does not take.
     except Exception:  # noqa: BLE001
         return ""
 

@@ -15,7 +15,7 @@ CHAT_TEMPLATE_DESCRIPTION = (
 
 
 def read_chat_template(value: str, model_dir: Path) -> str:
-    """Return the chat template that `value` is, or that the file of that name holds. Raises ModelLoadError."""
+    """Return the chat template in `value`, or in the file of that name. Raises ModelLoadError."""
     if "{" in value:
         return value
     file = model_dir / value  # an absolute path replaces model_dir

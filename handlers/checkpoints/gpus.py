@@ -1,6 +1,6 @@
-"""The GPUs of this worker: whether torch can use what the server gave it, and which of them each rank has.
+"""The GPUs of this worker: whether torch can use the server's GPUs, and which of them each rank has.
 
-This is the only module that asks torch which GPUs there are. torch falls back to the CPU in silence if it is built for
+Only this module asks torch which GPUs there are. torch falls back to the CPU in silence if it is built for
 CPUs, or if the driver is too old for it; a worker that has GPUs must not.
 """
 
@@ -24,9 +24,9 @@ _ON_CPU = "or set load_on_devices=cpu"
 
 @dataclass(frozen=True)
 class TorchGpus:
-    """What torch says of GPUs: `count` that it can use, their compute `capabilities`, and those it is `built_for`.
+    """What torch says of GPUs: the usable `count`, their compute `capabilities`, and the ones it is `built_for`.
 
-    `build` is its version with that of CUDA or ROCm, which `has_cuda`; `failure` says why the driver cannot be used.
+    `build` is its version with CUDA's or ROCm's (`has_cuda`); `failure` says why the driver cannot be used.
     """
 
     build: str
@@ -134,7 +134,7 @@ def own_gpu(rank: Rank) -> torch.device | None:
 
 
 def describe_gpus() -> tuple[list[str], str | None]:
-    """Return what `lmi-server devices` says of torch and the GPUs that it can use, and the fault of the others."""
+    """Return the report of `lmi-server devices` on torch and its GPUs, and the fault of the others."""
     accelerator, granted = shown_gpus(process_environment())
     found = torch_gpus()
     kind = found.build if found.has_cuda else f"{found.build}, built for CPUs"

@@ -41,7 +41,7 @@ def is_spread(model: Any) -> bool:
 def refuse_divided_layers(model: Any, device_map: Any) -> None:
     """Refuse a model whose layers accelerate may have divided, so that it fails where a layer adds its input.
 
-    accelerate keeps only those modules whole that the class of a model names; a map of the user's own is the user's.
+    accelerate keeps only those modules whole which the class of a model names; a map of the user's own is the user's.
     Raises ModelLoadError.
     """
     if is_spread(model) and isinstance(device_map, str) and not getattr(model, "_no_split_modules", None):

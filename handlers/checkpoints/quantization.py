@@ -160,8 +160,8 @@ class Int8Linear(nn.Module):
     """A linear layer with 8-bit weights and a scale per output; its activations are not rounded.
 
     bitsandbytes rounds activations to 8 bits as well, except in the columns where any row of the batch has an outlier.
-    With that, the tokens of a request would depend on the other requests of the batch, and on the CPU those columns
-    make a step ten times slower.
+    With it, the tokens of a request would depend on the rest of the batch, and on the CPU these columns make a step ten
+    times slower.
     """
 
     def __init__(self, linear: Any, dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ _ASCII = "".join(map(chr, range(0x80)))
 # Two bytes each in UTF-8. The second ones are all bytes that may follow the first one of a character.
 _CONTINUATIONS = "".join(map(chr, range(0x80, 0xC0)))
 
-# The steps of a tokenizer that leave every character of a text in some token, with the most characters that become one.
+# The steps of a tokenizer that leave every character of a text in some token, with the most characters of one token.
 # NFC joins up to four: a Greek letter with three accents.
 _COMPLETE = {"Prepend": 1, "Lowercase": 1, "NFD": 1, "NFKD": 1, "NFC": 4, "NFKC": 4}
 _COMPLETE |= dict.fromkeys(("ByteLevel", "Digits", "Metaspace", "Split"), 1)
@@ -102,7 +102,7 @@ def _longest_token(backend: Any) -> int:
 def _dropped(backend: Any) -> tuple[str, ...]:
     """Return the characters that a tokenizer of bytes drops, because it lacks their symbols.
 
-    Tokenizers that were trained on texts may lack those of control characters, as SmolLM2's does. Bytes that are in no
+    Tokenizers trained on texts may lack control characters, as SmolLM2's does. Bytes that are in no
     text, or begin rare characters, may be missing as well. The other bytes of a character have their tokens then.
     """
     steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]

@@ -162,7 +162,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def forced_eos_token_ids(model: Any) -> tuple[int, ...]:
-    """Return the tokens of which one ends every text that is as long as it may be; () for nearly every model."""
+    """Return the tokens that end every text of full length, one of them each; () for nearly every model."""
     configured = model.generation_config.forced_eos_token_id
     return tuple(configured) if isinstance(configured, list) else () if configured is None else (int(configured),)
 
@@ -180,8 +180,8 @@ def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
     except SafetensorError as error:
         damaged = ", ".join(_damaged_weights(Path(path))) or path
         raise ModelLoadError(f"{damaged}: SafetensorError: {error}; the file is damaged, fetch it again") from error
-    # What transformers raises for a broken directory or file, for sizes that no model has, for a lack of memory, and
-    # for a package that a quantised checkpoint needs.
+    # The errors of transformers for a broken directory or file, for impossible sizes, for a lack of memory, and for a
+    # missing package of a quantised checkpoint.
     except (*_BROKEN, OSError, RuntimeError, ImportError, MemoryError) as error:
         source = Path(path, arguments["gguf_file"]) if "gguf_file" in arguments else path
         if is_out_of_memory(error):

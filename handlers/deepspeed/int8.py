@@ -7,8 +7,8 @@ for GPUs. This is an implementation of its own, on torch's integer matrix produc
     row (in,) float           ->  int8 values, one scale per row     (at each forward pass: "dynamic")
     output                     =  (int8 row @ int8 weight, in int32) * scale of the row * scale of the output
 
-A scale is the largest magnitude divided by 127. The scale of a row depends on that row alone, never on its batch, so
-that a request's tokens do not depend on the requests that run beside it.
+A scale is the largest magnitude divided by 127. The scale of a row depends on the row alone, never on its batch: so the
+tokens of a request do not depend on its neighbours.
 
 An outlier in a row makes its scale coarse for all other values. In language models outliers always occur in the same
 few inputs of a layer. SmoothQuant (Xiao et al., 2023, https://arxiv.org/abs/2211.10438) therefore divides each input by
@@ -16,7 +16,7 @@ a factor and multiplies the matching column of the weights by it, which leaves t
 
     factor[j] = max |activation[j]| ** alpha / max |weight[:, j]| ** (1 - alpha)
 
-part of the range moves from the activations, which are hard to quantise, to the weights, which are easy. The maxima of
+part of the range moves from the activations (hard to quantise) to the weights (easy). The maxima of
 the activations are measured on a few sentences while the model loads. The paper folds the factors into the layer
 before; here `forward` divides the row by them, because that layer need not be a linear one.
 """

@@ -1,9 +1,9 @@
-"""Writes and loads weights that were split or quantised ahead of time, in the form in which each rank holds them.
+"""Writes and loads weights that were split or quantised ahead of time, in the form of each rank.
 
 `lmi-server partition` writes them (through `option.save_mp_checkpoint_path`), and `option.checkpoint` loads them. The
 directory has the model's own small files, a manifest, and the tensors of each rank as safetensors. The manifest has the
-name of DeepSpeed's own, because users' configurations name it, but a format of its own: what DeepSpeed writes serves
-only its kernels, and of a model that AutoTP has split it holds the last layer of rank 0 alone.
+name of DeepSpeed's own, because users' configurations name it, but a format of its own: DeepSpeed's files serve only
+its kernels, and of a model split by AutoTP they hold the last layer of rank 0 alone.
 """
 
 from __future__ import annotations

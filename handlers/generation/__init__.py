@@ -1,4 +1,4 @@
-"""What every engine that generates text needs: token ids of prompts, texts of tokens, limits of new tokens.
+"""The common needs of engines that generate text: token ids of prompts, texts of tokens, limits of new tokens.
 
 Imports `chats/`, `checkpoints/`, and of lmi_server the contract. It must not import an engine.
 """

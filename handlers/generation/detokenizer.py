@@ -11,7 +11,7 @@ from typing import Any
 
 from handlers.generation.token_pieces import TokenPieces
 
-_CONTEXT = 8  # prompt tokens that the first output token is decoded with, so that it keeps its leading space
+_CONTEXT = 8  # prompt tokens to decode the first output token with, for its leading space
 _LONGEST_CHARACTER = 16  # tokens; if so many complete no character, the model wrote invalid UTF-8
 
 

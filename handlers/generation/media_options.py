@@ -1,4 +1,4 @@
-"""The options of handlers that fetch what requests name by URL; importable without any engine."""
+"""The options of handlers that fetch the URLs of requests; importable without any engine."""
 
 from __future__ import annotations
 

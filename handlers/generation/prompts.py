@@ -25,7 +25,7 @@ _NICENESS = 10  # of that thread: what runs has the first claim on the cores
 class PromptEncoder:
     """Encodes prompts of any form: token ids, text or messages.
 
-    `image` is what stands for an image in the prompts of a model that reads images; contents may be parts then.
+    `image` stands for an image in the prompts of a model that reads images; contents may be parts then.
     """
 
     def __init__(self, tokenizer: Any, image: str | None = None) -> None:
@@ -109,7 +109,7 @@ class PromptEncoder:
         """Do what `tokenize` does beside the event loop, and without the GIL: `encode` would keep that to the end.
 
         The list of ids takes milliseconds for each 100,000 with the GIL. So it is not made in the thread that gives way
-        to others, and not at all for a prompt that is refused. Raises ContextLengthError as `encode`.
+        to others, and not at all for a refused prompt. Raises ContextLengthError as `encode`.
         """
         run = asyncio.get_running_loop().run_in_executor
         if self._backend is None:

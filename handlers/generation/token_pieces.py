@@ -1,6 +1,6 @@
 """What single tokens add to a text that ends with a whole character, without a call of the tokenizer.
 
-Decoders of byte-level BPE join the bytes of all tokens, those of sentencepiece join texts, in which "▁" is a space.
+Decoders of byte-level BPE join the bytes of all tokens; sentencepiece's join texts, with "▁" for a space.
 Both change the first token of a text only, and bytes that make no character. So every other token has one piece.
 """
 

@@ -2,7 +2,7 @@
 
     python -m handlers.huggingface.kernel_compilation [bf16] [fp32]
 
-numba keeps what it compiles beside the kernels' files, so that every later start on this kind of processor finds it.
+numba keeps compiled code beside the kernels' files: every later start on this kind of processor finds it.
 What is compiled depends on data types and layouts, not on sizes: a small random Llama in each data type needs the same
 kernels as a large one.
 """

@@ -42,7 +42,7 @@ NeuronDtype = Annotated[
 Layout = Literal["BSH", "HSB", "SBH"]
 TensorDtype = Literal["float32", "float16", "bfloat16"]
 
-# Keys that LMI takes for a sign that transformers-neuronx is to load the model.
+# Keys by which LMI chooses transformers-neuronx to load the model.
 _LOADER_OF_TNX = (
     "fuse_qkv",
     "collectives_layout",
@@ -72,7 +72,7 @@ _NEURON_CONFIG = (
     "weight_tiling",
     "mlp_out_weight_transpose",
 )
-# What has no effect on optimum-neuron, which gives its compiler flags of its own.
+# Keys without effect on optimum-neuron, which gives its compiler flags of its own.
 _OF_TNX = (
     *(name for name in _NEURON_CONFIG if name != "fuse_qkv"),
     *("unroll", "load_in_8bit", "quantize", "low_cpu_mem_usage", "load_split_model", "sequence_parallel"),
@@ -357,7 +357,7 @@ class NeuronxOptions(ModelOptions):
             )
 
     def _only_of_tnx(self) -> Iterator[str]:
-        """Yield the keys that, with the values that they have, do nothing for optimum-neuron."""
+        """Yield the keys whose values do nothing for optimum-neuron."""
         yield from _OF_TNX
         if self.rolling_batch_strategy == "naive_rolling_batch":
             yield "rolling_batch_strategy"

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _INPUT, _OUTPUT = "input_formatter", "output_formatter"
 _LMI_BODY = "decoded_payload"  # LMI's documentation gives a body this name and no type
 _WITHOUT_EFFECT = ("prediction_handler", "init_handler")
-# Arguments that LMI gives to an input formatter and that have no counterpart here; they are None.
+# Arguments of LMI's input formatters without a counterpart here; they are None.
 _ABSENT = ("adapter_registry", "model_config", "peft_config", "rolling_batch", "image_placeholder_token")
 
 
@@ -131,7 +131,7 @@ class OwnFormatting(Formatting):
                 request = _with_body(request, _body_of(read))
             else:
                 request = _with_body(request, _check_body(read, "TextInput or a dict"))
-        # What a formatter read becomes a body of the dialect again, so that one parser validates all requests.
+        # The result of a formatter becomes a body of the dialect again, for one parser to validate all requests.
         exchange = dialects.parse(request, served)
         if self._written is None or not is_lmi:
             return exchange

@@ -1,8 +1,8 @@
 """Splits a transformers model over the ranks of a group: each has a share of the heads, the MLP and the vocabulary.
 
-transformers loads the model. Its tensor-parallel plan says which weights are split by columns and which by rows, and
-each rank reads its own part only. The split modules are then replaced by plain ones over the local part, so that the
-fused modules and kernels for one rank work unchanged, and sums go through `Communicator`.
+transformers loads the model. Its tensor-parallel plan says which weights are split by columns or by rows, and each rank
+reads its own part only. The split modules are then replaced by plain ones over the local part, so that the fused
+modules and kernels for one rank work unchanged, and sums go through `Communicator`.
 """
 
 from __future__ import annotations

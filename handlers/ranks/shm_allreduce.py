@@ -4,8 +4,8 @@ Each rank copies its part to a block of its own, publishes the block's number, a
 they come. The number is stored with release order and loaded with acquire order: who sees it also sees the block. Every
 rank adds up in the order of the ranks, so that all get the same bits.
 
-MPI's collectives copy once more, and a rank that waits in them spins without ever yielding its core, which on a machine
-with a core per rank the front end needs.
+MPI's collectives copy once more, and a waiting rank spins without ever yielding its core, although the front end needs
+it on a machine with a core per rank.
 """
 
 from __future__ import annotations

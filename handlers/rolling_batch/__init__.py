@@ -2,7 +2,7 @@
 
 The path of a step:
 
-    schedule/         plain data in, plain data out: which sequences decode, which prompt tokens are computed
+    schedule/         plain data in, plain data out: the sequences that decode, the prompt tokens to compute
     runner/           runs the plan as one flat forward pass of the transformers model
     attention/        attention of that pass over the slots of the KV cache
     cpu/              layers as `cpu_kernels/` computes them

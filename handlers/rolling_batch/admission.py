@@ -20,10 +20,10 @@ _LONGEST_STOP = 1000  # characters; every token's text is searched for every sto
 
 
 class Admission:
-    """Checks requests for a model with `vocabulary` tokens; `end_ids` are those that end a sequence.
+    """Checks requests for a model with `vocabulary` tokens; `end_ids` end a sequence.
 
     `max_len` is the number of tokens that prompt and output may have together. `scores_prompts`: the runner can.
-    `forced_ends` are the tokens of which one has to be the last of an output that is as long as it may be.
+    `forced_ends` are the tokens of which one has to end an output of full length.
     """
 
     forced_ends: Sequence[int] = ()

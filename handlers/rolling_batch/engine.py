@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from handlers.generation.detokenizer import TokenTexts
 from handlers.generation.token_pieces import TokenPieces
 from handlers.rolling_batch.admission import Admission
-from handlers.rolling_batch.device_arrays import unknown_token
 from handlers.rolling_batch.grammars import Grammar
 from handlers.rolling_batch.lora.layers import LoraPair, LoraWeights
 from handlers.rolling_batch.request import Request
 from handlers.rolling_batch.requests.live import LiveRequests
-from handlers.rolling_batch.requests.token_choice import ChosenTokens, choose_tokens
+from handlers.rolling_batch.requests.token_choice import ChosenTokens
+from handlers.rolling_batch.requests.tokens import RequestTokens
 from handlers.rolling_batch.runner.step_runner import StepLogits, StepRunner
-from handlers.rolling_batch.sampling.chosen import NO_TOKEN, Sampled
 from handlers.rolling_batch.sampling.state import SamplingState
 from handlers.rolling_batch.schedule.images import PromptImages
 from handlers.rolling_batch.schedule.plan import Sequence, StepPlan
@@ -31,12 +30,12 @@ from lmi_server.contract.errors import describe, failure_of, is_device_failure
 from lmi_server.contract.generation import SamplingParameters
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A step that was computed, or that a GPU still computes: its tokens are told later. It began at `began`.
+    """A step that is computed, or still runs on a GPU: its tokens are told later. It began at `began`.
 
     `needs_tokens`: the next step can begin only when these tokens are known.
     """
@@ -51,11 +50,11 @@ class Flight:
 class RollingBatchEngine:
     """The engine that a `StepLoop` steps. It is not thread-safe: every call comes from the loop's thread.
 
-    It numbers the requests that it gets. A fault that concerns one request ends that one alone. A fault that concerns a
+    It numbers the requests that it gets. A fault of one request ends it alone. A fault that concerns a
     whole step raises, and `fail_running` ends its requests.
 
     A GPU computes while the host goes on. So the engine may run ahead: it begins a step before it tells the tokens of
-    the one before, which stay on the device. A sequence that has ended meanwhile has a row in that step, whose token is
+    the one before, which stay on the device. A sequence that has ended meanwhile has a row in that step; its token is
     dropped. A grammar, a ban and a draft need the tokens first: while a request has one, no step begins early.
     """
 
@@ -74,6 +73,7 @@ class RollingBatchEngine:
         self._admission = Admission(tokenizer, self.vocabulary, eos_ids, length, runner.scores_prompts)
         self._numbers = itertools.count(1)
         self._live = LiveRequests(scheduler)
+        self._tokens = RequestTokens(self._live)
         self._recorder = StepRecorder(scheduler)
         self._runs_ahead = False
         self._flight: Flight | None = None  # the step whose tokens are told next
@@ -205,28 +205,28 @@ class RollingBatchEngine:
         began = self._clock()
         self._live.masks.begin()
         known = before.chosen.tokens if before is not None and before.chosen.requests else None
-        logits = self._runner.run(plan, self._prompts_to_score(plan), known)
+        logits = self._runner.run(plan, self._tokens.prompts_to_score(plan), known)
         self._scheduler.advance(plan)
-        self._score_prompts(logits)
+        self._tokens.score_prompts(logits)
         for number, error in self._live.masks.finish().items():
             self._live.end_alone(number, error)
-        chosen = self._choose(logits.sampled, logits.logits[: len(logits.sampled)], known)
+        chosen = self._tokens.choose(logits.sampled, logits.logits[: len(logits.sampled)], known)
         needs_tokens = self._live.drafter is not None or any(entry.sampling.needs_tokens for entry in chosen.requests)
         return Flight(plan, logits, chosen, began, needs_tokens)
 
     def _settle(self, flight: Flight) -> None:
         """Emit the deltas of a step's tokens, once they are known."""
         plan = flight.plan
-        count = self._tell(flight.chosen)
+        count = self._tokens.tell(flight.chosen)
         check = Verification(plan, self._scheduler, self._live.drafter, lambda entry: entry.number in self._live)
-        accepted = check.run(flight.logits, self._choose_and_tell)
+        accepted = check.run(flight.logits, self._tokens.choose_and_tell)
         if self._live.drafter is not None and plan.decode and not plan.prefill:
             rows = len(plan.decode) + sum(map(len, plan.drafts.values()))
             self._live.drafter.timed(rows, self._clock() - flight.began)
         self._recorder.end(plan, count + accepted, accepted)
 
     def _plan(self) -> StepPlan:
-        """Return what to compute next, and tell the requests that begin with it."""
+        """Return the next step, and tell the requests that begin with it."""
         drafter = self._live.drafter
         plan = self._scheduler.plan(None if drafter is None else drafter.propose)
         if plan.retraction is not None:
@@ -236,67 +236,6 @@ class RollingBatchEngine:
             if on_begin is not None:
                 on_begin()
         return plan
-
-    # --- prompts ---
-
-    def _prompts_to_score(self, plan: StepPlan) -> set[int]:
-        """Return the numbers of the requests whose prompt tokens of this step get log probabilities."""
-        return {chunk.sequence.number for chunk in plan.prefill if self._live.of(chunk.sequence).scores(chunk)}
-
-    def _score_prompts(self, logits: StepLogits) -> None:
-        for sequence, first, rows in logits.prompt_rows:
-            try:
-                self._live.of(sequence).score_prompt(first, logits.logits[rows])
-            # The border to torch and to tokenizers: the prompt of one request must not end the others.
-            except BaseException as error:
-                if is_device_failure(error):
-                    raise
-                self._live.end_alone(sequence.number, error)
-
-    # --- tokens ---
-
-    def _choose(self, sequences: list[Sequence], logits: Tensor, known: Tensor | None = None) -> ChosenTokens:
-        """Choose the next token of each sequence from its row of logits. The host may know it later."""
-        found = [self._live.get(sequence.number) for sequence in sequences]
-        requests = [request for request in found if request is not None]
-        if len(requests) < len(found):  # what failed above has ended them
-            logits = logits[[row for row, request in enumerate(found) if request is not None]]
-        chosen = choose_tokens(requests, logits, known)
-        for row, request in enumerate(requests):
-            request.sequence.append(unknown_token(row))
-        return chosen
-
-    def _choose_and_tell(self, sequences: list[Sequence], logits: Tensor) -> None:
-        self._tell(self._choose(sequences, logits))
-
-    def _tell(self, chosen: ChosenTokens) -> int:
-        """Emit the delta of each request that has not ended since; return how many tokens there were."""
-        count = 0
-        for request, sampled in zip(chosen.requests, chosen.read(), strict=True):
-            number = request.sequence.number
-            if self._live.get(number) is None:
-                continue
-            count += 1
-            if isinstance(sampled, BaseException):
-                self._live.end_alone(number, sampled, sound=False)  # its token stays unknown
-            elif sampled.token == NO_TOKEN:
-                self._live.forget(request, sound=False)  # nothing of its slot is reused
-                request.emit(request.overflow(chosen.dtype))
-            else:
-                self._accept(request, sampled)
-        return count
-
-    def _accept(self, request: Request, sampled: Sampled) -> None:
-        """Emit the delta of a token; end the request if it is the last one."""
-        try:
-            delta = request.accept(sampled)
-            request.emit(delta)
-            if delta.finish_reason:
-                self._live.forget(request)
-        # A grammar may allow no token that the request's other parameters leave. All else is the border to tokenizers,
-        # which may raise anything: the text of one request must not end the others.
-        except BaseException as error:  # noqa: BLE001
-            self._live.end_alone(request.sequence.number, error, sound=False)
 
     # --- ends ---
 

@@ -50,7 +50,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An engine that is ready to step, its prompt encoder, and what was decided at load."""
+    """An engine ready to step, its prompt encoder, and the decisions at load."""
 
     engine: RollingBatchEngine
     prompts: PromptEncoder
@@ -225,7 +225,7 @@ def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOpti
 
 @contextmanager
 def _refusals(model: Any, refusal: type[ModelLoadError] = RollingBatchError) -> Iterator[None]:
-    """Turn what a model under the rolling batch raises into a `refusal` that names the other ways to serve it."""
+    """Turn the errors of a model under the rolling batch into a `refusal` that names the other ways to serve it."""
     try:
         yield
     except LmiServerError:

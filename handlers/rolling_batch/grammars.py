@@ -49,7 +49,7 @@ class GrammarMasks:
         self._failures = self._thread.submit(_fill, stale) if self._grammars else None
 
     def finish(self) -> Mapping[int, BaseException]:
-        """Wait until the masks are computed; return what the grammars raised that failed."""
+        """Wait until the masks are computed; return the errors of failed grammars."""
         return {} if self._failures is None else self._failures.result()
 
     def stop(self) -> None:

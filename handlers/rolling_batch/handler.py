@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from handlers.checkpoints.chat_template import read_chat_template, with_prompt_beginning
 from handlers.rolling_batch.lora.adapters import LoadedAdapters
-from handlers.step_loop import AddRequest, StepLoop
-from handlers.structured_output.compiler import GrammarCache
+from handlers.step_loop import StepLoop
 from lmi_server.contract.errors import ModelLoadError
-from lmi_server.contract.generation import Delta, Feature, GenerationRequest, StructuredOutputs
+from lmi_server.contract.generation import Delta, Feature, GenerationRequest
 from lmi_server.contract.handler import DeltaReceiver, LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
 from lmi_server.processes import model_imports
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
     from handlers.chats.model import ModelChats
     from handlers.rolling_batch.engine import RollingBatchEngine
     from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel
-    from handlers.rolling_batch.grammars import Grammar
-    from handlers.rolling_batch.images.intake import ImageIntake
     from handlers.rolling_batch.options import RollingBatchOptions
+    from handlers.rolling_batch.request_intake import RequestIntake
 
 # Seven requests sent at once reach the engine within ten milliseconds, but a step of prompts takes thirty or more: a
 # request that misses the first step by a millisecond waits for all of it.
@@ -42,15 +40,14 @@ class SchedulingHandler(LLMHandler):
         self._loop: StepLoop[RollingBatchEngine]
         self._loaded: LoadedEngine
         self._adapters: LoadedAdapters
-        self._grammars: GrammarCache[Any]
-        self._intake: ImageIntake | None
+        self._intake: RequestIntake
 
     @abstractmethod
     def load_engine(self, model_dir: str, options: Any) -> LoadedEngine:
         """Load the model and make its engine, in the thread that will step it. Raises ModelLoadError."""
 
     def window(self, options: Any) -> int:
-        """Return how many waiting requests the scheduler sees beside those that have a place."""
+        """Return how many waiting requests the scheduler sees beside the running ones."""
         return 0
 
     def max_white_space(self, options: Any) -> int | None:
@@ -58,7 +55,7 @@ class SchedulingHandler(LLMHandler):
         return None
 
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
-        """Load the model in the thread that will step it, so that the worker's heartbeat goes on."""
+        """Load the model in the thread that will step it: the worker's heartbeat goes on."""
 
         def build() -> RollingBatchEngine:
             self._loaded = self.load_engine(model_dir, options)
@@ -69,28 +66,16 @@ class SchedulingHandler(LLMHandler):
         self._adapters = LoadedAdapters(self._loop)
         if options.enable_lora:
             await self._adapters.prepare()
-        self._grammars = self._grammar_cache(self.max_white_space(options))
-        self._intake = self._image_intake(options)
+        from handlers.rolling_batch.request_intake import RequestIntake
+
+        self._intake = RequestIntake(self._loaded, self._loop, self._adapters, options, self.max_white_space(options))
         return ModelInfo(
             max_model_len=self._loaded.max_model_len,
-            features=self._features(),
+            features=_FEATURES | self._intake.features,
             sampling_defaults=self._loaded.sampling_defaults,
             details=self._loaded.details,
             window=self.window(options),
         )
-
-    def _image_intake(self, options: Any) -> ImageIntake | None:
-        loaded = self._loaded
-        if loaded.images is None:
-            return None
-        from handlers.rolling_batch.images.intake import ImageIntake
-
-        return ImageIntake(loaded.images, loaded.prompts, self._loop, options, loaded.max_model_len)
-
-    def _features(self) -> frozenset[Feature]:
-        chats: frozenset[Feature] = frozenset() if self._loaded.chats is None else frozenset({"tools"})
-        media: frozenset[Feature] = frozenset() if self._intake is None else frozenset({"media"})
-        return _FEATURES | chats | media
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one request."""
@@ -107,7 +92,7 @@ class SchedulingHandler(LLMHandler):
         if chats is not None and chats.concern(request):
             parsed = chats.prepare(request)
             request, receiver = parsed.request, _ParsedDeltas(parsed.parser.parse, receiver)
-        await self._loop.deliver(lambda: self._prepare(request, begin), receiver)
+        await self._loop.deliver(lambda: self._intake.prepare(request, begin), receiver)
 
     def _deltas(
         self, request: GenerationRequest, begin: Callable[[], None] | None = None
@@ -118,7 +103,7 @@ class SchedulingHandler(LLMHandler):
         return self._generate_chat(request, chats, begin)
 
     def _generate(self, request: GenerationRequest, begin: Callable[[], None] | None) -> AsyncGenerator[Delta, None]:
-        return self._loop.generate(lambda: self._prepare(request, begin))
+        return self._loop.generate(lambda: self._intake.prepare(request, begin))
 
     async def _generate_chat(
         self, request: GenerationRequest, chats: ModelChats, begin: Callable[[], None] | None
@@ -131,46 +116,8 @@ class SchedulingHandler(LLMHandler):
     def note_waiting(self, requests: int) -> None:
         self._loop.engine.note_waiting(requests)
 
-    def _grammar_cache(self, max_white_space: int | None) -> GrammarCache[Any]:
-        from handlers.structured_output.token_grammars import TokenGrammars
-
-        engine = self._loaded.engine
-        tokens = TokenGrammars(self._loaded.prompts.tokenizer, engine.vocabulary, engine.end_ids)
-        return GrammarCache(tokens.compile, max_white_space=max_white_space)
-
-    async def _grammar(self, constraint: StructuredOutputs | None) -> Grammar | None:
-        if constraint is None:
-            return None
-        from handlers.structured_output.token_grammars import GrammarMatch
-
-        return GrammarMatch(await self._grammars.get(constraint))
-
-    async def _prepare(self, request: GenerationRequest, on_begin: Callable[[], None] | None) -> AddRequest:
-        grammar = await self._grammar(request.sampling.structured_outputs)
-        weights = None if request.adapter is None else await self._adapters.weights(request.adapter)
-        images = None
-        if self._intake is not None and self._intake.concerns(request):
-            prompt, text, images = await self._intake.encode(request)
-        else:
-            prompt, text = await self._loaded.prompts.encode(request, self._loaded.max_model_len)
-        engine = self._loop.engine
-        return lambda emit: engine.add(
-            request.request_id,
-            prompt,
-            request.sampling,
-            text,
-            request.priority,
-            emit,
-            weights,
-            on_begin,
-            grammar,
-            images,
-        )
-
     async def tokenize(self, request: GenerationRequest) -> list[int]:
-        if self._intake is not None and self._intake.concerns(request):
-            return await self._intake.count(request)
-        return await self._loaded.prompts.count(request, self._loaded.max_model_len)
+        return await self._intake.count(request)
 
     def tokenizer(self) -> Any:
         return self._loaded.prompts.tokenizer
@@ -189,11 +136,10 @@ class SchedulingHandler(LLMHandler):
         return await self._loaded.prompts.detokenize(tokens)
 
     def stats(self) -> Mapping[str, float]:
-        more = {} if self._intake is None else self._intake.stats()
-        return {**self._loaded.stats(), **more}
+        return {**self._loaded.stats(), **self._intake.stats()}
 
     async def stop(self) -> None:
-        self._grammars.stop()
+        self._intake.stop()
         await self._loop.call(self._loaded.engine.stop)
         await self._loop.stop()
 

@@ -18,7 +18,7 @@ from lmi_server.contract.errors import ModelMemoryError
 logger = logging.getLogger(__name__)
 
 _MIN_SLOT = 16  # tokens
-# Sequences in addition to those that run: finished ones, whose prefix others may reuse. On the CPU a slot takes memory
+# Sequences in addition to running ones: finished ones, whose prefix others may reuse. On the CPU a slot takes memory
 # only for the tokens in it, and pages need no slot when their sequence has finished.
 _KEPT = 64
 

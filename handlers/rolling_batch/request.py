@@ -1,4 +1,4 @@
-"""One request in the engine: what it asks for, what it has generated, and the deltas of that."""
+"""One request in the engine: its parameters, its output so far, and the deltas of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Request:
     """A sequence with what its output needs. `emit` takes its deltas, or the error that ends it.
 
     `label` is what the client calls it, and names it in messages only: others may have the same one. `end_ids` are the
-    tokens that end a sequence of the model, `texts` those of single tokens.
+    tokens that end a sequence of the model, `texts` the texts of single tokens.
     """
 
     label: str
@@ -75,7 +75,7 @@ class Request:
             self.scored_prompt += score(logits[begin - first :], ids, [self.parameters.prompt_logprobs or 0] * len(ids))
 
     def accept(self, sampled: Sampled) -> Delta:
-        """Take the first token that was unknown, and return its delta, which has a finish reason if it is the last one.
+        """Take the first unknown token, and return its delta, with a finish reason if it is the last one.
 
         Raises RequestError if the grammar does not allow the token.
         """

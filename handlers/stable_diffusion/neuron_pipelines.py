@@ -48,7 +48,7 @@ class _Row:
     end: int
 
     def seeds(self, count: int) -> Sequence[int]:
-        """Return `count` seeds; those behind its own images are for images that are thrown away."""
+        """Return `count` seeds; the images behind its own are thrown away."""
         own = self.drawing.seeds[self.first : self.end]
         return [*own, *[own[-1]] * (count - len(own))]
 

@@ -178,7 +178,7 @@ def _load(model_dir: str, options: StableDiffusionOptions, device: str, dtype: t
     if quantization is not None:
         more["quantization_config"] = quantization
     with _enough_memory(model_dir, device):
-        # Weights that are pickled can run code when they load, so that only safetensors are read.
+        # Pickled weights can run code when they load: only safetensors are read.
         pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(  # type: ignore[no-untyped-call]
             model_dir,
             dtype=dtype,
@@ -192,7 +192,7 @@ def _load(model_dir: str, options: StableDiffusionOptions, device: str, dtype: t
 
 @contextmanager
 def _enough_memory(model_dir: str, device: str) -> Iterator[None]:
-    """Turn a lack of memory into a ModelMemoryError that names the keys which help on this device."""
+    """Turn a lack of memory into a ModelMemoryError with the keys that help on this device."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""Turns requests into what a pipeline draws, and refuses what it cannot draw before it takes memory."""
+"""Turns requests into a pipeline's drawings, and refuses impossible ones before they take memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Drawing:
     adapter: str | None = None
 
     def group(self) -> Hashable:
-        """Return a key that is equal for drawings that one run of the pipeline can make."""
+        """Return a key that is equal for drawings of one run of the pipeline."""
         return (self.task, self.size, self.adapter, frozenset(self.texts), frozenset(self.arguments.items()))
 
 

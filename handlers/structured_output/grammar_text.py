@@ -35,11 +35,11 @@ def _json(constraint: StructuredOutputs) -> str:
 
 
 def _json_rule(schema: Mapping[str, Any], style: StructuredOutputs) -> str:
-    """Return the part of a grammar that matches what a schema describes."""
+    """Return the part of a grammar for the contents of a schema."""
     if style.disable_additional_properties:
         schema = _without_additional_properties(schema)
     # Of several alternatives in `oneOf`, an answer that matches one may match another one as well: the grammar cannot
-    # know. Schemas of tagged unions, which pydantic makes, have alternatives that exclude each other.
+    # know. Schemas of tagged unions, as pydantic makes them, have alternatives that exclude each other.
     options = {"coerce_one_of": True, **_white_space(style)}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
@@ -48,7 +48,7 @@ def _white_space(style: StructuredOutputs) -> dict[str, Any]:
     """Return the library's options for white space.
 
     Its own `whitespace_pattern` may match any number of times between two tokens, so that no pattern bounds it. Around
-    a separator a pattern matches once, and elsewhere no white space is what every pattern allows that is let through.
+    a separator a pattern matches once; elsewhere every allowed pattern takes no white space.
     """
     if style.disable_any_whitespace:
         return {"whitespace_flexible": False}
@@ -105,7 +105,7 @@ def _grammar(constraint: StructuredOutputs) -> str:
 
 
 def _structural_tag(constraint: StructuredOutputs) -> str:
-    """Return the grammar of free text in which tags have a content that matches a schema."""
+    """Return the grammar of free text with tags, whose content matches a schema."""
     limits.check_text("structural_tag", constraint.value)
     try:
         described = msgspec.json.decode(constraint.value)

@@ -1,6 +1,6 @@
 """Refuses schemas, patterns and choices that no answer needs and that are slow to compile.
 
-What is left may still be hostile, in ways that its size does not show: `check_process.py` finds out.
+The rest may still be hostile, in ways that its size does not show: `check_process.py` finds out.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class TokenGrammars:
         if backend is not None and self._end_ids:
             try:
                 return LLTokenizer(backend.to_str(), n_vocab=self._size, eos_token=self._end_ids)
-            # The border to the library: it raises what its code makes of a tokenizer that it does not know.
+            # The border to the library: it raises the errors of its code for an unknown tokenizer.
             except Exception as error:  # noqa: BLE001
                 problem = " ".join(str(error).split())[:200]
         elif backend is not None:

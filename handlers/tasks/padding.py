@@ -1,4 +1,4 @@
-"""Padding of texts to the length of a longer one: with which token, and whether it changes what a model generates."""
+"""Padding of texts to the length of a longer one: with which token, and whether it changes the output of a model."""
 
 from __future__ import annotations
 

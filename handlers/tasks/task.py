@@ -126,7 +126,8 @@ def pipeline_failure(error: BaseException) -> LmiServerError:
 
 
 def device_failure(error: BaseException) -> SystemExit | None:
-    """Return what ends this process if the GPU has failed, which nothing in it can use any more; None otherwise."""
+    """Return the error that ends this process if the GPU has failed, because nothing can use it any more; None
+    otherwise."""
     return SystemExit(f"the GPU failed: {first_line(error)}") if is_device_failure(error) else None
 
 

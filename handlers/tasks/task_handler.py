@@ -1,7 +1,7 @@
 """The base of handlers that run tasks of Hugging Face models on dynamic batches.
 
-Requests of a batch with the same parameters run together. If that fails, each runs alone, so that only those fail that
-cannot be served. Torch and transformers are imported when the model loads.
+Requests of a batch with the same parameters run together. If that fails, each runs alone: only impossible ones fail.
+Torch and transformers are imported when the model loads.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _table_reader(pipeline: Any) -> Callable[[Any], Any]:
 
 
 def sound_reader(pipeline: Any) -> Callable[[Any], Any]:
-    """Return what reads the file of a sound, in bytes or base64, at the rate that the model takes."""
+    """Return the reader of a sound's file, in bytes or base64, at the model's rate."""
     try:
         import soundfile  # noqa: F401
         import soxr  # noqa: F401

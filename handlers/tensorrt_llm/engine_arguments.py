@@ -46,7 +46,7 @@ _KV_CACHE_ALGORITHMS = {"fp8": "FP8", "int8": "INT8"}
 
 
 def build(options: TensorRtLlmOptions) -> Mapping[str, Any]:
-    """Return the arguments for the backend of `options`, with those that serving.properties gives undeclared."""
+    """Return the arguments for the backend of `options`, with the undeclared ones of serving.properties."""
     arguments = {
         "model": options.trtllm_checkpoint_path or options.model_id,
         "tensor_parallel_size": _devices(options.tensor_parallel_degree),
@@ -68,7 +68,7 @@ def _devices(degree: int | str) -> int:
 
 
 def _given(options: TensorRtLlmOptions, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of those of `names` that are set."""
+    """Return the values of the `names` that are set."""
     return {name: getattr(options, name) for name in names if name in options.model_fields_set}
 
 

@@ -45,7 +45,7 @@ def passed_on() -> frozenset[str]:
 
 
 def values(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments that `texts` stand for. A text that is JSON is the value that it stands for."""
+    """Return the arguments that `texts` stand for. A text in JSON means its value."""
     return {name.removeprefix(PREFIX): _value(text) for name, text in texts.items()}
 
 

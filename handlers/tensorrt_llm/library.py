@@ -1,7 +1,7 @@
-"""What the handler takes from TensorRT-LLM (1.0 to 1.3), as names and as functions that hide its internal interfaces.
+"""The handler's names of TensorRT-LLM (1.0 to 1.3), and functions that hide its internal interfaces.
 
 Only this module imports the package, so a new version of TensorRT-LLM changes only this one. The package has two
-classes LLM: that of the top level runs models on PyTorch, that of `_tensorrt_engine` runs engines of TensorRT.
+classes LLM: the top level's runs models on PyTorch, `_tensorrt_engine`'s runs engines of TensorRT.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _ALGORITHMS = ("quant_algo", "kv_cache_quant_algo")
-# The classes of nested arguments. Those that are not here are passed on as mappings, which pydantic converts.
+# The classes of nested arguments. All others are passed on as mappings, which pydantic converts.
 _CLASSES = {
     "kv_cache_config": llmapi.KvCacheConfig,
     "scheduler_config": llmapi.SchedulerConfig,

@@ -31,9 +31,9 @@ class Vocabulary(TokenTexts):
 class DeltaBuilder:
     """Builds the deltas of one request.
 
-    TensorRT-LLM yields the same object again and again, with all text and all tokens so far. It cuts a stop sequence
-    off only when it is complete, so that text and tokens of the last step may be shorter than those before it. What
-    may become a stop sequence is held back here until then.
+    TensorRT-LLM yields the same object again and again, with all text and all tokens so far. It cuts off only complete
+    stop sequences, so that text and tokens of the last step may be shorter than before. What may become a stop sequence
+    is held back here until then.
     """
 
     def __init__(

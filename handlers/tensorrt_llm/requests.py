@@ -15,7 +15,7 @@ from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.contract.generation import SamplingParameters, StructuredOutputs
 
 CACHE_SALT = "cache_salt"  # an argument of generate_async, not a sampling parameter
-# What TensorRT-LLM raises for a request that it cannot serve: the client gets the error, and the engine goes on.
+# The errors of TensorRT-LLM for an impossible request: the client gets the error, and the engine goes on.
 CLIENT_ERRORS = (ValueError, TypeError)
 _MIN_BIAS = -1e9  # of tokens that are not allowed; an infinite bias can become NaN in the sampler
 

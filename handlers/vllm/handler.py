@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # What is checked for vLLM's other libraries. The forms of grammars and tags differ between them.
 _BOUNDED = frozenset({"json", "json_object", "regex", "choice"})
-_MAX_LISTED = 2**16  # characters, which take vLLM's library a second of the cores that all requests share
+_MAX_LISTED = 2**16  # characters: vLLM's library takes a second for so many, of cores that all requests share
 
 
 class VllmHandler(LLMHandler):
@@ -62,7 +62,8 @@ class VllmHandler(LLMHandler):
         engine = await asyncio.to_thread(import_engine, "engine.loading")
         loaded: LoadedEngine = await engine.load(model_dir, options)
         self._loaded, self._own_grammars, self._json_style = loaded, loaded.own_grammars, loaded.json_style
-        # vLLM's other libraries know other keywords of JSON schemas than llguidance, which only tries what they cost.
+        # vLLM's other libraries know other keywords of JSON schemas than llguidance, which is only used for a trial of
+        # their costs.
         judges = () if loaded.own_grammars else ("json", "json_object")
         self._grammars = GrammarCache(str, judges, options.max_json_whitespace)
         return loaded.info
@@ -112,7 +113,7 @@ class VllmHandler(LLMHandler):
             return rendered
         sampling = msgspec.structs.replace(rendered.sampling, structured_outputs=request.sampling.structured_outputs)
         special = self._loaded.prompts.tokenizer.all_special_tokens
-        # Free text with tags has no special tokens, so that a model could not write a marker that is one.
+        # Free text with tags has no special tokens: a model could not write a marker that is one.
         if sampling.structured_outputs is None and not any(token in added.value for token in special):
             with contextlib.suppress(RequestError):
                 sampling = await self._constrain(rendered.sampling)

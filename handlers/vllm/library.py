@@ -97,7 +97,7 @@ def version() -> str:
 
 
 def inspect_models_in_this_process() -> None:
-    """Have vLLM look at the class of a model in this process. The process that it starts for that imports all of vLLM.
+    """Have vLLM look at the class of a model in this process. The process for that imports all of vLLM.
 
     A process of its own keeps CUDA from being initialized in this one; a machine without a GPU needs none. vLLM stores
     what it saw below VLLM_CACHE_ROOT, but in a new container nothing is stored yet.

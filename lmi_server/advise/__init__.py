@@ -1,1 +1,1 @@
-"""The advice of `lmi-server advise`: what a live server's metrics and log show, and the rules that read it."""
+"""The advice of `lmi-server advise`: a live server's metrics and log, and the rules on them."""

@@ -66,7 +66,7 @@ OPTIONS: Mapping[str, OptionNames] = {
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What was seen, what to do about it, and who says so."""
+    """What was seen, what to do about it, and its source."""
 
     finding: str
     remedy: str
@@ -208,5 +208,5 @@ def _share(samples: Sequence[LoadSample], holds: Callable[[LoadSample], bool]) -
 
 
 def _usage(sample: LoadSample) -> float:
-    """Return how full the KV cache was; full if that is not known, so that nothing follows from it."""
+    """Return how full the KV cache was; full if unknown, so that nothing follows from it."""
     return 1.0 if sample.usage is None else sample.usage

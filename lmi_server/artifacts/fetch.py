@@ -156,7 +156,7 @@ async def list_folders(url: str, settings: ArtifactSettings) -> frozenset[str]:
 
 
 def only_archive(directory: Path) -> Path | None:
-    """Return the archive that is all that a directory holds, and that is the model then; None if there is none.
+    """Return the archive if a directory holds nothing else: it is the model then; None if there is none.
 
     Raises OSError.
     """

@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 async def in_own_thread(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
 ) -> _Result:
-    """Return what `function` returns, or raise what it raises."""
+    """Return the result of `function`, or raise its exception."""
     thread = ThreadPoolExecutor(1, getattr(function, "__name__", "own-thread"))  # a partial has no name
     try:
         call = functools.partial(function, *arguments, **keywords)

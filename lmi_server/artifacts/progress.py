@@ -97,7 +97,7 @@ class TerminalProgress:
 
 @contextmanager
 def show_progress(model_name: str, stream: TextIO) -> Iterator[OnProgress]:
-    """Yield a callback that shows progress on `stream` if that is a terminal, else in the log."""
+    """Yield a callback for progress: bars if `stream` is a terminal, else log lines."""
     if not stream.isatty():
         yield LogProgress(model_name)
         return

@@ -157,7 +157,7 @@ _QUIET = ("--no-input", "--disable-pip-version-check", "--no-color", "--progress
 
 
 def _missing(report: Path) -> list[str]:
-    """Return the URL of each package that pip would install, with the hash that it saw.
+    """Return the URL of each package that pip would install, with its hash.
 
     Names and versions would let the second run of pip resolve to other files than the first.
     """

@@ -5,9 +5,9 @@
     <root>/<kind>/<digest>.partial/      the same while it is being filled; used again only after a check
     <root>/<kind>/<digest>.lock          locked by the server that fills it
 
-A server that is killed leaves a `.partial` behind, which the next one checks and completes. The lock is a kernel lock
-(flock): it ends when the last process ends that has its descriptor, and children that write here inherit the
-descriptor. So a server never starts to fill an entry that a child of a killed server still writes to.
+A killed server leaves a `.partial` behind; the next one checks and completes it. The lock is a kernel lock (flock): it
+ends with the last process that has its descriptor, and children that write here inherit the descriptor. So a server
+never starts to fill an entry that a child of a killed server still writes to.
 """
 
 from __future__ import annotations

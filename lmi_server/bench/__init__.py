@@ -1,4 +1,4 @@
-"""The load generator of `lmi-server bench`: what is asked, when it is asked, the client, and what was measured.
+"""The load generator of `lmi-server bench`: the requests, their times, the client, and the results.
 
 It runs against any server, so nothing here depends on how this one works.
 """

@@ -84,7 +84,8 @@ class Measured:
 
 
 def server_figures(seen: Sequence[Observation]) -> dict[str, Any]:
-    """Return the figures of a run: what its server reported, and what its processes used; without what is not known."""
+    """Return the figures of a run: the reports of its server, and the use of its processes; without what is not
+    known."""
     before, after = seen[0], seen[-1]
     figures: dict[str, float | None] = {
         "cache_hit": server_metrics.cache_hit(before.reading, after.reading),

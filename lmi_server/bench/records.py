@@ -1,4 +1,4 @@
-"""What is measured of each request, and what follows from all of them."""
+"""The measurements of each request, and the figures over all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 class Record:
     """One request, with times in seconds of one monotonic clock. Latencies count from `due`, when it was to be sent.
 
-    So a request that is sent late counts as slow, and not as one that came later (coordinated omission).
+    So a request that is sent late counts as slow, not as a later one (coordinated omission).
     """
 
     due: float
@@ -79,8 +79,8 @@ def distribution(values: Iterable[float]) -> dict[str, float]:
 def summary(records: Sequence[Record], limits: Mapping[str, float]) -> dict[str, Any]:
     """Return the figures of one run: counts, rates per second, latencies in milliseconds.
 
-    The run lasts from the first request that was due to the last answer. Latencies are those of requests that
-    succeeded; `goodput` is the rate of those within `limits`, which are in seconds.
+    The run lasts from the first request that was due to the last answer. Latencies count successful requests only;
+    `goodput` is the rate of requests within `limits` (in seconds).
     """
     good = [record for record in records if record.is_good]
     start = min((record.due for record in records), default=0.0)

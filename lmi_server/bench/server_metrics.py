@@ -1,4 +1,4 @@
-"""What a server says of itself on /metrics, in Prometheus' text format, under the names of the servers that are known.
+"""The figures of a server on /metrics, in Prometheus' text format, under the names of known servers.
 
 These are this server's own names and those of vLLM (docs.vllm.ai, "Production Metrics"), SGLang (docs.sglang.io,
 "Production Metrics") and text-generation-inference ("Metrics").
@@ -84,7 +84,7 @@ def read(text: str) -> Reading:
     """Return the values in a text of /metrics.
 
     Of this server's text, vLLM's names count only where vLLM reports them: elsewhere they repeat values that this
-    server has under its own names, and their waiting requests include those of the job queue.
+    server has under its own names, and count requests in the job queue as waiting.
     """
     samples: dict[str, list[float]] = defaultdict(list)
     is_own = is_lmi_server(text)

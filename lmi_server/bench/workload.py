@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user says later in a chat, and the most that is generated for it."""
+    """The later turns of a user in a chat, and the longest answer to each."""
 
     text: str
     output_tokens: int | None = None

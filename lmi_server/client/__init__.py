@@ -1,1 +1,1 @@
-"""A server as the commands and the measurements see it: calls to one that runs, and one that is started for a while."""
+"""A server as the commands and the measurements see it: calls to a running one, and one started for a while."""

@@ -153,7 +153,7 @@ def _check_directory(source: ModelSource, environment: Mapping[str, str]) -> Non
 
 
 def _raise_problems(found: Inspection) -> None:
-    """Raise what `check` would say, without the time that a load takes to come upon it."""
+    """Raise the errors of `check`, without the time that a load takes to come upon them."""
     problems = (*found.problems, *found.unavailable) or file_problems(found)
     if problems:
         raise ConfigurationError("\n".join(problems))
@@ -180,7 +180,7 @@ def explain(
     ] = False,
     with_defaults: Annotated[bool, typer.Option("--all", help="Show the keys that have their defaults too.")] = False,
 ) -> None:
-    """Show the handler, the value and the source of every key that is set, and what follows; loads no model."""
+    """Show the handler, the value and the source of every key that is set, and the consequences; loads no model."""
     explanation = _explain(model)
     if as_json:
         typer.echo(json.dumps(explanation.as_json_values(), indent=2, default=sorted))

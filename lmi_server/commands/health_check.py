@@ -1,6 +1,6 @@
 """The health check of the container images: `python -m lmi_server.commands.health_check` ends with 0 if /ping answers.
 
-It asks the address that the settings name, by TLS or at a Unix socket if that is so. `serve` reads the same settings.
+It asks the address of the settings, by TLS or at a Unix socket if they say so. `serve` reads the same settings.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from lmi_server.serving.models.model_store import ModelSource, is_spec, named_so
 def local_model(argument: str, environment: Mapping[str, str]) -> ModelSource:
     """Return the model that `argument` names, with a local directory as its URL.
 
-    `argument` is what `lmi-server serve` takes. What is not on this machine is fetched into the caches of a server, so
-    that the server finds it there. Raises ConfigurationError.
+    `argument` is what `lmi-server serve` takes. Files that are not on this machine are fetched into the caches of a
+    server, for the server to find. Raises ConfigurationError.
     """
     source = named_source(argument)
     if not is_spec(argument) and not Path(source.url).is_file() and not names_model_file(source.url):

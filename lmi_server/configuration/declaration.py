@@ -166,9 +166,9 @@ class Options(BaseModel):
 
 
 class FeatureSettings(Options):
-    """Base of the settings that an optional feature adds to those of the server.
+    """Base of the settings that an optional feature adds to the server's.
 
-    `after` is the setting behind which they stand in documents. `secrets` are those that hold keys or passwords.
+    `after` is the setting behind which they stand in documents. `secrets` hold keys or passwords.
     """
 
     after: ClassVar[str]

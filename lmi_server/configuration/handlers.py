@@ -15,7 +15,7 @@ from typing import Literal, cast
 from lmi_server.configuration.model_directory.checkpoint import is_causal_lm
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.configuration.tasks import POOLING, TEXT_EMBEDDING, Workload
-from lmi_server.features import load as load  # for those who load what a table names
+from lmi_server.features import load as load  # for code that loads an entry of a table
 from lmi_server.machine.devices import NVIDIA, Accelerator
 from lmi_server.machine.inventory import Machine
 
@@ -54,7 +54,7 @@ class HandlerSpec:
       whether the engine generates text with one of them; None if it takes over no model from another handler.
 
     What it needs and serves:
-    - `description`: "module:Class" of its `EngineDescription`, if its engine differs from what that class says.
+    - `description`: "module:Class" of its `EngineDescription`, if the base class does not fit.
     - `engines`: Python packages that must be installed.
     - `alternatives`: packages that the options may ask for in place of these (`EngineDescription.packages`).
     - `distribution`: the package that option.engine_version is a version of, as an index has it.
@@ -66,7 +66,7 @@ class HandlerSpec:
     - `reads_gguf`: the checkpoint may be a file in GGUF.
     - `weights_index`: the file that the directory of the weights must hold, if it is no Hugging Face checkpoint.
     - `causal_lm_only`: it serves causal language models and no other architecture but `image_models`.
-    - `image_models`: architectures that read images beside text, and that it serves like causal language models.
+    - `image_models`: architectures that read images beside text, served like causal language models.
     - `answers_tasks`: a request is a whole task of a Hugging Face model, answered in a static batch.
     - `degree_without_gpus`: what option.tensor_parallel_degree counts where no GPU is visible and mpirun starts no
       ranks: the devices of another kind, nothing, or processes that share the CPU.
@@ -122,7 +122,7 @@ class HandlerSpec:
         return self.handler is not None and not self.takes_batches
 
     def devices(self, machine: Machine) -> tuple[Accelerator, tuple[str, ...]]:
-        """Return the devices of `machine` that its workers share, and what they are.
+        """Return the devices of `machine` that its workers share, and their kind.
 
         Code of users gets those of the machine, whatever they are; a handler without `device` knows GPUs alone.
         """

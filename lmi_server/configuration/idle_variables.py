@@ -30,7 +30,7 @@ _WITHOUT_EFFECT = {
     "DJL_LEADER_ADDR": _ONE_MACHINE,
     "DJL_WORKER_ADDR_FORMAT": _ONE_MACHINE,
 }
-# Read in other places than as a key: what a model is, what it may hold, and what its workers may use.
+# Read in other places than as a key: the kind of model, its contents, and the limits of its workers.
 _ELSEWHERE = (
     *("SAGEMAKER_MULTI_MODEL", "SAGEMAKER_PROGRAM", "SAGEMAKER_REGION", "SAGEMAKER_SAFE_PORT_RANGE"),
     *("SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"),

@@ -62,7 +62,7 @@ class Source:
 
     @property
     def is_true(self) -> bool:
-        """Whether the text is what pydantic takes for true, for keys that are read before they are validated."""
+        """Whether pydantic takes the text for true, for keys that are read before they are validated."""
         return self.raw.lower() in ("true", "1", "yes", "on", "t", "y")
 
     def describe(self, key: str) -> str:
@@ -113,7 +113,7 @@ def merge(layers: Sequence[Given]) -> Given:
 
 
 def without_none(given: Given, declared: Sequence[Option]) -> Given:
-    """Leave out options with the value None that have no default, by which LMI's documents say that nothing is set.
+    """Leave out options with the value None and no default: by LMI's documents they are not set.
 
     It also takes back the value of a lower layer, so that layers are merged first.
     """
@@ -171,7 +171,7 @@ def _bad_value(option: Option, sources: Given) -> str:
 
 
 def unknown_key_warning(key: str, source: Source, known: Sequence[str], fate: str = "it is ignored") -> str:
-    """Return the warning on an undeclared key, which names the `known` key that is most like it."""
+    """Return the warning on an undeclared key, with the most similar `known` key."""
     nearest = nearest_key(key, known)
     advice = f"; did you mean {nearest}?" if nearest else ""
     return f"{source.place}: unknown key {key}, {fate}{advice}"
@@ -194,7 +194,7 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
 
 
 def value_advice(source: Source, allowed: str) -> str:
-    """Return what to say behind the allowed values, for a wrong value that is near one, or has a comment behind it."""
+    """Return the hint behind the allowed values, for a wrong value that is near one, or has a comment behind it."""
     value = _COMMENT.sub("", source.raw)
     if value != source.raw:
         return "; a comment needs a line of its own"

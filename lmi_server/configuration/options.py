@@ -419,7 +419,7 @@ class ModelOptions(Options):
     _passed_through: Mapping[str, str] = PrivateAttr(default_factory=lambda: MappingProxyType({}))
 
     def dump(self) -> dict[str, Any]:
-        """Return the values that are not defaults, by field name and in types that JSON knows, for `restore`."""
+        """Return the values that are not defaults, by field name and in JSON's types, for `restore`."""
         # exclude_unset: in the worker, too, `model_fields_set` must say which values are not defaults.
         return self.model_dump(mode="json", exclude_unset=True)
 
@@ -548,11 +548,11 @@ class ModelOptions(Options):
         yield from ()
 
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
-        """Yield combinations that are allowed, but in which a key has no effect."""
+        """Yield combinations that are allowed, but make a key useless."""
         yield from ()
 
     def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
-        """Yield what the configuration lacks, and the keys, without "option.", that have no effect without it."""
+        """Yield what the configuration lacks, and the keys, without "option.", that are useless without it."""
         yield from ()
 
     @property

@@ -304,7 +304,7 @@ class ServerSettings(Options):
     )
 
     def part(self, kind: type[_FeatureSettings]) -> _FeatureSettings:
-        """Return these settings as those of a feature, which they include while its entry is in the table."""
+        """Return these settings as a feature's, which they include while its entry is in the table."""
         assert isinstance(self, kind)
         return self
 
@@ -368,7 +368,7 @@ def resolve_server(
 ) -> tuple[ServerSettings, tuple[str, ...]]:
     """Return settings and warnings: the command line wins over `SERVING_*`, `config_file` and defaults, in this order.
 
-    `command_line` holds values by field name, None for those that are not given. Raises ConfigurationError with all
+    `command_line` holds values by field name, None if not given. Raises ConfigurationError with all
     problems, one per line.
     """
     declared = ServerSettings.declared()

@@ -45,7 +45,7 @@ class HandlerProgress(Protocol):
 class BatchProgress:
     """The page. `begun` is the number of batches that the handler has got.
 
-    Times are those of time.monotonic(), which is one clock for all processes of a machine. The worker calls `begin` and
+    Times are time.monotonic(), one clock for all processes of a machine. The worker calls `begin` and
     `end`; the pool calls the rest.
     """
 

@@ -170,7 +170,7 @@ class ServingError(LmiServerError):
 
 
 class NoRoomError(ServingError):
-    """Bodies of requests, or answers that wait for their clients, take all the memory that they may take together."""
+    """Bodies of requests, or answers that wait for their clients, take all the memory allowed to them together."""
 
     retry_after = 1
 
@@ -252,7 +252,7 @@ def first_line(error: BaseException) -> str:
 
 
 def exit_message(error: BaseException) -> str:
-    """Return what a request, or a load, reports that ended because the handler raised one of `EXITS`."""
+    """Return the report of a request, or a load, that ended because the handler raised one of `EXITS`."""
     return f"The handler ended its process: {type(error).__name__}({message_of(error)})"
 
 

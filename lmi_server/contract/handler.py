@@ -1,7 +1,7 @@
 """The contract between a worker and the handlers.
 
-An engine that generates text has an `LLMHandler`. Anything else is a `RequestHandler`, which takes batches one after
-the other, or an `AsyncRequestHandler`, which takes requests concurrently.
+An engine that generates text has an `LLMHandler`. Anything else is a `RequestHandler` (one batch after the other) or an
+`AsyncRequestHandler` (requests concurrently).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_ADAPTERS = (
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a handler reports about the model that it loaded.
+    """A handler's report about the model that it loaded.
 
     `max_model_len` counts the tokens of prompt and output. `sampling_defaults` are values of SamplingParameters by
     name, for the fields that an OpenAI request leaves out. `window` is the number of waiting requests that the
@@ -82,7 +82,7 @@ class LLMHandler(ABC):
         """
 
     def generate_ahead(self, request: GenerationRequest, on_begin: Callable[[], None]) -> AsyncGenerator[Delta, None]:
-        """Do what `generate` does for a request that has no place yet; `on_begin` is called once it has one.
+        """Do the same as `generate` for a request that has no place yet; `on_begin` is called once it has one.
 
         Only a handler whose `ModelInfo.window` is not 0 gets such requests.
         """
@@ -237,7 +237,7 @@ class AsyncRequestHandler(ABC):
     """Serves anything but text generation, up to option.max_rolling_batch_size requests concurrently.
 
     Every method runs on an event loop in the main thread of the process. The worker sets `note_progress` before
-    `start`: a handler calls it, on that loop, when it goes on with a request that has no stream yet. Without progress
+    `start`: a handler calls it, on that loop, when it goes on with a request without a stream. Without progress
     for option.predict_timeout a request fails.
     """
 

@@ -1,8 +1,8 @@
 """The link between the front end and one worker: messages of `lmi_server.contract.protocol` over a Unix socket.
 
 On the wire a message is a 4-byte big-endian length and that many bytes of msgpack. End of file means that the other
-side is dead: the kernel closes the socket of a process that ends, however it ends, so that no timeout is needed. A
-process that the worker leaves behind may hold its end open, so that the front end also looks at the process itself.
+side is dead: the kernel closes the socket of a process that ends, however it ends: no timeout is needed. A process that
+the worker leaves behind may hold its end open; the front end also looks at the process itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ M = TypeVar("M")
 def frame(message: Message) -> tuple[bytes, bytes]:
     """Return the length prefix and the payload of `message`, with escapes in place of lone surrogates.
 
-    Raises what msgspec raises for values that it does not know, and OverflowError over 4 GiB.
+    Raises msgspec's errors for values that it does not know, and OverflowError over 4 GiB.
     """
     try:
         payload = _encode(message)

@@ -186,7 +186,7 @@ Command = AddAdapter | RemoveAdapter | GetMetrics
 class Control(Message, frozen=True):
     """A command for the model itself. The worker answers with one Reply or Error under the same id.
 
-    The ids are negative, so that they never meet those of requests.
+    The ids are negative, unlike those of requests.
     """
 
     id: int
@@ -194,7 +194,7 @@ class Control(Message, frozen=True):
 
 
 class SetLogLevel(Message, frozen=True):
-    """Set a log level of the worker, a name of Python's logging: that of `logger`, "" for all that have none.
+    """Set a log level of the worker, a name of Python's logging: the level of `logger`, "" for all others.
 
     There is no answer.
     """
@@ -214,7 +214,7 @@ class Ready(Message, frozen=True):
 
     `max_model_len` is in tokens, 0 if the model does not generate text; `details` go into the log. `batch_size` is the
     number of requests that the handler gets at once, one batch after the other; None if it serves them concurrently.
-    `window` is the number of waiting requests that a concurrent handler gets ahead, beside those that have a place.
+    `window` is the number of waiting requests that a concurrent handler gets ahead, beside its running ones.
     """
 
     max_model_len: int
@@ -231,12 +231,11 @@ class Failed(Message, frozen=True):
 
 
 class Summary(msgspec.Struct, array_like=True, frozen=True):
-    """What generating the text of one answer took, which only its worker knows.
+    """The cost of generating the text of one answer, which only its worker knows.
 
     Times are in seconds from the moment at which the worker got the request: `prefill_s` to its first token,
     `generate_s` to its last one. `decode_s` is the time from the first to the last token, summed over all `sequences`.
-    If an engine returned the whole output at once, `prefill_s` is None. `finish_reason` is that of the sequence that
-    ended last.
+    If an engine returned the whole output at once, `prefill_s` is None. `finish_reason` is the last sequence's.
     """
 
     finish_reason: str
@@ -269,7 +268,7 @@ class Chunk(Message, frozen=True):
 class End(Message, frozen=True):
     """The streamed answer is complete.
 
-    `status` is 200, or that of the error that its last bytes report, and `message` is the text of that error. An answer
+    `status` is 200, or the one of the error in its last bytes; `message` is the text of that error. An answer
     whose text was generated here has a `summary`.
     """
 
@@ -349,7 +348,7 @@ class Stats(Message, frozen=True):
 
 
 class Leaving(Message, frozen=True):
-    """The worker takes no more requests: it gives back what arrives, finishes what it holds, and closes the link.
+    """The worker takes no more requests: it gives back new requests, finishes the others, and closes the link.
 
     The front end answers with Shutdown, behind the last request that it sent; only then may the link be closed.
     Only workers that others than the front end may end send it: the replicas of a cluster.

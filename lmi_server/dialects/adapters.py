@@ -33,8 +33,8 @@ def requested_adapter(request: Input, body: Mapping[str, Any], served: ServedMod
     """Return the adapter that header, query, body or custom attribute name, in this order; None if none does.
 
     `body` is the body of `request`, read as JSON; {} if it is no JSON object. An empty name asks for the model without
-    adapter, so that a header can override what the body says. The adapter need not be registered. Raises RequestError
-    if a field of the body does not hold one name.
+    adapter: so a header can override the body. The adapter need not be registered. Raises RequestError if a field of
+    the body does not hold one name.
     """
     headers = request.properties
     for name in (headers.get(ADAPTER_HEADER), _in_query(request)):
@@ -82,7 +82,7 @@ class _AnyOther(Collection[str]):
 
 
 def naming_adapter(request: Input, served_names: Sequence[str]) -> Input:
-    """Return the request to a model that loads adapters on demand, with the adapter that it asks for in the header.
+    """Return the request to a model that loads adapters on demand, with its adapter in the header.
 
     What the body names as model, and is no name of the model, is an adapter. If the body cannot be read, the request is
     returned as it is, for the worker to refuse.

@@ -1,4 +1,5 @@
-"""The interfaces between the dialects and the worker: `Exchange`, which parsing returns, and what parsing may know."""
+"""The interfaces between the dialects and the worker: `Exchange`, the result of parsing, and the knowledge that parsing
+may use."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def not_allowed(name: str, value: Any, remedy: str) -> RequestError:
 
 
 def unsupported(name: str, feature: Feature | None = None) -> RequestError:
-    """Return the error about a field that needs a feature which the model's handler lacks."""
+    """Return the error about a field whose feature the model's handler lacks."""
     parser = " and option.reasoning_parser" if feature == "reasoning" else ""
     return RequestError(
         f"{name} is not supported by the handler that serves this model; leave it out, or serve the model with"

@@ -89,8 +89,8 @@ class OptionalDialect:
 
     `model_lists` are by the header of requests for /v1/models that asks for them; everything else is by route.
     `summaries` say what a route does, for the OpenAPI document; `bodies` are the fields of requests, their type, or
-    their schema, and `body_types` the content types of those that are not JSON. Answers repeat the id of the
-    request in the header of `id_headers`.
+    their schema, and `body_types` the content types of other bodies than JSON. Answers repeat the id of the request in
+    the header of `id_headers`.
 
     `model_fields` is the field of the body that names the model, `chats` the one with a conversation. `streams` are the
     routes whose answers always are streams. `errors_below` are by the first part of a path.

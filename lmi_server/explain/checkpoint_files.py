@@ -28,7 +28,7 @@ _END_BYTES = 1 << 16
 
 
 def file_faults(directory: Path, needs_tokenizer: bool) -> Iterator[str]:
-    """Yield a line for each file of the checkpoint in `directory` that is missing or cannot be what it should be."""
+    """Yield a line for each file of the checkpoint in `directory` that is missing or damaged."""
     yield from _pointers(directory)
     yield from _cut_json(directory)
     weights = sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern)})
@@ -45,7 +45,7 @@ def file_faults(directory: Path, needs_tokenizer: bool) -> Iterator[str]:
 
 
 def pipeline_faults(index: Path) -> Iterator[str]:
-    """Yield a line for each part of a pipeline of diffusers that is missing or cannot be what it should be.
+    """Yield a line for each part of a pipeline of diffusers that is missing or damaged.
 
     `index` is its model_index.json, which names the parts, each in a directory of its own.
     """

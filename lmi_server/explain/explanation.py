@@ -59,7 +59,7 @@ class ExplainedOption:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All that `lmi-server explain` reports of one model, in values that JSON knows.
+    """The report of `lmi-server explain` on one model, in JSON's types.
 
     `environment` has the packages of an engine of the model's own; it is empty if the engine is the server's.
     `problems` are wrong values, `unavailable` is what cannot be served here, `files` what is wrong with files.
@@ -263,7 +263,7 @@ def _memory_warnings(found: Inspection) -> Sequence[str]:
 
 
 def _absent(found: Inspection) -> tuple[Sequence[str], Sequence[str]]:
-    """Return errors, one for each package that the handler needs and that is not installed, and warnings.
+    """Return errors, one for each missing package of the handler, and warnings.
 
     A package that the model's requirements.txt may bring is only worth a warning.
     """

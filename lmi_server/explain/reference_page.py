@@ -165,7 +165,7 @@ def _sentence(mark: Mark, option: Option) -> str:
 
 
 def _limit(mark: Unavailable, option: Option) -> str:
-    """Return which values are not served and by whom; values that choose another handler are served by that one."""
+    """Return which values are not served and by whom; values that choose another handler are served by it."""
     refused = [value for value in option.choices if mark.applies(value)]
     chooses = option.key == _ROLLING_BATCH and mark in _marks(ModelOptions, option.key)
     left = [value for value in refused if not (chooses and _is_served(option.key, value))]
@@ -194,7 +194,7 @@ def _refuses(spec: HandlerSpec, key: str, value: Any) -> bool:
 def _divide_by_limit(mark: Unavailable, key: str) -> tuple[Sequence[str], Sequence[str]]:
     """Return which handlers share a limit of the keys of every handler, and which lift it.
 
-    A limit that one handler declares itself stands in the section of that one: none lifts it.
+    A limit that one handler declares itself stands in its own section: none lifts it.
     """
     specs = (*HANDLERS.specs, HANDLERS.user_code)
     limited = [spec.title for spec in specs if mark in _marks(load_options_type(spec), key)]

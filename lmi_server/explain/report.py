@@ -20,7 +20,7 @@ _WIDEST_KEY = 36  # longer keys push their values to the right
 
 
 def print_explanation(explanation: Explanation, console: Console, with_defaults: bool) -> None:
-    """Print first what decides: model, handler and why, the values that some layer sets, and what is wrong."""
+    """Print first what decides: model, handler and reason, the values that some layer sets, and the problems."""
     for style, line in _lines(explanation, console.width, with_defaults):
         console.print(Text(line, style=style), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""What tells a file from what it was before, without reading it."""
+"""The identity of a file's contents, without reading it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the vendors' own tools say of the devices of this machine: nvidia-smi, amd-smi, rocm-smi, neuron-ls, hl-smi.
 
-The parsers are pure. Text that is not what a tool prints if all is well gives no devices: a tool is installed on many
+The parsers are pure. Text in an unknown form gives no devices: a tool is installed on many
 machines without a device or a driver, and then writes an error to its output.
 """
 
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuLoad:
-    """The mean share of time in which the GPUs work, and the bytes that are in use on all of them."""
+    """The mean share of time in which the GPUs work, and the bytes in use on all of them."""
 
     load: float
     memory_bytes: int

@@ -129,7 +129,7 @@ def remove_variables(names: Iterable[str]) -> None:
 
 
 def add_flags(name: str, flags: Sequence[str]) -> None:
-    """Append to variable `name` the flags that it does not have yet, for libraries that read it later."""
+    """Append missing flags to variable `name`, for libraries that read it later."""
     present = os.environ.get(name, "").split(" ")
     joined = " ".join((*present, *(flag for flag in flags if flag not in present))).strip()
     if joined:
@@ -197,7 +197,7 @@ def sagemaker_overrides(environment: Mapping[str, str]) -> list[Variable]:
 
 
 def model_variables(environment: Mapping[str, str]) -> list[Variable]:
-    """Return `OPTION_*` and `ARGS_*`, which stand for keys that serving.properties does not set."""
+    """Return `OPTION_*` and `ARGS_*`: keys that serving.properties does not set."""
     found = []
     for name in sorted(environment):
         for value in _values_of(environment, name):
@@ -309,7 +309,7 @@ def _lower_capitals(name: str) -> str:
 
 
 def take_rank(directory: str) -> Rank:
-    """Return the rank of this process from mpirun's variables, and set those that torch.distributed reads.
+    """Return the rank of this process from mpirun's variables, and set torch.distributed's.
 
     `directory` is that of the group. Raises RuntimeError if mpirun has set none of its variables.
     """

@@ -29,7 +29,7 @@ class Machine:
 
     `gpus` are NVIDIA's, or AMD's if `gpu_accelerator` says so. `neuron_cores` is empty if there are Neuron devices, but
     no neuron-ls that says how many cores they have. `cores` is the number of cores that a process may use at once,
-    under a container's quota and OMP_NUM_THREADS; `seen_cores` is the number that libraries find, which know nothing of
+    under a container's quota and OMP_NUM_THREADS; `seen_cores` is the number found by libraries, which know nothing of
     quotas (0: not known). `omp_threads` is OMP_NUM_THREADS. `cpu_workers` is LMI's number of workers that share the
     cores under load: cores / OMP_NUM_THREADS, or 2 if that is not set.
     """
@@ -67,7 +67,7 @@ class Machine:
 
 
 def this_machine(environment: Mapping[str, str], engines: Iterable[str] = ()) -> Machine:
-    """Return what this machine has, under the limits that the variables set; the memory of GPUs is not measured.
+    """Return the resources of this machine, under the limits of the variables; the memory of GPUs is not measured.
 
     `engines` are the Python packages to look for.
     """
@@ -114,7 +114,7 @@ def _neuron_cores(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def _shown(devices: tuple[Gpu, ...], listed: str | None) -> tuple[Gpu, ...]:
-    """Return those of the devices that a variable lists; all of them if it is not set."""
+    """Return the devices that a variable lists; all of them if it is not set."""
     named = {device.name: device for device in devices}
     return devices if listed is None else tuple(named[name] for name in _names(listed) if name in named)
 

@@ -48,7 +48,7 @@ def free_and_total(root: Path = _ROOT) -> tuple[int, int]:
 def oom_kills(root: Path = _ROOT) -> int:
     """Return how many processes the kernel has killed because memory ran out; 0 if that is unknown.
 
-    They are those of the control group of this process, or without one those of the machine.
+    They are the limits of the control group of this process, or without one the machine's.
     """
     with contextlib.suppress(OSError):  # no file descriptor is free
         return _oom_kills(root)

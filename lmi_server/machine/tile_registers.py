@@ -1,4 +1,4 @@
-"""The tile registers of AMX, which Linux gives only to programs that ask."""
+"""The tile registers of AMX; Linux gives them only to programs that ask."""
 
 from __future__ import annotations
 

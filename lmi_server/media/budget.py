@@ -51,5 +51,5 @@ def media_of_request() -> Iterator[None]:
 
 
 def current_budget() -> MediaBudget:
-    """Return the limit for the request that is read; a new one if nothing says which request that is."""
+    """Return the limit for the request that is read; a new one if the request is unknown."""
     return _current.get() or MediaBudget()

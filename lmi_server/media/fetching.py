@@ -162,7 +162,7 @@ class _Https(HTTPSHandler):
 
 
 def _connection_factory(kind: type[HTTPConnection], connect: _Connect) -> Callable[..., HTTPConnection]:
-    """Return what makes connections of a kind that connect with `connect`."""
+    """Return a factory of connections that connect with `connect`."""
 
     def make(*arguments: Any, **keywords: Any) -> HTTPConnection:
         connection = kind(*arguments, **keywords)

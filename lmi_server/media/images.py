@@ -22,7 +22,7 @@ _TILE_TAGS = (322, 323)  # width and height of the tiles of a TIFF file, which a
 def open_image(data: bytes, budget: MediaBudget | None = None) -> Image:
     """Return the image in a file, its first frame if it has several; only the head has been read.
 
-    Raises PayloadTooLargeError if it would take too much, and what Pillow raises for a file that is no image.
+    Raises PayloadTooLargeError if it would take too much, and Pillow's errors for a file that is no image.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""What a process does around the import of the libraries that load a model, which takes most of a worker's start.
+"""The import of the libraries that load a model, which takes most of a worker's start.
 
 Without it, `import transformers` takes a third longer, and vLLM's imports a quarter.
 """
@@ -74,10 +74,10 @@ def hide(library: str) -> Iterator[None]:
 
 
 def hide_triton() -> AbstractContextManager[None]:
-    """Return a context in which imports do not find Triton, which compiles for GPUs, if this process has no GPU.
+    """Return a context in which imports do not find Triton (for GPUs) if this process has no GPU.
 
-    PyTorch imports it wherever it is installed. That takes 0.2 s, and when the process ends, Triton reports all that it
-    holds as leaks, a hundred lines of log.
+    PyTorch imports it wherever it is installed. That takes 0.2 s, and at the end of the process Triton reports all its
+    objects as leaks, a hundred lines of log.
     """
     _, gpus = shown_gpus(process_environment())
     return contextlib.nullcontext() if gpus else hide("triton")

@@ -1,8 +1,8 @@
 """Finds and kills what a worker has started: its Unix session, and processes that have left it.
 
-A session is a mark that children inherit and that neither mpirun nor a shell changes: both make process groups of their
-own, and an orphan gets another parent. A daemon leaves the session, so that each worker also has a variable of its own
-in its environment, which its children inherit too.
+A session is a mark that children inherit, and neither mpirun nor a shell changes it: both make process groups of their
+own, and an orphan gets another parent. A daemon leaves the session, so each worker also has an environment variable of
+its own, and its children inherit it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Process(NamedTuple):
 
 
 def tree_resident_bytes(pid: int) -> int:
-    """Return the memory in RAM of a process and of those that its main thread has started; 0 if it is gone.
+    """Return the memory in RAM of a process and of the children of its main thread; 0 if it is gone.
 
     What several of these processes share counts once for each. It reads the files of these processes alone, unlike
     psutil, which looks at every process of the machine for children: each scrape of the metrics asks.
@@ -47,11 +47,11 @@ def tree_resident_bytes(pid: int) -> int:
 
 
 def kill_family(leader: int, mark: str) -> None:
-    """Kill a worker that leads a session, and what it has started.
+    """Kill a worker that leads a session, and its descendants.
 
-    That is every process of the session, every process below this one with `mark` as its WORKER_VARIABLE, and all
-    below these. Resource trackers of Python's multiprocessing are left alone: each ends by itself after the processes
-    that share it, and first removes the shared memory that they have left behind. Raises OSError as `_running` does.
+    That is every process of the session, every process below this one with `mark` as its WORKER_VARIABLE, and all below
+    these. Resource trackers of Python's multiprocessing are left alone: each ends by itself after the processes that
+    share it, and first removes the shared memory they have left behind. Raises OSError as `_running` does.
     """
     for _ in range(_PASSES):
         if not _kill_all(_family(leader, mark)):

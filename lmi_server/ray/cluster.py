@@ -132,7 +132,7 @@ def _deploy(models: Sequence[Deployment], settings: IngressSettings, is_joined: 
 
 
 def _serving_line(models: Sequence[Deployment], settings: IngressSettings, deployed: Future[Mapping[str, Any]]) -> str:
-    """Return the line that says what is served, and where. Raises ConfigurationError if nothing is."""
+    """Return the line about the served models and their address. Raises ConfigurationError if nothing is."""
     try:
         front_end = deployed.result()
     except (RuntimeError, ValueError, *_NO_ANSWER) as error:

@@ -31,7 +31,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front end must know of a model that it does not load: its configuration, as `dump` of options writes it.
+    """The front end's knowledge of a model that it does not load: its configuration, as `dump` of options writes it.
 
     `handler` finds the HandlerSpec. `adapters` are directories by name.
     """

@@ -51,7 +51,7 @@ def main() -> int:
     # What code of a model prints must not reach the actor as a message.
     output = os.dup(1)
     os.dup2(2, 1)
-    # A buffer would keep a Drain that follows at once, which `_next_line` reads.
+    # A buffer would keep a Drain that follows at once from `_next_line`.
     with open(0, "rb", buffering=0, closefd=False) as unbuffered:
         start = msgspec.json.decode(unbuffered.readline(), type=Start)
     logging.basicConfig(stream=sys.stderr, level=_LOG_LEVEL, format="%(levelname)s %(name)s: %(message)s")

@@ -90,8 +90,8 @@ class ChildProcess:
         code = await process.wait()
         self._kill_family(process.pid)  # children that the worker left behind
         self.exited.set()
-        # The kernel does not say whom its OOM killer ended. A SIGKILL that is not ours, while the counter of OOM kills
-        # has grown since the start, is the best evidence that a process without privileges can get.
+        # The kernel does not say whom its OOM killer ended. A SIGKILL from outside, while the counter of OOM kills has
+        # grown since the start, is the best evidence for a process without privileges.
         out_of_memory = code == -signal.SIGKILL and not self.killed and oom_kills() > self._oom_kills
         reason = _exit_reason(code)
         self._on_exit(reason, out_of_memory)
@@ -137,7 +137,7 @@ class ChildProcess:
         await self.exit_within(EXIT_GRACE_S)
         self.kill()
         await self.exited.wait()
-        # A process that escaped may hold the pipes open for ever, so that their end is not waited for.
+        # An escaped process may hold the pipes open for ever: their end is not waited for.
         _, open_pipes = await asyncio.wait(self._tasks, timeout=EXIT_GRACE_S)
         for task in open_pipes:
             task.cancel()

@@ -11,7 +11,7 @@ from lmi_server.contract.protocol import Command, Control, Error, Frame, Reply
 
 
 class ControlCalls:
-    """The calls to one worker. Their ids are negative, so that they never meet those of requests."""
+    """The calls to one worker. Their ids are negative, unlike those of requests."""
 
     def __init__(self, link: WorkerLink) -> None:
         self._link = link

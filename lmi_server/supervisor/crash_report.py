@@ -1,4 +1,4 @@
-"""What the log says of a worker that ended although nobody asked for it: how, what it held, and its last words."""
+"""The log lines about a worker that ended unasked: how, what it held, and its last words."""
 
 from __future__ import annotations
 

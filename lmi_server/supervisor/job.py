@@ -1,4 +1,4 @@
-"""One accepted request: the job that the pool moves around, and the reply slot that its answer arrives in."""
+"""One accepted request: the job that the pool moves around, and the reply slot of its answer."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ class Job:
     """One accepted request. `priority`: lower runs sooner. Times are those of time.monotonic(), 0.0 before the event.
 
     `on_overflow` is called if the answer is given up because its client reads too slowly. `fingerprint` identifies the
-    request to the quarantine; None while that has no need of it. `tenant` identifies the API key it came with.
-    `timer` runs until the deadline. `attempts` are the times at which workers got it and lost it again, and `deaths`
-    is the number of workers that died while they served it. While `is_ahead` is set, a worker has the job, but no place
-    for it. If `is_recalled`, that worker has been asked to give it back.
+    request to the quarantine; None while that has no need of it. `tenant` identifies the API key it came with. `timer`
+    runs until the deadline. `attempts` are the times at which workers got it and lost it again, `deaths` the number of
+    workers that died over it. While `is_ahead` is set, a worker has the job, but no place for it. If `is_recalled`,
+    that worker has been asked to give it back.
     """
 
     id: int

@@ -37,7 +37,7 @@ class WorkerLog:
     If a worker writes faster than `_BYTES_PER_S`, its output is still read, but dropped. So it neither fills the memory
     of this process nor takes its time from other models, and the worker itself does not block on a full pipe.
 
-    `last_lines` are those that were logged last.
+    `last_lines` are the newest ones.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class _Records:
             self._log(rank, record)
 
     def settle(self) -> None:
-        """Log what is there, but for tracebacks that may go on: they have a little time for that."""
+        """Log the complete lines, but not tracebacks that may go on: they have a little time for that."""
         self._take({rank for rank, tracebacks in self._by_rank.items() if not tracebacks.is_open})
         if self._by_rank:
             self._timer = asyncio.get_running_loop().call_later(_OPEN_S, self.close)

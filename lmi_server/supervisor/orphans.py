@@ -16,7 +16,7 @@ _CHECK_S = 1.0
 
 
 class Orphans:
-    """Adopts the orphans below this process, and collects those that have ended, from `start` to `end`.
+    """Adopts the orphans below this process, and collects ended ones, from `start` to `end`.
 
     A process that has ended keeps its number until its parent has asked for its exit code. asyncio asks at once for
     the processes that it has started. So a process that is still there at the next check was adopted.

@@ -66,7 +66,7 @@ class Replicas(Protocol):
 
     @property
     def workers(self) -> Sequence[WorkerProcess]:
-        """Return the loaded workers, including those that only finish their last requests."""
+        """Return the loaded workers, including ones that only finish their last requests."""
 
     @property
     def ready(self) -> int:

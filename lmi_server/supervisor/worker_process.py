@@ -7,8 +7,8 @@ A worker is put together from parts. Each owns one thing:
     ControlCalls     the commands about the model itself
     HealthChecks     the checks that it still lives
 
-`WorkerProcess` holds the link, gives each message to the part that it belongs to, and decides what the end of the link
-or of the process means.
+`WorkerProcess` holds the link, gives each message to its part, and decides the meaning of an end of the link or of the
+process.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class WorkerProcess:
             self._loop.call_later(EXIT_GRACE_S, self._bury)
 
     def _bury(self) -> None:
-        """Report the end of a worker; that of one which could not load the model has been reported with its reason."""
+        """Report the end of a worker; a failed load has been reported with its reason."""
         if self.lost.is_set():
             return
         if not self.is_retiring and self._was_ready:

@@ -1,4 +1,4 @@
-"""The requests that one worker holds: what it was sent and has not ended yet, and how far it is with that."""
+"""The requests that one worker holds: its open requests, and their progress."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class WorkerRequests:
         self._link.send(Submit(job.id, job.request, ahead=True))
 
     def begun(self, job: Job, now: float) -> None:
-        """Record that a job which was sent ahead has a place at `now`."""
+        """Record that a job sent ahead has a place at `now`."""
         del self.ahead[job.id]
         job.begin(now)
         self._sent_batches += 1
@@ -113,7 +113,7 @@ class WorkerRequests:
         return not job.is_ahead and (self.batch_size is None or job.batch <= self._launch.progress.begun)
 
     def recall_delayed(self, now: float) -> bool:
-        """Recall what waits behind a batch that takes long. Return False if nothing waits behind another batch."""
+        """Recall the jobs behind a batch that takes long. Return False if nothing waits behind another batch."""
         if len(self._batches) <= 1:
             return False
         if self._launch.progress.running_s(now) > _RECALL_AFTER_S:
@@ -125,7 +125,7 @@ class WorkerRequests:
     def note_progress(self, job_ids: Sequence[int]) -> None:
         """Record that the handler has gone on with these requests since the worker's last report.
 
-        The front end sees nothing of an answer that is not streamed before its end, so that the worker reports it.
+        The front end sees nothing of an answer in one piece before its end: the worker reports it.
         """
         now = time.monotonic()
         for job_id in job_ids:

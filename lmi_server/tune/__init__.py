@@ -1,4 +1,4 @@
-"""The search of `lmi-server tune`: which values are tried, the server that tries them, and what is written at the end.
+"""The search of `lmi-server tune`: the values to try, the server that tries them, and the report at the end.
 
 Only `search` needs optuna.
 """

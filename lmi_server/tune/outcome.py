@@ -15,7 +15,7 @@ class Outcome:
     """What a trial gave: `value` is what the search raises, in `unit`; None if nothing could be measured.
 
     `reason` says why there is no value, or why the trial was given up early (`is_pruned`). `figures` are those of the
-    run that decided, at `concurrency` requests at a time.
+    deciding run, at `concurrency` requests at a time.
     """
 
     value: float | None

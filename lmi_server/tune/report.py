@@ -1,4 +1,5 @@
-"""The report of a search: what to change, the Pareto front, what explains the differences, and what to measure next."""
+"""The report of a search: the changes, the Pareto front, the explanation of the differences, and the next
+measurements."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _inherit(value: str) -> int:
-    """Return the file descriptor of "fd:N", so that processes which a handler starts do not inherit it."""
+    """Return the file descriptor of "fd:N"; processes of a handler do not inherit it."""
     fd = int(value.removeprefix("fd:"))
     keep_from_children(fd)
     return fd

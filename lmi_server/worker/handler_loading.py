@@ -1,4 +1,4 @@
-"""From a Load message to a handler that can start, and from its failure to the error that the front end gets."""
+"""From a Load message to a handler ready to start, and from its failure to the front end's error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Loading:
         return self.load.model_dir
 
     def served_model(self, info: ModelInfo, adapters: Mapping[str, Adapter]) -> ServedModel:
-        """Return what the dialects may know of the model. `adapters` are those of the handler, which may change."""
+        """Return what the dialects may know of the model. `adapters` are the handler's, and may change."""
         options = self.options
         formatter = options.output_formatter if options.output_formatter in FORMATTER_NAMES else None
         asynchronous = options.is_async_service

@@ -1,4 +1,4 @@
-"""The memory that this process takes, and what is said if that is more than its model may have."""
+"""The memory of this process, and the message if it exceeds the limit of its model."""
 
 from __future__ import annotations
 

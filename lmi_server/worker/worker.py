@@ -95,7 +95,7 @@ class Worker:
             self._run(self._shut_down(deadline_s))
 
     def end(self, exit_code: int) -> None:
-        """Send what is left and close the link, after which the process ends."""
+        """Send the rest and close the link; the process ends then."""
         assert self._link is not None
         self.exit_code = exit_code
         self.ending = True
@@ -166,8 +166,8 @@ class Worker:
     def _give_up(self, service: WorkerService, reason: str) -> None:
         """End the process although the handler is at work; the load fails if it is not complete.
 
-        The requests that the handler has begun fail with the reason, because they may be what takes the memory. Those
-        that still wait get no answer here, so that the front end gives them to another worker.
+        The begun requests fail with the reason, because they may be the cause. Waiting ones get no answer here: the
+        front end gives them to another worker.
         """
         error = ModelMemoryError(reason)
         stack = service.stack()

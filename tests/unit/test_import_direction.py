@@ -115,7 +115,7 @@ INSIDE_MAY_IMPORT = {
             "states",
         },
         "sampling": {"device_arrays"},
-        "requests": {"grammars", "request", "sampling", "schedule", "speculation"},
+        "requests": {"device_arrays", "grammars", "request", "runner", "sampling", "schedule", "speculation"},
         "speculation": {"engine", "options", "runner", "sampling", "schedule"},
     },
 }

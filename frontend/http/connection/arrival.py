@@ -110,7 +110,7 @@ class ArrivingRequest:
             raise self._no_room()
 
     def accept(self) -> None:
-        """Leave what is held to the one that answers the request."""
+        """Leave the held bytes to the code that answers the request."""
         self._head_held = None
 
     def add_body(self, size: int, is_answered: bool) -> None:
@@ -147,7 +147,7 @@ class ArrivingRequest:
             raise self._no_room()
 
     def _bound_framing(self) -> None:
-        """Bound what comes between the chunks of a body and behind them, of which the parser reports nothing."""
+        """Bound the bytes between and behind the chunks of a body, of which the parser reports nothing."""
         self._framing_size = 0 if self._had_body else self._framing_size + self._read_size
         if self._framing_size > _MAX_HEAD:
             raise RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_MUCH_FRAMING)

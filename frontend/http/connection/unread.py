@@ -10,7 +10,7 @@ from lmi_server.supervisor.job import ReplySlot
 
 
 class UnreadBytes:
-    """What one client has left unread, while so much of it waits that nothing more is written.
+    """The unread bytes of one client, while so many wait that nothing more is written.
 
     `reply` is the answer that is relayed: what waits in it counts, too.
     """

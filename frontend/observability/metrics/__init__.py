@@ -1,4 +1,4 @@
-"""What is counted, and the formats in which it is read.
+"""The counters, and their formats.
 
 `catalogue.py` is the table of what is counted, with its names in each format. `model_metrics.py` counts the requests
 of a model (percentiles: `quantile_sketch.py`), and `recorded.py` keeps what models print. `collector.py` answers

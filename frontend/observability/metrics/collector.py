@@ -86,7 +86,7 @@ class Metrics:
                 self._log.server(Metric(name, "Count", 1, (("Host", HOST),)))
 
     def record(self, metric: Metric) -> None:
-        """Add a value that a worker printed or that the life of a model yields."""
+        """Add a value that a worker printed or from the life of a model."""
         self._recorded.record(metric)
         if self._log is not None:
             self._log.model(metric)

@@ -69,7 +69,7 @@ def _file_log(logger: logging.Logger, path: Path) -> Iterator[None]:
 
 
 class MetricLog:
-    """Writes metrics as LMI's lines, to those of its two logs that are in `names`."""
+    """Writes metrics as LMI's lines, to the logs in `names`."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.model = _line_writer("model_metric", names)

@@ -1,4 +1,4 @@
-"""Metrics that models print, and those of the life of models and server: under the names that they come with."""
+"""Metrics printed by models, and of the life of models and server: under the names that they come with."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _kind(metric: Metric) -> str:
 
 
 def _family_name(name: str) -> str:
-    """Return the name that Prometheus takes, without the `_total` that it adds to that of a counter."""
+    """Return Prometheus' name, without the `_total` that it adds to a counter's."""
     clean = _NOT_A_NAME.sub("_", name).removesuffix("_total")
     return f"_{clean}" if clean[:1].isdigit() or not clean else clean
 

@@ -36,7 +36,7 @@ _TOTAL = "_total"  # the end of the name of a counter
 
 
 def request_families(series: Mapping[str, ModelMetrics], unrouted: ModelMetrics) -> Iterator[Family]:
-    """Yield what is counted of the requests of each model, and under the label "" of those that reached none."""
+    """Yield the counts of each model's requests, and under the label "" of requests without a model."""
     everything = {"": unrouted, **series}.items()
     yield counter(
         "lmi_requests",
@@ -136,7 +136,7 @@ def _own_process() -> ProcessCollector:
 
 
 def vllm_families(models: Sequence[tuple[ModelMetrics, WorkerPool]]) -> Iterator[Family]:
-    """Yield what vLLM would report of models that it does not serve, for dashboards that were made for vLLM."""
+    """Yield the figures that vLLM would report, for dashboards made for vLLM."""
     if not models:
         return
     keyed = [((metrics.name, pool.label), metrics, pool) for metrics, pool in models]

@@ -160,7 +160,7 @@ def _phases(record: RequestRecord) -> Iterator[_Phase]:
 
 
 def _attributes(record: RequestRecord, operation: str) -> dict[str, Any]:
-    """Return what the semantic conventions name for the end of a request, and what is the server's own."""
+    """Return the end of a request by the semantic conventions, and the server's own attributes."""
     attributes: dict[str, Any] = {
         "http.response.status_code": record.code,
         "lmi.request.id": record.id,

@@ -22,7 +22,7 @@ _CLOSE_LIMIT_S = 5.0
 
 
 class Spans(Protocol):
-    """Begins the spans of requests, and sends those that have ended."""
+    """Begins the spans of requests, and sends ended ones."""
 
     def begin(self, properties: dict[str, str], scope: Scope) -> RequestTrace:
         """Begin the span of a request with these headers: in the trace that they name, otherwise in a new one."""
@@ -34,7 +34,7 @@ class Spans(Protocol):
 class Tracing:
     """Begins the traces of requests: as the client's trace says, otherwise for the share `ratio` of them.
 
-    The relay draws that share itself, so that the other requests cost no call.
+    The relay draws that share itself: the other requests cost no call.
     """
 
     def __init__(self, ratio: float, spans: Spans) -> None:
@@ -59,7 +59,7 @@ class Tracing:
     def begin(self, properties: dict[str, str], scope: Scope) -> RequestTrace | None:
         """Return the span of a request that was drawn, or whose headers name a trace; None if that is not to be traced.
 
-        The header traceparent is that of the new span from now on, so that code behind it adds to the same trace.
+        The header traceparent is the new span's from now on: later code adds to the same trace.
         """
         header = properties.get("traceparent")
         parent = None if header is None else parse_traceparent(header)

@@ -1,6 +1,6 @@
 """The formats of blocks: a weight is `scale * number - minimum`, with a scale and a minimum for each block.
 
-The bytes are those of ggml's block_q8_0, block_q4_0 and so on (ggml-common.h of llama.cpp), which GGUF files hold: rows
+The bytes are ggml's block_q8_0, block_q4_0 and so on (ggml-common.h of llama.cpp), as in GGUF files: rows
 of a weight one after the other, and blocks of 32 inputs along each row.
 """
 

@@ -76,7 +76,7 @@ def _stored(model: Any, path: str) -> Iterator[tuple[str, StoredWeight]]:
         name = re.sub(r"\.weight$", "", names.get(tensor.name, ""))
         known = FORMATS.get(tensor.tensor_type.name.lower())
         if name and known is not None and tensor.data.ndim == 2:
-            # Mapped so that torch takes it: pages that nobody writes stay those of the file.
+            # Mapped so that torch takes it: pages without writers stay the file's.
             raw = np.memmap(path, np.uint8, "c", int(tensor.data_offset), tensor.data.shape)
             yield name, StoredWeight(known, torch.from_numpy(raw))
 

@@ -69,7 +69,7 @@ class BlockLinear(nn.Module):
 
 
 def is_joinable(linears: Sequence[BlockLinear]) -> bool:
-    """Whether layers can be one: those of one input, all but the last of which fill their panels."""
+    """Whether layers can be one: for one input, filling all panels but the last."""
     is_whole = all(linear.out_features % OUTPUTS == 0 for linear in linears[:-1])
     return is_whole and len({(linear.in_features, linear.dtype) for linear in linears}) == 1
 

@@ -41,7 +41,7 @@ class AsyncFunction(AsyncRequestHandler):
         if not isinstance(output, AsyncIterator):
             self._function.check_loaded(output)
             return
-        async for item in output:  # a function that yields its answers also yields from the call that loads the model
+        async for item in output:  # a function that yields its answers also yields from the call for loading the model
             self._function.check_loaded(item)
 
     async def add_adapter(self, adapter: Adapter) -> str:

@@ -145,7 +145,7 @@ def _after(output: Output) -> Callable[[], None] | None:
 
 
 def headers_of(properties: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the headers that an Output's properties mean, without names that HTTP does not allow.
+    """Return the headers of an Output's properties, without names that HTTP does not allow.
 
     Their names are in lower case. Of properties that differ only in case, the last one counts.
     """

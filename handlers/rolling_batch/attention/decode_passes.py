@@ -3,8 +3,8 @@
 A small batch on a GPU is bound by the thousand calls of a pass, not by their work. A graph records these calls once and
 replays them with one. It has the addresses and shapes of its recording. So inputs are copied into buffers, and a pass
 takes the smallest recorded shape that it fits in: a number of rows, and a number of columns of the KV cache that they
-read. The rows that are left over repeat the last one, which writes the same keys and values to the same place. Over
-pages, the columns are no shape, and the rows that are left over are the first token of a slot that nobody has.
+read. The remaining rows repeat the last one, and write the same keys and values to the same place. Over pages, the
+columns are no shape, and the remaining rows are the first token of a slot without a sequence.
 
 Compiled code (compiled_step.py) takes the same shapes: all of them run when the model loads, and nothing is compiled
 while requests wait.
@@ -171,14 +171,15 @@ def column_counts(max_len: int) -> list[int]:
 def make_passes(
     key: str, make: Callable[[], DecodePasses], eager: Callable[[list[int], list[int], list[int]], torch.Tensor]
 ) -> DecodePasses | None:
-    """Return the passes that `make` returns if they compute what `eager` does; otherwise None, and log why `key` fails.
+    """Return the passes of `make` if they compute the same as `eager`; otherwise None, and log why `key` fails.
 
     The slots are empty: both compute the first token of slot 0.
     """
     try:
         passes = make()
         computed, expected = passes.logits(torch.tensor([1]), [0], [0]).clone(), eager([1], [0], [0])
-    # torch raises RuntimeError for what a stream cannot record, and NotImplementedError, which is one, for operators.
+    # torch raises RuntimeError for calls that a stream cannot record, and its subclass NotImplementedError for
+    # operators.
     except RuntimeError as error:
         log_no_effect(key, first_line(error))
         return None
@@ -191,5 +192,5 @@ def make_passes(
 
 
 def log_no_effect(key: str, reason: str) -> None:
-    """Log that decoding runs without what `key` asks for."""
+    """Log that decoding runs without the feature of `key`."""
     logger.warning("%s has no effect, decoding runs eagerly: %s", key, reason)

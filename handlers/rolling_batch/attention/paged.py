@@ -120,8 +120,8 @@ class SlotAttention:
     ) -> None:
         """Attend for the chunks of a group: each row to the tokens that the group shares, and to its own sequence's.
 
-        If those tokens are still in another slot, keys and values are those of that slot with the group's own behind
-        them. The copy to the slots of the group can then follow the step, off its critical path.
+        If those tokens are still in another slot, keys and values are that slot's, followed by the group's own. The
+        copy to the slots of the group can then follow the step, off its critical path.
         """
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         self._operators.write(layer, key[:, group.rows], value[:, group.rows], group)

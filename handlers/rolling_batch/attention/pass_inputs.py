@@ -1,4 +1,4 @@
-"""What a model is given for a flat pass: token ids, their positions, and what tells positions to models that count.
+"""What a model is given for a flat pass: token ids, their positions, and the arguments of models that count positions.
 
 Some models count positions from the length of their cache, as if the rows of a pass followed it in a row: BART's
 decoders for all positions, Llama 4 for the temperature of layers without rotary embeddings. They get a cache that holds

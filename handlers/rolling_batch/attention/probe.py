@@ -30,10 +30,10 @@ class AttentionLayer:
 
 
 def probe_layers(model: Any, name: str, inputs: PassInputs, keeps_states: bool = False) -> list[AttentionLayer]:
-    """Run a few tokens through `model`, from which `inputs` finds out what it takes; return its attention layers.
+    """Run a few tokens through `model`, for `inputs` to find its arguments; return its attention layers.
 
-    The attention function that records the calls shows, for any architecture, what its layers keep per token and what
-    else they ask for. The layers come in the order of their calls. Raises UnsupportedAttentionError if a layer does not
+    The attention function that records the calls shows, for any architecture, what its layers keep per token, and their
+    other arguments. The layers come in the order of their calls. Raises UnsupportedAttentionError if a layer does not
     call it, or needs more than queries, keys, values, and what AttentionTerms has. `keeps_states`: some layers have a
     state in place of attention, or all have.
     """

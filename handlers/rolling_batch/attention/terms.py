@@ -18,9 +18,10 @@ _NO_SINKS = np.empty(0, np.float32)
 class AttentionTerms:
     """How a layer attends, the same in every pass.
 
-    A token at position p sees those from p + 1 - `window` on, and those from the last multiple of `chunk` up to p on; 0
-    is no limit. The scores are products times `scaling`; with a `softcap` c above 0 they become c * tanh(score / c).
-    `sinks`, (heads,), are scores of a token without a value, which only takes its share of the weights (gpt-oss).
+    A token at position p sees the tokens p + 1 - `window` to p, and of these only the ones from the last multiple of
+    `chunk` on; 0 is no limit. The scores are products times `scaling`; with a `softcap` c above 0 they become c *
+    tanh(score / c). `sinks`, (heads,), are scores of a token without a value, which only takes its share of the weights
+    (gpt-oss).
     """
 
     scaling: float

@@ -185,7 +185,7 @@ def _is_llama(model: Any) -> bool:
 
 
 def _linears(layer: FusedDecoderLayer) -> list[nn.Module]:
-    """Return the modules that compute linear layers, and the row-parallel ones that contain them."""
+    """Return the modules that compute linear layers, and the row-parallel modules around them."""
     summed = (layer.o_proj, layer.mlp.down_proj)
     parts = [module.linear for module in summed if isinstance(module, RowParallelLinear)]
     return [layer.qkv_proj, layer.mlp.gate_up_proj, *summed, *parts]

@@ -71,7 +71,7 @@ class FirstCompilation:
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def wait(self) -> None:
-        """Wait for the end. If a process fails, the kernels that it leaves are compiled by those who call them."""
+        """Wait for the end. If a process fails, its remaining kernels are compiled by their callers."""
         code = self._process.wait()
         seconds = time.monotonic() - self._began
         if code:
@@ -139,7 +139,7 @@ def _element(model_dir: Path, options: RollingBatchOptions) -> str | None:
 
 
 def first_kernels(element: str) -> Iterator[Call]:
-    """Yield a kernel that others contain, with arguments of the types that a model passes.
+    """Yield a kernel that others contain, with arguments of a model's types.
 
     `element` is that of its activations, uint16 (bfloat16) or float32.
     """

@@ -1,6 +1,6 @@
 """Measures up to how many rows one way to compute the same thing is the faster one of two.
 
-Few rows are bound by reading weights, many by arithmetic. Which kernel is faster at which number of rows depends on the
+Few rows are bound by reading weights, many by arithmetic. The faster kernel for a number of rows depends on the
 processor, its memory, the number of threads and the shape of the weights. No flag of a processor says it, so the two
 take turns on this machine when a model loads. What was measured is kept beside the compiled kernels.
 """

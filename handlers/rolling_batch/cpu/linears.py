@@ -32,7 +32,7 @@ _READ, _MULTIPLIED, _MANY_ROWS = 32 * 2**20, 8 * 2**20, 64
 def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection[nn.Module] = ()) -> int:
     """Replace the plain bfloat16 linear layers of `model` by the kind that is fastest on this CPU; return how many.
 
-    The modules that read the weights of those in `spared` do so directly.
+    The modules in `spared` have their weights read directly.
     """
     packs = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     places: dict[tuple[int, int, bool], list[tuple[nn.Module, str]]] = {}
@@ -120,9 +120,9 @@ def reads_tiles(linear: nn.Linear) -> bool:
 
 
 class TiledLinear(nn.Module):
-    """A linear layer of bfloat16 that the project's own kernel computes, with its weight in that kernel's layout.
+    """A linear layer of bfloat16 for the project's own kernel, with its weight in that kernel's layout.
 
-    No code is looked up, which is most of the time that oneDNN takes for few rows. A row gets the same bits whatever
+    No code is looked up, which is most of oneDNN's time for few rows. A row gets the same bits whatever
     other rows are in the batch, which oneDNN does not promise. More than `max_rows` rows are left to oneDNN, which
     reads the same copy of the weight; oneDNN has to lay out its shape in the same way.
     """
@@ -171,7 +171,7 @@ def _laid_weight(weight: torch.Tensor) -> np.ndarray:
 class PackedLinear(nn.Module):
     """A linear layer whose bfloat16 weight is laid out for oneDNN once instead of in every call.
 
-    The operators are those that the freezing pass of torch.compile emits for a constant weight.
+    The operators are the ones that the freezing pass of torch.compile emits for a constant weight.
     """
 
     max_rows = 0  # that the project's kernel computes

@@ -34,9 +34,9 @@ def embedding_rows(module: Any) -> Embed:
 class RotaryTable:
     """Cosines and sines of rotary position embeddings by position, each (positions, dim) in the model's type.
 
-    `rotary` is transformers' module. Its angles must not depend on the other positions of a pass, as those of the types
-    "dynamic" and "longrope" do beyond the length that the model was trained for. The engine refuses such lengths.
-    Angles are computed when a position is first needed, a section of positions at once.
+    `rotary` is transformers' module. Its angles must not depend on the other positions of a pass, as with the types
+    "dynamic" and "longrope" beyond the trained length. The engine refuses such lengths. Angles are computed when a
+    position is first needed, a section of positions at once.
     """
 
     def __init__(self, rotary: Any, positions: int, dtype: torch.dtype) -> None:

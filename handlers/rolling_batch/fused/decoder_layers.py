@@ -20,8 +20,7 @@ from handlers.rolling_batch.fused.modules import PROJECTIONS, FusedGatedMLP, Fus
 from handlers.rolling_batch.fused.row_kernels import row_kernels
 
 # What a decoder layer passes to the attention of a Llama. An attention that takes more also computes more: Ministral 3
-# scales queries by their positions, which makes no difference near position 0, so that comparing results alone would
-# not find it.
+# scales queries by their positions, without effect near position 0: comparing results alone would not find it.
 _GIVEN = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
 
 

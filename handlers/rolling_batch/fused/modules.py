@@ -2,8 +2,8 @@
 
 A module is recognised by its structure (the names and types of its children), not by its class: most families copy
 Llama's layers into classes of their own, and new families appear with every release of transformers. Structure alone
-does not prove that a module computes the same, so each replacement that does more than join weights is compared with
-the original on random input. A variant that only looks alike (Gemma's norm adds one to its weight) keeps its own code,
+does not prove that a module computes the same: each replacement that does more than join weights is compared with the
+original on random input. A variant that only looks alike (Gemma's norm adds one to its weight) keeps its own code,
 without a list of exceptions.
 """
 

@@ -1,4 +1,4 @@
-"""What the fused modules compute between their products, by the kernels of the device that has the weights."""
+"""The work of fused modules between their products, by the kernels of the weights' device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """From pixels to the embeddings that stand in a prompt, by the model's own code.
 
 Families differ in how they tile an image, pool its patches and mix in tokens of line ends. All of them end with a call
-of their language model with embeddings in place of token ids. So the whole model is called with an image, and that call
-shows what the language model gets, and ends there. Nothing of a family has to be known.
+of their language model with embeddings in place of token ids. So the whole model is called with an image, and the call
+ends with the inputs of the language model. Nothing of a family has to be known.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ImageEncoder:
     def attends_both_ways(self, count: int, inputs: Mapping[str, Any]) -> BothWays:
         """Return where the tokens of an image see later ones of it.
 
-        The attention of the language model is left as "eager", for which transformers makes masks that can be read.
+        The attention of the language model is left as "eager", for which transformers makes readable masks.
         """
         self._decoder.set_attn_implementation("eager")
         types = torch.ones(1, count, dtype=torch.long, device=self._model.device)

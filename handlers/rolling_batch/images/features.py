@@ -29,8 +29,8 @@ class KnownImage:
 class FeatureCache:
     """Finds images that were encoded before.
 
-    An image stays as long as a request has it, and then until the images in use and those that were used later take
-    `limit` bytes. `held` counts the bytes of all of them.
+    An image stays as long as a request has it, and then until the images in use and later ones take `limit` bytes.
+    `held` counts the bytes of all of them.
     """
 
     def __init__(self, limit: int) -> None:
@@ -70,7 +70,7 @@ class FeatureCache:
         self._evict()
 
     async def wait_for_room(self, own: int) -> None:
-        """Wait until the images take less than the limit, or none but those of a request that has `own` bytes."""
+        """Wait until the images take less than the limit, or only a request with `own` bytes has any."""
         while self._evict() > max(self._limit, own):
             self._freed.clear()
             if self.held > max(self._limit, own):

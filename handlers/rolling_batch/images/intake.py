@@ -69,7 +69,7 @@ class ImageIntake:
         self._cache = FeatureCache(int(options.image_cache_gb * _GIB))
         self._fetching = ThreadPoolExecutor(_FETCHES, "image-files")
         self._reading = ThreadPoolExecutor(1, "images")
-        # One request after the other: what is decoded of images that wait would take any amount of memory.
+        # One request after the other: decoded images of waiting requests would take any amount of memory.
         self._turn = asyncio.Lock()
 
     def concerns(self, request: GenerationRequest) -> bool:

@@ -48,7 +48,7 @@ def load_images(model: Any, path: str, tokenizer: Any, options: TransformersOpti
         encoder = ImageEncoder(model)
         reader = ImageReader(processor, encoder.token, getattr(model.base_model, "get_rope_index", None))
         check = ImageCheck(model, reader, encoder, model.config.get_text_config().vocab_size)
-    # The border to the code of processors and models, which may need packages, files or steps that are not here.
+    # The border to the code of processors and models, which may need packages, files or steps not available here.
     except Exception as error:
         if is_out_of_memory(error):
             raise

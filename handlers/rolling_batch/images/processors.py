@@ -69,7 +69,7 @@ def _import_without_torchvision(folder: str) -> Any:
 
 
 def _for_images_alone(kind: Any) -> Any:
-    """Return a processor class that may lack what reads videos and sounds."""
+    """Return a processor class that may lack the readers of videos and sounds."""
 
     class ImageProcessor(kind):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:

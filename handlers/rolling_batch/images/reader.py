@@ -23,7 +23,7 @@ _GRIDS = "image_grid_thw"
 class ReadImage:
     """An image as the processor made it: its `text` in the prompt, which has `count` image tokens.
 
-    `inputs` are the encoder's: those of `copies` copies of the image, of which the first counts.
+    `inputs` are the encoder's: for `copies` copies of the image; the first counts.
     """
 
     text: str

@@ -15,10 +15,10 @@ class _Output:
 
 
 class TextModel(nn.Module):
-    """What a causal language model of transformers is to the rolling batch, of the parts of a model that reads images.
+    """A causal language model of transformers for the rolling batch, made of the parts of a model that reads images.
 
-    Its modules have the names of a Llama's. `former_name` returns the name that a module has in the whole model, by
-    which adapters know it.
+    Its modules have the names of a Llama's. `former_name` returns a module's name in the whole model, by which adapters
+    know it.
     """
 
     def __init__(self, model: Any) -> None:

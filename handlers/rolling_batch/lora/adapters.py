@@ -25,7 +25,7 @@ class LoadedAdapters:
         self._loading = asyncio.Lock()
 
     async def prepare(self) -> None:
-        """Import what reads adapters, which takes seconds: no request waits for it later."""
+        """Import the reader of adapters, which takes seconds: no request waits for it later."""
         await asyncio.to_thread(_import_reader)
 
     async def add(self, adapter: Adapter) -> None:

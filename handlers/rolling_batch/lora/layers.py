@@ -41,7 +41,7 @@ class LoraPair:
 class LoraWeights:
     """An adapter in the layout of the fused modules: for each the matrices (ranks, in) and (ranks, out), scaled.
 
-    `is_forgotten`: it was removed, so that nothing of it is kept beyond the requests that have it.
+    `is_forgotten`: it was removed: nothing of it is kept beyond its requests.
     """
 
     layers: Mapping[nn.Module, tuple[torch.Tensor, torch.Tensor]]

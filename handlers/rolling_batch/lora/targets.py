@@ -1,4 +1,4 @@
-"""Which module computes each linear layer of a model after fusion, for the adapters that change it."""
+"""Which module computes each linear layer of a model after fusion, for adapters to change it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def head_modules(model: Any) -> frozenset[nn.Module]:
 
 
 def lora_targets(model: nn.Module) -> dict[str, LoraTarget]:
-    """Return the target of each linear layer by the name that it had before fusion, which adapters use."""
+    """Return the target of each linear layer by its name before fusion, which adapters use."""
     targets: dict[str, LoraTarget] = {}
     shared: set[nn.Module] = set()  # fused modules, whose names no adapter knows
     for name, module in model.named_modules():

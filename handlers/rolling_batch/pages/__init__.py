@@ -1,1 +1,1 @@
-"""The KV cache in pages, for GPUs: blocks of tokens that sequences share, and attention that reads them in place."""
+"""The KV cache in pages, for GPUs: blocks of tokens shared by sequences, and attention that reads them in place."""

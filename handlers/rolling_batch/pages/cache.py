@@ -1,4 +1,4 @@
-"""The KV cache in pages, on GPUs. `schedule/page_table.py` decides which sequence has which of them."""
+"""The KV cache in pages, on GPUs. `schedule/page_table.py` decides which sequence has which pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PagedCache:
 
     `tables` has for each device, (slots + 1, pages of `max_len` tokens) int32, the page of every `page` tokens of the
     sequence in a slot. The last page belongs to nobody: rows that only fill up a pass are written there, by way of
-    `idle_slot`, and so is what a slot without a sequence gets.
+    `idle_slot`, and so are the rows of a slot without a sequence.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class Tuning:
 
 
 def padded(size: int) -> int:
-    """Return the least power of two that tensor cores take and that is at least `size`."""
+    """Return the least power of two that tensor cores take, from `size` on."""
     return max(_MIN_TILE, 1 << (size - 1).bit_length())
 
 

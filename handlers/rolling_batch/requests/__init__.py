@@ -1,1 +1,1 @@
-"""The requests that the engine has, and the choice of their tokens."""
+"""The requests that the engine has, the choice of their tokens, and the deltas of these."""

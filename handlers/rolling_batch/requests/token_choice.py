@@ -1,4 +1,4 @@
-"""The choice of the tokens of a step for its requests: what fails for one request fails for that one alone."""
+"""The choice of the tokens of a step for its requests: a failure for one request fails it alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmi_server.contract.errors import is_device_failure
 
 @dataclass(frozen=True)
 class ChosenTokens:
-    """The tokens of `requests`, row by row: `parts` has those of their rows, or what the choice raised for one row.
+    """The tokens of `requests`, row by row: `parts` has the tokens of their rows, or the error for one row.
 
     `tokens` (rows,) are on the device; rows whose choice failed have some token. `dtype` is that of the logits.
     """

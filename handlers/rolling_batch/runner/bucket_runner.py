@@ -1,6 +1,6 @@
 """Runs step plans on a model that was compiled ahead of time for a few shapes, as Neuron's compiler does.
 
-A graph takes exactly the shape that it was compiled for, so that batch and lengths are padded to it. There are two
+A graph takes exactly the shape that it was compiled for: batch and lengths are padded to it. There are two
 kinds of such models. One writes every row of a batch to a line of the KV cache of its own (continuous batching): new
 prompts are computed by themselves, and the other lines stay as they are. The other kind has one position for the whole
 batch, and new prompts make it compute all sequences again, padded on the left to one length.
@@ -94,7 +94,7 @@ class LineRunner(_CompiledRunner):
         room for all. A prompt that began in an earlier step overwrote its line, and one of this step will.
         """
         rows = [(sequence, sequence.computed) for sequence in plan.decode]
-        # A prompt that is longer than the longest bucket goes on token by token, beside the sequences that decode.
+        # A prompt longer than the longest bucket goes on token by token, beside the sequences that decode.
         rows += [(chunk.sequence, chunk.start) for chunk in plan.prefill if chunk.start]
         begun = [chunk for chunk in plan.prefill if not chunk.start]
         sampled = [*plan.decode, *(chunk.sequence for chunk in plan.prefill if chunk.start and chunk.completes_prompt)]

@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 # Prompt tokens per step (while others decode, while none does). In processor time of one core, a step of a model with
 # 135 million parameters takes 62 ms to decode 31 sequences, 235 ms with 128 prompt tokens beside them, and 723 ms with
-# 512: 1.27 ms for each prompt token, and 10 ms for having any. 8 of these 10 are Python between the calls of a layer,
-# which only passes without chunks do without, and which further cores do not shorten. So chunks of 512 give 5 % more
-# tokens per second on two cores, with prompts and outputs of 128 tokens. But the streams of others then stop for twelve
-# times as long as from token to token; with 128 it is four times.
+# 512: 1.27 ms for each prompt token, and 10 ms for having any. 8 of these 10 are Python between the calls of a layer:
+# only passes without chunks do without it, and further cores do not shorten it. So chunks of 512 give 5 % more tokens
+# per second on two cores, with prompts and outputs of 128 tokens. But the streams of others then stop for twelve times
+# as long as from token to token; with 128 it is four times.
 _CPU_CHUNKS = (128, 512)
 _GPU_CHUNKS = (2048, 8192)
 _MIN_CHUNK = 256
@@ -50,7 +50,7 @@ class StepSize:
 
 
 def step_size(runner: ModelRunner, max_len: int, options: RollingBatchOptions) -> StepSize:
-    """Return the size of a step: what option.chunked_prefill_size says, or else what there is memory for.
+    """Return the size of a step: the value of option.chunked_prefill_size, or else as many as memory allows.
 
     Raises ModelMemoryError if a GPU has no memory for it.
     """
@@ -155,7 +155,7 @@ def refuse_more_than_free(runner: ModelRunner, tokens: int, options: RollingBatc
 def memory_of(device: torch.device) -> tuple[int, int]:
     """Return free and total bytes of the device, which the ranks of a group share if it is main memory."""
     if device.type != "cpu":
-        torch.cuda.empty_cache()  # what torch keeps of tensors that are gone counts as free
+        torch.cuda.empty_cache()  # torch's memory of tensors that are gone counts as free
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
     free, total = free_and_total()

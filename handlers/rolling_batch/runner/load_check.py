@@ -27,9 +27,9 @@ _NEAR = 10  # likeliest tokens
 class LoadCheck:
     """Compares a model under the rolling batch with the model as it was loaded, on random tokens.
 
-    An architecture that keeps more than keys and values from token to token (a recurrent state, a convolution), or that
-    a fused module does not fit, would generate nonsense without any error. So the logits of the untouched model are
-    computed at load, and those of chunks, of a copied prefix and of decoding have to equal them.
+    An architecture that keeps more than keys and values from token to token (a recurrent state, a convolution), or does
+    not fit a fused module, would generate nonsense without any error. So the logits of the untouched model are computed
+    at load, and those of chunks, of a copied prefix and of decoding have to equal them.
     """
 
     _MIN = 16  # tokens
@@ -81,7 +81,7 @@ class LoadCheck:
         judge(torch.cat(logits).float().cpu(), self._expected[length], dtype)
 
     def computes_together(self, runner: ModelRunner) -> bool:
-        """Whether a step that decodes sequences of different lengths gives the logits that they have alone."""
+        """Whether a step that decodes sequences of different lengths gives the same logits as each alone."""
         length = max((length for length in self._expected if length <= runner.cache.max_len), default=0)
         if not length or runner.cache.slots < 2:
             return False
@@ -141,7 +141,7 @@ def _in_slots(cache: Any, half: int) -> tuple[dict[str, Any], int, dict[str, Any
 
 
 def _in_pages(cache: Any, ids: list[int], half: int) -> tuple[dict[str, Any], int, dict[str, Any]]:
-    """The same with pages: a sequence in the second slot shares those that are full, and gets a copy of the last one.
+    """The same with pages: a sequence in the second slot shares the full ones, and gets a copy of the last one.
 
     With a single slot, or no pages for both, the sequence goes on in the first one.
     """

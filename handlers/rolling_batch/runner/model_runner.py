@@ -171,7 +171,7 @@ class ModelRunner:
             self.page = 0
 
     def measure(self, rows: int) -> None:
-        """Compute `rows` rows before there is a KV cache, so that the caller sees what memory a step takes."""
+        """Compute `rows` rows before there is a KV cache, for the caller to see the memory of a step."""
         self._broadcast(Measure(rows))
         self._measure(rows)
 
@@ -371,7 +371,7 @@ class ModelRunner:
         return self._attention.row_by_row
 
     def _pad(self, step: Pass) -> Pass:
-        """Add rows that nothing reads to a pass that oneDNN computes."""
+        """Add rows that nothing reads to a pass of oneDNN."""
         if self.device.type != "cpu" or self._sequences is not None:
             return step
         rows = len(step.token_ids)
@@ -429,7 +429,7 @@ class ModelRunner:
             return logits
 
     def _token_ids(self, step: Pass, before: torch.Tensor | None) -> torch.Tensor:
-        """Return the token ids of a pass, (rows,), on the device, which has those that the host does not know yet."""
+        """Return the token ids of a pass, (rows,), on the device, including those the host does not know yet."""
         return known_tokens(upload(step.token_ids, self.device), before)
 
     def _begin_call(self, rows: list[int], kept: list[int]) -> None:

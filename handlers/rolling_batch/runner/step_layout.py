@@ -23,7 +23,7 @@ def arrange(plan: StepPlan, row_by_row: RowByRow) -> StepPlan:
 
     A chunk may read its prefix in the source before this step's copies are made. If the source is itself the
     target of one of them, the chunk reads from the first slot of that chain. Chunks that attend row by row come
-    first, next to the decode rows; then those with the same source, which form one group.
+    first, next to the decode rows; then chunks with the same source, which form one group.
     """
     sources: dict[int, int] = {}
     for copy in plan.copies:
@@ -108,7 +108,8 @@ class KeptRows:
 
 
 def rows_to_keep(plan: StepPlan, prompt_scored: set[int]) -> KeptRows:
-    """Return the rows whose logits are needed: first those to sample from, then those of prompts, then of drafts."""
+    """Return the rows whose logits are needed: first the rows to sample from, then the rows of prompts, then of
+    drafts."""
     keep, row = list(range(len(plan.decode))), len(plan.decode)
     if plan.drafts:
         lengths = [1 + len(plan.drafts.get(sequence, ())) for sequence in plan.decode]

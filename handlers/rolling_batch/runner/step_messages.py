@@ -1,9 +1,9 @@
 """The messages of rank 0 to the other ranks of its group: plain data as msgpack, one message per step.
 
-Requests, scheduler, tokenizer and sampler live on rank 0 alone. A step's message carries what the model is given (token
-ids, positions, slots), not what led to it, so that the other ranks need no state but the KV cache and cannot disagree
-with rank 0 about the schedule. A message for 64 sequences takes half a kilobyte. The tokens that rank 0 samples from a
-step's logits are token ids of the next message: neither logits nor samples need a message of their own.
+Requests, scheduler, tokenizer and sampler live on rank 0 alone. A step's message carries the inputs of the model (token
+ids, positions, slots), not their reasons: the other ranks need no state but the KV cache and cannot disagree with rank
+0 about the schedule. A message for 64 sequences takes half a kilobyte. The tokens that rank 0 samples from a step's
+logits are token ids of the next message: neither logits nor samples need a message of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engine needs of the code that computes its steps: the types between it and a runner."""
+"""The engine's interface to the code that computes its steps: the types between it and a runner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepLogits:
     """Logits of a step, (rows, vocabulary): first one row per sequence of `sampled`, to choose its next token from.
 
     `prompt_rows` has, for each sequence that reports the log probabilities of its prompt, the position of the first
-    token scored in this step, and the rows that score it and the tokens behind it. `draft_rows` has, for each sequence
+    token scored in this step, and the rows of logits with the tokens behind them. `draft_rows` has, for each sequence
     with a draft, the rows from which the tokens behind each drafted one follow.
     """
 

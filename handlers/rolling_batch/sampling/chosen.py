@@ -1,4 +1,4 @@
-"""The tokens that a step chose, on the device that chose them, and on their way to the host."""
+"""The chosen tokens of a step, on their device, and on their way to the host."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _drawable(logits: torch.Tensor, states: list[SamplingState]) -> tuple[torch.
 
 
 def _typical(weights: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """Return which tokens have the information that is nearest to its expectation (Meister et al., 2022).
+    """Return the tokens with the information nearest to its expectation (Meister et al., 2022).
 
     Weights (rows, tokens) add up to 1; the tokens of a row have `mass` (rows, 1) in all. Those without weight are last.
     """

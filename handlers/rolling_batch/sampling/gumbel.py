@@ -21,7 +21,7 @@ _MASK = 2**64 - 1
 
 
 def stream_of(seed: int) -> int:
-    """Return the key of a seed, from which those of its positions follow."""
+    """Return the key of a seed, from which its positions' keys follow."""
     return _mix(seed & _MASK)
 
 

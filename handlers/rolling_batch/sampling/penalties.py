@@ -31,7 +31,7 @@ def penalise(logits: torch.Tensor, states: list[SamplingState], before: torch.Te
     part.scatter_(1, ids, torch.where(values < 0, values * repetition, values / repetition))
     place = torch.arange(ids.shape[1], device=logits.device)
     generated = (place >= first) & (place < length)
-    # Every entry that is no generated token stands for the last one, so that all writes to a token are equal.
+    # Every entry without a generated token stands for the last one: all writes to a token are equal.
     last = ids.gather(1, (length.long() - 1).clamp_min(0))
     of_output = torch.where(generated, ids, last)
     part.scatter_(1, of_output, part.gather(1, of_output) - presence * (length > first))

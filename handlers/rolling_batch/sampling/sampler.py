@@ -1,8 +1,8 @@
 """Chooses the next token of every sequence of a step from its logits.
 
 The parameters mean what transformers' logits processors of the same names mean. Each kind of work is done for the rows
-that ask for it only, for all of them at once. What a request draws follows from its seed and the place in its output
-(`gumbel.py`), so that a seed gives the same output in any batch.
+that ask for it only, for all of them at once. The draws of a request follow from its seed and the place in its output
+(`gumbel.py`): a seed gives the same output in any batch.
 
 Nothing here waits for the device: `choose` returns tokens that are still on it (`chosen.py`).
 """
@@ -42,7 +42,7 @@ def choose(
         rows = None if every else upload(scored, logits.device)
         scores = _scores(logits if rows is None else logits[rows], tokens if rows is None else tokens[rows], counts)
     chosen = Chosen(tokens, _finite(logits, tokens), scores, scored)
-    for row, state in enumerate(states, first_row):  # last, so that what raises above can be called again
+    for row, state in enumerate(states, first_row):  # last: everything above can be called again after an error
         state.advance(unknown_token(row))
     return chosen
 

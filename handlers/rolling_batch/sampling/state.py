@@ -68,7 +68,7 @@ def _keep_only(row: torch.Tensor, tokens: np.ndarray | Sequence[int]) -> None:
 
 
 class TokenHistory:
-    """The tokens of a request, prompt first. Those that the host does not know yet are negative numbers."""
+    """The tokens of a request, prompt first. Tokens that the host does not know yet are negative numbers."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.first_generated = self._known = self.length = len(prompt)

@@ -79,7 +79,7 @@ class Expectation:
         """Return how many tokens of memory are in use when most are: `held`, and those of the sequences.
 
         All grow at the same rate, and each gives its memory back when it ends. So memory is highest just before one of
-        them ends: at that time those with as much or more left to generate have grown by what that one had left.
+        them ends: at that time all with as much or more left to generate have grown by this rest.
         """
         highest = 0.0
         for count, (left, tokens) in enumerate(sorted(map(self._expected, sequences), reverse=True), start=1):
@@ -88,7 +88,7 @@ class Expectation:
         return highest
 
     def _expected(self, sequence: Sequence) -> tuple[float, int]:
-        """Return the tokens that the sequence is still expected to generate, and those that it occupies."""
+        """Return the tokens that the sequence is still expected to generate, and its tokens so far."""
         left = min(sequence.max_new_tokens - sequence.generated, _MAX_EXPECTED)
         return left * self.ratio, len(sequence.tokens)
 

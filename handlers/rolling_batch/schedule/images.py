@@ -25,7 +25,7 @@ class PromptImages:
         return self.keys + tokens[len(self.keys) :]
 
     def chunk_end(self, start: int, end: int, most: int) -> int:
-        """Return the end of a chunk that begins at `start` and may end at `end`, moved so that it divides no block.
+        """Return the end of a chunk from `start` to at most `end`, moved so that it divides no block.
 
         It is `start` if the block there has more tokens than a step may have, which end at `most`.
         """

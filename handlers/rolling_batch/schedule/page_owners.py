@@ -1,4 +1,4 @@
-"""Who has which pages of the KV cache: sequences that run, and sequences that have left and are cached.
+"""Who has which pages of the KV cache: running sequences, and cached ones of the past.
 
 A page is free when no sequence has it. If more are wanted than are free, cached tokens go, the least recently used ones
 first, from the end of their sequence.
@@ -90,7 +90,7 @@ class PageOwners:
         self.take(sequence, (self._free.pop() for _ in range(pages)))
 
     def stop(self, slot: int) -> PagedSequence:
-        """Take a sequence out of those that run. It has its pages still."""
+        """Take a sequence out of the running ones. It has its pages still."""
         sequence = self.running.pop(slot)
         self.tree.remove(slot)
         for page in sequence.pages:
@@ -99,7 +99,7 @@ class PageOwners:
         return sequence
 
     def cut(self, sequence: PagedSequence, keep: int) -> list[int]:
-        """Take all but the first `keep` pages from a sequence that does not run; return those that are free now."""
+        """Take all but the first `keep` pages from a sequence that does not run; return the pages freed by it."""
         freed = []
         for page in sequence.pages[keep:]:
             self._owners[page] -= 1
@@ -115,7 +115,7 @@ class PageOwners:
         self.cut(self.cached.pop(number), 0)
 
     def check(self) -> None:
-        """Raise AssertionError if counts are not those of the lists, or a sequence could write what others have."""
+        """Raise AssertionError if counts do not match the lists, or a sequence could write shared pages."""
         everyone = [*self.running.values(), *self.cached.values()]
         owners, users = [0] * self.pages, [0] * self.pages
         for counts, sequences in ((owners, everyone), (users, self.running.values())):

@@ -76,7 +76,7 @@ class Scheduler:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a running sequence has further tokens to compute, whatever those are that are not known yet."""
+        """Whether a running sequence has further tokens to compute, whatever the unknown ones are."""
         return any(not sequence.ends for sequence in self.running)
 
     def add(self, sequence: Sequence) -> None:
@@ -101,14 +101,14 @@ class Scheduler:
             self._vacate(sequence, sound)
 
     def forget(self, adapter: Any) -> None:
-        """Keep nothing that was computed with an adapter once the sequences that run with it have ended."""
+        """Keep nothing that was computed with an adapter once its running sequences have ended."""
         self.slots.forget(adapter)
         for sequence in (*self.running, *self.waiting):
             if sequence.adapter is adapter:
                 sequence.shares_prefix = False
 
     def plan(self, draft: Draft | None = None) -> StepPlan:
-        """Admit what fits and return the next step, which is empty only if nothing runs."""
+        """Admit waiting sequences and return the next step, which is empty only if nothing runs."""
         if self.border is not None:
             self._cross(self.border)
         retraction = self._retract()
@@ -178,7 +178,7 @@ class Scheduler:
     # --- the queue ---
 
     def _admit(self) -> list[Sequence]:
-        """Move waiting sequences into the batch while there is room; return those that run for the first time."""
+        """Move waiting sequences into the batch while there is room; return the new ones among them."""
         admitted: list[Sequence] = []
         try:
             for sequence in self.queue.in_order(lambda entry: self._match(entry).tokens) if self._has_place() else []:

@@ -29,8 +29,8 @@ class SlotContents:
     """Slots 0 to `slots` - 1, which share the memory of `kv_tokens` tokens. `tree` has the tokens of all of them.
 
     Three numbers of tokens per slot: `running` or `cached` have valid keys and values, `needed` must keep their memory
-    (a planned step is about to write some), `resident` may occupy memory. A slot that has been emptied stays resident,
-    because memory that is given back has to be provided again page by page; the next sequence writes to it.
+    (a planned step is about to write some), `resident` may occupy memory. An emptied slot stays resident, because
+    returned memory has to be provided again page by page; the next sequence writes to it.
 
     `trims` collects the memory that the next step gives back.
     """
@@ -56,7 +56,7 @@ class SlotContents:
         return self.cached[slot] if slot in self.cached else self.running[slot]
 
     def fitness(self, slot: int) -> tuple[bool, int]:
-        """Return a key that is greatest for the slot in which a sequence continues at the least loss."""
+        """Return a key that is greatest for the slot to continue in at the least loss."""
         return slot in self.cached, -self.held(slot)
 
     def touch(self, slot: int) -> None:

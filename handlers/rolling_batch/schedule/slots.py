@@ -168,7 +168,7 @@ class SlotTable:
         self._running[slot] = tokens
 
     def begin_anew(self, slot: int, adapter: Hashable, tokens: list[int]) -> None:
-        """Record that nothing of a running sequence is in its slot any more, and that its tokens are `tokens`."""
+        """Record that nothing of a running sequence is in its slot any more; its tokens are `tokens`."""
         self._running[slot] = self._contents.needed[slot] = 0
         self._tree.remove(slot)
         self._tree.insert(slot, adapter, tokens)

@@ -1,4 +1,4 @@
-"""Which rows of a store of states hold what: those of running sequences, and snapshots of prefixes.
+"""The rows of a store of states: those of running sequences, and snapshots of prefixes.
 
 A state belongs to one length of one sequence: it cannot be cut to a prefix as keys and values can. So a slot's tokens
 are of use to another sequence only up to a length at which its state was kept. Such snapshots are taken
@@ -62,7 +62,7 @@ class StateTable:
     def claim(self, slot: int, source: int, tokens: int) -> None:
         """Give a sequence in `slot` a state of its own: a copy of the snapshot of `source` at `tokens`, if not 0.
 
-        If the sequence continues in `source` itself, what that slot has behind these tokens is gone.
+        If the sequence continues in `source` itself, its later tokens there are gone.
         """
         if source == slot:
             self.shorten(slot, tokens)
@@ -134,7 +134,7 @@ class StateTable:
             self._keep(slot, end, row)
 
     def step_planned(self, slots: list[int]) -> StateStep:
-        """Return what the planned step does, which computes the sequences in `slots`; forget it here."""
+        """Return the work of the planned step, which computes the sequences in `slots`; forget it here."""
         step = StateStep({slot: self._running[slot] for slot in slots}, self.copies, self.saves)
         self.copies, self.saves = [], []
         return step

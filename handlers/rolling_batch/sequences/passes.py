@@ -1,9 +1,9 @@
 """Passes of a model that is called as `generate` of transformers calls it: with a cache, sequence by sequence.
 
-A flat pass needs a model that leaves attention to the function that it is given. Others compute it on their own: with a
-bias by distance (Bloom, MPT), with two softmaxes (DiffLlama), over the tokens that an index chooses (DeepSeek V3.2), or
-in code older than that interface (GPT-J). Of them every prompt chunk is a call of its own, and all decoding sequences
-together are one, padded on the left. If padding changes what the model computes, each of them is a call.
+A flat pass needs a model that leaves attention to a given function. Others compute it on their own: with a bias by
+distance (Bloom, MPT), with two softmaxes (DiffLlama), over tokens chosen by an index (DeepSeek V3.2), or in code older
+than that interface (GPT-J). Of them every prompt chunk is a call of its own, and all decoding sequences together are
+one, padded on the left. If padding changes what the model computes, each of them is a call.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SequencePasses:
     ) -> torch.Tensor:
         """Return the logits of the rows `keep`, (rows, vocabulary).
 
-        Before each call `begin` gets the rows of the pass that it computes, and those among them that get logits.
+        Before each call `begin` gets its rows of the pass, and the ones among them with logits.
         """
         found: dict[int, torch.Tensor] = {}
         wanted = set(keep)

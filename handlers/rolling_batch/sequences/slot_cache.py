@@ -24,7 +24,7 @@ _KINDS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """What a model keeps per token in one layer of its cache, and in which areas of the KV cache that is.
+    """A model's data per token in one layer of its cache, and their areas of the KV cache.
 
     `index_area`: where the keys of an index are, which chooses the tokens to attend to (DeepSeek V3.2); their first
     half counts as keys there, the other one as values.

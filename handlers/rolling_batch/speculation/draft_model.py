@@ -23,7 +23,7 @@ from handlers.rolling_batch.schedule import plan
 from handlers.rolling_batch.schedule.plan import Chunk, StepPlan
 from handlers.rolling_batch.speculation.drafting import Acceptance
 
-_CATCH_UP = 128  # tokens of prompts, and of what was generated without drafts, that a step computes at most
+_CATCH_UP = 128  # prompt tokens, and tokens generated without drafts, in one step at most
 _MIN_TRIMMED = 256  # tokens; a slot with fewer keeps its memory for the next sequence
 
 

@@ -8,9 +8,9 @@ sampler would have chosen token by token. Each of these tokens is drawn with the
 (`gumbel.py`). So sampling too gives exactly the tokens that it gives without drafts, and a draft is accepted with the
 probability of its tokens, as in speculative sampling (Leviathan et al., 2023).
 
-Further rows of a step cost time (`step_times.py`). A step gets the drafts with which it generates the most tokens per
-second, as far as their chances of being accepted say, and none if that is not clearly more than without. Both follow
-from what was measured, so that a batch whose kernels are busy gets none.
+Further rows of a step cost time (`step_times.py`). A step gets the drafts with the most expected tokens per second, and
+none if they are not clearly better than no drafts. Both follow from measurements: a batch whose kernels are busy gets
+none.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 _NGRAMS = (3, 2)  # tokens that have to be the same; the longer one first
 _FIRST_CHANCE = 0.5  # that the next drafted token is accepted, before anything is known
 _SMOOTHING = 0.25  # weight of the newest draft
-_RECOVERY = 0.01  # by which the chance returns to the first one with each token, so that drafts are tried again
+_RECOVERY = 0.01  # the chance returns to the first one by this with each token, for drafts to be tried again
 _MIN_GAIN = 1.05  # times the tokens per second without drafts
-# What a token that comes earlier is worth in a large batch, beside one that comes earlier to a single sequence. A
-# sequence that ends sooner saves a row of the steps to come, and not the steps, which the others still need.
+# The worth of an earlier token in a large batch, relative to one for a single sequence. A sequence that ends sooner
+# saves a row of later steps, not the steps, which the others still need.
 _WORTH_IN_BATCH = 0.5
 
 
@@ -131,7 +131,7 @@ class PromptLookup:
 
 
 def _continuation(tokens: Sequence[int], place: int, length: int) -> list[int]:
-    """Return what follows from `place` on, which repeats if it reaches the end of the tokens."""
+    """Return the tokens from `place` on, repeated from the end of the tokens."""
     draft = list(tokens[place : place + length])
     period = len(draft)
     return [draft[index % period] for index in range(length)]

@@ -1,7 +1,7 @@
 """How long a step takes by its number of rows, learnt from the steps themselves.
 
-The time does not grow evenly with the rows: kernels compute tiles of several rows, so that a step which begins another
-tile takes as long as one that fills it. So the time of each number of rows is kept by itself.
+The time does not grow evenly with the rows: kernels compute tiles of several rows: a step which begins another tile
+takes as long as one that fills it. So the time of each number of rows is kept by itself.
 
 What was measured once may not hold any more, since sequences grow, and other programs come and go. A time that no step
 confirms is forgotten after some steps, and estimated from its neighbours again. Then a draft may be tried that did not

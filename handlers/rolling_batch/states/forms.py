@@ -69,7 +69,7 @@ class _Always:
 class LayerCache:
     """What a mixer takes for the model's cache: the states of its own layer.
 
-    The methods are those of transformers' `Cache` that mixers call, and those of MiniMax's own cache.
+    The methods are those of transformers' `Cache` called by mixers, and of MiniMax's own cache.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class CacheForm:
         self._written: list[tuple[str, int, StateShape]] = []
 
     def record(self, cache: LayerCache) -> None:
-        """Learn what a state is made of, from the cache of one sequence that the mixer has written to."""
+        """Learn the parts of a state from the cache of one sequence after the mixer wrote to it."""
         self._written = [
             (kind, number, StateShape(tuple(state.shape[1:]), state.dtype, state.device))
             for kind, number, state in cache.states()

@@ -62,7 +62,7 @@ class SplitMixer:
         return self._joined(parts, rows - segments[-1].last)
 
     def _compute(self, segment: Segment, call: Call) -> tuple[torch.Tensor, ...]:
-        """Return the outputs that have rows, with those of the segment."""
+        """Return the outputs of the rows, with the segment's."""
         if segment.continues and self._form.by_token and segment.last - segment.first > 1 and not segment.decodes:
             return self._by_token(segment, call)
         states = self._store.read(self._number, segment.rows) if segment.continues else None

@@ -54,5 +54,5 @@ class ModelStates:
         self.store.copy(() if step is None else step.saves)
 
     def on_rows(self, enter: Callable[[int, int], None]) -> None:
-        """Have `enter` told which rows of the pass the next layers compute, whenever that changes."""
+        """Have `enter` told which rows of the pass the next layers compute, at each change."""
         self.store.enter = enter

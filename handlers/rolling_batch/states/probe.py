@@ -55,8 +55,8 @@ def keeps_states(model: Any) -> bool:
 def find_mixers(model: Any, inputs: PassInputs) -> list[Mixer]:
     """Return the mixers of `model`, which computes `inputs`, in the order of calls. Raises UnsupportedAttentionError.
 
-    Every module that takes a cache gets a recording one of its own in a pass over a few tokens. Those that write to it
-    are the mixers; of two of which one contains the other, the outer one is.
+    Every module that takes a cache gets a recording one of its own in a pass over a few tokens. The modules that write
+    to it are the mixers; of two of which one contains the other, the outer one is.
     """
     if not keeps_states(model):
         return []
@@ -133,7 +133,7 @@ def _hooks(modules: list[Any], before: Any, after: Any, linear_called: Any) -> I
 
 
 class _Recording(LayerCache):
-    """A cache that also takes keys and values, and returns them as they are, for modules that attend as well."""
+    """A cache that also takes keys and values, and returns them unchanged, for modules with attention."""
 
     def __init__(self, cache: LayerCache) -> None:
         self.layer, self.layers = cache.layer, cache.layers

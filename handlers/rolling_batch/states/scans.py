@@ -1,8 +1,8 @@
 """The scan of Mamba's first version, continued from a state.
 
 Its code in transformers, which Falcon Mamba, Jamba and Zamba share, begins every scan of more than one token at zero,
-because a library of kernels does. The recurrence is linear in its state: what an initial state adds to outputs and
-final state is that state, decayed up to each token.
+because a library of kernels does. The recurrence is linear in its state: the share of an initial state in outputs and
+final state is this state, decayed up to each token.
 """
 
 from __future__ import annotations

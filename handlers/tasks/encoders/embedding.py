@@ -23,8 +23,8 @@ from lmi_server.dialects.openai.embeddings import EmbeddingRequest
 class Text(NamedTuple):
     """A text, or its token ids as they are, and the parameters of its request.
 
-    `size` is the number of tokens that the text is cut to, -1 for the model's maximum; None refuses a text that is
-    longer than that. `dimensions` is the length of the vector, None for the model's own.
+    `size` is the number of tokens that the text is cut to, -1 for the model's maximum; None refuses a longer text.
+    `dimensions` is the length of the vector, None for the model's own.
     """
 
     content: str | tuple[int, ...]

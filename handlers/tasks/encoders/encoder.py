@@ -40,7 +40,7 @@ class Encoder:
         self.max_length = min(options.max_model_len or max_length or longest, longest)
 
     def tokenize_unless_too_long(self, texts: Sequence[str], are_cut: Sequence[bool]) -> list[Sequence[int]]:
-        """Do what `tokenize` does, but for texts that are not cut and too long for the model in any case.
+        """Do the same as `tokenize` for texts that are not cut and too long for the model in any case.
 
         In place of the ids of such a text there is a range that is too long as well.
         """
@@ -93,7 +93,7 @@ class Encoder:
         return self.model(input_ids=ids, **attention).last_hidden_state, mask
 
     def batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yield the indices of sequences that run together, without any that does not fit the model."""
+        """Yield the indices of sequences to run together, but for sequences too long for the model."""
         kinds: dict[int, list[int]] = {}
         for index, length in enumerate(map(len, sequences)):
             if 0 < length <= self.max_length:

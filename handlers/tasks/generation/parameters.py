@@ -26,7 +26,7 @@ def _token_lists(name: str, value: Any) -> list[list[int]]:
 
 
 def _length_penalty(name: str, value: Any) -> tuple[int, float]:
-    """Read exponential_decay_length_penalty: the token from which the penalty grows, and by what factor."""
+    """Read exponential_decay_length_penalty: the first token of the penalty, and its factor."""
     if not isinstance(value, list) or len(value) != 2:
         raise fields.not_allowed(name, value, "send [start, factor], such as [20, 1.1]")
     return _SWITCHED_OFF(name, value[0]), _NUMBER(name, value[1])

@@ -110,7 +110,7 @@ class SpeechService(AsyncRequestHandler):
             self._running = None
 
     def _next(self) -> list[_Turns]:
-        """Take the sound that has waited longest out of the queue, and those that share its step."""
+        """Take the sound that has waited longest out of the queue, and all others of its step."""
         self._waiting = [turns for turns in self._waiting if not turns.ended]
         if not self._waiting:
             return []

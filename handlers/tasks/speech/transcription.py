@@ -24,7 +24,7 @@ class Transcription:
 
     @property
     def key(self) -> Hashable:
-        """What the next step has in common with that of others, which may run with it; None if it runs alone."""
+        """The key of the next step: steps with equal keys may run together; None if it runs alone."""
         return None
 
     @property

@@ -288,8 +288,8 @@ class Whisper(SpeechRecognition):
             one.result = self._result(one)
 
     def _advance_of(self, tokens: Sequence[int], frames: int) -> int:
-        """Return where the next window begins, in frames from the begin of this one: if the segments are cut off by a
-        time that follows another one, at that time."""
+        """Return where the next window begins, in frames from the begin of this one: if another time follows the cut,
+        at that time."""
         if tokens[-2:] and min(tokens[-2:]) >= self._first_time and len(tokens) > 1:
             return (tokens[-2] - self._first_time) * _FRAMES_PER_TOKEN or frames
         return frames
@@ -341,7 +341,7 @@ def _code(language: str) -> str:
 
 
 class _Progress(StoppingCriteria):
-    """Ends a window if nothing waits for any of its sounds, and shows the tokens of those that are streamed."""
+    """Ends a window if nothing waits for any of its sounds, and shows the tokens of streamed ones."""
 
     def __init__(self, task: Whisper, windows: Sequence[WhisperTranscription]) -> None:
         self._task = task

@@ -114,7 +114,7 @@ class BackgroundCompilation:
                 stdin=arguments,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                process_group=0,  # with the compilers that it starts, so that all can be stopped at once
+                process_group=0,  # with its compilers: all can be stopped at once
             )
             code = wait_while_pausing(process, is_busy, self._stopped)
             errors.seek(0)

@@ -3,7 +3,7 @@
 The lowest priority is not enough: on two cores a compiler of priority 19 takes two thirds of the tokens per second. The
 threads of the engine meet after each operation and sleep until the last of them has come. The compiler runs in these
 moments, keeps a core for its next time slice, and shares caches and memory with the engine. So the compiler is stopped
-(SIGSTOP) while requests run. It still gets a tenth of that time, so that it ends under a load that never pauses.
+(SIGSTOP) while requests run. It still gets a tenth of that time, to end under a load that never pauses.
 
 A stopped process must not outlive its worker. The process that leads the group asks the kernel for SIGKILL at its
 parent's end (`end_group_with_parent`), which a stopped process gets too. The others of its group get SIGHUP and SIGCONT

@@ -121,7 +121,7 @@ def compile_models(arguments: Mapping[str, Any]) -> None:
 
 
 def _replace_loader(load: Callable[[Any, str], Callable[..., Any] | None]) -> bool:
-    """Replace vLLM's function that loads stored code by `load`, which gets the module and the path of the file.
+    """Replace vLLM's function for loading stored code by `load`, which gets the module and the path of the file.
 
     Returns False, and changes nothing, if this vLLM has no such function or is configured not to store code. It then
     compiles when the model starts.
@@ -161,8 +161,8 @@ def _configure_compilation(config: Any) -> None:
 
     The name of stored code does not depend on the CPU that it was compiled for. On a shared cache directory another
     machine would load code with instructions that it lacks, so the instruction sets become part of the hash. It does
-    depend on the place of the model, so that a model directory that has moved would be compiled again: its contents
-    take the place of the path.
+    depend on the place of the model: a moved model directory would be compiled again: its contents take the place of
+    the path.
     """
     compilation = config.compilation_config
     compilation.custom_ops = ["all" if name == "none" else name for name in compilation.custom_ops]

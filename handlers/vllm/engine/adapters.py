@@ -16,7 +16,7 @@ from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Adapter
 from lmi_server.contract.texts.quoting import excerpt
 
-# What vLLM raises for an adapter that it cannot use. It has no error type of its own for most of these cases.
+# The errors of vLLM for an unusable adapter. It has no error type of its own for most of these cases.
 _ADAPTER_ERRORS = (ValueError, TypeError, KeyError, RuntimeError, OSError, AssertionError, library.VLLMError)
 
 

@@ -17,7 +17,7 @@ from handlers.vllm.requests.rendering import error_message
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.machine.memory import free_and_total
 
-# What vLLM raises for arguments and models that it cannot use; some of its checks are assertions.
+# The errors of vLLM for unusable arguments and models; some of its checks are assertions.
 _LOAD_ERRORS: tuple[type[Exception], ...] = (
     ValidationError,
     ValueError,

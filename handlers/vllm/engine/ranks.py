@@ -1,11 +1,11 @@
 """vLLM's engine core on the ranks of an MPI group: the other ranks repeat every call that rank 0's core gets.
 
-Under the MPI engine `mpirun` has started the processes that vLLM usually starts itself, which vLLM calls an external
-launcher. In that mode each rank has a whole engine core, scheduler included, beside its part of the model, and all of
-them have to get the same requests in the same order. Only rank 0 has requests. So `LeadingCore` sends each call that
-changes the core's state (a new request, an abort, a step, an adapter) to the other ranks, and `follow` repeats it. All
-ranks have the same logits and seeds, and so the same schedule and tokens: nothing else is synchronised. Activations and
-logits travel by vLLM's own collectives inside each step.
+Under the MPI engine `mpirun` has started the processes instead of vLLM ("external launcher" in vLLM). In that mode each
+rank has a whole engine core, scheduler included, beside its part of the model, and all of them have to get the same
+requests in the same order. Only rank 0 has requests. So `LeadingCore` sends each call that changes the core's state (a
+new request, an abort, a step, an adapter) to the other ranks, and `follow` repeats it. All ranks have the same logits
+and seeds, and so the same schedule and tokens: nothing else is synchronised. Activations and logits travel by vLLM's
+own collectives inside each step.
 
 A call that fails on rank 0 is not broadcast, so a refused request leaves the ranks in step. A call that fails only on
 another rank ends that rank's process and so the group, because the ranks' states differ from then on.

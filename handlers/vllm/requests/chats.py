@@ -1,8 +1,8 @@
 """Renders chats with vLLM's own renderer, and parses tool calls and reasoning out of the answers.
 
-Only chats with a parser come here: one that `option.tool_call_parser` or `option.reasoning_parser` names, or the one
-that the chat template means, for requests with tools. Three parts are vLLM's own: its chat request, which parsers
-receive and may change; `OnlineRenderer`, which validates tools and renders the messages; and the parsers.
+Only chats with a parser come here: the one of `option.tool_call_parser` or `option.reasoning_parser`, or of the chat
+template, for requests with tools. Three parts are vLLM's own: its chat request, which parsers receive and may change;
+`OnlineRenderer`, which validates tools and renders the messages; and the parsers.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def _join(pieces: Sequence[_ParsedText]) -> _ParsedText:
 
 
 def tool_parser(tokenizer: Any, template: str | None, options: VllmEngineOptions) -> ToolParser:
-    """Return the parser of tool calls that the options name, or that the chat template means."""
+    """Return the parser of tool calls by the options, or by the chat template."""
     if options.tool_call_parser != AUTO:
         return ToolParser(options.tool_call_parser)
     source = "the model's chat template" if options.chat_template is None else "option.chat_template"

@@ -1,8 +1,8 @@
 """Fetches images, videos and sounds that requests name by URL, from public addresses alone, and limits their sizes.
 
 Otherwise a request could make the server ask others of its own network, such as the metadata service of a cloud, which
-answers with credentials. A connection is made to the very address that was checked. So a name that resolves to another
-address the next time, or a redirect, cannot get around the check, and no error tells which private ports are open.
+answers with credentials. A connection is made to the very address that was checked. So neither a name that resolves to
+another address the next time nor a redirect gets around the check, and no error tells which private ports are open.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from handlers.structured_output.limits import LABELS
 from lmi_server.contract.errors import HandlerError, LmiServerError, RequestError
 from lmi_server.contract.generation import Delta, FinishReason, SamplingParameters, Token, TopToken, Usage
 
-# If the options have it choose the library itself, vLLM compiles all constraints with the one that it chose for the
-# first, but checks each for the one that it fits.
+# If the options leave the choice to vLLM, it compiles all constraints with the library of the first one, but checks
+# each for its own.
 _SIMPLER = (
     "make it simpler (fewer alternatives, no classes such as \\p{L}), or name another library in"
     ' option.structured_outputs_config, such as {"backend": "guidance"}'
@@ -147,6 +147,6 @@ class DeltaBuilder:
 
 
 def _transfer_params(output: Any) -> dict[str, Any]:
-    """Return what a request that goes on with this KV cache or these media elsewhere is to say."""
+    """Return the parameters for a request that goes on elsewhere with this KV cache or these media."""
     found = {name: getattr(output, name, None) for name in ("kv_transfer_params", "ec_transfer_params")}
     return {name: value for name, value in found.items() if value is not None}

@@ -27,7 +27,7 @@ _CACHE_SALT = "cache_salt"  # part of vLLM's prompt, not of its sampling paramet
 # Tokens per output of a request whose answer does not stream. Each output costs a pass through the handler and the
 # link, so there should be few. There must be some, because the queue gives up a request that shows no progress.
 _UNSTREAMED_INTERVAL = 32
-# What vLLM raises for a request that it cannot serve: the client gets the error, and the engine goes on.
+# The errors of vLLM for an impossible request: the client gets the error, and the engine goes on.
 CLIENT_ERRORS = (library.VLLMClientError, ValueError, TypeError, NotImplementedError, TemplateError)
 
 
@@ -216,7 +216,7 @@ _FIELD = re.compile(r"(?!(?:int|float|str|bool)$)[a-z][a-z0-9_]*")  # not the ty
 
 
 def _problem(detail: Mapping[str, Any]) -> str:
-    """Return what pydantic says of one value, and where that is. Names of types in the place are left out."""
+    """Return pydantic's message about one value, and its place. Names of types in the place are left out."""
     place = ".".join(str(part) for part in detail["loc"] if isinstance(part, int) or _FIELD.fullmatch(part))
     text = str(detail["msg"]).removeprefix("Value error, ")
     return f"{place}: {text}" if place else text

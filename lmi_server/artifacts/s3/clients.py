@@ -95,7 +95,7 @@ def endpoint_url(environment: Mapping[str, str]) -> str | None:
 
 
 class _ListedObject(msgspec.Struct):
-    """A line of `s5cmd --json ls`, which leaves out fields that are 0 or empty."""
+    """A line of `s5cmd --json ls`. Fields that are 0 or empty are missing."""
 
     key: str
     type: str

@@ -80,7 +80,7 @@ def _refresh(
     lock: int,
 ) -> None:
     """Complete the partial files and publish them. Files that have not changed are linked from the last copy."""
-    # The partial directory may hold files of an interrupted fetch. Those that match their objects count as fetched.
+    # The partial directory may hold files of an interrupted fetch. Files that match their objects count as fetched.
     wanted = _downloads(place.partial_files, location.url, objects)
     place.partial_files.mkdir(parents=True, exist_ok=True)
     _remove_all_but(place.partial_files, {download.path for download in wanted})

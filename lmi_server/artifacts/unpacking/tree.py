@@ -22,7 +22,7 @@ _NO_DIRECTORY = (errno.ENOTDIR, errno.ELOOP)
 
 
 class Tree:
-    """The directory `root`, which must be empty and which no other process writes to."""
+    """The directory `root`, empty at first; no other process writes to it."""
 
     def __init__(self, root: Path, allowance: Allowance) -> None:
         self._allowance = allowance

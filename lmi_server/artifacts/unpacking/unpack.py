@@ -20,7 +20,7 @@ from lmi_server.contract.texts.quoting import excerpt
 _ZIP_SUFFIXES = (".zip", ".mar")
 _DAMAGED = (
     *(tarfile.TarError, zipfile.BadZipFile, zipfile.LargeZipFile, lzma.LZMAError, zlib.error),
-    # What the libraries raise for fields with values that their authors did not think of.
+    # Exceptions of the libraries for fields with values that their authors did not think of.
     *(EOFError, NotImplementedError, RecursionError, ValueError, OverflowError, LookupError, struct.error),
 )
 

@@ -23,7 +23,7 @@ _PARAMETERS = sorted(CHAT_FIELDS.keys() - {"model", "messages", "stream", "strea
 
 
 class Conversation:
-    """What is said to the model `model`, and what it answers; `parameters` are fields of each request.
+    """The conversation with the model `model`; `parameters` are fields of each request.
 
     `system` is the text before everything else, "" for none. `usage` has the tokens of the last answer, if known.
     """

@@ -1,4 +1,4 @@
-"""What a server says of its models at one moment, and what follows from two moments: rates and percentiles."""
+"""The figures of a server's models at one moment, and their rates between two: rates and percentiles."""
 
 from __future__ import annotations
 

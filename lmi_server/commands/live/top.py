@@ -1,4 +1,4 @@
-"""`lmi-server top`: what the models of a server do, as a table that is drawn anew once a second."""
+"""`lmi-server top`: the work of a server's models, as a table that is drawn anew once a second."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Properties that the server sets for the code, or that this module sets for the handler.
+# Properties that the server sets for the code, or this module for the handler.
 _NOT_OPTIONS = frozenset(
     {"cluster_size", "device_id", "engine", "entryPoint", "handler", "model_dir", "mpi_mode", "rolling_batch"}
 )
@@ -31,8 +31,8 @@ _NOT_OPTIONS = frozenset(
 class BuiltInService:
     """The base of the services: `entry_point` is the value of option.entryPoint that means the same handler.
 
-    `not_called` are methods and attributes of LMI's class that nothing here calls or sets. `attributes` are those that
-    the handler has.
+    `not_called` are methods and attributes of LMI's class that nothing here calls or sets. `attributes` are the
+    handler's.
     """
 
     entry_point: ClassVar[str]

@@ -1,4 +1,4 @@
-"""The service of models that DeepSpeed splits, for code that calls or subclasses it; it runs on this server's handler.
+"""The service of models that DeepSpeed splits, for subclasses and callers; it runs on this server's handler.
 
 LMI had it up to 0.27.
 """

@@ -1,7 +1,7 @@
 """Decorators for the functions of a `model.py` that replace parts of a built-in handler, and LMI's parser of requests.
 
 Of several functions with the same decorator, the first in the file counts. The parser is for code that batches itself,
-and for an input formatter that changes a part of what LMI reads. It is imported when it is called.
+and for an input formatter that changes a part of LMI's parsing. It is imported when it is called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def init_handler(function: F) -> F:
 
 
 def __getattr__(name: str) -> Any:
-    """Find the functions of LMI's parser, which most models do not need, in the module that has them."""
+    """Find the functions of LMI's parser in their module, which most models do not need."""
     parser = importlib.import_module("djl_python.request_parser")
     if name not in parser.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ _REMEDIES = {
 
 @contextmanager
 def needs(package: str, purpose: str) -> Iterator[None]:
-    """Around the import of `package`: raise an ImportError that names it, what it is for and the remedy."""
+    """Around the import of `package`: raise an ImportError with its name, its use and the remedy."""
     try:
         yield
     except ImportError as error:

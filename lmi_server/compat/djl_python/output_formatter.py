@@ -1,6 +1,6 @@
 """The decorator for the function of a `model.py` that writes answers, the types of its arguments, and LMI's own forms.
 
-The forms are for code that batches itself and for a formatter that changes a part of LMI's answer. Built-in handlers
+The forms are for code that batches itself and for formatters that change a part of LMI's answer. Built-in handlers
 write their answers without them.
 """
 

@@ -46,7 +46,7 @@ def _plain(value: Any) -> Any:
 class Output:
     """`code` is the status of the HTTP answer, `properties` are its headers, `content` its body.
 
-    Methods that change an Output return the Output itself, so that calls can be chained.
+    Methods that change an Output return the Output itself: calls can be chained.
     """
 
     def __init__(self, code: int = 200, message: str = "OK") -> None:

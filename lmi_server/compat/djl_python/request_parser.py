@@ -34,7 +34,7 @@ _FAILED = "Input Parsing failed. Ensure that the request payload is valid. "
 
 @dataclass
 class ParsedInput:
-    """The requests of a batch as far as they are new, and the errors of those that cannot be read, by their index."""
+    """The new requests of a batch, and the errors of unreadable ones, by index."""
 
     errors: dict[int, str] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Answers to the requests that open and close a session, for code that serves them itself."""
+"""Answers to requests that open and close a session, for code with sessions of its own."""
 
 from __future__ import annotations
 

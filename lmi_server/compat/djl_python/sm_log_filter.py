@@ -1,4 +1,4 @@
-"""The filter of log records that SageMaker counts, for user code that adds it to its own log handler."""
+"""The filter of log records that SageMaker counts, for the log handlers of user code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests ask for, and helpers for code that batches itself, under the names that LMI has for them."""
+"""Parameters of requests, and helpers for code that batches itself, under LMI's names."""
 
 from __future__ import annotations
 

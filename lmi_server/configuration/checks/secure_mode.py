@@ -87,7 +87,7 @@ _IN_SECURE_MODE = "is not allowed in secure mode"
 
 @dataclass(frozen=True, slots=True)
 class SecureMode:
-    """The controls that are on, and the directories that must be searched; without `channels` those of the model."""
+    """The controls that are on, and the directories to search; without `channels` those of the model."""
 
     controls: frozenset[str]
     channels: tuple[Path, ...]
@@ -273,7 +273,7 @@ def _directories(parent: Path) -> list[Path]:
 def _files(place: Path) -> Iterator[Path]:
     """Yield every file below, also behind links; a directory that is reached twice is read once.
 
-    Of a file, yield the file and those for tokenizers and templates that are read beside it.
+    Of a file, yield the file and the tokenizers' and templates' files beside it.
     """
     if place.is_file():
         yield place

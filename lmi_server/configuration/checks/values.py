@@ -73,7 +73,7 @@ def _serving_conflicts(
 
 
 def undefined_formatters(options: ModelOptions, sources: Given, model_dir: Path) -> Iterator[str]:
-    """Yield a problem for each formatter that names a function which model.py does not define."""
+    """Yield a problem for each formatter whose function model.py does not define."""
     output = None if options.output_formatter in FORMATTERS else options.output_formatter
     path = model_dir / MODEL_CODE
     for key, name in (("option.input_formatter", options.input_formatter), ("option.output_formatter", output)):

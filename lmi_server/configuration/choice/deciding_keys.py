@@ -1,4 +1,4 @@
-"""The keys that decide which handler serves a model, and what is recommended for it."""
+"""The keys that decide which handler serves a model, and the recommendations for it."""
 
 from __future__ import annotations
 

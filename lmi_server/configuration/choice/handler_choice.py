@@ -88,7 +88,7 @@ class _Chooser:
         served_elsewhere = None if engine is None else self.handlers.by_engine(engine)
         if served_elsewhere is not None:
             return self._by_key(served_elsewhere, "engine")
-        # The variant first: a model that does not decode has no rolling batch that could choose a handler. Then once
+        # The variant first: a model that does not decode has no rolling batch to choose a handler. Then once
         # more, because the handler that the rolling batch has chosen may have a variant, too.
         workload = self._workload()
         chosen = self._variant(self._by_entry_point() or self._by_model(), workload)
@@ -137,7 +137,7 @@ class _Chooser:
         """Choose by option.entryPoint; None if no layer gives one that decides."""
         name, source = self.keys.entry_point, self.keys.source(ENTRY_POINT)
         if name is None or source is None or (source.layer == _ALIAS and self._is_handler_file()):
-            return None  # as with LMI, a model.py that takes requests wins over the handler that an engine stands for
+            return None  # as with LMI, a model.py that takes requests wins over the handler of an engine
         place = source.describe(ENTRY_POINT)
         try:
             refuse_remote_entry_point(name)

@@ -47,7 +47,7 @@ class ModelLayers:
     has_config: bool
 
     def deciding_keys(self) -> DecidingKeys:
-        """Return the keys that choose the handler, with the values that the engine stands for.
+        """Return the keys that choose the handler, with the values that the engine implies.
 
         Only the handler's options class says which keys are spellings of one option. The other keys cannot be merged
         without it.

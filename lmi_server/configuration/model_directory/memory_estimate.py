@@ -31,7 +31,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes that one worker takes on each of its `devices`, and bytes that are free there; None if unknown.
+    """Bytes that one worker takes on each of its `devices`, and the free bytes there; None if unknown.
 
     - `kv_tokens`: tokens that the running requests can fill: as many as the engine has room for, times the context.
     - `unquantized_bytes`: size of the weights if they were not quantised; None if they are not.
@@ -132,7 +132,7 @@ def shortages(serving: ServingOptions, machine: Machine, estimated_mb: int = 0) 
 
 
 class _Demand(NamedTuple):
-    """What a model asks for on one kind of device: MiB that it requires, MiB that stay free, and free bytes."""
+    """What a model asks for on one kind of device: MiB required, MiB to stay free, and free bytes."""
 
     prefix: str
     required: int

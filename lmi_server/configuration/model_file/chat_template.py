@@ -11,7 +11,7 @@ from lmi_server.contract.generation import PROMPT_BEGINNING
 
 
 def chat_template(prompt: PromptFormat) -> str:
-    """Return the template that makes of a chat the prompt which RayLLM made of it.
+    """Return the template that makes RayLLM's prompt of a chat.
 
     One system message is allowed, at any place; it moves to the top, or into the first message of the user.
     """

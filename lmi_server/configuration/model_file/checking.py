@@ -37,7 +37,7 @@ def validate(document: YamlDocument, section: type[_AnySection]) -> tuple[_AnySe
 
 
 def without_effect(document: YamlDocument, section: Section, path: KeyPath = ()) -> Iterator[str]:
-    """Yield a warning for each key that is given and that nothing here reads."""
+    """Yield a warning for each given key that nothing here reads."""
     for name, field, value in _given_fields(section):
         here = (*path, name)
         for mark in field.metadata:
@@ -65,7 +65,7 @@ def _given_fields(section: Section) -> Iterator[tuple[str, FieldInfo, Any]]:
 def _under_present_names(
     document: YamlDocument, section: type[Section], problems: list[tuple[int, str]]
 ) -> YamlDocument:
-    """Return the document with the names that its keys have today, and without keys that say null."""
+    """Return the document with the keys' names of today, and without keys that say null."""
     lines, renamed = dict(document.lines), dict[KeyPath, str]()
 
     def present(section: type[Section] | None, data: Any, path: KeyPath) -> Any:

@@ -23,7 +23,7 @@ _SHOWN = NoEffect("the server's list of models has no such field")
 
 
 def _pattern(*names: str) -> Callable[[str], str]:
-    """Return the check of a text that is formatted with `names`, of which the first must be in it."""
+    """Return the check of a text that is formatted with `names`; the first must be in it."""
 
     def check(text: str) -> str:
         found = {name for _, name, _, _ in Formatter().parse(text) if name is not None}

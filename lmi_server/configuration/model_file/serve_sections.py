@@ -1,4 +1,4 @@
-"""What RayLLM's files and those of Ray Serve LLM have in common: sections, types, and Ray Serve's own settings.
+"""The common parts of RayLLM's files and Ray Serve LLM's: sections, types, and Ray Serve's own settings.
 
 The keys are those of Ray Serve's config file (`ray.serve.schema`); `formerly` has the names in RayLLM's time.
 """

@@ -37,7 +37,7 @@ class Secrets:
             self._values = (*self._values, value)
 
     def add_named(self, values: Mapping[str, str]) -> None:
-        """Hide the values whose names say that they are secret, and what a list of variables (A=1,B=2) holds."""
+        """Hide values whose names mean secrets, and the values in a list of variables (A=1,B=2)."""
         for name, value in values.items():
             if is_secret(name):
                 self.add(value)

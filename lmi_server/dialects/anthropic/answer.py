@@ -108,7 +108,7 @@ class _Blocks:
 def _input(arguments: str) -> tuple[dict[str, Any], bool]:
     """Return the arguments of a call, and whether they are whole.
 
-    Those that a limit cut off are under the key that Anthropic's documentation names for JSON that is not valid.
+    Cut off ones are under the key that Anthropic's documentation names for invalid JSON.
     """
     try:
         value = msgspec.json.decode(arguments or "{}")

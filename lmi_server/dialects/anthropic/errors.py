@@ -30,7 +30,7 @@ def _write(error: LmiServerError, openai_status: int, request_id: str) -> tuple[
 
 
 def _length_message(error: ContextLengthError) -> str:
-    """Return the message by which Anthropic's clients know that they have to shorten a conversation."""
+    """Return the message by which Anthropic's clients recognise a conversation that is too long."""
     if not error.prompt:
         return f"prompt is too long: {error.message}"
     if error.prompt >= error.limit:

@@ -1,8 +1,8 @@
 """LMI's dialect: `inputs`, `parameters` and `stream` in; JSON, JSON lines or server-sent events out.
 
 Shapes and semantics follow LMI's rolling batch. With `option.tgi_compat` the answers have the shapes of
-text-generation-inference, which `huggingface_hub.InferenceClient.text_generation` reads; on the paths of that server
-(`routes.TGI_ROUTES`), and for that client, they always have.
+text-generation-inference, which `huggingface_hub.InferenceClient.text_generation` reads; on that server's paths
+(`routes.TGI_ROUTES`), and for its client, they always have.
 
     request.py      the fields of a request -> a GenerationRequest
     formatters.py   option.output_formatter -> the form of the answer

@@ -53,7 +53,7 @@ def _parameters(name: str, value: Any) -> dict[str, Any]:
 
 _STATIC = "leave it out, or serve the model in static batches with option.rolling_batch=disable"
 
-# Arguments of transformers' generate() that only static batches take, and the value of each that changes nothing.
+# Arguments of transformers' generate() for static batches only, each with the value that changes nothing.
 _OF_GENERATE: dict[str, Any] = {
     "min_length": 0,
     "max_time": None,

@@ -147,7 +147,7 @@ def _pieces(calls: Sequence[ToolCallDelta]) -> list[_ToolCallPiece]:
 
 
 class _ToolCallRules:
-    """Which tool calls a choice shows, and which finish reason it has; the request decides both."""
+    """The tool calls and the finish reason of a choice; the request decides both."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._one_call = not request.chat.parallel_tool_calls

@@ -74,7 +74,7 @@ COMPLETION_FIELDS: dict[str, Field] = {
 
 
 class _CompletionOptions(msgspec.Struct, frozen=True):
-    """What a completion asks of the form of its answer, beyond what chats ask.
+    """The form of a completion's answer, beyond the form of chats.
 
     `prompt_only`: max_tokens is 0. The engine generates one token all the same, and the answer leaves it out.
     `candidates`: sequences per prompt (`best_of`). If they are more than `n`, the answer has the `n` likeliest.

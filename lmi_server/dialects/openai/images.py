@@ -1,7 +1,7 @@
 """OpenAI's images: parses bodies into what to draw, and writes an answer from the files of the images.
 
 /v1/images/generations has a body in JSON; /v1/images/edits and /v1/images/variations have a form with files, or JSON
-with base64. Any handler that makes images can use them, and adds the parameters that it knows beside OpenAI's.
+with base64. Any handler that makes images can use them, and add its parameters to OpenAI's.
 """
 
 from __future__ import annotations

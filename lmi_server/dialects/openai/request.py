@@ -170,7 +170,7 @@ def default_model_name(served: ServedModel) -> str:
 
 
 def name_to_show(request: Input, model: str | None, served: ServedModel) -> tuple[str, tuple[str, ...]]:
-    """Return the model name that the answer shows, and the warning about a model that is not served here.
+    """Return the model name for the answer, and the warning about a model that is not served here.
 
     Raises ModelNotFoundError on OpenAI's routes if it is not served.
     """

@@ -123,7 +123,7 @@ def _part(name: str, value: Any) -> dict[str, Any]:
 
 
 def _tools(name: str, value: Any) -> list[dict[str, Any]]:
-    """Read the functions, which lack the wrapper that they have in chat completions."""
+    """Read the functions, which lack the wrapper of chat completions."""
     for index, tool in enumerate(fields.objects(name, value)):
         if tool.get("type") != "function":
             raise fields.not_allowed(f"{name}[{index}].type", tool.get("type"), "send function, the only kind of tool")

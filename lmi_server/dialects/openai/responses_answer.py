@@ -22,7 +22,7 @@ Emit = Callable[[str, dict[str, Any]], None]
 
 
 class RequestEcho(NamedTuple):
-    """The fields of the request that the answer repeats, and what decides its log probabilities."""
+    """The fields of the request that the answer repeats, and the choice of its log probabilities."""
 
     body: dict[str, Any]
     instructions: str | None

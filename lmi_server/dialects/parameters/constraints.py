@@ -148,7 +148,7 @@ _READERS: dict[str, Reader] = {
     "structural_tag": _guided("structural_tag"),
     "grammar": _grammar,
 }
-# Each field has a target of its own, so that `find` can name two that contradict each other.
+# Each field has a target of its own: so `find` can name two that contradict each other.
 FIELDS: dict[str, Field] = {
     **{name: Field(name, read, "structured_outputs") for name, read in _READERS.items()},
     _WHITESPACE: Field(_WHITESPACE, _text, "structured_outputs"),

@@ -1,7 +1,7 @@
 """The sampling parameters that LMI's requests and OpenAI's share: the fields of vLLM's SamplingParams.
 
-Every field of SamplingParams is in `FIELDS`. What no request can use here is refused by name, unless it has the value
-that changes nothing: an answer that silently leaves out a parameter is a wrong answer.
+Every field of SamplingParams is in `FIELDS`. Parameters that no request can use here are refused by name, unless their
+value changes nothing: an answer that silently leaves out a parameter is a wrong answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ENGINE_EXTRAS: dict[str, Reader] = {
     "skip_reading_prefix_cache": fields.boolean,
     "watermarking": fields.boolean,
 }
-# How vLLM's own server talks to its engine, or what would change the form of an answer beyond what the dialects write.
+# How vLLM's own server talks to its engine, or changes of the answer's form beyond the dialects'.
 _INTERNAL = (
     "prompt_logprob_token_ids",
     "prompt_logprob_start",

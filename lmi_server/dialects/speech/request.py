@@ -69,7 +69,7 @@ _ANSWER_TYPES = {False: "application/json", True: SSE.content_type}
 
 
 def _of_answer(asked: SpeechRequest, stream: bool) -> dict[str, Any]:
-    """Return the parameters that make a result have what its format shows."""
+    """Return the parameters that give a result the contents of its format."""
     if asked.response_format in _WITH_TIMES:
         return {"return_timestamps": "word" if "word" in asked.granularities else True, "details": True}
     return {} if stream else {"return_duration": True}

@@ -49,7 +49,7 @@ class Directory:
             self._place(deployment)
 
     def announce(self, deployment: str, announced: Mapping[str, str]) -> bool:
-        """Take what each replica of a deployment that runs has announced; return whether front ends must hear of it."""
+        """Take the announcements of the replicas of a running deployment; return whether front ends must hear of it."""
         if deployment not in self._names:
             return False
         self._announced[deployment] = {

@@ -1,6 +1,6 @@
 """The request router of a model's deployment: it hears from Ray which replicas run, and tells the ingress.
 
-Requests go from the front end to a replica without Ray; which replica that is, the dispatcher decides
+Requests go from the front end to a replica without Ray; the dispatcher decides which replica it is
 (`lmi_server.serving.dispatch.dispatcher`). Calls by a handle, which are rare, go to any replica.
 """
 

@@ -1,4 +1,4 @@
-"""One model on Ray Serve as a plain value: what it serves, how many replicas, and what each of them takes of a node.
+"""One model on Ray Serve as a plain value: its model, the number of replicas, and their share of a node.
 
 It needs neither a cluster nor the package ray. Names are as in Ray Serve's config file.
 """

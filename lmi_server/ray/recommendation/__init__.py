@@ -1,1 +1,1 @@
-"""Which accelerator and which settings of Ray fit a model, and the model files that say so; no Ray is needed."""
+"""The accelerator and the settings of Ray that fit a model, and the model files for them; no Ray is needed."""

@@ -1,4 +1,4 @@
-"""LoRA adapters that are loaded when a request asks for them, and the place that they come from."""
+"""LoRA adapters that are loaded when a request asks for them, and their source."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ S3 = "s3://"
 
 
 class OnDemand:
-    """Sees to it that the adapter of a request, which a header names, is there while the request is served.
+    """Keeps the adapter of a request, named by a header, while the request is served.
 
     This one leaves that to others: before a cluster, the replicas load adapters.
     """
@@ -67,7 +67,7 @@ async def hold_in_time(on_demand: OnDemand, request: Input, deadline: Deadline |
 
 @dataclass(slots=True)
 class _Entry:
-    """One adapter: the task that loads it, and the number of requests that hold it."""
+    """One adapter: the task that loads it, and the number of requests with it."""
 
     task: asyncio.Task[None]
     users: int

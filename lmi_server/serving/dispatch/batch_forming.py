@@ -1,4 +1,4 @@
-"""When jobs that wait go to a worker as one batch, and when a worker gives back what it got ahead.
+"""When waiting jobs go to a worker as one batch, and when a worker gives back jobs that it got ahead.
 
 Batches are formed in the front end's process and not in the worker, because a job that waits here can go to whichever
 worker is free first.

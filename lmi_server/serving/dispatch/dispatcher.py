@@ -48,13 +48,13 @@ from lmi_server.supervisor.worker_requests import WorkerRequests
 
 logger = logging.getLogger(__name__)
 
-_PACED_UNREAD = 1 << 20  # bytes of one answer that its client has not read yet, from which on its worker waits
+_PACED_UNREAD = 1 << 20  # unread bytes of one answer, from which on its worker waits
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
 _MAX_UNREAD = 64 << 20  # although its worker was told to wait; much more than may be on its way then
 
 
 class Dispatcher:
-    """Gives each waiting request to a worker with room, and what workers send to the request that it belongs to.
+    """Gives each waiting request to a worker with room, and the workers' messages to their requests.
 
     `on_no_room` is called when a request waits, or is refused, because no worker has room for it. `on_metric` gets
     the size of each batch of several requests. `batch_sizes` has the sizes of all batches; if requests are served
@@ -132,7 +132,7 @@ class Dispatcher:
             return
         job.cancelled = True
         # The client's side ends now, but the place in the worker is free only once the worker says so. Its time to do
-        # that begins here: `put` resets `progressed_at`, by which ProgressWatch finds workers that never free it.
+        # that begins here: `put` resets `progressed_at`, by which ProgressWatch finds workers with stuck places.
         job.reply.put(Error(job.id, CANCELLED, "the client went away"), time.monotonic())
         if not self.recovery.withdraw(job):
             self._queue.remove(job)
@@ -185,7 +185,7 @@ class Dispatcher:
             self._on_metric(Metric("DynamicBatchSize", "Count/Item", len(jobs), self._dimensions, GAUGE))
 
     def resume(self) -> None:
-        """Send what waits to a worker that has just become ready. From now on requests end at another rate."""
+        """Send waiting requests to a worker that has just become ready. From now on requests end at another rate."""
         self._rate.forget()
         self.dispatch()
 

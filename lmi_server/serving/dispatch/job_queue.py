@@ -37,7 +37,7 @@ class JobQueue(Generic[J]):
     priority and tenant in use, because it removes a job from its middle in constant time: clients that go away do so
     while their job waits.
 
-    A job that is lent waits in a worker, where the scheduler chooses among all that are lent there. It counts as
+    A lent job waits in a worker, and its scheduler chooses among all lent jobs. It counts as
     waiting here until it is removed. Jobs of one priority and tenant alone are lent,
     so that the scheduler's choice does not change whose turn it is.
     """
@@ -62,7 +62,7 @@ class JobQueue(Generic[J]):
 
     @property
     def lent(self) -> Collection[J]:
-        """The jobs that are lent, in the order in which they were."""
+        """The lent jobs, oldest first."""
         return self._lent.values()
 
     @property
@@ -101,7 +101,7 @@ class JobQueue(Generic[J]):
         return loser
 
     def push_front(self, job: J) -> None:
-        """Put back a job that was accepted before, ahead of those of its priority, even if the queue is full."""
+        """Put back a job that was accepted before, ahead of its priority, even if the queue is full."""
         flow = self._flow(job)
         flow[job.id] = job
         flow.move_to_end(job.id, last=False)
@@ -165,7 +165,7 @@ class JobQueue(Generic[J]):
         return flow
 
     def _drop_empty(self, job: J) -> None:
-        """Drop what is empty now that `job` has been removed."""
+        """Drop empty entries now that `job` has been removed."""
         self._length -= 1
         level = self._levels[job.priority]
         if not level[job.tenant]:
@@ -177,7 +177,7 @@ class JobQueue(Generic[J]):
     def _make_room(self, newcomer: bytes) -> J:
         """Remove and return a job of the tenant with most jobs. Raises QueueFullError if none has more than its share.
 
-        What gives way is the newest of the tenant's least urgent jobs, one that is lent if all are.
+        The newest of the tenant's least urgent jobs gives way, a lent one if all are.
         """
         levels = map(self._waiting, self._used_priorities()) if newcomer else ()
         waiting = sum(levels, Counter[bytes]())

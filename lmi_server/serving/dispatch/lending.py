@@ -1,4 +1,4 @@
-"""Jobs that wait in a worker, ahead of their turn, so that its own scheduler may choose among them."""
+"""Jobs that wait in a worker, ahead of their turn, for its own scheduler to choose among."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Lending:
             requests.submit_ahead(self._queue.lend())
 
     def begin(self, job: Job, worker: WorkerProcess, now: float) -> None:
-        """Record that a worker has a place for a job that it got ahead."""
+        """Record that a worker has a place for a job sent ahead."""
         worker.requests.begun(job, now)
         self._queue.remove(job)
         self._router.record(job.request, worker)

@@ -1,4 +1,4 @@
-"""Requests that end the worker which serves them, and are refused after the second time. Plain data: no clock."""
+"""Requests that end their worker, and are refused after the second time. Plain data: no clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmi_server.contract.protocol import Input
 _DEATHS = 2
 _MAX_SUSPECTS = 1000
 
-# Headers that differ from one attempt to the next, or between clients that send the same request.
+# Headers that differ from one attempt to the next, or between clients with the same request.
 _VOLATILE = frozenset(
     {
         *("accept-encoding", "authorization", "baggage", "connection", "content-length", "cookie", "date", "host"),
@@ -89,7 +89,7 @@ class Quarantine:
 
 
 def fingerprint(request: Input) -> bytes:
-    """Return what two attempts at the same request have in common: route, query, body, and headers that say what."""
+    """Return what two attempts at the same request have in common: route, query, body, and headers with a meaning."""
     digest = blake2b(request.route.encode(), digest_size=16)
     for name, value in sorted(request.properties.items()):
         if name in _VOLATILE or name.startswith(_VOLATILE_PREFIXES):

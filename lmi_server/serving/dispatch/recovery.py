@@ -1,4 +1,4 @@
-"""What becomes of the requests of a worker that died: they are tried again, or fail, and the guilty are quarantined."""
+"""The fate of the requests of a dead worker: they are tried again, or fail, and the guilty are quarantined."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 class Recovery:
     """Decides which jobs of dead workers are tried again. `retries` counts requests that were sent again.
 
-    A job that the handler had not begun cannot have killed the worker, so that it may be tried as often as needed. One
-    that was running may have: it gets one more try. If several have had that, all but one are innocent. These suspects
-    are held back and run one at a time, so that the guilty one dies without the others. A batch that was running is not
-    tried again, because its requests may have had effects that the pool knows nothing of.
+    A job that the handler had not begun cannot have killed the worker: it may be tried as often as needed. One that was
+    running may have: it gets one more try. If several have had that, all but one are innocent. These suspects are held
+    back and run one at a time, so that the guilty one dies without the others. A running batch is not tried again,
+    because its requests may have had effects outside the pool.
     """
 
     def __init__(self, quarantine_s: float) -> None:

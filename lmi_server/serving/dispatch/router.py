@@ -30,8 +30,8 @@ class Router:
     def worker_for(self, request: Input) -> WorkerProcess | None:
         """Return a worker with room, None if there is none.
 
-        The worker of the session comes first, the least loaded one last. In between come a worker that has the adapter
-        and one that knows the beginning of the request, if the settings say so.
+        The worker of the session comes first, the least loaded one last. In between come a worker with the adapter and
+        one that knows the beginning of the request, if the settings say so.
         """
         sticky = self._worker_of_session(request)
         if sticky is not None and self.has_room(sticky.requests):
@@ -77,7 +77,7 @@ class Router:
             self._adapters.record(adapter, worker)
 
     def forget(self, worker: WorkerProcess) -> None:
-        """Let what was sent to a worker that takes no more requests go to any other worker."""
+        """Move the requests of a worker that takes no more to any other worker."""
         for memory in (self.sessions, self.prefixes, self._adapters):
             if memory is not None:
                 memory.forget(worker)

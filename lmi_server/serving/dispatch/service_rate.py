@@ -15,8 +15,8 @@ class ServiceRate:
 
     At other times the rate says how many requests come, and not how many the workers can take. A second estimate is the
     mean time that a request takes in a worker, by the number of requests there (Little's law). It is known before
-    anything has waited. It also corrects a rate that is too high because requests which had begun before the
-    measurement ended right after its start. All times come from one clock, in seconds.
+    anything has waited. It also corrects a rate that is too high because old requests ended right after the
+    measurement's start. All times come from one clock, in seconds.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class ServiceRate:
             self._seconds += now - self._since
 
     def add_ended(self, count: int, places: int, now: float) -> None:
-        """Note that `count` requests have ended on workers that take `places` requests at a time."""
+        """Note that `count` requests have ended on workers with `places` places."""
         keep = max(0.0, 1 - count / max(_GENERATIONS * places, _FEWEST))
         self._ended = self._ended * keep + count
         self._seconds = self._seconds * keep + now - self._since

@@ -74,7 +74,7 @@ class ModelCatalog:
         return self.endpoint(name).choose(version)
 
     def named_as_model(self, name: str, version: str | None = None) -> Model:
-        """Return the model that an OpenAI request means by `model`, which may also be the name of an adapter."""
+        """Return the model that an OpenAI request means by `model`: a name, or the name of an adapter."""
         if self._find(name) is None:
             model = self._with_adapter(name, version)
             if model is not None:
@@ -92,7 +92,7 @@ class ModelCatalog:
         return self._endpoints.get(name) or self._aliases.get(name)
 
     def _with_adapter(self, name: str, version: str | None = None) -> Model | None:
-        """Return the first model that has an adapter of that name."""
+        """Return the first model with an adapter of that name."""
         for model in self.models:
             if model.pool is not None and name in model.pool.adapters and version in (None, model.version):
                 return model

@@ -1,4 +1,4 @@
-"""Makes a model that can be started from a model directory: reads its configuration and fetches what that names."""
+"""Makes a model that can be started from a model directory: reads its configuration and fetches its files."""
 
 from __future__ import annotations
 
@@ -60,9 +60,8 @@ async def fetch_model(
 ) -> FetchedModel:
     """Resolve the model in `model_dir`, fetch its weights and install its requirements.
 
-    The configuration is read before the download, so that what is wrong with it, or cannot be served, is reported
-    without one. If weights were fetched it is read again, because much depends on the config.json that came with them.
-    Raises ConfigurationError and ArtifactError.
+    The configuration is read before the download, to report its errors without one. If weights were fetched it is read
+    again, because much depends on the config.json that came with them. Raises ConfigurationError and ArtifactError.
     """
     found = await _inspect(inspect, model_dir, environment, registration)
     if found.problems or found.unavailable:

@@ -150,7 +150,7 @@ class Endpoint:
         return able[self._turn % len(able)]
 
     def choose_preferring(self, version: str | None) -> Model:
-        """Return the model of that version if there is one, otherwise what `choose` returns without a version."""
+        """Return the model of that version if there is one, otherwise the one of `choose` without a version."""
         return self.choose(version if any(model.version == version for model in self.models) else None)
 
     def version(self, version: str | None) -> Model:

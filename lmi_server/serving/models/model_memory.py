@@ -1,4 +1,4 @@
-"""Whether a model that is to be loaded finds enough free memory, and what is unloaded for it."""
+"""Whether a model finds enough free memory to load, and the models to unload for it."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def _visible(directory: Path) -> list[Path]:
 
 
 def _nested(entry: Path) -> Path:
-    """Return the sub-directory or archive that is all that `entry` holds; otherwise `entry` itself.
+    """Return the only sub-directory or archive in `entry`; otherwise `entry` itself.
 
     A folder code/ is no model: it has the script that SageMaker's framework containers run.
     """

@@ -43,8 +43,8 @@ class ModelRegistry(ModelCatalog):
     """Every model of a server, from its registration to its end.
 
     `environment` has the variables that configure models; `inspect` reads the configuration of one. The requests of an
-    unregistered model get `drain_timeout_s` seconds to finish. `on_metric` gets the metrics that workers print, and
-    the times that fetching and loading a model took.
+    unregistered model get `drain_timeout_s` seconds to finish. `on_metric` gets the metrics that workers print, and the
+    times of fetching and loading a model.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ModelRegistry(ModelCatalog):
 
     async def _remove(self, models: Sequence[Model]) -> None:
         for model in models:
-            self._forget(model)  # first, so that no request finds a model that is about to end
+            self._forget(model)  # first: no request finds a model that is about to end
         await asyncio.gather(*(self._end(model) for model in models))
 
     async def _end(self, model: Model) -> None:

@@ -30,10 +30,10 @@ _LOAD_TIMES = (0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 2400)  # sec
 
 
 class Membership:
-    """What a replica set needs of its pool (see `replicas.Owner`, which describes the methods).
+    """The demands of a replica set on its pool (see `replicas.Owner`, which describes the methods).
 
     `max_model_len` is in tokens, 0 before the model is loaded and if it has no such bound; `batch_size` is that of
-    Ready. `deaths` counts workers that ended unasked, `load_times` has the seconds in which workers loaded the model.
+    Ready. `deaths` counts workers that ended unasked; `load_times` are the seconds of the workers' loads.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Membership:
         adapters: Adapters,
         on_metric: MetricSink,
     ) -> None:
-        """`replica_sets` are those that this owns; they come after it."""
+        """`replica_sets` are its own; they come after it."""
         self.max_model_len = 0
         self.batch_size: int | None = None
         self.stopping = False

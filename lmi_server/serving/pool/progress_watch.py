@@ -1,4 +1,4 @@
-"""Gives up requests that make no progress, and workers that hang."""
+"""Gives up requests without progress, and workers that hang."""
 
 from __future__ import annotations
 

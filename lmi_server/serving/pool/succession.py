@@ -12,7 +12,7 @@ from lmi_server.serving.pool_settings import PoolSettings
 
 
 async def successor_settings(pool: WorkerPool, settings: PoolSettings) -> PoolSettings:
-    """Return `settings` for a pool that takes the place of `pool`, with what calls have changed there.
+    """Return `settings` for the successor of `pool`, with the changes by calls there.
 
     These are the adapters, and the numbers of workers. Adapters that requests have brought stay where they are.
     """

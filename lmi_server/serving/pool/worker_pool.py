@@ -48,8 +48,8 @@ SHUTTING_DOWN = "The server is shutting down"
 class WorkerPool:
     """Serves one model with the workers on its device sets. Everything runs on one event loop.
 
-    `on_demand` is what loads adapters that requests ask for, None if nothing does. `on_metric` gets what the workers
-    print and what the pool measures.
+    `on_demand` loads the adapters that requests ask for; None without such. `on_metric` gets the workers' metrics and
+    the pool's measurements.
     """
 
     def __init__(self, settings: PoolSettings, on_metric: MetricSink = unrecorded) -> None:

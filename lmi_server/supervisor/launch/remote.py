@@ -21,7 +21,7 @@ _ENDED = "is gone: its connection has ended"
 class RemotePlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker takes connections, and the token (TOKEN_BYTES characters) that opens one.
 
-    `ahead` is the number of requests that a handler which takes batches may hold beside the current one.
+    `ahead` is the number of requests beside the current one, for a handler of batches.
     """
 
     host: str

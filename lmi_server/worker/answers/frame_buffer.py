@@ -49,7 +49,7 @@ class FrameBuffer:
     """
 
     def __init__(self, link: FrontendLink, from_other_thread: bool = False) -> None:
-        """Create it in the running event loop, which must be that of `link`."""
+        """Create it in the running event loop, the one of `link`."""
         loop = asyncio.get_running_loop()
         self._link = link
         # Waking a loop from another thread takes a system call, which the loop's own thread can do without.
@@ -152,13 +152,13 @@ class FrameBuffer:
                 self._broken.add(item.id)
 
     def _without_broken(self, items: list[Frame]) -> list[Frame]:
-        """Return the items but those of requests that have failed here; each goes up to its own end."""
+        """Return the items of requests that have not failed here; each goes up to its own end."""
         kept = [item for item in items if item.id not in self._broken]
         self._broken -= {item.id for item in items if isinstance(item, _TERMINAL)}
         return kept
 
     def seal(self) -> None:
-        """Drop what comes later, from the thread that the answers come from."""
+        """Drop later items, from the thread of the answers."""
         self._sealed = True
 
     def close(self) -> None:
@@ -253,11 +253,11 @@ class ResponseWriter:
     def reply(
         self, status: int, headers: list[tuple[str, str]], data: bytes, reason: str = "", message: str = ""
     ) -> None:
-        """End with a whole answer. `message` is that of the error that it reports, if the server wrote it."""
+        """End with a whole answer. `message` is the reported error's, if the server wrote it."""
         self._finish(Reply(self.id, status, headers, data, reason, message, self.tally.summary()))
 
     def end(self, status: int = 200, message: str = "") -> None:
-        """End the stream. `status` and `message` are those of the error that its last bytes report, if they do."""
+        """End the stream. `status` and `message` are those of an error in its last bytes."""
         if not self.started and not self._prefix and self._head is not None:
             self.reply(self._head.status, self._head.headers, b"", self._head.reason)
             return

@@ -34,7 +34,7 @@ class FormattedAdapter(Adapter, frozen=True, kw_only=True):
 
 
 class Formats:
-    """Parses requests with what the model, or the adapter that a request asks for, has for it."""
+    """Parses requests with the formatter of the model or of the requested adapter, else with the dialects."""
 
     def __init__(self, loading: Loading, handler: LLMHandler) -> None:
         """Load the code of the model. Raises ModelLoadError with file and line if it cannot be loaded."""

@@ -58,7 +58,7 @@ class GenerationProcessor(RequestProcessor):
         if self._custom is not None and await self._custom.answers_load():
             return ModelInfo(max_model_len=0)  # a custom handler may have an engine of its own
         info = await self._load_model()
-        # The model's own code would begin what waits ahead, and what a second attempt does is unknown.
+        # The model's own code would begin waiting requests, and the effects of a second attempt are unknown.
         return info if self._custom is None else replace(info, window=0)
 
     async def _load_model(self) -> ModelInfo:
@@ -68,7 +68,7 @@ class GenerationProcessor(RequestProcessor):
         return info
 
     async def _ensure_loaded(self) -> ServedModel:
-        """Return the model; load it if a custom handler has left that to the first request which needs it."""
+        """Return the model; load it if a custom handler has left that to the first request."""
         async with self._loading_late:
             if self._served is None:
                 await self._load_model()

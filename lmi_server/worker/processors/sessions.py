@@ -21,7 +21,7 @@ _JSON = ("content-type", "application/json")
 
 
 class SessionRequests:
-    """Answers the requests that open or close a session, and checks the session that any other request names."""
+    """Answers requests that open or close a session, and checks the session of all others."""
 
     def __init__(self, options: ModelOptions) -> None:
         names = ("sessions_path", "sessions_expiration", "sessions_s3url")

@@ -30,8 +30,7 @@ def fetch_image_from_url(image_url: str) -> Any:
 def fetch_image(image_url: str) -> Any:
     """Return the PIL image of a URL: `http`, `https`, or `data:image/...` with the image in base64.
 
-    Raises ValueError for other URLs, and for those that lead to a private address, unless
-    option.allow_private_media=true allows them.
+    Raises ValueError for other URLs, and for private addresses unless option.allow_private_media=true allows them.
     """
     if image_url.startswith(("http://", "https://")):
         return fetch_image_from_url(image_url)

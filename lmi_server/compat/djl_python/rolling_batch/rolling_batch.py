@@ -78,7 +78,7 @@ class RollingBatch(ABC):
         self.active_requests.extend(requests)
 
     def postprocess_results(self) -> list[dict[str, Any]]:
-        """Return the step of each running request, and drop those that have ended."""
+        """Return the step of each running request, and drop ended ones."""
         results = [_result(request) for request in self.active_requests]
         self.active_requests = [request for request in self.active_requests if not request.is_last_token()]
         return results

@@ -1,4 +1,4 @@
-"""Which workers have a LoRA adapter loaded, judging by the requests that they had.
+"""Which workers have a LoRA adapter loaded, judging by their requests.
 
 Plain data: no I/O, no clock, no asyncio.
 """

@@ -1,4 +1,4 @@
-"""Which worker has computed the beginning of a request already, so that its prefix cache need not be filled again.
+"""Which worker has computed the beginning of a request already: its prefix cache need not be filled again.
 
 The front end does not parse bodies, so prefixes are compared as bytes: clients write the fields of a conversation in
 the same order each time. A wrong guess costs time and nothing else. Plain data: no I/O, no clock, no asyncio.
@@ -30,7 +30,7 @@ class PrefixAffinity(Generic[W]):
     def choose(self, body: bytes, held: Mapping[W, int]) -> W | None:
         """Return the worker for a request, of those in `held` (with how many requests each holds); None without any.
 
-        It is the worker that knows the longest beginning of `body`, unless that is short or the worker has too much to
+        It is the worker with the longest known beginning of `body`, unless this is short or the worker has too much to
         do. Otherwise it is the least loaded worker, or among several the one with the fewest prefixes.
         """
         if not held:

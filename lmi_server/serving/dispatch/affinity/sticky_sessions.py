@@ -1,4 +1,4 @@
-"""To which worker the requests of a session go: the one that opened it, or that had its last request.
+"""To which worker the requests of a session go: the worker that opened it, or had its last request.
 
 It is about the sessions of SageMaker: the header `X-Amzn-SageMaker-Session-Id` of requests names them, and headers of
 answers open and close them. The front end reads these headers, and nothing else of an answer.
