@@ -27,7 +27,7 @@ CYCLONEDX := 7.5.0
 unexport PYTHONDONTWRITEBYTECODE
 # The recipes share one virtual environment.
 .NOTPARALLEL:
-.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test test-gpu test-vllm-versions fuzz chaos coverage bench lock sbom audit
+.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test test-gpu test-vllm-versions fuzz chaos coverage bench lock sbom release audit
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -126,6 +126,9 @@ sbom: $(SETUP) ## Write build/sbom.cdx.json: the packages of .venv as a bill of 
 	@mkdir -p build
 	$(BIN)/uv tool run --from cyclonedx-bom==$(CYCLONEDX) cyclonedx-py environment $(BIN)/python \
 	  --output-reproducible --output-file build/sbom.cdx.json
+
+release: sbom ## Build wheel and sdist twice, compare and try them, write build/release; uploads nothing (needs the network)
+	$(BIN)/python scripts/release.py
 
 audit: $(SETUP) ## Look for known vulnerabilities in the locked packages, and for unsafe code (needs the network)
 	$(BIN)/uv tool run --from bandit==$(BANDIT) bandit --quiet --configfile pyproject.toml -r lmi_server handlers frontend

@@ -100,9 +100,7 @@ def write_reproducibly(sdist, epoch):
 def compare(first, second):
     for one, other in zip(first, second, strict=True):
         if one.read_bytes() != other.read_bytes():
-            sys.exit(
-                f"{one.name} has other bytes if it is built again: what builds it writes a time, a place or an order"
-            )
+            sys.exit(f"{one.name} has other bytes if it is built again: its build writes a time, a place or an order")
 
 
 def check_installed(wheel, directory, version):
