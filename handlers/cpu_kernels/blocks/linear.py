@@ -9,7 +9,7 @@ import numpy as np
 
 from handlers.cpu_kernels import amx
 from handlers.cpu_kernels.blocks.layout import EXACT_ROWS, FIRST_PANEL, INPUTS, OUTPUTS, PANEL_WORDS, SECTION
-from handlers.cpu_kernels.blocks.products import TOTALS, address_of, multiply_row, multiply_rows
+from handlers.cpu_kernels.blocks.products import TOTALS, address_of, multiply_row
 from handlers.cpu_kernels.blocks.unpacking import unpack
 from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.inlined import fill
@@ -50,9 +50,9 @@ def block_linear_in_vectors(rows, weight, bias, out, threads):
 
 
 @kernel_part()
-def _floats(rows, count):
-    """Return rows of float32, `count` of them: what the rows do not have are zeros."""
-    floats = np.zeros((count, rows.shape[1]), np.float32)
+def _floats(rows):
+    """Return rows of float32."""
+    floats = np.empty(rows.shape, np.float32)
     for n in range(len(rows)):
         row, target = rows[n], floats[n]
         for place in range(len(row)):
@@ -62,32 +62,23 @@ def _floats(rows, count):
 
 @kernel_part()
 def _multiply_exactly(rows, weight, bias, out, threads):
-    count, shares = len(rows), shares_of(threads)
-    tiles = -(-count // TILE_ROWS)
-    floats = _floats(rows, 1 if count == 1 else tiles * TILE_ROWS)
-    in_threads(_exact, shares, (floats, weight, bias, out, shares))
+    shares = shares_of(threads)
+    in_threads(_exact, shares, (_floats(rows), weight, bias, out, shares))
 
 
 @kernel_part()
 def _exact(first_share, last_share, rows, weight, bias, out, shares):
     """Compute the panels of some shares, for rows of float32."""
-    count, panels, blocks = len(out), -(-out.shape[1] // OUTPUTS), rows.shape[1] // INPUTS
-    totals, sums = np.zeros((TILE_ROWS, TOTALS), np.float32), np.empty((TILE_ROWS, OUTPUTS), np.float32)
-    target = address_of(totals)
+    panels, blocks = -(-out.shape[1] // OUTPUTS), rows.shape[1] // INPUTS
+    totals, sums = np.zeros(TOTALS, np.float32), np.empty((1, OUTPUTS), np.float32)
     for panel in range(panels * first_share // shares, panels * last_share // shares):
         place = FIRST_PANEL + PANEL_WORDS * panel
-        kind, source = weight[place], address_of(weight) + np.uintp(weight[place + 1])
-        for begin in range(0, count, TILE_ROWS):
-            end = min(begin + TILE_ROWS, count)
-            if count == 1:
-                multiply_row(kind, source, blocks, address_of(rows), target)
-            else:
-                multiply_rows(kind, source, blocks, address_of(rows[begin:]), target)
-            for row in range(end - begin):
-                of_row, summed = totals[row], sums[row]
-                for output in range(OUTPUTS):
-                    summed[output] = of_row[2 * output] + of_row[2 * output + 1]
-            write_sums(sums, bias, out, begin, end, panel * OUTPUTS)
+        source = address_of(weight) + np.uintp(weight[place + 1])
+        for row in range(len(rows)):
+            multiply_row(weight[place], source, blocks, address_of(rows[row]), address_of(totals))
+            for output in range(OUTPUTS):
+                sums[0, output] = totals[2 * output] + totals[2 * output + 1]
+            write_sums(sums, bias, out, row, row + 1, panel * OUTPUTS)
 
 
 # --- many rows ---
@@ -145,12 +136,12 @@ def _one_block_of_rows(first_share, last_share, rows, weight, bias, out, shares)
     amx.configure_tiles(count)
     for panel in range(panels * first_share // shares, panels * last_share // shares):
         amx.clear_sums(count)
-        _unpack(weight, panel, 0, 1, targets[0], _LINE, out.dtype.type(0))
-        for block in range(blocks):
-            if block + 1 < blocks:
-                _unpack(weight, panel, block + 1, 1, targets[(block + 1) % 2], _LINE, out.dtype.type(0))
-            left = address_of(rows) + np.uintp(4 * amx.STEP_WORDS * block)
-            amx.add_step(left, stride, count, targets[block % 2])
+        for block in range(blocks + 1):
+            if block < blocks:
+                _unpack(weight, panel, block, 1, targets[block % 2], _LINE, out.dtype.type(0))
+            if block > 0:
+                left = address_of(rows) + np.uintp(4 * amx.STEP_WORDS * (block - 1))
+                amx.add_step(left, stride, count, targets[(block - 1) % 2])
         amx.store_sums(count, address_of(sums))
         _write_block(sums, bias, out, 0, count, panel * OUTPUTS)
     amx.release_tiles()
@@ -212,7 +203,7 @@ def _multiply_words(rows, weight, bias, out, threads):
 
 @kernel_part()
 def _multiply_floats(rows, weight, bias, out, threads):
-    words = words_of(_floats(rows, len(rows)))
+    words = words_of(_floats(rows))
     _multiply_in_vectors(words, weight, bias, out, threads, INPUTS, np.float32(0))
 
 

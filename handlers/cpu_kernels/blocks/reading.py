@@ -66,9 +66,9 @@ class Block:
         factors = self._builder.add(self._factors, INT(2 * OUTPUTS))
         return self._builder.fneg(self._twice(self._scaled(begin, factors, quarter)))
 
-    def pairs(self, group, quarters: Sequence[int]):
+    def pairs(self, group):
         """Return a function: a pair of a group, which is a number that is known at run time -> numbers of quarters."""
-        builder, kind = self._builder, self.kind
+        builder, kind, quarters = self._builder, self.kind, range(QUARTERS)
         size = GROUP * OUTPUTS * kind.low_bits // 8
         low = builder.add(self._address, builder.add(INT(kind.numbers_at), builder.mul(group, INT(size))))
         if kind.low_bits == 8:

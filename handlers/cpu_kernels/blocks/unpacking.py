@@ -61,7 +61,7 @@ def _unpack(builder, block: Block, out, line, write, words: int) -> None:
     minima = [block.minima(quarter) for quarter in quarters] if block.kind.has_minimum else None
     with cgutils.for_range(builder, INT(2)) as loop:
         scales = [block.scales(quarter, loop.index) for quarter in quarters]
-        numbers_of = block.pairs(loop.index, quarters)
+        numbers_of = block.pairs(loop.index)
         begin = builder.add(out, builder.mul(line, builder.mul(loop.index, INT(words))))
         for pair in range(PAIRS):
             numbers = numbers_of(pair)
