@@ -27,7 +27,7 @@ CYCLONEDX := 7.5.0
 unexport PYTHONDONTWRITEBYTECODE
 # The recipes share one virtual environment.
 .NOTPARALLEL:
-.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test test-gpu test-vllm-versions fuzz chaos coverage bench lock sbom release audit
+.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test check-python check-arm64 test-gpu test-vllm-versions fuzz chaos coverage bench lock sbom release audit
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,16 @@ check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two minutes)
 	$(PYTEST) -n 4 -m "not slow" $(addprefix --ignore=,tests/engines $(UNITS)); others=$$?; \
 	wait $$engines; engines=$$?; wait $$units; units=$$?; wait $$linting; linted=$$?; \
 	cat $(VENV)/engines.log $(VENV)/units.log $(VENV)/lint.log; exit $$((others + engines + units + linted))
+
+# Another interpreter than that of .venv.
+OTHER_PYTHON ?= python3.13
+check-python: $(SETUP) ## Run the fast tests that load no engine on OTHER_PYTHON=python3.13, in an environment of its own
+	$(BIN)/python scripts/check_python.py $(OTHER_PYTHON)
+
+ARM64 ?= build/arm64
+check-arm64: $(RUN_SETUP) ## Run kernels and a tiny model on an emulated 64-bit Arm processor (an hour; Debian's packages)
+	scripts/emulate_arm64/prepare.sh $(ARM64)
+	$(ARM64)/python -u scripts/emulate_arm64/checks.py kernels answers
 
 # One core compiles the kernels while the other runs the linters. Several processes of the tests, and both ranks of a
 # split model, would each compile them otherwise.

@@ -136,9 +136,9 @@ def missing_of_this_machine():
     found = f"this is {platform.system()} on {platform.machine()} with Python {platform.python_version()}"
     if platform.system() != "Linux":
         return f"lmi-server runs on Linux, and {found}: use a Linux container or virtual machine."
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64"):
         return (
-            f"`make` sets up x86-64 processors only, and {found}: "
+            f"`make` sets up x86-64 and 64-bit Arm processors, and {found}: "
             "install the package itself (pip install '.[huggingface]') and see if your model loads."
         )
     if sys.version_info < (3, 11):  # noqa: UP036 - this file runs on any Python 3
@@ -152,7 +152,11 @@ def missing_of_this_machine():
             "use a distribution with glibc, such as Debian or Ubuntu, not Alpine."
         )
     if sys.version_info >= (3, 12):
-        say(f"lmi-server is tested with Python 3.11 only, and {found}; `make run PYTHON=python3.11` chooses another.")
+        say(f"all of lmi-server is tested with Python 3.11, and {found}; `make run PYTHON=python3.11` chooses another.")
+    if platform.machine() in ("aarch64", "arm64"):
+        say(
+            f"{found}: lmi-server's kernels ran under an emulator of it only, and some engines have no packages for it."
+        )
     return None
 
 

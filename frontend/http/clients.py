@@ -9,7 +9,7 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from lmi_server.artifacts.location import is_hub_id
+from lmi_server.artifacts.location import BUCKETS, is_hub_id
 from lmi_server.contract.errors import LmiServerError, error_from_kind
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.contract.texts.secrets import SECRETS
@@ -103,5 +103,5 @@ def without_directories(text: str) -> str:
 
 
 def shown_path(place: str, name: str, scope: Scope) -> str:
-    """Return `place`; on another machine, the client gets `name` instead unless it is an id of the Hub or on S3."""
-    return place if place.startswith("s3://") or is_hub_id(place) or is_local(scope) else name
+    """Return `place`; on another machine, the client gets `name` instead unless it is on the Hub or in a bucket."""
+    return place if place.startswith(BUCKETS) or is_hub_id(place) or is_local(scope) else name

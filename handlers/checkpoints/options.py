@@ -15,10 +15,12 @@ from lmi_server.configuration.declaration import (
     Deprecated,
     DeprecatedValue,
     Documented,
+    Key,
     NoEffect,
+    ValueMeans,
 )
 from lmi_server.configuration.engine import EngineDescription, without_keys
-from lmi_server.configuration.options import ModelOptions, ParallelDegree, PositiveInt
+from lmi_server.configuration.options import DTYPE_NOTE, Dtype, ModelOptions, ParallelDegree, PositiveInt
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.machine.environment import THREAD_VARIABLES
 
@@ -85,6 +87,14 @@ class TransformersOptions(ModelOptions):
         int, Field(ge=-1), Allowed("an integer of 0 or more, or -1"), NoEffect("the server sets it")
     ] = -1
     """GPU of the worker."""
+    dtype: Annotated[
+        Dtype,
+        Key(also=("option.data_type",)),
+        DTYPE_NOTE,
+        ValueMeans("int8", itself="auto", stands_for=("option.quantize", "bitsandbytes8")),
+    ] = "auto"
+    """Data type of weights and KV cache; auto is the checkpoint's own, and int8 the same as
+    option.quantize=bitsandbytes8."""
     low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always loads this way")] = False
     """Load weights one by one instead of twice the model's memory."""
     quantize: Annotated[
@@ -131,6 +141,8 @@ class TransformersOptions(ModelOptions):
         return frozenset(int(number[1] or 0) for number in numbers if number is not None)
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
+        if self.dtype == "int8":
+            yield Conflict(("option.dtype", "option.quantize"), "int8 only without option.quantize")
         gpus = self.devices_per_worker
         if gpus is not None and self.ranks is None and max(self.mapped_gpus, default=0) >= gpus:
             yield Conflict(

@@ -12,6 +12,7 @@ from handlers.deepspeed.initialization import check_before_loading, initialize
 from handlers.deepspeed.int8 import quantize
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.deepspeed.shards import Shards, find_shards, save_shards
+from handlers.deepspeed.whole_model import load_whole_model
 from handlers.ranks.sharding import local_bytes
 from handlers.rolling_batch.engine_loading import LoadedModel, set_kernel_threads
 from handlers.rolling_batch.runner.load_check import LoadCheck
@@ -56,6 +57,9 @@ def load(path: str, options: DeepSpeedOptions) -> LoadedModel:
 def _model(path: str, config: Any, options: DeepSpeedOptions, shards: Shards | None, ranks: int) -> Any:
     if shards is not None:
         return shards.empty_model(AutoModelForCausalLM, config, options.trust_remote_code)
+    whole = load_whole_model(AutoModelForCausalLM, path, config, options)
+    if whole is not None:
+        return whole
     # With several GPUs the whole model may not fit on one; DeepSpeed moves this rank's part there.
     device_map = {"device_map": "cpu"} if ranks > 1 and usable_gpus().count else {}
     return load_model(AutoModelForCausalLM, path, options.reading(), **device_map)

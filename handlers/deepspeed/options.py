@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BeforeValidator, Field
 
 from handlers.chats.options import ParserOptions, tool_parser_note
 from handlers.checkpoints.options import TransformersOptions
+from handlers.deepspeed.manifest import SHARDS_MANIFEST, manifest_problem
 from handlers.rolling_batch.options import RECORDING, RollingBatchOptions
 from handlers.tasks.options import PipelineOptions, generates
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
@@ -29,15 +29,7 @@ from lmi_server.configuration.options import (
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.configuration.tasks import TEXT_GENERATION, Workload, canonical_task
 from lmi_server.machine.environment import THREAD_VARIABLES
-
-SHARDS_MANIFEST = "ds_inference_config.json"
-"""The manifest beside the weights, which names the files of each rank; DeepSpeed uses the same name."""
-MANIFEST_TYPE = "lmi-server ranks"
-"""The type of such a manifest; DeepSpeed's own has another one."""
-_OF_DEEPSPEED = (
-    "is for DeepSpeed's kernels, which have a weight layout of their own; remove the key to load the model's original"
-    " weights, or split those with `lmi-server partition`"
-)
+from lmi_server.machine.inventory import Machine
 
 _OF_KERNELS = ("triangular_masking", "return_tuple", "training_mp_size")
 """The options of DeepSpeed's kernels, which only whole tasks on a GPU have."""
@@ -105,8 +97,9 @@ class DeepSpeedOptions(RollingBatchOptions):
     training_mp_size: PositiveInt = 1
     """Tensor parallel degree that the model was trained with, for DeepSpeed's kernels."""
     checkpoint: Annotated[str | None, NAMES_PATH] = None
-    """Manifest, in the model directory, of weights that `lmi-server partition` has split or quantised; for the rolling
-    batch. Without option.dtype their data type counts."""
+    """Manifest, in the model directory, of weights: those that `lmi-server partition` has split or quantised, or
+    DeepSpeed's list of files with a whole model (type BLOOM or ds_model). For the rolling batch. Without option.dtype
+    the data type of the manifest counts."""
     enable_cuda_graph: bool | None = Field(False, description=RECORDING)  # LMI documents this default
     save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = None
     """Directory to which each rank writes its weights while the model loads."""
@@ -201,11 +194,15 @@ class DeepSpeedOptions(RollingBatchOptions):
 class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
     """DeepSpeed."""
 
+    def without_effect_on(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
+        if not machine.gpus and self.options.rolling_batch == "disable":
+            yield "a GPU, which DeepSpeed's kernels need", _OF_KERNELS
+
     def checkpoint_problem(self, location: Path) -> tuple[str, str] | None:
         if self.options.checkpoint is None or self.options.rolling_batch == "disable":  # the latter has its own error
             return None
         manifest = location / self.options.checkpoint
-        problem = _manifest_problem(manifest, self.options.ranks or 1)
+        problem = manifest_problem(manifest, self.options.ranks or 1)
         return None if problem is None else ("option.checkpoint", problem)
 
     def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
@@ -222,55 +219,6 @@ class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
         changed = {"option.checkpoint": SHARDS_MANIFEST, "option.tensor_parallel_degree": str(degree)}
         quantization = ("quantize", "smoothquant_alpha")
         return without_keys("model_id", "revision", "save_mp_checkpoint_path", *quantization) | changed
-
-
-class _Files(BaseModel):
-    tp: list[list[Annotated[str, Field(pattern=r"^[\w.-]+$")]]]
-
-
-class Manifest(BaseModel):
-    """What `lmi-server partition` writes beside the weights: `checkpoints` names the files of each rank."""
-
-    tp_size: int
-    dtype: Literal["float64", "float32", "float16", "bfloat16"]
-    quantization: str | None
-    checkpoints: _Files
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Return the content of a manifest. Raises ValueError, with the reason, if it is none of `lmi-server partition`."""
-    try:
-        content = from_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
-    if content.get("type") != MANIFEST_TYPE:
-        raise ValueError(f"{path} {_OF_DEEPSPEED}")
-    try:
-        return Manifest.model_validate(content)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"]))
-        raise ValueError(f"{path} is damaged: {key}: {problem['msg']}; split the model again") from error
-
-
-def _manifest_problem(path: Path, degree: int) -> str | None:
-    """Return what keeps `degree` ranks from loading the weights of a manifest."""
-    try:
-        content = read_manifest(path)
-    except ValueError as error:
-        return str(error)
-    if content.tp_size != degree:
-        return (
-            f"{path} was split for option.tensor_parallel_degree={content.tp_size}, but the degree is {degree};"
-            f" split the model again, or set the degree to {content.tp_size}"
-        )
-    ranks = content.checkpoints.tp
-    missing = [name for names in ranks for name in names if not (path.parent / name).is_file()]
-    if missing or len(ranks) != degree:
-        return f"{path.parent} lacks {missing[0] if missing else 'weights'} of {path.name}; split the model again"
-    return None
 
 
 def runs_whole_tasks(workload: Workload) -> bool:

@@ -3,7 +3,8 @@
 `lmi-server partition` writes them (through `option.save_mp_checkpoint_path`), and `option.checkpoint` loads them. The
 directory has the model's own small files, a manifest, and the tensors of each rank as safetensors. The manifest has the
 name of DeepSpeed's own, because users' configurations name it, but a format of its own: DeepSpeed's files serve only
-its kernels, and of a model split by AutoTP they hold the last layer of rank 0 alone.
+its kernels, and of a model split by AutoTP they hold the last layer of rank 0 alone. `whole_model.py` loads a list of
+files with a whole model, in DeepSpeed's form.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from transformers.initialization import no_init_weights
 
 from handlers.checkpoints.gpus import usable_gpus
 from handlers.deepspeed.int8 import insert_empty_layers
-from handlers.deepspeed.options import MANIFEST_TYPE, SHARDS_MANIFEST, DeepSpeedOptions, read_manifest
+from handlers.deepspeed.manifest import MANIFEST_TYPE, SHARDS_MANIFEST, WholeModel, read_manifest
+from handlers.deepspeed.options import DeepSpeedOptions
 from lmi_server.configuration.options import LONG_DTYPES
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.ranks import Rank
@@ -66,7 +68,7 @@ class Shards:
 
 
 def find_shards(path: str, options: DeepSpeedOptions, rank: Rank) -> Shards | None:
-    """Return the weights that option.checkpoint names for `rank`, or None without the option.
+    """Return the weights that option.checkpoint names for `rank`; None without the option, or for a whole model.
 
     Raises ModelLoadError if the manifest cannot be read, or was made for another number of ranks or another data type.
     """
@@ -77,6 +79,8 @@ def find_shards(path: str, options: DeepSpeedOptions, rank: Rank) -> Shards | No
         content = read_manifest(manifest)
     except ValueError as error:
         raise ModelLoadError(f"option.checkpoint: {error}") from error
+    if isinstance(content, WholeModel):
+        return None
     if content.tp_size != rank.size:
         raise ModelLoadError(
             f"option.checkpoint: {manifest} was split for option.tensor_parallel_degree={content.tp_size}, but the"

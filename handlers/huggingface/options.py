@@ -20,6 +20,7 @@ from lmi_server.configuration.options import (
     Fraction,
     ParallelDegree,
     PositiveInt,
+    RollingBatch,
     Texts,
 )
 from lmi_server.configuration.references import NAMES_NOTHING
@@ -35,6 +36,12 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions, ImageOptions)
     tensor_parallel_degree: ParallelDegree = -1
     """GPUs of one worker, over which option.device_map spreads the layers; under the MPI engine the ranks over which
     every layer is split. max means the machine's GPUs, -1 one."""
+    rolling_batch: Annotated[
+        RollingBatch,
+        Unavailable(lambda name: name not in ("auto", "scheduler", "lmi-dist"), "use scheduler or auto"),
+    ] = "auto"
+    """Implementation of iteration-level batching; auto chooses one for the model, and lmi-dist is served here if its
+    weights become 8 bits, which the installed vLLM does not make of them."""
     decoding_strategy: Annotated[
         Literal["greedy", "sample", "contrastive"],
         BeforeValidator(lambda value: "sample" if value == "sampling" else value),
@@ -80,6 +87,11 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions, ImageOptions)
             yield Conflict(("option.device_map",), "each rank of engine=MPI has a device; use engine=Python")
         if self.mpi_mode and self.save_mp_checkpoint_path is not None:
             yield Conflict(("option.save_mp_checkpoint_path",), "each rank reads its part of the weights as they are")
+        if self.quantize is not None and (self.ranks or 1) > 1:
+            yield Conflict(
+                ("option.quantize",),
+                "quantised weights are not split over ranks; set option.tensor_parallel_degree=1, or remove the key",
+            )
         if self.enable_lora and (self.ranks or 1) > 1:
             yield Conflict(
                 ("option.enable_lora",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,17 +43,16 @@ NeuronDtype = Annotated[
 Layout = Literal["BSH", "HSB", "SBH"]
 TensorDtype = Literal["float32", "float16", "bfloat16"]
 
-# Keys by which LMI chooses transformers-neuronx to load the model.
-_LOADER_OF_TNX = (
-    "fuse_qkv",
+# Keys by which LMI chooses transformers-neuronx to load the model. optimum-neuron has the last two as well.
+_NEEDS_TNX = (
     "collectives_layout",
     "on_device_embedding",
     "load_in_8bit",
     "quantize",
     "load_split_model",
     "compiled_graph_path",
-    "context_length_estimate",
 )
+_SIGNS_OF_TNX = (*_NEEDS_TNX, "fuse_qkv", "context_length_estimate")
 # Arguments of transformers-neuronx' NeuronConfig by the same names.
 _NEURON_CONFIG = (
     "group_query_attention",
@@ -93,6 +93,14 @@ def _graph_path(text: str | None) -> str | None:
     if text is not None and not text.startswith("s3://") and not os.path.isdir(text):
         raise ValueError("no such directory")
     return text
+
+
+def tnx_is_installed() -> bool:
+    """Return whether transformers-neuronx is here; what PyPI has of that name is a placeholder without modules."""
+    spec = find_spec("transformers_neuronx")
+    return spec is not None and any(
+        (Path(place) / "config.py").is_file() for place in spec.submodule_search_locations or ()
+    )
 
 
 def holds_graphs(directory: Path) -> bool:
@@ -163,7 +171,7 @@ class NeuronxOptions(ModelOptions):
     save_mp_checkpoint_path: Annotated[str | None, NAMES_PATH] = None
     """Directory to which the model is written, split by core."""
     model_loader: Literal["tnx", "optimum"] | None = None
-    """Library that loads the model."""
+    """Library that loads the model; if not set, optimum-neuron, or transformers-neuronx (tnx) where it is installed."""
     rolling_batch_strategy: Literal["continuous_batching", "naive_rolling_batch"] | None = None
     """How a new request joins the batch; without it continuous_batching for Llama and Mistral."""
     fuse_qkv: bool = False
@@ -243,14 +251,23 @@ class NeuronxOptions(ModelOptions):
 
     @property
     def loader(self) -> Literal["tnx", "optimum"] | None:
-        """The package that the options ask for; None if the model and the machine decide."""
+        """The package that the options ask for; None if the model decides between two that are installed.
+
+        transformers-neuronx is no longer developed, so optimum-neuron is the default where it is not installed.
+        """
         if self.model_loader is not None:
             return self.model_loader
-        if self.model_fields_set.intersection(_LOADER_OF_TNX):
+        installed = tnx_is_installed()
+        if self.model_fields_set.intersection(_SIGNS_OF_TNX if installed else _NEEDS_TNX):
             return "tnx"
-        if self.partition_schema is None:
-            return None
-        return "optimum" if self.partition_schema == "optimum" else "tnx"
+        if self.partition_schema is not None:
+            return "optimum" if self.partition_schema == "optimum" else "tnx"
+        return None if installed else "optimum"
+
+    @property
+    def needs_tnx(self) -> tuple[str, ...]:
+        """Return the keys in full that are given, and that transformers-neuronx alone has."""
+        return tuple(f"option.{name}" for name in _NEEDS_TNX if name in self.model_fields_set)
 
     def max_running(self) -> int:
         return self.lines
@@ -375,16 +392,18 @@ class NeuronxOptions(ModelOptions):
 
 
 class NeuronxEngine(EngineDescription[NeuronxOptions]):
-    """transformers-neuronx, or optimum-neuron if the options ask for it."""
+    """optimum-neuron, or transformers-neuronx where it is installed or the options need it."""
 
     @property
     def packages(self) -> tuple[str, ...]:
-        return ("optimum.neuron",) if self.options.loader == "optimum" else self.spec.engines
+        return self.spec.alternatives if self.options.loader in ("tnx", None) else self.spec.engines
 
     @property
     def install_command(self) -> str:
         loader = self.options.loader
-        return self.spec.installed_by if loader is None else f"pip install {_PACKAGES[loader]}, {_INDEX}"
+        command = self.spec.installed_by if loader is None else f"pip install {_PACKAGES[loader]}, {_INDEX}"
+        needing = ", ".join(self.options.needs_tnx)
+        return f"{command}; or remove {needing} for optimum-neuron" if loader == "tnx" and needing else command
 
     def partition(self) -> Mapping[str, str | None] | str:
         if self.options.load_split_model:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from handlers.tensorrt_llm import package
 from handlers.tensorrt_llm.engine_arguments import CONFIG_JSON
 from handlers.tensorrt_llm.options import ENGINE_REPOSITORY, TensorRtLlmOptions
 from lmi_server.contract.errors import ModelLoadError
@@ -67,9 +68,23 @@ def find(model_dir: str, options: TensorRtLlmOptions) -> Checkpoint:
 
 
 def _engine(model_dir: Path, options: TensorRtLlmOptions) -> Path | None:
-    """Return the directory of the engine that was built before: in the repository, or where the model is."""
-    if options.backend != "tensorrt":
+    """Return the directory of the engine that was built before: in the repository, or where the model is.
+
+    Raises ModelLoadError if there are several, or if the installed package runs none.
+    """
+    if options.backend == "pytorch":
         return None
+    engine = _built(model_dir, options)
+    if engine is not None and options.runs_on == "pytorch":
+        raise ModelLoadError(
+            f"{engine} is an engine of TensorRT, and TensorRT-LLM {package.installed().version} runs models on PyTorch;"
+            " set option.backend=pytorch to serve the checkpoint that option.model_id names, or"
+            f" {package.to_have_engines()}"
+        )
+    return engine
+
+
+def _built(model_dir: Path, options: TensorRtLlmOptions) -> Path | None:
     place = model_dir / (options.model_id or "")
     found = sorted((model_dir / ENGINE_REPOSITORY).rglob(_ENGINE)) or sorted((place / ENGINE_REPOSITORY).rglob(_ENGINE))
     if len(found) > 1:

@@ -47,7 +47,8 @@ class Engine:
         self._llm = llm
         max_seq_len = self._max_seq_len = library.max_seq_len(llm) or options.context_length() or 0
         max_input_len = max_seq_len if checkpoint.built else options.max_input_len
-        self._limits = RequestLimits(max_seq_len, max_input_len, len(tokenizer), options)
+        keeps_logits = options.gather_generation_logits or options.runs_on == "pytorch"
+        self._limits = RequestLimits(max_seq_len, max_input_len, len(tokenizer), keeps_logits, options)
         self._vocabulary = Vocabulary(tokenizer.decode, tokenizer.all_special_ids)
         self.max_seq_len = max_seq_len
         self.prompts = PromptEncoder(tokenizer)
@@ -154,7 +155,7 @@ async def load(model_dir: str, options: TensorRtLlmOptions) -> tuple[Engine, Mod
         ranks.pop_all()
     details = {
         "engine": f"TensorRT-LLM {library.version()}",
-        "backend": options.backend,
+        "backend": options.runs_on,
         "built_before": checkpoint.built,
         "max_rolling_batch_size": options.max_running(),
         "load_seconds": round(time.perf_counter() - began, 1),
@@ -166,7 +167,7 @@ def _plan(checkpoint: Checkpoint, options: TensorRtLlmOptions) -> str:
     place = checkpoint.arguments["model"]
     if checkpoint.built:
         return f"loads the engine in {place}; keys that an engine is built with have no effect on it"
-    if options.backend == "pytorch":
+    if options.runs_on == "pytorch":
         return f"loads {place} on PyTorch"
     algorithm = checkpoint.arguments.get("quant_config", {}).get("quant_algo")
     quantizes = "" if algorithm is None else f", quantises it ({algorithm})"
@@ -184,7 +185,7 @@ async def _with_progress(checkpoint: Checkpoint, options: TensorRtLlmOptions) ->
 
 def _make_llm(checkpoint: Checkpoint, options: TensorRtLlmOptions) -> Any:
     try:
-        return library.make_llm(options.backend, checkpoint.arguments)
+        return library.make_llm(options.runs_on, checkpoint.arguments)
     except ModelLoadError:
         raise
     # The border to TensorRT-LLM: the load fails with its message, whatever its class is.

@@ -43,6 +43,8 @@ _SMOOTHQUANT = {
 # reserves memory for every kind of layer that TensorRT-LLM knows.
 _LINEAR_LAYERS = ("attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate")
 _KV_CACHE_ALGORITHMS = {"fp8": "FP8", "int8": "INT8"}
+ON_PYTORCH = {"FP8": "fp8", "NVFP4": "nvfp4"}
+"""The data types of a KV cache on PyTorch, by option.kv_cache_quant_algo."""
 
 
 def build(options: TensorRtLlmOptions) -> Mapping[str, Any]:
@@ -56,7 +58,7 @@ def build(options: TensorRtLlmOptions) -> Mapping[str, Any]:
         "kv_cache_config": _kv_cache(options),
         "scheduler_config": {"capacity_scheduler_policy": options.batch_scheduler_policy.upper()},
         **_lora(options),
-        **(_pytorch(options) if options.backend == "pytorch" else _tensorrt(options)),
+        **(_pytorch(options) if options.runs_on == "pytorch" else _tensorrt(options)),
         CONFIG_JSON: _config_changes(options),
     }
     kept = {name: value for name, value in arguments.items() if value is not None and value != {}}
@@ -89,10 +91,11 @@ def _kv_cache(options: TensorRtLlmOptions) -> Mapping[str, Any]:
         **_given(options, _SAME_NAMES_KV_CACHE),
         **({"max_attention_window": _numbers(windows, int)} if windows is not None else {}),
     }
-    if options.backend == "tensorrt":  # the engine is built for the size and the type of the blocks
+    if options.runs_on == "tensorrt":  # the engine is built for the size and the type of the blocks
         return sizes
-    dtype = {} if options.kv_cache_dtype is None else {"dtype": options.kv_cache_dtype}
-    return {**sizes, "tokens_per_block": options.tokens_per_block, **dtype}
+    dtype = options.kv_cache_dtype or ON_PYTORCH.get((options.kv_cache_quant_algo or "").upper())
+    named = {} if dtype is None else {"dtype": dtype}
+    return {**sizes, "tokens_per_block": options.tokens_per_block, **named}
 
 
 def _lora(options: TensorRtLlmOptions) -> Mapping[str, Any]:

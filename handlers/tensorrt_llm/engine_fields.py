@@ -1,23 +1,19 @@
 """The names of the arguments of TensorRT-LLM's LLM class, which serving.properties may give undeclared.
 
 `option.NAME` and `option.trtllm_NAME` both pass the argument NAME on. If the package is installed, its source says
-which names there are. It is read, not imported, because importing it takes seconds and starts CUDA.
+which names there are.
 """
 
 from __future__ import annotations
 
-import ast
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from lmi_server.files.python_source import parse
+from handlers.tensorrt_llm import package
 
 PREFIX = "trtllm_"
-_SOURCE = "llmapi/llm_args.py"
 _NOT_PASSED_ON = ("model", "backend", "mpi_session")  # this server decides them
 # The names in versions 1.1 to 1.4 beside those that options declare.
 _KNOWN = (
@@ -40,7 +36,7 @@ _KNOWN = (
 @cache
 def passed_on() -> frozenset[str]:
     """Return the undeclared names (without "option.") that are passed on, in both spellings."""
-    names = {*_KNOWN, *_in_source()}.difference(_NOT_PASSED_ON)
+    names = {*_KNOWN, *package.installed().argument_names()}.difference(_NOT_PASSED_ON)
     return frozenset({*names, *(f"{PREFIX}{name}" for name in names)})
 
 
@@ -54,14 +50,3 @@ def _value(text: str) -> Any:
         return json.loads(text.lower() if text.lower() in ("true", "false") else text)
     except ValueError:
         return text
-
-
-def _in_source() -> Iterator[str]:
-    """Yield the fields of the classes of arguments in the installed package; nothing if it is not installed."""
-    spec = find_spec("tensorrt_llm")
-    path = None if spec is None or spec.origin is None else Path(spec.origin).parent / _SOURCE
-    if path is None or not path.is_file():
-        return
-    for node in parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name.endswith("LlmArgs"):
-            yield from (ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign))

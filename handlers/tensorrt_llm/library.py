@@ -1,6 +1,6 @@
-"""The handler's names of TensorRT-LLM (1.0 to 1.3), and functions that hide its internal interfaces.
+"""The handler's names of TensorRT-LLM (1.0 to 1.4), and functions that hide its internal interfaces.
 
-Only this module imports the package, so a new version of TensorRT-LLM changes only this one. The package has two
+Only this module imports the package, so a new version of TensorRT-LLM changes only this one. The package has up to two
 classes LLM: the top level's runs models on PyTorch, `_tensorrt_engine`'s runs engines of TensorRT.
 """
 
@@ -14,7 +14,6 @@ import tensorrt_llm
 from tensorrt_llm import llmapi
 from tensorrt_llm.executor import CppExecutorError
 from tensorrt_llm.llmapi import GuidedDecodingParams, LoRARequest, RequestError, SamplingParams
-from tensorrt_llm.lora_manager import LoraConfig
 
 from lmi_server.contract.errors import ModelLoadError
 
@@ -27,15 +26,17 @@ __all__ = [
 ]
 
 _ALGORITHMS = ("quant_algo", "kv_cache_quant_algo")
-# The classes of nested arguments. All others are passed on as mappings, which pydantic converts.
+# The classes of nested arguments, found late: no version has all. Other mappings are passed on, and pydantic converts.
 _CLASSES = {
-    "kv_cache_config": llmapi.KvCacheConfig,
-    "scheduler_config": llmapi.SchedulerConfig,
-    "calib_config": llmapi.CalibConfig,
-    "cuda_graph_config": llmapi.CudaGraphConfig,
-    "moe_config": llmapi.MoeConfig,
-    "extended_runtime_perf_knob_config": llmapi.ExtendedRuntimePerfKnobConfig,
-    "lora_config": LoraConfig,
+    "kv_cache_config": "KvCacheConfig",
+    "scheduler_config": "SchedulerConfig",
+    "calib_config": "CalibConfig",
+    "cuda_graph_config": "CudaGraphConfig",
+    "moe_config": "MoeConfig",
+    "extended_runtime_perf_knob_config": "ExtendedRuntimePerfKnobConfig",
+    "quant_config": "QuantConfig",
+    "build_config": "BuildConfig",
+    "lora_config": "LoraConfig",
 }
 
 
@@ -59,25 +60,44 @@ def _llm_class(backend: str) -> Any:
         return importlib.import_module("tensorrt_llm._tensorrt_engine").LLM
     except ImportError as error:
         raise ModelLoadError(
-            f"TensorRT-LLM {version()} has no engines of TensorRT any more ({error}); set option.backend=pytorch"
+            f"TensorRT-LLM {version()} has no engines of TensorRT any more ({error}); remove option.backend"
         ) from error
 
 
 def _argument(name: str, value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
+    if not isinstance(value, Mapping) or name not in _CLASSES:
+        return dict(value) if isinstance(value, Mapping) else value
     if name == "build_config":
         return _build_config(value)
-    if name == "quant_config":
-        return llmapi.QuantConfig(**{key: _algorithm(key, inner) for key, inner in value.items()})
-    return _CLASSES[name](**value) if name in _CLASSES else dict(value)
+    values = {key: _algorithm(key, inner) for key, inner in value.items()} if name == "quant_config" else value
+    return _nested(name, values)
+
+
+def _nested(name: str, values: Mapping[str, Any]) -> Any:
+    """Return a nested argument. Raises ModelLoadError for a name that this version does not have."""
+    cls = _class(_CLASSES[name])
+    known = getattr(cls, "model_fields", None) or getattr(cls, "__dataclass_fields__", None)
+    unknown = [] if known is None else sorted(values.keys() - set(known))
+    if unknown:
+        raise ModelLoadError(f"TensorRT-LLM {version()} has no {name}.{unknown[0]}; remove option.{unknown[0]}")
+    return cls(**values)
+
+
+def _class(name: str) -> Any:
+    """Return a class of arguments. LoraConfig is in another module, by the version."""
+    for module in ("llmapi", "lora_helper", "lora_manager"):
+        try:
+            return getattr(importlib.import_module(f"tensorrt_llm.{module}"), name)
+        except (ModuleNotFoundError, AttributeError):
+            continue
+    raise ModelLoadError(f"TensorRT-LLM {version()} has no {name}; remove the keys that need it")
 
 
 def _build_config(values: Mapping[str, Any]) -> Any:
     """Return the configuration of the build; plugins are attributes of an object that it makes itself."""
     plugins = values.get("plugin_config", {})
-    config = llmapi.BuildConfig(
-        **{name: _argument(name, value) for name, value in values.items() if name != "plugin_config"}
+    config = _nested(
+        "build_config", {name: _argument(name, value) for name, value in values.items() if name != "plugin_config"}
     )
     for name, value in plugins.items():
         if not hasattr(config.plugin_config, name):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from handlers.tensorrt_llm import engine_arguments, engine_fields
+from handlers.tensorrt_llm import engine_arguments, engine_fields, package
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
 from lmi_server.configuration.engine import EngineDescription, without_keys
 from lmi_server.configuration.options import (
@@ -46,7 +46,6 @@ _CALIBRATION = (
 _QUANTIZATION = (
     "quantize",
     "quant_algo",
-    "kv_cache_quant_algo",
     "group_size",
     "smoothquant_val",
     "clamp_val",
@@ -84,9 +83,10 @@ _BUILT_IN = (
     *("max_num_sequences", "max_batch_size", "tokens_per_block", "use_fused_mlp", "use_fp8_context_fmha"),
     *("rotary_base", "rotary_dim", "rotary_scaling_type", "rotary_scaling_factor"),
     *("embedding_parallel_mode", "fast_build", "enable_build_cache"),
-    *(*_QUANTIZATION, *_SMOOTHQUANT, *_AWQ, *_CALIBRATION),
+    *(*_QUANTIZATION, "kv_cache_quant_algo", *_SMOOTHQUANT, *_AWQ, *_CALIBRATION),
 )
 _IN_CONFIG = NoEffect("TensorRT-LLM finds it in the model's config.json")
+_OLDER_PACKAGE = " and a version of the package that has it (older than 1.2)"
 _ALL_AT_ONCE = NoEffect("each rank converts and builds its own part")
 
 
@@ -129,11 +129,11 @@ class TensorRtLlmOptions(_ModelOptions):
     dtype: Annotated[FloatDtype, Key(also=("option.data_type",)), DTYPE_NOTE] = "auto"
     """Data type of weights and KV cache; auto is that of the checkpoint."""
     backend: Annotated[
-        Literal["tensorrt", "pytorch"],
+        Literal["auto", "tensorrt", "pytorch"],
         BeforeValidator(lambda name: "tensorrt" if lower(name) == "trt" else lower(name)),
-    ] = "tensorrt"
+    ] = "auto"
     """What computes: an engine that TensorRT builds when the model loads or that is in the model directory already, or
-    PyTorch, which builds nothing."""
+    PyTorch, which builds nothing; auto is what the installed package has: PyTorch from version 1.2 on."""
     quantize: Annotated[Literal["smoothquant", "awq", "fp8"] | None, BeforeValidator(lower)] = None
     """Quantisation of the weights while the engine is built."""
     max_input_len: PositiveInt = 1024
@@ -271,7 +271,7 @@ class TensorRtLlmOptions(_ModelOptions):
     normalize_log_probs: bool = False
     """Normalise log probabilities."""
     gather_generation_logits: bool = False
-    """Keep the logits of generated tokens; alternatives need it with backend=tensorrt."""
+    """Keep the logits of generated tokens; alternatives need it with an engine of TensorRT."""
     extended_runtime_perf_knob_config: Annotated[JsonObject | None, NUMBERS_ONLY] = None
     """Further settings of the runtime."""
     max_batch_size: PositiveInt | None = None
@@ -388,12 +388,43 @@ class TensorRtLlmOptions(_ModelOptions):
         if self.max_num_sequences is not None and self.max_batch_size not in (None, self.max_num_sequences):
             keys = ("option.max_num_sequences", "option.max_batch_size")
             yield Conflict(keys, "one of the two, or the same value: both are the batch size of the engine")
-        if self.backend == "pytorch":
-            for key in (f"option.{name}" for name in _TENSORRT_NEEDED):
-                if key in given:
-                    yield Conflict((key,), f"nothing with option.backend=pytorch; {_instead_on_pytorch(key)}")
+        if self.runs_on == "pytorch":
+            yield from self._conflicts_on_pytorch(given)
         elif self.kv_cache_dtype is not None and self.kv_cache_dtype not in ("auto", "fp8", "int8"):
             yield Conflict(("option.kv_cache_dtype",), "auto, fp8 or int8 with option.backend=tensorrt")
+        found = package.installed()
+        if self.backend == "tensorrt" and found.version and not found.builds_engines:
+            without = f"auto or pytorch with TensorRT-LLM {found.version}, which builds no engines"
+            yield Conflict(("option.backend",), f"{without}; or {package.INSTALL_OLDER}")
+
+    def _conflicts_on_pytorch(self, given: Collection[str]) -> Iterator[Conflict]:
+        """Yield what only an engine of TensorRT has, and what has it."""
+        for key in (f"option.{name}" for name in _TENSORRT_NEEDED):
+            if key in given:
+                yield Conflict((key,), f"nothing {self._on_pytorch}; {_instead_on_pytorch(key)}")
+        algorithm = self.kv_cache_quant_algo
+        if algorithm is not None and algorithm.upper() not in engine_arguments.ON_PYTORCH:
+            allowed = " or ".join(engine_arguments.ON_PYTORCH)
+            yield Conflict(("option.kv_cache_quant_algo",), f"{allowed} {self._on_pytorch}")
+
+    @property
+    def _on_pytorch(self) -> str:
+        if self.backend == "pytorch":
+            return "with option.backend=pytorch"
+        version = package.installed().version
+        return f"with TensorRT-LLM {version or 'from 1.2 on'}, which runs models on PyTorch"
+
+    @property
+    def runs_on(self) -> package.Backend:
+        """Return what computes, for `auto` by the package that this process would import.
+
+        Without one it is what the newest has, or what the values need: `check` then names the package to install.
+        """
+        if self.backend != "auto":
+            return self.backend
+        found = package.installed()
+        needs_engine = found.root is None and not self.model_fields_set.isdisjoint(_TENSORRT_NEEDED)
+        return "tensorrt" if needs_engine else found.backend
 
     def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
         if self.quantize != "smoothquant":
@@ -402,8 +433,9 @@ class TensorRtLlmOptions(_ModelOptions):
             yield "option.quantize=awq", _AWQ
         if self.quantize is None and self.quant_algo is None:
             yield "option.quantize or option.quant_algo", _CALIBRATION
-        if self.backend == "pytorch":
-            yield "option.backend=tensorrt", _TENSORRT_ONLY
+        if self.runs_on == "pytorch":
+            builds = package.installed().builds_engines or self.backend == "pytorch"
+            yield "option.backend=tensorrt" + ("" if builds else _OLDER_PACKAGE), _TENSORRT_ONLY
         else:
             yield "option.backend=pytorch", _PYTORCH_ONLY
         if not self.enable_lora:
@@ -413,17 +445,21 @@ class TensorRtLlmOptions(_ModelOptions):
 class TensorRtLlmEngine(EngineDescription[TensorRtLlmOptions]):
     """TensorRT-LLM."""
 
+    @property
+    def install_command(self) -> str:
+        return package.INSTALL_OLDER if self.options.runs_on == "tensorrt" else self.spec.installed_by
+
     def division(self, gpus: int) -> str | None:
         return f"TensorRT-LLM starts a rank for each of {gpus} GPUs" if gpus > 1 else None
 
     def partition(self) -> Mapping[str, str | None] | str:
-        if self.options.backend != "tensorrt":
-            return "option.backend=pytorch builds no engine; use option.backend=tensorrt, or serve the model as it is"
+        if self.options.runs_on != "tensorrt":
+            return f"TensorRT-LLM on PyTorch builds no engine; serve the model as it is, or {package.to_have_engines()}"
         degree = {"option.tensor_parallel_degree": str(self.options.devices_per_worker or 1)}
         return without_keys(*_BUILT_IN) | degree
 
 
 def _instead_on_pytorch(key: str) -> str:
     if key.removeprefix("option.") in _QUANTIZATION:
-        return "name a checkpoint that is quantised already in option.model_id"
-    return "remove it, or use option.backend=tensorrt"
+        return f"name a checkpoint that is quantised already in option.model_id, or {package.to_have_engines()}"
+    return f"remove it, or {package.to_have_engines()}"

@@ -22,11 +22,15 @@ _MIN_BIAS = -1e9  # of tokens that are not allowed; an infinite bias can become 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a loaded model allows: tokens of prompt and output together, and what its options say."""
+    """What a loaded model allows: tokens of prompt and output together, and what its options say.
+
+    `keeps_logits` is False for an engine of TensorRT that was built without them.
+    """
 
     max_seq_len: int
     max_input_len: int
     vocabulary: int
+    keeps_logits: bool
     options: TensorRtLlmOptions
 
     def room(self, prompt: int, sampling: SamplingParameters) -> int:
@@ -72,7 +76,7 @@ def sampling_params(sampling: SamplingParameters, room: int, limits: RequestLimi
         "guided_decoding": _guided(sampling.structured_outputs, limits.options),
         "embedding_bias": _bias(sampling, limits.vocabulary),
         **_choice(sampling, limits.options),
-        **_logprobs(sampling, limits.options),
+        **_logprobs(sampling, limits.keeps_logits),
     }
     try:
         parameters = library.SamplingParams(**{name: value for name, value in values.items() if value is not None})
@@ -106,16 +110,15 @@ def _choice(sampling: SamplingParameters, options: TensorRtLlmOptions) -> Mappin
     }
 
 
-def _logprobs(sampling: SamplingParameters, options: TensorRtLlmOptions) -> Mapping[str, Any]:
+def _logprobs(sampling: SamplingParameters, keeps_logits: bool) -> Mapping[str, Any]:
     """Return how many log probabilities TensorRT-LLM reports per token; it does not know 0, the chosen one alone."""
-    pytorch = options.backend == "pytorch"
     asked = sampling.logprobs
-    if asked and not (pytorch or options.gather_generation_logits):
+    if asked and not keeps_logits:
         raise RequestError(
             f"{asked} alternatives per token need an engine that keeps its logits;"
             " set option.gather_generation_logits=true"
         )
-    chosen_alone = asked == 0 and not (pytorch or options.gather_generation_logits)
+    chosen_alone = asked == 0 and not keeps_logits
     tokens = {} if asked is None or chosen_alone else {"logprobs": max(1, asked)}
     prompt = sampling.prompt_logprobs
     return tokens if prompt is None else {**tokens, "prompt_logprobs": max(1, prompt)}

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.vllm.options import InWorkerEngine, InWorkerOptions
+from handlers.vllm import engine_fields
+from handlers.vllm.options import QUANTIZATIONS, InWorkerEngine, InWorkerOptions
 from lmi_server.configuration.declaration import (
     Allowed,
     Conflict,
@@ -20,6 +21,7 @@ from lmi_server.configuration.declaration import (
 )
 from lmi_server.configuration.options import DTYPE_NOTE, MPI_MODE_DESCRIPTION, Dtype, JsonObject, PositiveInt, lower
 from lmi_server.configuration.references import NAMES_NOTHING
+from lmi_server.configuration.tasks import Workload
 from lmi_server.machine.inventory import Machine
 
 _VLLM_NAMES = {"bitsandbytes8": "bitsandbytes"}  # LMI-Dist's name -> vLLM's name, if they differ
@@ -99,6 +101,15 @@ class LmiDistOptions(InWorkerOptions):
         else:
             yield from self.unknown_to_vllm()
         yield from self.parser_conflicts()
+
+
+def leaves_8_bits(workload: Workload) -> bool:
+    """Return whether weights are to be quantised to 8 bits, and the installed vLLM is known not to do it.
+
+    vLLM left bitsandbytes out. Its int8_per_channel_weight_only quantises mixtures of experts and no other layers.
+    """
+    methods = engine_fields.literal(*QUANTIZATIONS)
+    return workload.in_8_bits and bool(methods) and "bitsandbytes" not in methods
 
 
 class LmiDistEngine(InWorkerEngine):

@@ -335,7 +335,7 @@ class VllmEngineOptions(MediaOptions):
         """Yield the values that vLLM would refuse when it loads the model, as far as its version is known here."""
         if self.runs_elsewhere:
             return
-        methods = engine_fields.literal(*_QUANTIZATIONS)
+        methods = engine_fields.literal(*QUANTIZATIONS)
         if self.vllm_quantization is not None and methods and self.vllm_quantization not in methods:
             key = "option.quantize" if self.quantize is not None else "option.dtype"
             yield Conflict((key,), f"what the installed vLLM has: {', '.join(sorted(methods))} in option.quantize")
@@ -480,5 +480,5 @@ _JSON_TEXTS = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config"
 
 
 # Where vLLM's source lists the values of an option: the file, and the name of a Literal in it.
-_QUANTIZATIONS = ("model_executor/layers/quantization/__init__.py", "QuantizationMethods")
+QUANTIZATIONS = ("model_executor/layers/quantization/__init__.py", "QuantizationMethods")
 _LOAD_FORMATS = ("model_executor/model_loader/__init__.py", "LoadFormats")

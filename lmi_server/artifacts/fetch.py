@@ -148,7 +148,7 @@ async def list_folders(url: str, settings: ArtifactSettings) -> frozenset[str]:
     beginning = f"{location.prefix}/" if location.prefix else ""
 
     def list_keys(activity: Activity) -> frozenset[str]:
-        objects = find_client(settings.environment).list_objects(location, activity)
+        objects = find_client(settings.environment, location.scheme).list_objects(location, activity)
         keys = (found.key.removeprefix(beginning) for found in objects if found.key.startswith(beginning))
         return frozenset(key.partition("/")[0] for key in keys if "/" in key)
 
@@ -209,7 +209,7 @@ def _bring(location: Location, revision: str | None, settings: ArtifactSettings,
 
 
 def _from_s3(location: S3Location, settings: ArtifactSettings, activity: Activity) -> Path:
-    client = find_client(settings.environment)
+    client = find_client(settings.environment, location.scheme)
     directory = fetch_s3(location, client, settings.root, settings.keep_free, activity)
     # If the location is the key of an archive, the directory holds that one file.
     archive = directory / location.prefix.rpartition("/")[2]

@@ -11,8 +11,10 @@ from urllib.parse import unquote
 # What a user may name as a model, for messages.
 MODEL_FORMS = (
     "a directory, an archive, a file in GGUF, a model file of Ray in YAML, owner/name of the Hugging Face Hub,"
-    " s3://bucket/prefix, or a file: URL"
+    " s3://bucket/prefix or gs://bucket/prefix, or a file: URL"
 )
+BUCKETS = ("s3://", "gs://")
+"""How the URL of a bucket begins that the server fetches from."""
 ARCHIVE_SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip", ".mar")
 
 MODEL_FILE_SUFFIXES = (".yaml", ".yml")
@@ -79,14 +81,18 @@ class HubModel:
 
 @dataclass(frozen=True, slots=True)
 class S3Location:
-    """All objects below `prefix` (without a slash at its end), or the archive with this key."""
+    """All objects below `prefix` (without a slash at its end), or the archive with this key.
+
+    `scheme` is "gs" for Google Cloud Storage, which speaks S3's protocol as well.
+    """
 
     bucket: str
     prefix: str
+    scheme: str = "s3"
 
     @property
     def url(self) -> str:
-        return f"s3://{self.bucket}/{self.prefix}"
+        return f"{self.scheme}://{self.bucket}/{self.prefix}"
 
 
 Location = LocalDirectory | LocalArchive | GgufFile | LocalModelFile | HubModel | S3Location
@@ -205,19 +211,21 @@ def _local(path: str, base: Path) -> LocalDirectory | LocalArchive | GgufFile | 
 
 def _remote(url: str) -> S3Location:
     scheme, _, rest = url.partition("://")
-    if scheme != "s3":
+    if f"{scheme}://" not in BUCKETS:
         raise ValueError(f"is not available: {_REMEDIES.get(scheme, _OTHER_SCHEMES)}")
     # urlsplit would cut the key at "?" and "#", which are ordinary characters in it.
     bucket, _, prefix = rest.partition("/")
     if _BUCKET.fullmatch(bucket) is None:
-        raise ValueError("is not allowed; allowed: s3://bucket/prefix")
-    return S3Location(bucket, prefix.strip("/"))
+        raise ValueError(f"is not allowed; allowed: {scheme}://bucket/prefix")
+    return S3Location(bucket, prefix.strip("/"), scheme)
 
 
 def _suffixes() -> str:
     return "/".join(ARCHIVE_SUFFIXES)
 
 
-_OTHER_SCHEMES = "use a local directory or archive, the id of a Hugging Face model, or s3://bucket/prefix"
+_OTHER_SCHEMES = (
+    "use a local directory or archive, the id of a Hugging Face model, s3://bucket/prefix or gs://bucket/prefix"
+)
 _DOWNLOAD_FIRST = "the server fetches no model over HTTP; download it and name the local directory or archive"
 _REMEDIES = {"http": _DOWNLOAD_FIRST, "https": f"{_DOWNLOAD_FIRST} (of huggingface.co, give the model's id alone)"}

@@ -66,6 +66,18 @@ class DeprecatedValue:
 
 
 @dataclass(frozen=True, slots=True)
+class ValueMeans:
+    """One value of the option, in lower case, stands for `stands_for` (a key in full and a value) and `itself`.
+
+    It does so unless another value of that key is given, which the options class refuses then.
+    """
+
+    value: str
+    itself: str
+    stands_for: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Documented:
     """LMI's documentation has another default (None: none at all); `reason` says why this project differs."""
 
@@ -96,7 +108,7 @@ class Unavailable:
         return cls(lambda value: value in values, instead)
 
 
-Mark = Deprecated | DeprecatedValue | Documented | NoEffect | Unavailable
+Mark = Deprecated | DeprecatedValue | Documented | NoEffect | Unavailable | ValueMeans
 
 
 @dataclass(frozen=True, slots=True)

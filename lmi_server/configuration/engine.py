@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
@@ -71,6 +71,10 @@ class EngineDescription(Generic[_AnyOptions]):
     def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
         """Return what values such as `auto` mean for the model at `location`, by key in full, for `explain`."""
         return {}
+
+    def without_effect_on(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
+        """Yield what `machine` lacks, and the keys, without "option.", that have no effect without it."""
+        yield from ()
 
     def checkpoint_problem(self, location: Path) -> tuple[str, str] | None:
         """Return a key in full whose value does not fit the files at `location`, and why; None if there is none."""

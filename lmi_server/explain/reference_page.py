@@ -15,6 +15,7 @@ from lmi_server.configuration.declaration import (
     Option,
     Options,
     Unavailable,
+    ValueMeans,
     written,
 )
 from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, load_options_type
@@ -160,6 +161,8 @@ def _sentence(mark: Mark, option: Option) -> str:
             return f"LMI's documentation has {_code(mark.default or '')}; {mark.reason}."
         case NoEffect():
             return f"No effect: {mark.reason}."
+        case ValueMeans():
+            return f"`{mark.value}` is the same as {_code('='.join(mark.stands_for))}."
         case Unavailable():
             return _limit(mark, option)
 

@@ -158,22 +158,25 @@ async def test_an_archive_on_s3_is_extracted(tmp_path: Path, s3: S3) -> None:
     assert (directory.name, [path.name for path in directory.iterdir()]) == ("model", ["config"])
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
 @on_loop
-async def test_the_weights_of_a_file_of_rayllm_come_from_its_mirror(tmp_path: Path, s3: S3) -> None:
+async def test_the_weights_of_a_file_of_rayllm_come_from_its_mirror(tmp_path: Path, s3: S3, scheme: str) -> None:
     """So they do for each replica of a cluster, which is given the mirror in the place of a model directory."""
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 77}
     for name, content in (("config.json", json.dumps(config).encode()), ("model.safetensors", b"w" * 1000)):
         s3.put(f"mirror/{name}", content)
     model_file = tmp_path / "m.yaml"
-    mirror = f"s3_mirror_config: {{bucket_uri: s3://{BUCKET}/mirror}}"
+    section = {"s3": "s3_mirror_config", "gs": "gcs_mirror_config"}[scheme]
+    mirror = f"{section}: {{bucket_uri: {scheme}://{BUCKET}/mirror}}"
     model_file.write_text(f"engine_config:\n  model_id: team/name\n  hf_model_id: not/had\n  {mirror}\n")
-    settings = artifact_settings(str(tmp_path / "downloads"), s3.variables)
+    variables = s3.variables if scheme == "s3" else s3.variables_of_google()
+    settings = artifact_settings(str(tmp_path / "downloads"), variables)
     directory = await fetch_model_directory(str(model_file), settings)
     fetched = await fetch_model(directory, {}, {}, settings)
     assert "team/name" in fetched.resolved.served_names
-    [deployment] = await asyncio.to_thread(deployments, [str(model_file)], s3.variables)
-    assert deployment.url == f"s3://{BUCKET}/mirror"
+    [deployment] = await asyncio.to_thread(deployments, [str(model_file)], variables)
+    assert deployment.url == f"{scheme}://{BUCKET}/mirror"
     of_replica = await fetch_model_directory(deployment.url, settings)
     for place in (Path(str(fetched.resolved.options.model_id)), of_replica):
         assert (place / "model.safetensors").read_bytes() == b"w" * 1000

@@ -18,7 +18,16 @@ from paths import TESTS
 
 from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.s3.clients import Boto3, Download, S3Client, S3Object, S5cmd, find_client, find_s5cmd
+from lmi_server.artifacts.s3.clients import (
+    Boto3,
+    Download,
+    S3Client,
+    S3Object,
+    S5cmd,
+    endpoint_url,
+    find_client,
+    find_s5cmd,
+)
 from lmi_server.artifacts.s3.mirror import fetch_s3
 from lmi_server.contract.errors import ArtifactError
 
@@ -328,6 +337,27 @@ def test_a_key_that_is_no_path_is_refused(client: Watched, tmp_path: Path, key: 
     client.listed = lambda objects: [*objects, S3Object(f"team/model/{key}", 1, "")]
     with pytest.raises(ArtifactError, match="its key cannot be the path of a file; rename it on S3"):
         fetch(client, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["s5cmd", "boto3"])
+def test_a_bucket_of_google_is_read_over_the_same_protocol(
+    kind: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """moto's API of S3 stands in for the one of Google Cloud Storage."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    variables = s3.variables_of_google()
+    program = find_s5cmd(variables)
+    client = Boto3(variables, "gs") if kind == "boto3" else S5cmd(str(program), variables, "gs")
+    location = S3Location(BUCKET, "team/model", "gs")
+    directory = fetch_s3(location, client, tmp_path, 0, Activity())
+    assert {name: (directory / name).read_bytes() for name in FILES} == FILES
+    with pytest.raises(ArtifactError, match=r"gs://no-such-bucket/x: there is no bucket no-such-bucket at http://"):
+        fetch_s3(S3Location("no-such-bucket", "x", "gs"), client, tmp_path, 0, Activity())
+
+
+def test_the_endpoint_of_google_is_its_own() -> None:
+    assert endpoint_url({"AWS_ENDPOINT_URL": "http://x"}, "gs") == "https://storage.googleapis.com"
+    assert endpoint_url({}, "s3") is None
 
 
 def test_s5cmd_is_preferred(s3: S3) -> None:

@@ -489,10 +489,17 @@ def test_an_installed_engine_is_found(entry_point: str, package: str, tmp_path: 
         (
             "option.rolling_batch=auto",
             "transformers_neuronx",
-            "transformers_neuronx",
-            "pip install transformers-neuronx or optimum-neuron[neuronx]",
+            "optimum.neuron",
+            "pip install optimum-neuron[neuronx],",
         ),
-        ("option.fuse_qkv=true", "transformers_neuronx", "transformers_neuronx", "pip install transformers-neuronx,"),
+        ("option.fuse_qkv=true", "transformers_neuronx", "optimum.neuron", "pip install optimum-neuron[neuronx],"),
+        (
+            "option.load_in_8bit=true",
+            "transformers_neuronx",
+            "transformers_neuronx",
+            "pip install transformers-neuronx, from Neuron's own package index; or remove option.load_in_8bit for"
+            " optimum-neuron",
+        ),
         (
             "option.model_loader=optimum",
             "transformers_neuronx",

@@ -203,8 +203,8 @@ scaling_config:
             "m.yaml: is no model file; it needs engine_config (RayLLM), model_loading_config (LLMConfig), or llm_",
         ),
         (
-            "engine_config:\n  model_id: a/b\n  gcs_mirror_config:\n    bucket_uri: gs://a/b\n",
-            "m.yaml:3: engine_config.gcs_mirror_config is not available; the server fetches from S3, the Hub and",
+            "engine_config:\n  model_id: a/b\n  gcs_mirror_config:\n    bucket_uri: az://a/b\n",
+            "m.yaml:4: engine_config.gcs_mirror_config.bucket_uri is not available; the server fetches from S3, Google",
         ),
         (
             "engine_config: {model_id: a, engine_kwargs: {tensor_parallel_size: 2}}\nscaling_config:\n  num_workers: 4",

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ def test_every_sample_is_tested() -> None:
 
 @pytest.mark.parametrize("sample", FILES, ids=lambda sample: sample.stem)
 def test_a_sample_is_right(sample: Path, tmp_path: Path) -> None:
+    if sample.stem.startswith("vllm") and find_spec("vllm") is None:
+        pytest.skip("the source of vLLM says which keys it has")
     found = inspect(sample, tmp_path)
     assert found.problems == ()
     assert found.spec.title == HANDLER[sample.stem]

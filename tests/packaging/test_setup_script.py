@@ -15,7 +15,7 @@ from fresh_environments import setup_script
     ("name", "found", "sentence"),
     [
         ("system", "Darwin", "use a Linux container"),
-        ("machine", "aarch64", "x86-64 processors only"),
+        ("machine", "riscv64", "x86-64 and 64-bit Arm processors"),
         ("libc_ver", ("", ""), "glibc"),
     ],
 )
@@ -29,6 +29,14 @@ def test_a_machine_that_cannot_be_set_up_is_refused(
 def test_an_old_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
     assert "needs Python 3.11" in setup_script().missing_of_this_machine()
+
+
+def test_arm_is_set_up_with_a_word_on_what_ran_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert setup_script().missing_of_this_machine() is None
+    assert "under an emulator of it only" in capsys.readouterr().out
 
 
 def test_this_machine_lacks_nothing() -> None:

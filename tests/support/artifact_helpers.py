@@ -37,6 +37,12 @@ class S3:
         ).client("s3", endpoint_url=endpoint)
         self.client.create_bucket(Bucket=BUCKET)
 
+    def variables_of_google(self) -> dict[str, str]:
+        """Return the environment of clients that take this API for Google Cloud Storage's, which speaks the same."""
+        endpoint = self.variables["AWS_ENDPOINT_URL"]
+        others = {name: value for name, value in self.variables.items() if name != "AWS_ENDPOINT_URL"}
+        return {**others, "STORAGE_EMULATOR_HOST": endpoint}
+
     def put(self, key: str, content: bytes) -> None:
         self.client.put_object(Bucket=BUCKET, Key=key, Body=content)
 

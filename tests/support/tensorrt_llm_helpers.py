@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from product_helpers import COMMANDS, Server, running
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FAKE = TESTS / "support" / "fake_tensorrt_llm"
+NEWER = FAKE / "newer"
 RECORD = "FAKE_TENSORRT_LLM_RECORD"
 FAIL = "FAKE_TENSORRT_LLM_FAIL"
 END = "</s>"
@@ -75,14 +77,24 @@ def fake_server(directory: Path, record: Path) -> Iterator[Server]:
         yield server
 
 
+def make_newer(directory: Path) -> Path:
+    """Write the fake of a version without engines of TensorRT, and return the directory to import it from."""
+    package = directory / "tensorrt_llm"
+    shutil.copytree(FAKE / "tensorrt_llm", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(NEWER, package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "_tensorrt_engine.py").unlink()
+    (package / "lora_manager.py").rename(package / "lora_helper.py")
+    return directory
+
+
 @contextlib.contextmanager
-def fake_installed() -> Iterator[None]:
+def fake_installed(place: Path = FAKE) -> Iterator[None]:
     """Let this process import the fake, and forget it afterwards with every module that has imported it."""
-    sys.path.insert(0, str(FAKE))
+    sys.path.insert(0, str(place))
     try:
         yield
     finally:
-        sys.path.remove(str(FAKE))
+        sys.path.remove(str(place))
         ours = ("handlers.tensorrt_llm.", "tensorrt_llm.")
         for name in [name for name in sys.modules if f"{name}.".startswith(ours)]:
             del sys.modules[name]

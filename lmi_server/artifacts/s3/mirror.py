@@ -97,7 +97,7 @@ def _refresh(
 
 
 def _downloads(directory: Path, url: str, objects: Iterable[S3Object]) -> list[Download]:
-    prefix = S3Location(*url.removeprefix("s3://").split("/", 1)).prefix
+    prefix = url.partition("://")[2].partition("/")[2]
     return [Download(found, directory / _relative(found.key, prefix)) for found in objects]
 
 

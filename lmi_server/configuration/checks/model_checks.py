@@ -191,8 +191,16 @@ class ModelChecks:
         yield from value_warnings(self.serving, known)
         yield from value_warnings(self.options, known)
         yield from combination_warnings(self.options, known)
+        yield from self._without_effect_here()
         yield from self._degree_without_gpus()
         yield from self._handle_without_effect()
+
+    def _without_effect_here(self) -> Iterator[str]:
+        known = self.merged.known
+        for lacking, names in describe_engine(self.spec, self.options).without_effect_on(self.machine):
+            for key in (f"option.{name}" for name in names):
+                if key in known and known[key].layer not in DERIVED:
+                    yield f"{known[key].place}: {key} has no effect without {lacking}"
 
     def _handle_without_effect(self) -> Iterator[str]:
         """Only a handler that generates text leaves its requests to a `handle` first."""

@@ -38,6 +38,8 @@ class DecidingKeys(Options):
     tensor_parallel_degree: Annotated[ParallelDegree, Key(DEGREE)] = 1
     pipeline_parallel_degree: Annotated[PositiveInt, Key("option.pipeline_parallel_degree")] = 1
     max_model_len: Annotated[PositiveInt | None, Key("option.max_model_len")] = None
+    quantize: Annotated[str | None, BeforeValidator(lower), Key("option.quantize")] = None
+    dtype: Annotated[str | None, BeforeValidator(lower), Key("option.dtype", also=("option.data_type",))] = None
     use_stable_diffusion: Annotated[bool, Key("option.use_stable_diffusion")] = False
     enable_lora: Annotated[bool, Key("option.enable_lora")] = False
     enable_stateful_sessions: Annotated[bool, Key("option.enable_stateful_sessions")] = False
@@ -63,6 +65,11 @@ class DecidingKeys(Options):
     def batches_statically(self) -> bool:
         """Whether requests are collected to batches that run together from start to end."""
         return self.batch_size > 1
+
+    @property
+    def quantises_to_8_bits(self) -> bool:
+        """Whether weights are quantised to 8 bits while they load, by LMI-Dist's names for it."""
+        return self.dtype == "int8" or self.quantize in ("bitsandbytes", "bitsandbytes8")
 
     @property
     def degree(self) -> int:

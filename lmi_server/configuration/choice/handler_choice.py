@@ -128,6 +128,7 @@ class _Chooser:
             batches_statically=self.keys.batches_statically,
             use_stable_diffusion=self.keys.use_stable_diffusion,
             max_model_len=self.keys.max_model_len,
+            in_8_bits=self.keys.quantises_to_8_bits,
         )
 
     def _by_key(self, spec: HandlerSpec | None, key: str, problem: str | None = None) -> HandlerChoice:
@@ -191,8 +192,10 @@ class _Chooser:
         return self.keys.handler is not None or not has_model or takes_requests(path)
 
     def _variant(self, chosen: HandlerChoice, workload: Workload) -> HandlerChoice:
-        title = None if chosen.spec is None else chosen.spec.variant_for(workload)
-        return chosen if title is None else replace(chosen, spec=self.handlers.by_title(title))
+        variant = None if chosen.spec is None else chosen.spec.variant_for(workload)
+        if variant is None:
+            return chosen
+        return replace(chosen, spec=self.handlers.by_title(variant.title), note=variant.note or chosen.note)
 
     def _by_rolling_batch(self, chosen: HandlerChoice, default: HandlerSpec) -> HandlerChoice:
         """Choose among the handlers that one entry point stands for (LMI's huggingface), by option.rolling_batch."""

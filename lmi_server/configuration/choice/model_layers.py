@@ -10,7 +10,7 @@ from lmi_server.artifacts.location import RAY_MODEL_FILE
 from lmi_server.configuration.choice.deciding_keys import ENTRY_POINT, MODEL_ID, ROLLING_BATCH, DecidingKeys
 from lmi_server.configuration.choice.handler_choice import engine_alias
 from lmi_server.configuration.choice.recommender import recommend, with_max_resolved
-from lmi_server.configuration.declaration import Deprecated, Option
+from lmi_server.configuration.declaration import Deprecated, Option, ValueMeans
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.configuration.layers import (
     Given,
@@ -168,7 +168,18 @@ def _with_replacements_of_deprecated(given: Given, declared: Sequence[Option]) -
                     source = replace(given[option.key], layer="deprecated key", raw=value)
                     spelling, written = source.spelling or option.key, given[option.key].raw
                     result.setdefault(key, replace(source, spelling=spelling, written=written))
+            if isinstance(mark, ValueMeans) and option.key in given:
+                result |= _meaning(mark, option.key, result)
     return result
+
+
+def _meaning(mark: ValueMeans, key: str, given: Given) -> Given:
+    """Return what replaces a value that stands for another key's; nothing if the option has another value."""
+    source, (other, raw) = given[key], mark.stands_for
+    if source.raw.lower() != mark.value or (other in given and given[other].raw.lower() != raw):
+        return {}
+    shown = replace(source, spelling=source.spelling or key, written=source.raw)
+    return {key: replace(shown, raw=mark.itself), other: replace(shown, raw=raw)}
 
 
 def _with_workers_of_device_kind(given: Given, machine: Machine) -> Given:

@@ -112,9 +112,9 @@ class EngineSection(Section):
         {}, description="Ray's runtime environment. On one machine env_vars alone has an effect."
     )
     s3_mirror_config: S3Mirror | None = Field(None, description="A copy of the model in S3.")
-    gcs_mirror_config: Annotated[
-        MirrorSection | None, Unavailable(bool, "the server fetches from S3, the Hub and directories; copy it there")
-    ] = Field(None, description="A copy of the model in Google Cloud Storage.")
+    gcs_mirror_config: MirrorSection | None = Field(
+        None, description="A copy of the model in Google Cloud Storage; s3_mirror_config goes before it."
+    )
 
 
 class ScalingSection(Section):

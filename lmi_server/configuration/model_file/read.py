@@ -166,9 +166,10 @@ def _of_rayllm(content: RayLlmFile, keys: _LayerKeys) -> Iterator[str]:
     engine = content.engine_config
     top = ("engine_config",)
     keys.add("option.served_model_name", engine.model_id, (*top, "model_id"))
-    mirror = None if engine.s3_mirror_config is None else engine.s3_mirror_config.bucket_uri
+    mirrors = {name: getattr(engine, name) for name in ("s3_mirror_config", "gcs_mirror_config")}
+    copies = {name: None if mirror is None else mirror.bucket_uri for name, mirror in mirrors.items()}
     places: dict[KeyPath, str | None] = {
-        (*top, "s3_mirror_config", "bucket_uri"): mirror,
+        **{(*top, name, "bucket_uri"): uri for name, uri in copies.items()},
         (*top, "model_local_path"): engine.model_local_path,
         (*top, "hf_model_id"): engine.hf_model_id,
         (*top, "model_id"): engine.model_id,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
+from lmi_server.artifacts.location import BUCKETS
 from lmi_server.configuration.declaration import Allowed, NoEffect, Unavailable
 from lmi_server.configuration.options import (
     NonNegativeFloat,
@@ -166,11 +167,11 @@ class MirrorSection(Section):
     bucket_uri: Annotated[
         str | None,
         Unavailable(
-            lambda uri: not str(uri).startswith("s3://"),
-            "the server fetches from S3, the Hub and directories",
+            lambda uri: not str(uri).startswith(BUCKETS),
+            "the server fetches from S3, Google Cloud Storage, the Hub and directories",
             "Any other place",
         ),
-    ] = Field(None, description="Prefix of the model's files: s3://bucket/prefix.")
+    ] = Field(None, description="Prefix of the model's files: s3://bucket/prefix or gs://bucket/prefix.")
     extra_files: Annotated[
         list[ExtraFile], Unavailable(bool, "put the files beside the weights"), Allowed("a list of mappings")
     ] = Field([], description="Further files.")

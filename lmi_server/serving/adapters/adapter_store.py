@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmi_server.artifacts.fetch import ArtifactSettings, fetch_model_directory
+from lmi_server.artifacts.location import BUCKETS
 from lmi_server.contract.errors import (
     ArtifactError,
     ArtifactMissingError,
@@ -29,7 +30,6 @@ from lmi_server.supervisor.job import Deadline
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,254}", re.ASCII)  # never a path that leads elsewhere
-S3 = "s3://"
 
 
 class OnDemand:
@@ -207,7 +207,7 @@ async def fetch_from_store(store: str, name: str, model_dir: str, settings: Arti
     missing = ModelNotFoundError(f"The adapter {excerpt(name)} is neither registered nor in the store of adapters")
     if not is_adapter_name(name):
         raise missing
-    if not store.startswith(S3):
+    if not store.startswith(BUCKETS):
         directory = Path(model_dir, store, name)
         if not await asyncio.to_thread(directory.is_dir):
             raise missing

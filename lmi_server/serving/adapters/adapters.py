@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lmi_server.artifacts.fetch import ArtifactSettings, fetch_model_directory
-from lmi_server.artifacts.location import has_scheme
+from lmi_server.artifacts.location import BUCKETS, has_scheme
 from lmi_server.contract.errors import (
     ArtifactError,
     LmiServerError,
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from lmi_server.supervisor.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
-
-_FETCHED = "s3://"  # what the server fetches for the user's own code as well
 
 
 class RegisteredAdapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,7 +220,7 @@ async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings,
     """
     base = await asyncio.to_thread(adapter_base, source, model_dir)
     beside = base == Path(model_dir)
-    if own_code and not beside and not source.startswith(_FETCHED):
+    if own_code and not beside and not source.startswith(BUCKETS):
         return source
     try:
         return str(await fetch_model_directory(str(Path(model_dir, source)) if beside else source, settings))

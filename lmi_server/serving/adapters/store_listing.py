@@ -11,8 +11,9 @@ from itertools import islice
 from pathlib import Path
 
 from lmi_server.artifacts.fetch import ArtifactSettings, list_folders
+from lmi_server.artifacts.location import BUCKETS
 from lmi_server.contract.errors import ArtifactError
-from lmi_server.serving.adapters.adapter_store import S3, is_adapter_name
+from lmi_server.serving.adapters.adapter_store import is_adapter_name
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class StoreListing:
             self._listing = None
 
     async def _list_store(self) -> Sequence[str]:
-        if self._store.startswith(S3):
+        if self._store.startswith(BUCKETS):
             found = await list_folders(self._store, self._settings)
             return sorted(islice(filter(is_adapter_name, found), _MAX))
         return await asyncio.to_thread(lambda: sorted(islice(_folders(Path(self._model_dir, self._store)), _MAX)))

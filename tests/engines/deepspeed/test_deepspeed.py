@@ -295,7 +295,8 @@ def test_what_cannot_be_is_refused_before_loading(
 
 
 def test_a_checkpoint_of_deepspeeds_kernels_is_refused(weights: Path, tmp_path: Path) -> None:
-    (tmp_path / "ds_inference_config.json").write_text(json.dumps({"type": "ds_model", "tp_size": 1}))
+    content = {"type": "ds_model", "tp_size": 1, "parallelization": "tp", "checkpoints": {"tp": ["tp_00_00.pt"]}}
+    (tmp_path / "ds_inference_config.json").write_text(json.dumps(content))
     options = DeepSpeedOptions(checkpoint="ds_inference_config.json", dtype="fp32")
     with pytest.raises(ModelLoadError, match="is for DeepSpeed's kernels"):
         find_shards(str(tmp_path), options, ALONE)

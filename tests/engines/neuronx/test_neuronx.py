@@ -185,7 +185,7 @@ def test_a_missing_package_is_named_with_its_command(models: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "transformers_neuronx", None)
 
     async def start() -> None:
-        async with started(models / "llama", **BATCHED):
+        async with started(models / "llama", model_loader="tnx", **BATCHED):
             pass
 
     with pytest.raises(ModelLoadError, match=r"package transformers-neuronx, .*pip install transformers-neuronx"):

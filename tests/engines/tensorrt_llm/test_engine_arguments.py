@@ -90,6 +90,7 @@ CASES: list[tuple[dict[str, str], dict[str, Any]]] = [
     ({"use_fp8_context_fmha": "true"}, {"build_config.plugin_config.use_fp8_context_fmha": True}),
     ({"kv_cache_dtype": "int8"}, {"quant_config.kv_cache_quant_algo": "INT8"}),
     ({"kv_cache_dtype": "fp8", **TORCH}, {"kv_cache_config.dtype": "fp8"}),
+    ({"kv_cache_quant_algo": "NVFP4", **TORCH}, {"kv_cache_config.dtype": "nvfp4"}),
     ({"kv_cache_quant_algo": "FP8", "quant_algo": "W8A16"}, {"quant_config.kv_cache_quant_algo": "FP8"}),
     ({"max_attention_window": "[64,128]"}, {"kv_cache_config.max_attention_window": [64, 128]}),
     ({"host_cache_size": "1024", "max_tokens": "9"}, {"kv_cache_config.host_cache_size": 1024}),
@@ -213,10 +214,10 @@ def recorded(found: Inspection, record: Path) -> dict[str, Any]:
 
     options: Any = found.options
     place = checkpoint.find(found.model_dir, options)
-    library.make_llm(options.backend, place.arguments).shutdown()
+    library.make_llm(options.runs_on, place.arguments).shutdown()
     place.close()
     line = records(record, "llm")[-1]
-    assert line["backend"] == ("TorchLlmArgs" if options.backend == "pytorch" else "TrtLlmArgs")
+    assert line["backend"] == ("TorchLlmArgs" if options.runs_on == "pytorch" else "TrtLlmArgs")
     build = {**line["arguments"].get("build_config", {}), "plugin_config": line["plugins"]}
     return {**line["arguments"], "build_config": build, "config.json": line["config"]}
 
@@ -293,7 +294,8 @@ def test_a_changed_config_leaves_the_model_alone(
     ("options", "text"),
     [
         ({"quantize": "awq", **TORCH}, "name a checkpoint that is quantised already in option.model_id"),
-        ({"trtllm_checkpoint_path": "x", **TORCH}, "remove it, or use option.backend=tensorrt"),
+        ({"trtllm_checkpoint_path": "x", **TORCH}, "remove it, or set option.backend=tensorrt"),
+        ({"kv_cache_quant_algo": "INT8", **TORCH}, "allowed: FP8 or NVFP4 with option.backend=pytorch"),
         ({"kv_cache_dtype": "fp4"}, 'option.kv_cache_dtype = "fp4" is not allowed; allowed: auto, fp8 or int8'),
         ({"max_num_sequences": "4", "max_batch_size": "5"}, "both are the batch size of the engine"),
         ({"rotary_scaling_factor": "2.0"}, "rotary_scaling_type and rotary_scaling_factor only together"),
@@ -360,6 +362,7 @@ def test_what_this_machine_lacks_is_named_with_the_command(tmp_path: Path) -> No
     explanation = explain(found)
     assert not explanation.can_be_served
     assert explanation.unavailable == (
-        "tensorrt_llm needs the Python package tensorrt_llm, which is not installed; run: pip install tensorrt-llm",
+        "tensorrt_llm needs the Python package tensorrt_llm, which is not installed; run: "
+        'pip install "tensorrt-llm<1.2"',
         "tensorrt_llm needs an NVIDIA GPU, and none is visible; serve the model on a machine with one",
     )

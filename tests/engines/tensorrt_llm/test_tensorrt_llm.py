@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from product_helpers import Server
-from tensorrt_llm_helpers import fake_server, make_adapter, make_model, records, write_properties
+from tensorrt_llm_helpers import fake_installed, fake_server, make_adapter, make_model, records, write_properties
 from waiting import wait_until
 
 from lmi_server.configuration.resolve import inspect_model
@@ -75,7 +75,8 @@ def test_the_engine_of_the_server_has_the_arguments_that_explain_shows(served: S
     (loaded,) = records(served.record, "llm")
     given = loaded["arguments"]
     given["build_config"]["plugin_config"] = loaded["plugins"]
-    shown = json.loads(json.dumps(explain(inspect_model(properties, {})).engine_arguments))
+    with fake_installed():
+        shown = json.loads(json.dumps(explain(inspect_model(properties, {})).engine_arguments))
     assert holds(given, shown)
 
 

@@ -130,8 +130,8 @@ def test_a_version_without_engines_of_tensorrt_says_what_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_llm._tensorrt_engine", None)
-    with pytest.raises(ModelLoadError, match=r"has no engines of TensorRT any more .*; set option.backend=pytorch"):
-        generated(make_model(tmp_path / "model"), GREEDY)
+    with pytest.raises(ModelLoadError, match=r"has no engines of TensorRT any more .*; remove option.backend"):
+        generated(make_model(tmp_path / "model"), GREEDY, backend="tensorrt")
 
 
 # --- PyTorch ---
@@ -269,7 +269,7 @@ def test_a_tokenizer_is_found_in_the_model_directory(tmp_path: Path, record: Pat
 
 def test_pytorch_has_nothing_to_build_ahead_of_time() -> None:
     engine = describe_engine(HANDLERS.by_title("tensorrt_llm"), TensorRtLlmOptions(backend="pytorch"))
-    assert "option.backend=pytorch builds no engine" in str(engine.partition())
+    assert "TensorRT-LLM on PyTorch builds no engine; serve the model as it is" in str(engine.partition())
 
 
 @pytest.mark.usefixtures("fake")

@@ -1,10 +1,9 @@
-"""The two classes LLM."""
+"""The class LLM of the PyTorch backend, and what the other one has in common with it."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterable
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tensorrt_llm.executor import Executor, LoRARequest, RequestOutput, record
-from tensorrt_llm.llmapi.llm_args import BaseLlmArgs, BuildConfig, TorchLlmArgs, TrtLlmArgs
+from tensorrt_llm.llmapi import llm_args
+from tensorrt_llm.llmapi.llm_args import BaseLlmArgs, TorchLlmArgs
 from tensorrt_llm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "RequestOutput", "TrtLLM"]
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+__all__ = ["LLM", "RequestOutput"]
 
 
 class TransformersTokenizer:
@@ -61,7 +59,7 @@ class BaseLLM:
             backend=self.args_class.__name__,
             arguments=self.args.model_dump(mode="json", exclude_unset=True),
             plugins=_plugins(kwargs.get("build_config")),
-            config=_read(Path(model) / "config.json"),
+            config=read(Path(model) / "config.json"),
         )
         self._workspace: tempfile.TemporaryDirectory[str] | None = None
         self._engine_dir = self._build(Path(model))
@@ -152,7 +150,9 @@ class LLM(BaseLLM):
     args_class = TorchLlmArgs
 
     def _check_names(self, names: Iterable[str]) -> None:
-        specific = sorted({*names} & (TrtLlmArgs.model_fields.keys() - TorchLlmArgs.model_fields.keys()))
+        engines = getattr(llm_args, "TrtLlmArgs", None)  # a version without engines does not know its names either
+        others = set() if engines is None else engines.model_fields.keys() - TorchLlmArgs.model_fields.keys()
+        specific = sorted({*names} & others)
         if specific:
             raise ValueError(
                 f"The following arguments are specific to TensorRT backend and are not supported in PyTorch: {specific}"
@@ -160,8 +160,8 @@ class LLM(BaseLLM):
         super()._check_names(names)
 
     def _build(self, model: Path) -> Path:
-        _check_checkpoint(model)
-        _fail_if_asked("memory")
+        check_checkpoint(model)
+        fail_if_asked("memory")
         return model
 
     def _reports_statistics(self) -> bool:
@@ -169,70 +169,15 @@ class LLM(BaseLLM):
         return self.args.enable_iter_perf_stats
 
 
-class TrtLLM(BaseLLM):
-    args_class = TrtLlmArgs
-    args: TrtLlmArgs
-
-    def _build(self, model: Path) -> Path:
-        if self.args.kv_cache_config.dtype != "auto":
-            raise ValueError("KvCacheConfig.dtype must be auto in the TensorRT backend")
-        if (model / "rank0.engine").is_file():
-            return self._load_engine(model)
-        _check_checkpoint(model)
-        self.args.build_config = self.args.build_config or BuildConfig()
-        _progress("[1/2]\tLoading HF model to memory")
-        _fail_if_asked("memory")
-        _progress("[2/2]\tBuilding TRT-LLM engine")
-        _fail_if_asked("build")
-        self._workspace = tempfile.TemporaryDirectory(suffix="-llm-workspace")
-        engine = Path(self._workspace.name)
-        for rank in range(self.args.tensor_parallel_size * self.args.pipeline_parallel_size):
-            (engine / f"rank{rank}.engine").write_bytes(b"fake engine")
-        built = {"build_config": self.args.build_config.model_dump(mode="json"), "pretrained_config": {}}
-        (engine / "config.json").write_text(json.dumps(built), encoding="utf-8")
-        for name in _TOKENIZER_FILES:
-            if (model / name).is_file():
-                shutil.copy(model / name, engine / name)
-        return engine
-
-    def _load_engine(self, engine: Path) -> Path:
-        if self.args.build_config is not None:
-            _progress("The build_config is ignored for model format of TLLM_ENGINE.")
-        self.args.build_config = BuildConfig(**_read(engine / "config.json")["build_config"])
-        _fail_if_asked("memory")
-        return engine
-
-    def save(self, engine_dir: str) -> None:
-        shutil.copytree(self._engine_dir, engine_dir, dirs_exist_ok=True)
-
-    def _batch_size(self) -> int:
-        assert self.args.build_config is not None
-        return self.args.build_config.max_batch_size
-
-    def _check(self, prompt: int, params: SamplingParams) -> None:
-        build = self.args.build_config
-        assert build is not None
-        if build.max_seq_len is not None and prompt + (params.max_tokens or 0) > build.max_seq_len:
-            raise ValueError(f"The sum of prompt length ({prompt}) and max_tokens should not exceed max_seq_len")
-        if params.use_beam_search and (params.best_of or 1) > build.max_beam_width:
-            raise ValueError(f"sampling_params.best_of ({params.best_of}) cannot exceed max_beam_width")
-        if params.prompt_logprobs and not build.gather_context_logits:
-            raise ValueError(
-                "`sampling_params.prompt_logprobs` requires `gather_context_logits=True` in the `BuildConfig`"
-            )
-        if params.logprobs and not self.args.gather_generation_logits:
-            raise ValueError("`sampling_params.logprobs` requires `gather_generation_logits=True`")
-
-
-def _plugins(build: BuildConfig | None) -> dict[str, Any]:
+def _plugins(build: Any) -> dict[str, Any]:
     return {} if build is None else build.plugin_config.model_dump(mode="json", exclude_unset=True)
 
 
-def _progress(text: str) -> None:
+def progress(text: str) -> None:
     print(f"Loading Model: {text}", file=sys.stderr, flush=True)
 
 
-def _fail_if_asked(kind: str) -> None:
+def fail_if_asked(kind: str) -> None:
     if os.environ.get("FAKE_TENSORRT_LLM_FAIL") != kind:
         return
     if kind == "build":
@@ -240,12 +185,12 @@ def _fail_if_asked(kind: str) -> None:
     raise RuntimeError("[TensorRT-LLM][ERROR] CUDA runtime error in cudaMalloc(ptr, n): out of memory")
 
 
-def _check_checkpoint(model: Path) -> None:
-    if not _read(model / "config.json"):
+def check_checkpoint(model: Path) -> None:
+    if not read(model / "config.json"):
         raise ValueError(f"Failed to infer model format because no config.json exists in {model}")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# prepare.sh DIR : brings an emulator, Debian's Python for arm64 and the wheels of the huggingface extra into DIR, and
+# writes DIR/python, which runs them. It takes Debian's and Python's package indexes, about 2 GB and no rights of root.
+#
+# The emulator runs one program: it starts no other of its kind, so there are no worker processes and no server.
+set -euo pipefail
+directory=$(mkdir -p "$1" && cd "$1" && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+uv=${UV:-$root/.venv/bin/uv}
+cd "$directory"
+
+apt-get download qemu-user-static debootstrap
+for package in qemu-user-static_*.deb debootstrap_*.deb; do dpkg -x "$package" tools; done
+if [ ! -x root/usr/bin/python3.11 ]; then
+  DEBOOTSTRAP_DIR=$directory/tools/usr/share/debootstrap tools/usr/sbin/debootstrap --foreign --arch=arm64 \
+    --variant=minbase --include=python3,libgomp1,libstdc++6 bookworm root http://deb.debian.org/debian
+  for package in root/var/cache/apt/archives/*.deb; do dpkg -x "$package" root; done
+fi
+
+# llguidance has no wheel for this processor, so structured output is left out. Later wheels of torch for it need CUDA's
+# libraries; 2.9 does not.
+arguments=(--python-platform aarch64-manylinux_2_28 --python-version 3.11 --only-binary :all:)
+cat > wanted.txt <<'W'
+accelerate
+httptools
+jinja2
+msgspec
+numba
+numpy
+peft
+pillow
+prometheus-client
+psutil
+pydantic
+rich
+starlette
+torch
+transformers
+typer
+uvicorn
+uvloop
+W
+echo "torch==2.9.1" > torch.txt
+"$uv" pip compile --quiet "${arguments[@]}" --constraint "$root/constraints.txt" --override torch.txt wanted.txt --output-file all.txt
+grep -E '^[A-Za-z0-9._-]+==' all.txt | grep -v -i -E '^(nvidia|cuda|triton)' | sed 's/ *;.*//' > chosen.txt
+"$uv" pip install --quiet "${arguments[@]}" --target site --no-deps --requirement chosen.txt
+
+cat > python <<P
+#!/usr/bin/env bash
+export PYTHONPATH=$directory/site:$root NUMBA_CACHE_DIR=$directory/kernels
+exec $directory/tools/usr/bin/qemu-aarch64-static -cpu max -L $directory/root $directory/root/usr/bin/python3.11 "\$@"
+P
+chmod +x python
+echo "run: $directory/python -u scripts/emulate_arm64/checks.py kernels answers"

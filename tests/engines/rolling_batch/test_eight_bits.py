@@ -1,0 +1,31 @@
+"""LMI-Dist's int8 and bitsandbytes8: the rolling batch serves them, since the installed vLLM makes no 8 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from product_helpers import serving
+from tiny_models import byte_tokenizer, llama_of_whole_blocks
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine": "MPI", "rolling_batch": "lmi-dist", "quantize": "bitsandbytes8"},
+        {"engine": "MPI", "rolling_batch": "scheduler", "quantize": "bitsandbytes8"},  # as the warning says
+        {"dtype": "int8"},
+    ],
+    ids=["lmi-dist", "scheduler", "dtype"],
+)
+def test_a_model_answers_in_8_bits(options: dict[str, str], tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    llama_of_whole_blocks().save_pretrained(weights)
+    byte_tokenizer().save_pretrained(weights)
+    with serving(tmp_path, weights, tensor_parallel_degree="1", **options) as server:
+        answer = server.http.post("/invocations", json={"inputs": "a fox", "parameters": {"max_new_tokens": 5}})
+        assert (answer.status_code, bool(answer.json()["generated_text"])) == (200, True), answer.text
+        loaded = server.log_line(r"loaded: .*")[0]
+        assert "quantization=bitsandbytes8" in loaded
