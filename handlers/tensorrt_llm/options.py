@@ -388,6 +388,8 @@ class TensorRtLlmOptions(_ModelOptions):
         if self.max_num_sequences is not None and self.max_batch_size not in (None, self.max_num_sequences):
             keys = ("option.max_num_sequences", "option.max_batch_size")
             yield Conflict(keys, "one of the two, or the same value: both are the batch size of the engine")
+        if self.runs_elsewhere:  # with another package than this process would import
+            return
         if self.runs_on == "pytorch":
             yield from self._conflicts_on_pytorch(given)
         elif self.kv_cache_dtype is not None and self.kv_cache_dtype not in ("auto", "fp8", "int8"):
