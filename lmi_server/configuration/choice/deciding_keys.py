@@ -38,6 +38,8 @@ class DecidingKeys(Options):
     tensor_parallel_degree: Annotated[ParallelDegree, Key(DEGREE)] = 1
     pipeline_parallel_degree: Annotated[PositiveInt, Key("option.pipeline_parallel_degree")] = 1
     max_model_len: Annotated[PositiveInt | None, Key("option.max_model_len")] = None
+    engine_version: Annotated[str | None, Key("option.engine_version")] = None
+    engine_requirements: Annotated[str | None, Key("option.engine_requirements")] = None
     quantize: Annotated[str | None, BeforeValidator(lower), Key("option.quantize")] = None
     dtype: Annotated[str | None, BeforeValidator(lower), Key("option.dtype", also=("option.data_type",))] = None
     use_stable_diffusion: Annotated[bool, Key("option.use_stable_diffusion")] = False
@@ -68,7 +70,12 @@ class DecidingKeys(Options):
 
     @property
     def quantises_to_8_bits(self) -> bool:
-        """Whether weights are quantised to 8 bits while they load, by LMI-Dist's names for it."""
+        """Whether weights are quantised to 8 bits while they load, by LMI-Dist's names for it.
+
+        It is false for a model with an engine of its own: what the server's vLLM lacks says nothing of it.
+        """
+        if self.engine_version is not None or self.engine_requirements is not None:
+            return False
         return self.dtype == "int8" or self.quantize in ("bitsandbytes", "bitsandbytes8")
 
     @property

@@ -26,8 +26,6 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
     "MPI": {MPI_MODE: "true", ENTRY_POINT: "djl_python.huggingface"},
 }
 _ALIAS: Final = "engine alias"  # the layer of what an engine stands for
-# With these the workers have other packages than the server, so that what its vLLM lacks says nothing.
-_OWN_PACKAGES = ("option.engine_version", "option.engine_requirements", "option.pythonExecutable")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -130,7 +128,7 @@ class _Chooser:
             batches_statically=self.keys.batches_statically,
             use_stable_diffusion=self.keys.use_stable_diffusion,
             max_model_len=self.keys.max_model_len,
-            in_8_bits=self.keys.quantises_to_8_bits and all(self.keys.source(key) is None for key in _OWN_PACKAGES),
+            in_8_bits=self.keys.quantises_to_8_bits,
         )
 
     def _by_key(self, spec: HandlerSpec | None, key: str, problem: str | None = None) -> HandlerChoice:
