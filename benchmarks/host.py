@@ -97,8 +97,8 @@ def run_engine(tokenizer: Any, count: int, sampling: str, parts: Parts | None = 
 @contextlib.contextmanager
 def timed_parts(engine: Any, parts: Parts) -> Iterator[None]:
     """Count the time of an engine's parts. The clock itself costs a third of a microsecond a call."""
-    from handlers.rolling_batch.requests import tokens as module
     from handlers.rolling_batch.request import Request
+    from handlers.rolling_batch.requests import tokens as module
 
     owners = [
         (engine._scheduler, "plan", "plan"),

@@ -1,6 +1,6 @@
 """Who may manage models.
 
-Whoever registers a model runs its code. So the management API must answer neither other machines unasked, nor a web
+Registering a model means running its code. So the management API must answer neither other machines unasked, nor a web
 page that the user of this machine happens to have open.
 """
 

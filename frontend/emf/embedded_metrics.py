@@ -85,7 +85,7 @@ class _Snapshot:
         }
 
     def since(self, before: _Snapshot | None) -> dict[str, tuple[float, str]]:
-        """Return value and unit of each metric since `before`; times of which there were none are left out."""
+        """Return value and unit of each metric since `before`, without times that did not occur."""
         counted = {} if before is None else before._counts
         values: dict[str, tuple[float, str]] = {
             name: (count - counted.get(name, 0), "Count") for name, count in self._counts.items()

@@ -73,7 +73,7 @@ def shown_error(error: LmiServerError, scope: Scope) -> LmiServerError:
 def shown_text(message: str, scope: Scope) -> str:
     """Return the message of an error as this client may read it.
 
-    Nobody reads secrets, and on another machine paths keep only their last part.
+    Secrets are masked, and for other machines paths keep only their last part.
     """
     masked = SECRETS.masked(message)
     return without_directories(masked) if "/" in masked and not is_local(scope) else masked

@@ -87,7 +87,7 @@ class ConnectionLimits:
         )
 
     def check_files(self) -> None:
-        """Log when no file is left for another client, of which the event loop says nothing, and when there are some.
+        """Log when no file is left for another client (the event loop does not say it), and when there are some again.
 
         The system then closes new connections at once.
         """

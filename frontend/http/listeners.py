@@ -55,7 +55,7 @@ class Listener:
 
 
 def listen(settings: ServerSettings) -> list[Listener]:
-    """Return the listener for requests and, if it is another one, that for management. Raises ConfigurationError."""
+    """Return the listener for requests and, if it differs, the one for management. Raises ConfigurationError."""
     return [_listener(host, port, tls, settings.unix_socket_mode) for host, port, tls in _addresses(settings)]
 
 
@@ -102,7 +102,7 @@ def _bind(host: str, port: int) -> socket.socket:
 def _bind_unix(path: str, mode: int) -> socket.socket:
     _remove_unused(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o777)  # until its mode is set, nobody may connect
+    before = os.umask(0o777)  # until its mode is set, no client may connect
     try:
         listener.bind(path)
     except BaseException:

@@ -65,7 +65,7 @@ def check_name(parameter: str, name: str) -> None:
     if _NAME.fullmatch(name) is None:
         raise BadParameterError(
             f'Parameter {parameter} is "{excerpt(name)}"; it takes up to 255 letters, digits and _ . : @ + = -, '
-            "of which the first is a letter, a digit or _; no path reaches a name with a slash"
+            "the first is a letter, a digit or _; no path reaches a name with a slash"
         )
 
 

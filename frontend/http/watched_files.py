@@ -18,7 +18,7 @@ class WatchedFiles:
         self._seen = self._state()
 
     async def changed(self) -> None:
-        """Return once a file is another one than at the last call, or has other contents."""
+        """Wait until a watched file was replaced or changed."""
         state = self._seen
         while state == self._seen:
             await asyncio.sleep(_CHECK_S)

@@ -1,6 +1,6 @@
-"""The front end of a cluster: `python -m frontend.ray.ingress`. The actor of an ingress starts it, nobody by hand.
+"""The front end of a cluster: `python -m frontend.ray.ingress`. The actor of an ingress starts it.
 
-It is the front end of `lmi-server serve` with other models behind it: the replicas of which its actor tells it.
+It is the front end of `lmi-server serve` with other models behind it: the replicas named by its actor.
 """
 
 from __future__ import annotations

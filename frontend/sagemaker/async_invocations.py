@@ -135,7 +135,7 @@ class AsyncInvocations:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def give_up(self) -> None:
-        """Log which outputs are not written; nobody waits for them any more."""
+        """Log which outputs are not written; no client waits for them any more."""
         for inference_id in self._tasks.values():
             _log_loss(inference_id, "the server ends before it is written")
 

@@ -1,4 +1,4 @@
-"""Requests that nobody waits for: they are answered at once with a token, under which their answers can be read later.
+"""Requests without a waiting client: they are answered at once with a token, under which their answers are read later.
 
 The headers are DJL Serving's: `x-synchronous: false` starts a job, `x-starting-token` and `x-max-items` read its answer
 in pages, and `x-next-token` of an answer names what follows. DELETE with `x-starting-token` ends a job.
@@ -122,7 +122,7 @@ class AsyncJobs:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     def give_up(self) -> None:
-        """Log which answers are not stored; nobody waits for them any more."""
+        """Log which answers are not stored; no client waits for them any more."""
         for token in self._running if self._store is not None else ():
             logger.error("the answer of job %s is lost: the server ends before it is stored", token)
 
@@ -257,7 +257,7 @@ class AsyncJobs:
                 raise WorkerDiedError("the server ended while the job ran; send the request again")
             return _NOT_YET, _build_response(JobRecord(status=202), [], f"{token}{start or ''}")
         if job is not None and is_last:
-            async with job.saving:  # whoever has seen the end may rely on the store, also if this server dies now
+            async with job.saving:  # a client that has seen the end may rely on the store, also if this server dies now
                 job.was_read = True
         first = record if start == 0 else JobRecord(status=200, headers=_content_type(record))
         return first.reason, _build_response(first, items, None if is_last else f"{token}{end}")

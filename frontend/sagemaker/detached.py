@@ -1,4 +1,4 @@
-"""A request that runs without a client: its answer is kept, and nobody waits for it."""
+"""A request that runs without a client: its answer is kept, and no client waits for it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class DetachedRequest:
         self.cancel = None
 
     def abort(self) -> None:
-        """Do nothing: nobody reads too slowly here."""
+        """Do nothing: no client reads too slowly here."""
 
     def linger(self) -> None:
         """Do nothing: there is no client that could still send."""

@@ -19,7 +19,7 @@ from lmi_server.contract.errors import AuthenticationError, ConfigurationError, 
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.contract.texts.secrets import SECRETS
 
-SERVICE = "sagemaker"  # of which sagemaker-runtime is a part
+SERVICE = "sagemaker"  # sagemaker-runtime is a part of it
 
 _AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256 Credential=([^/,\s]+)/(\d{8})/([^/,\s]+)/([^/,\s]+)/aws4_request, ?"

@@ -109,7 +109,7 @@ class NeuronPipelines:
             with failures_of_step(), torch.inference_mode():
                 images = self._pipeline(**self._arguments(rows, on_step)).images
         except EngineLostError as error:
-            logger.critical("%s; this worker ends, and another one takes over", error)
+            logger.critical("%s; this worker ends, and a new one takes over", error)
             raise SystemExit(1) from error
         for number, row in enumerate(rows):
             first = number * self._per_prompt

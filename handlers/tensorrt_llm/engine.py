@@ -209,6 +209,6 @@ def _end_process(reason: str) -> NoReturn:
 
     The ranks of TensorRT-LLM are children of this process; the supervisor ends them with it.
     """
-    logger.critical("TensorRT-LLM's engine died (%s); this worker ends, and another one takes over", reason)
+    logger.critical("TensorRT-LLM's engine died (%s); this worker ends, and a new one takes over", reason)
     logging.shutdown()
     os._exit(1)

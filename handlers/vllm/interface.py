@@ -1,6 +1,6 @@
 """What the handlers take from vLLM beside the names that they import: methods, their keywords, and attributes.
 
-It is read in vLLM's source, as `engine_fields.py` reads it. So a version that nobody has tested is refused with the
+It is read in vLLM's source, as `engine_fields.py` reads it. So an untested version is refused with the
 names that it lacks, before the engine loads; an AttributeError in the middle of a request would end a worker.
 """
 

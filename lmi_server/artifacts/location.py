@@ -176,7 +176,7 @@ def archive_stem(name: str) -> str | None:
 def refuse_remote_entry_point(entry_point: str) -> None:
     """Raise ValueError if `option.entryPoint` is a URL; its text continues a message after key and value.
 
-    LMI downloads and runs the file at that URL. Whoever controls the URL would control the server, so this server runs
+    LMI downloads and runs the file at that URL. The owner of the URL would control the server, so this server runs
     only code that is part of the model.
     """
     if "://" in entry_point and not entry_point.startswith("file:"):

@@ -164,7 +164,7 @@ def _startup(
 ) -> Startup:
     """Return the models that the command line and the settings ask for.
 
-    LMI's -m takes several models, of which all but the first are arguments here.
+    LMI's -m takes several models; all but the first are arguments here.
     """
     directories = [Path(text) for text in arguments if not is_spec(text)]
     specs = [*models, *filter(is_spec, arguments)]

@@ -14,7 +14,7 @@ from lmi_server.dialects.framing import JSON_LINES, SSE, encode, named_event
 from lmi_server.dialects.optional import ErrorForm, optional_dialects
 from lmi_server.dialects.routes import OPENAI_ROUTES
 
-_RERANK = "v2/rerank"  # vLLM's, whoever has the other paths below /v2
+_RERANK = "v2/rerank"  # vLLM's path, unlike the others below /v2
 
 
 class _Row(NamedTuple):

@@ -1,4 +1,4 @@
-"""What is counted of the requests of one model: plain numbers, of which families are made at each scrape."""
+"""The counts of one model's requests: plain numbers; each scrape makes families of them."""
 
 from __future__ import annotations
 

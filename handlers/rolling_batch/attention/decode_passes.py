@@ -88,7 +88,7 @@ def run_once(run: Run) -> Run:
 
 
 class DecodePasses:
-    """The passes of `step` for up to `rows` rows and `max_len` columns; with pages, `idle_slot` belongs to nobody."""
+    """The passes of `step` for up to `rows` rows and `max_len` columns; with pages, `idle_slot` has no sequence."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class ImageCheck:
     def difference(self, run: Callable[[StepPlan, set[int]], Any], max_len: int) -> float | None:
         """Return how far the logits are off under the rolling batch, as a share of their spread.
 
-        `run` computes steps over slots of `max_len` tokens, the first of which is used. None if the prompt is longer.
+        `run` computes steps over slots of `max_len` tokens; the first is used. None if the prompt is longer.
         """
         prompt = len(self._ids) - _DECODED
         if len(self._ids) > max_len:

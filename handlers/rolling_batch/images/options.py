@@ -24,7 +24,7 @@ class ImageOptions(MediaOptions):
     """Maximum number of images per prompt, as {"image": 4}; 16 if not set."""
     image_cache_gb: PositiveFloat = 1.0
     """GiB of encoded images that are kept, so that an image that comes again is not encoded again. Requests with
-    further images wait while those that run hold more."""
+    further images wait while running ones hold more."""
 
     def image_bytes(self, config: Mapping[str, Any]) -> int | None:
         reads_images = isinstance(config.get("vision_config"), dict)

@@ -174,7 +174,7 @@ def _windows(config: Any) -> set[int]:
     windows = {int(declared)} if declared and (kinds is None or "sliding_attention" in kinds) else set()
     chunk = getattr(text_config, "attention_chunk_size", None)
     windows |= {int(chunk)} if chunk and "chunked_attention" in (kinds or ()) else set()
-    # How many tokens an index chooses, of which there have to be more.
+    # How many tokens an index chooses; there have to be more.
     chosen = (getattr(text_config, name, None) for name in ("index_topk", "keep_window_size"))
     return windows | {int(count) for count in chosen if count}
 

@@ -1,6 +1,6 @@
 """The contents of the pages of the KV cache: plain data, no tensors (PagedAttention, Kwon et al., SOSP 2023).
 
-A page has room for a fixed number of tokens. A sequence has a list of pages, of which only the last one is not full; it
+A page has room for a fixed number of tokens. A sequence has a list of pages; only the last one is not full; it
 keeps the number of its slot as long as it runs. Sequences that begin with the same tokens share the pages full of them,
 which are not written any more. If the common tokens end within a page, the newcomer gets a copy of that page. When a
 sequence leaves, its pages stay with its tokens (cached) until they are needed.
@@ -132,7 +132,7 @@ class PageTable:
         return slot, sequence.tokens
 
     def follow(self, match: Match) -> None:
-        """Do nothing for a sequence that waits for another one: it will find that one's pages."""
+        """Do nothing for a sequence that waits for a running one: it will find the pages of that one."""
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Give a running sequence pages for its first `tokens` tokens; evict cached tokens if necessary."""
@@ -206,4 +206,4 @@ class PageTable:
 
     def _cut(self, sequence: PagedSequence, keep: int) -> None:
         for page in self._owners.cut(sequence, keep):
-            self._copies.pop(page, None)  # nobody reads what would be copied there
+            self._copies.pop(page, None)  # the copy would have no reader

@@ -147,7 +147,7 @@ class SlotContents:
         self.empty[slot] = None
 
     def _hand_over(self, states: StateTable, slot: int) -> None:
-        """Give the snapshots of a slot to another one that begins with the same tokens, as far as it does."""
+        """Give the snapshots of a slot to another slot, as far as it begins with the same tokens."""
         depth, others = self.tree.shared(slot)
         for other in others:
             states.move(slot, other, min(depth, self.held(other)))

@@ -102,7 +102,7 @@ class StateTable:
             self._free.append(self._forget(slot, length))
 
     def move(self, slot: int, other: int, tokens: int) -> None:
-        """Give the snapshots of a slot up to `tokens` to another one, which begins with the same tokens."""
+        """Give the snapshots of a slot up to `tokens` to another slot with the same first tokens."""
         own = self._lengths.get(other, ())
         for length in [length for length in self._lengths.get(slot, ()) if length <= tokens and length not in own]:
             self._keep(other, length, self._forget(slot, length))

@@ -82,7 +82,7 @@ class SpeechRecognition(Task):
             )
 
     def begin(self, samples: Any, parameters: Mapping[str, Any]) -> Transcription:
-        """Return a sound of which nothing is computed yet."""
+        """Return a sound without results yet."""
         asked = {name: value for name, value in parameters.items() if name not in OF_RESULT}
         if self.pipeline.type.startswith("ctc") and not asked.get("chunk_length_s"):
             asked["chunk_length_s"] = _CHUNK_S if len(samples) > _CHUNK_S * self.sampling_rate else 0

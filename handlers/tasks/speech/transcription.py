@@ -34,7 +34,7 @@ class Transcription:
 
 
 class ChunkedTranscription(Transcription):
-    """A sound in chunks, each of which is one step. `forward` and `finish` are arguments of the pipeline's methods."""
+    """A sound in chunks; each is one step. `forward` and `finish` are arguments of the pipeline's methods."""
 
     def __init__(
         self,

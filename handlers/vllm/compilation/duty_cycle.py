@@ -48,7 +48,7 @@ def wait_while_pausing(process: subprocess.Popen[bytes], is_busy: Callable[[], b
     """Wait for a process that leads a process group; stop the group whenever it may not run.
 
     Returns the exit code. Once `ended` is set, the group is killed. No other thread may wait for the process: its
-    number could belong to another one then.
+    number could belong to another process then.
     """
     cycle, runs = DutyCycle(), True
     while process.poll() is None:

@@ -235,6 +235,6 @@ def end_process() -> None:
 
     `sys.exit` would not do: any thread may call this, and vLLM's exit handlers may wait for the engine that died.
     """
-    logger.critical("vLLM's engine died; this worker ends, and another one takes over")
+    logger.critical("vLLM's engine died; this worker ends, and a new one takes over")
     logging.shutdown()
     os._exit(1)

@@ -67,7 +67,7 @@ class EnvironmentMaker:
         with file_errors(self.root):
             identity = "\0".join(_identity(recipe, python))
         place = entry(self.root, FOLDER, identity, "env")
-        held = lease(place.directory, activity)  # before it is looked for, so that nobody removes it meanwhile
+        held = lease(place.directory, activity)  # before it is looked for, so that no other server removes it meanwhile
 
         def make(lock: int) -> _Manifest:
             return self._make(recipe, python, place, lock, activity)

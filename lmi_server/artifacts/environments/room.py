@@ -1,4 +1,4 @@
-"""Which environments are in use, and the removal of those that no model uses.
+"""Which environments are in use, and the removal of unused ones.
 
 A model in use holds a shared lock (flock) of its environment's file `.used`, whose time is that of the last use. The
 kernel frees the lock when the server ends, however it ends. What is removed must be locked by nobody, on this server or
@@ -28,7 +28,7 @@ _LOCK_POLL_S = 0.2
 
 
 class Lease:
-    """Keeps an environment from being removed until it is closed, or nobody has it any more."""
+    """Keeps an environment from being removed until it is closed, or has no holder any more."""
 
     def __init__(self, descriptor: int) -> None:
         self.close = weakref.finalize(self, os.close, descriptor)
@@ -49,7 +49,7 @@ def lease(directory: Path, activity: Activity) -> Lease:
 
 
 def remove_unused(root: Path, allowed: int) -> bool:
-    """Remove the environments below `root` that nobody uses, the least recently used first, down to `allowed` bytes.
+    """Remove the unused environments below `root`, the least recently used first, down to `allowed` bytes.
 
     Also remove what a server that was killed has left half made. Returns whether an environment was removed.
     """
@@ -69,7 +69,7 @@ def remove_unused(root: Path, allowed: int) -> bool:
 
 
 def _unused(root: Path) -> Iterator[tuple[float, int, Path]]:
-    """Yield the time of the last use, the bytes and the directory of each environment that nobody holds."""
+    """Yield the time of the last use, the bytes and the directory of each environment without a holder."""
     for size_file in root.glob(f"*/{SIZE}"):
         directory = size_file.parent
         with contextlib.suppress(OSError, ValueError), _locked(_beside(directory, _USED)) as free:
@@ -93,7 +93,7 @@ def _remove(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file; yield False if another one has it, or it cannot be opened."""
+    """Hold the lock of a file; yield False if it is taken, or it cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError:

@@ -89,7 +89,7 @@ class _Blocks:
             block["input"], self.last_call_is_whole = _input(whole)
         else:
             block[self.kind] = whole
-        if self.kind == "thinking":  # clients send it back with the block; nobody checks it here
+        if self.kind == "thinking":  # clients send it back with the block; it is not checked here
             block["signature"] = self._identity
             self._emit(
                 "content_block_delta",
