@@ -94,8 +94,6 @@ class SlotContents:
 
         The slots in `pinned` keep theirs.
         """
-        if self.resident_tokens <= self.kv_tokens:
-            return
         for slot, needed in enumerate(self.needed):
             if self.resident[slot] > needed:
                 self._trim(slot, needed)

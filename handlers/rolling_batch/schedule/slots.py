@@ -56,6 +56,8 @@ class SlotTable:
         self._tree = self._contents.tree
         self._running = self._contents.running
         self._cached = self._contents.cached
+        self._needed = self._contents.needed
+        self._resident = self._contents.resident
 
     @property
     def cached_tokens(self) -> int:
@@ -146,7 +148,7 @@ class SlotTable:
         self._tree.remove(slot)
         self._tree.insert(slot, adapter, tokens)
         self._running[slot] = held
-        self._contents.needed[slot] = 0
+        self._needed[slot] = 0
         self.reserve(slot, held)
         return slot, held
 
@@ -158,10 +160,11 @@ class SlotTable:
     def reserve(self, slot: int, tokens: int) -> None:
         """Make room for the first `tokens` tokens of a running sequence in its slot; evict cached ones if necessary."""
         contents = self._contents
-        contents.needed[slot] = tokens
-        if tokens > contents.resident[slot]:
+        self._needed[slot] = tokens
+        if tokens > self._resident[slot]:
             contents.set_resident(slot, tokens)
-            contents.give_way({copy.source for copy in self.copies})
+            if contents.resident_tokens > self.kv_tokens:
+                contents.give_way({copy.source for copy in self.copies})
 
     def set_computed(self, slot: int, tokens: int) -> None:
         """Record that the first `tokens` tokens of a running sequence are in its slot."""
@@ -169,7 +172,7 @@ class SlotTable:
 
     def begin_anew(self, slot: int, adapter: Hashable, tokens: list[int]) -> None:
         """Record that nothing of a running sequence is in its slot any more; its tokens are `tokens`."""
-        self._running[slot] = self._contents.needed[slot] = 0
+        self._running[slot] = self._needed[slot] = 0
         self._tree.remove(slot)
         self._tree.insert(slot, adapter, tokens)
 
@@ -179,7 +182,7 @@ class SlotTable:
         if self.states is not None:
             self.states.release(slot, held) if held else self.states.discard(slot)
         self._tree.remove(slot)
-        self._contents.needed[slot] = held
+        self._needed[slot] = held
         if held:
             self._tree.insert(slot, adapter, tokens[:held])
             self._cached[slot] = held
