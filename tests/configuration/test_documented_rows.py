@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ def _without_place(text: str, directory: Path) -> str:
 
 @pytest.mark.parametrize("section", CHOSEN_BY)
 def test_each_row_is_honoured_or_refused_as_the_table_says(section: str, tmp_path: Path) -> None:
+    if section in ("LMI-Dist", "vLLM") and find_spec("vllm") is None:
+        pytest.skip("the source of vLLM says what it has")
     wrong = []
     for key, values in ROWS[section].items():
         for value, expected in values.items():

@@ -854,6 +854,8 @@ def test_arguments_by_the_names_of_vllm_reach_the_engine(write: Write) -> None:
 @pytest.mark.parametrize("rolling_batch", ["lmi-dist", "auto"])
 def test_8_bits_for_lmi_dist_are_those_of_the_rolling_batch(write: Write, line: str, rolling_batch: str) -> None:
     """The installed vLLM quantises no dense layer to 8 bits while it loads a model."""
+    if rolling_batch == "lmi-dist" and find_spec("vllm") is None:
+        pytest.skip("the source of vLLM says what it quantises")
     found = inspect_model(write(f"engine=MPI\noption.rolling_batch={rolling_batch}\n{line}"), {}, machine=NO_GPU)
     options: Any = found.options
     assert (found.spec.title, found.problems, found.unavailable) == ("huggingface", (), ())
