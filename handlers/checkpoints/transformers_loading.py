@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
+from handlers.checkpoints.blocks.packed_layers import keep_packed
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
 from handlers.checkpoints.gguf import (
     gguf_arguments,
@@ -73,6 +74,7 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions, **more:
     model.requires_grad_(False)
     refuse_odd_widths(model)
     save_weights(model, options)
+    keep_packed(model)
     keep_activations(model)
     warn_once_of_casts()
     details = _keep_blocks(model, path, options) or quantization_details(model)

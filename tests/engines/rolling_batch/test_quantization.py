@@ -14,6 +14,7 @@ from tiny_models import byte_tokenizer, llama_of_whole_blocks, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.quantization import Int8Linear, quantization_details, warn_once_of_casts
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface import model as transformers_model
@@ -79,6 +80,54 @@ def test_a_rolling_batch_generates_what_the_quantised_model_does(plain: Path, me
     assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
     assert engine.fused["mlps"] == engine.fused["attentions"] == 0
     assert engine.fused["norms"] == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"num_bits": 4, "strategy": "group", "group_size": 32},
+        {"num_bits": 4, "strategy": "group", "group_size": 64},
+        {"num_bits": 8, "strategy": "channel"},
+    ],
+)
+def test_packed_weights_are_those_of_compressed_tensors(
+    plain: Path, weights: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """In bfloat16 scales are exact in float16, so that blocks take them; those of float32 stay with the library."""
+    model = AutoModelForCausalLM.from_pretrained(plain).to(dtype)
+    model.save_pretrained(tmp_path / "plain")
+    directory = compress(tmp_path / "plain", tmp_path, "pack-quantized", {"type": "int", "symmetric": True, **weights})
+    served = load_model(AutoModelForCausalLM, str(directory), HuggingFaceOptions(dtype="auto"))
+    library = AutoModelForCausalLM.from_pretrained(directory)
+    layer, expected = (model.model.layers[1].mlp.down_proj for model in (served, library))
+    assert isinstance(layer, BlockLinear) == (dtype == torch.bfloat16)
+    rows = torch.eye(layer.in_features, dtype=dtype)
+    with torch.inference_mode():
+        assert torch.equal(layer(rows), expected(rows))
+
+
+def test_packed_weights_give_the_tokens_of_compressed_tensors_in_fp32(plain: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(plain).bfloat16()
+    model.save_pretrained(tmp_path / "plain")
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    directory = compress(tmp_path / "plain", tmp_path, "pack-quantized", weights)
+    engine = Engine(load(directory))
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in PROMPTS]
+    engine.run()
+    assert engine.fused["attentions"] == 2
+    assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
+
+
+def test_8_bits_of_bitsandbytes_are_blocks_in_bfloat16(plain: Path) -> None:
+    options = HuggingFaceOptions(dtype="bf16", quantize="bitsandbytes8")
+    layer = load_model(AutoModelForCausalLM, str(plain), options).model.layers[0].mlp.gate_proj
+    exact = load(plain, quantize="bitsandbytes8").model.layers[0].mlp.gate_proj
+    assert isinstance(layer, BlockLinear)
+    weight = exact.weight.float() * exact.scales.float()[:, None]
+    found = layer(torch.eye(layer.in_features, dtype=torch.bfloat16)).T.float()
+    assert torch.allclose(found, weight, rtol=2**-7, atol=0), "rounded to bfloat16, and its scale to float16"
 
 
 def test_a_compressed_checkpoint_is_served(compressed: Path) -> None:

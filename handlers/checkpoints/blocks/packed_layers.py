@@ -1,0 +1,89 @@
+"""Takes weights that other libraries have packed as blocks of few bits, on the CPU.
+
+These are compressed-tensors' integers of 4 and 8 bits with a scale for each group of inputs or each output, and the
+8 bits of bitsandbytes in a model in bfloat16. Numbers stay as they are. A scale becomes a float16, as blocks have it:
+of compressed-tensors only where that changes nothing; bitsandbytes' own, in float32, is rounded once, and more closely
+than to the model's bfloat16. Layers of any other kind keep the code of their library.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from handlers.checkpoints.blocks.formats import INPUTS, Q4_0, Q8_0, StoredWeight
+from handlers.checkpoints.blocks.layers import BlockLinear
+
+logger = logging.getLogger(__name__)
+
+_ROUNDING = 2.0**-11  # of a float16 that is not subnormal
+
+
+def keep_packed(model: Any) -> int:
+    """Replace such layers of a model on the CPU by BlockLinear; return how many."""
+    if model.dtype not in (torch.bfloat16, torch.float32):
+        return 0
+    kept = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            stored = _stored(child, model.dtype)
+            if stored is not None:
+                bias = None if child.bias is None else child.bias.detach().to(model.dtype)
+                setattr(module, name, BlockLinear.from_stored(stored, bias, model.dtype))
+                kept += 1
+    if kept:
+        logger.info("%d packed layers are computed as blocks of few bits", kept)
+    return kept
+
+
+def _stored(layer: nn.Module, dtype: torch.dtype) -> StoredWeight | None:
+    """Return the weights of a layer as blocks; None if it is of another kind, or its weights would change."""
+    if hasattr(layer, "weight_packed"):
+        return _of_compressed_tensors(layer)
+    if "bitsandbytes" in sys.modules and dtype == torch.bfloat16:
+        return _of_bitsandbytes(layer)
+    return None
+
+
+def _of_compressed_tensors(layer: Any) -> StoredWeight | None:
+    scheme, packed = getattr(layer, "quantization_scheme", None), layer.weight_packed
+    if scheme is None or scheme.weights is None or scheme.input_activations is not None or packed.device.type != "cpu":
+        return None
+    weights, shape, scales = scheme.weights, torch.Size(layer.weight_shape.tolist()), layer.weight_scale.detach()
+    is_plain = weights.type == "int" and weights.symmetric and weights.num_bits in (4, 8)
+    in_order = getattr(layer, "weight_g_idx", None) is None
+    blocks = shape[1] // INPUTS
+    if not (is_plain and in_order and scales.ndim == 2 and shape[1] % INPUTS == 0 and blocks % scales.shape[1] == 0):
+        return None
+    if not torch.equal(scales.half().float(), scales.float()):
+        return None
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    numbers = unpack_from_int32(packed, weights.num_bits, shape)
+    return _blocks(numbers, scales.half().repeat_interleave(blocks // scales.shape[1], 1), weights.num_bits)
+
+
+def _of_bitsandbytes(layer: Any) -> StoredWeight | None:
+    from bitsandbytes.nn.modules import Linear8bitLt
+
+    if not isinstance(layer, Linear8bitLt) or layer.weight.device.type != "cpu" or layer.in_features % INPUTS:
+        return None
+    scales = (layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB).float() / 127
+    if not bool(((scales.half().float() - scales).abs() <= scales * _ROUNDING).all()):
+        return None
+    blocks = layer.in_features // INPUTS
+    return _blocks(layer.weight.data.view(torch.int8), scales.half()[:, None].repeat(1, blocks), 8)
+
+
+def _blocks(numbers: torch.Tensor, scales: torch.Tensor, bits: int) -> StoredWeight:
+    """Return numbers (out, in) int8 and scales (out, blocks) float16 as blocks."""
+    of_blocks = numbers.unflatten(1, (-1, INPUTS))
+    if bits == 4:
+        low, high = (of_blocks + 8).view(torch.uint8).split(INPUTS // 2, dim=2)
+        of_blocks = low | high << 4
+    raw = torch.cat((scales.contiguous()[:, :, None].view(torch.uint8), of_blocks.view(torch.uint8)), dim=2)
+    return StoredWeight(Q4_0 if bits == 4 else Q8_0, raw.flatten(1))
