@@ -61,7 +61,7 @@ def _of_compressed_tensors(layer: Any) -> StoredWeight | None:
         return None
     if not torch.equal(scales.half().float(), scales.float()):
         return None
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32  # type: ignore[import-untyped]
 
     numbers = unpack_from_int32(packed, weights.num_bits, shape)
     return _blocks(numbers, scales.half().repeat_interleave(blocks // scales.shape[1], 1), weights.num_bits)
@@ -72,7 +72,8 @@ def _of_bitsandbytes(layer: Any) -> StoredWeight | None:
 
     if not isinstance(layer, Linear8bitLt) or layer.weight.device.type != "cpu" or layer.in_features % INPUTS:
         return None
-    scales = (layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB).float() / 127
+    found: Any = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
+    scales = found.float() / 127
     if not bool(((scales.half().float() - scales).abs() <= scales * _ROUNDING).all()):
         return None
     blocks = layer.in_features // INPUTS
