@@ -28,7 +28,7 @@ def deep(levels: int) -> Any:
     [
         (b'{"inputs": "\xff"}', {}, "cannot be read"),
         (b'{"inputs": [], "a": ' + b"[" * 5000, {}, "cannot be read|nested too deeply"),
-        (b'{"inputs": [], "parameters": ' + b'{"a":' * 5000, {}, "nested too deeply"),
+        (b'{"inputs": [], "parameters": ' + b'{"a":' * 100_000, {}, "nested too deeply"),
         (body([1], deep(900)), {}, "nested more deeply than its shape"),
         (body([1] * 5000, [1]), {}, "more than 64 dimensions"),
         (b"{}", {"inference-header-content-length": "9" * 5000}, "is not the length"),
