@@ -50,6 +50,7 @@ _GIB = 2**30
 _ADAPTER = "adapter"
 _ALTERNATIVES, _TOP_K = 20, 10  # a token that rounding moves out of the likeliest ones is still told with them
 _TIE = 2.0  # ulps: one for each of the two logits
+_NOT_OF_TEXT = ("model.vision", "model.audio")  # no adapter of the rolling batch changes these
 # Linear layers that adapters change, as the families call them; the first names that a model has are taken.
 _TARGETS = (
     ("q_proj", "v_proj"), ("query", "value"), ("query_key_value",), ("qkv_proj",), ("Wqkv",), ("c_attn",),
@@ -119,9 +120,12 @@ def mixed(directory: Path, model: Any, generated: Callable[[Any, str], Answer]) 
 
 def _saved_adapter(model: Any, directory: Path) -> Path | None:
     """Save an adapter for the first known layers of the model; None if it has none of them."""
-    found = {name.rpartition(".")[2] for name in lora_targets(model)}
+    layers = [name for name in lora_targets(model) if not name.startswith(_NOT_OF_TEXT)]
+    found = {name.rpartition(".")[2] for name in layers}
     targets = next((names for names in _TARGETS if found.issuperset(names)), None)
-    return None if targets is None else save_adapter(model, directory, target_modules=list(targets))
+    if targets is None:
+        return None
+    return save_adapter(model, directory, target_modules=[name for name in layers if name.endswith(targets)])
 
 
 async def _mixed(directory: Path, model: Any, adapter: Path | None, right: list[Answer]) -> Outcome:
