@@ -25,8 +25,8 @@ What the scheduler serves is served twice more. `busy`: eight requests at a time
 KV cache too small for all of them, so that some are retracted, from prefixes of each other, and every third one with a
 LoRA adapter if the model has linear layers that the benchmark knows. `bf16`: in bfloat16 each text alone and all in one
 batch, greedy and with a seed. `same` means that no token differs, `ties` that answers part only where the logits of two
-tokens lie within their rounding: between both runs their distance changes by at most one unit in the last place of each.
-An empty cell was not run.
+tokens lie within their rounding: between both runs their distance changes by at most one unit in the last place of
+each. An empty cell was not run.
 A model of images or audio is asked with text alone; [requests.md](requests.md#images-in-prompts) says which models read
 images. Pipelines of diffusers, which make images, are on a [page of their own](images.md).
 
