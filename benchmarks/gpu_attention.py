@@ -1,7 +1,7 @@
 """Attention over a KV cache in pages on a GPU: the bandwidth of decoding, and the rate of prompts.
 
     python -m benchmarks.gpu_attention           # the shape of Llama 3 8B, in bfloat16, under 30 s
-    python -m benchmarks.gpu_attention --sweep   # decoding with other tiles, warps and stages
+    python -m benchmarks.gpu_attention --sweep prompts   # or decode: with other tiles, warps and stages
 
 Launches are recorded in a CUDA graph and replayed, so that the time of Python between launches is not measured. Each
 is of a layer of its own, as in a model, so that the one before leaves no keys or values in the cache of the GPU.
@@ -21,13 +21,14 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from handlers.rolling_batch.pages import launch
+from handlers.rolling_batch.attention.terms import AttentionTerms
+from handlers.rolling_batch.pages import cudnn, launch
 from handlers.rolling_batch.pages.launch import PageLayer, Tuning
 
 LAYER = PageLayer(heads=32, kv_heads=8, dim=128, value_dim=128, page=32)
 DTYPE = torch.bfloat16
 BATCHES, CONTEXTS = (1, 8, 64), (512, 8192)
-PROMPTS = ((2048, 0), (2048, 8192), (128, 2048))  # rows of a chunk, tokens before it
+PROMPTS = ((2048, 0), (8192, 0), (2048, 8192), (128, 2048))  # rows of a chunk, tokens before it
 _LAYERS_BYTES = 2**28  # of keys and values of one measurement at least, several times the cache of a GPU
 _REPEATS = 7
 
@@ -109,7 +110,10 @@ def torch_decode_seconds(batch: int, context: int) -> float:
 
 
 def prompt_seconds(rows: int, before: int, tuning: Tuning) -> tuple[float, float]:
-    """Return the times of a chunk by the kernel and by torch's attention, which sees the same columns."""
+    """Return the times of a chunk by the kernel and by torch's attention, which sees the same columns.
+
+    Without tokens before the chunk, torch's is cuDNN's as the rolling batch calls it.
+    """
     pages = Pages(1, before + rows, 2)
     query = torch.randn(rows, LAYER.heads, LAYER.dim, dtype=DTYPE, device="cuda")
     out = torch.empty_like(query)
@@ -119,14 +123,16 @@ def prompt_seconds(rows: int, before: int, tuning: Tuning) -> tuple[float, float
         kept = (pages.keys[0], pages.values[0], pages.tables)
         launch.chunks(query, *kept, described, rows, out, 0.1, LAYER, tuning)
 
+    if not before:
+        new = torch.randn(2, rows, LAYER.kv_heads, LAYER.dim, dtype=DTYPE, device="cuda")
+        terms = AttentionTerms(0.1)
+        return seconds([ours] * 4), seconds([lambda: cudnn.attend(query, *new, [(0, rows)], terms, out)] * 4)
     queries = query.transpose(0, 1)[None].contiguous()
     shape = (1, LAYER.heads, before + rows, LAYER.dim)  # torch's fastest kernel takes as many heads of keys
     keys, values = (torch.randn(shape, dtype=DTYPE, device="cuda") for _ in range(2))
-    # Without a prefix it is causal; with one torch's fast kernel has no such mask, and computes all columns.
-    causal = before == 0
 
-    def theirs() -> object:
-        return functional.scaled_dot_product_attention(queries, keys, values, is_causal=causal)
+    def theirs() -> object:  # which has no mask for a chunk behind others, and computes all columns
+        return functional.scaled_dot_product_attention(queries, keys, values)
 
     return seconds([ours] * 4), seconds([theirs] * 4)
 
@@ -135,6 +141,8 @@ def peak() -> float:
     """Return bytes per second read and written by a copy of 1 GiB."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
+    for _ in range(50):  # the clocks of an idle GPU rise
+        target.copy_(source)
     return 2 * 2**30 / seconds([lambda: target.copy_(source)])
 
 
@@ -146,10 +154,18 @@ def sweep(tuning: Tuning) -> Iterator[Tuning]:
         yield replace(tuning, programs=programs)
 
 
+def prompt_sweep(tuning: Tuning) -> Iterator[Tuning]:
+    """Yield other choices of rows, tiles, warps and stages for prompts."""
+    for rows, tile, stages, warps in (
+        (128, 64, 3, 8), (128, 64, 4, 8), (128, 128, 2, 8), (128, 128, 3, 8), (128, 64, 3, 4), (64, 64, 3, 4)
+    ):  # fmt: skip
+        yield replace(tuning, chunk_rows=rows, chunk_tile=tile, chunk_stages=stages, chunk_warps=warps)
+
+
 def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="try other tiles, warps and stages for decoding")
+    parser.add_argument("--sweep", choices=("decode", "prompts"), help="try other tiles, warps and stages")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_attention needs a GPU by NVIDIA", file=sys.stderr)
@@ -164,7 +180,7 @@ def main() -> int:
         rate = seen_bytes(batch, context) / took
         other = torch_decode_seconds(batch, context) * 1e6
         print(f"{batch:>14} {context:>8} {took * 1e6:>8.1f} {rate / 1e9:>7.0f} {rate / most:>8.0%} {other:>9.1f}")
-        if arguments.sweep:
+        if arguments.sweep == "decode":
             for choice in sweep(tuning):
                 took = decode_seconds(pages, choice) * 1e6
                 print(f"{took:>32.1f} us with {choice}")
@@ -173,6 +189,9 @@ def main() -> int:
         took, other = prompt_seconds(rows, before, tuning)
         products = 4 * LAYER.heads * LAYER.dim * rows * (before + (rows + 1) / 2)
         print(f"{rows:>14} {before:>8} {took * 1e6:>8.1f} {products / took / 1e12:>7.0f} {other * 1e6:>18.1f}")
+        for choice in prompt_sweep(tuning) if arguments.sweep == "prompts" and rows > 1024 else ():
+            took = prompt_seconds(rows, before, choice)[0] * 1e6
+            print(f"{took:>32.1f} us with {choice}")
     return 0
 
 

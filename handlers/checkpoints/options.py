@@ -42,6 +42,9 @@ QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
 BLOCK_FORMATS = ("q8_0", "q4_0", "q4_k", "int8")
 """Values of option.quantize that hold weights in blocks of few bits, as GGUF does."""
 
+FP8 = "fp8"
+"""The value of option.quantize that holds weights in 8-bit floats."""
+
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 """Values of option.device_map with which accelerate chooses the devices of the layers."""
 
@@ -98,12 +101,14 @@ class TransformersOptions(ModelOptions):
     low_cpu_mem_usage: Annotated[bool, NoEffect("transformers always loads this way")] = False
     """Load weights one by one instead of twice the model's memory."""
     quantize: Annotated[
-        Literal["bitsandbytes", "bitsandbytes4", "bitsandbytes8", "gptq", "awq", "q8_0", "q4_0", "q4_k", "int8"] | None,
+        Literal["bitsandbytes", "bitsandbytes4", "bitsandbytes8", "gptq", "awq", "q8_0", "q4_0", "q4_k", "int8", "fp8"]
+        | None,
         DeprecatedValue("bitsandbytes", "use bitsandbytes8"),
     ] = None
-    """Quantisation of the weights: by bitsandbytes while they load; gptq and awq by the checkpoint. The
-    others are for the CPU: kernels compute with the weights as they are stored, which are quantised while they load,
-    by q8_0, q4_0 and q4_k in blocks as GGUF has them, by int8 with a scale for each output."""
+    """Quantisation of the weights: by bitsandbytes while they load; gptq and awq by the checkpoint. fp8 is for GPUs by
+    NVIDIA of compute capability 8.9 or later: 8-bit floats with a scale for each output. The others are for the CPU:
+    kernels compute with the weights as they are stored, which are quantised while they load, by q8_0, q4_0 and q4_k in
+    blocks as GGUF has them, by int8 with a scale for each output."""
     load_in_4bit: Annotated[
         bool, Deprecated("use option.quantize=bitsandbytes4", becomes=("option.quantize", "bitsandbytes4"))
     ] = False
@@ -149,7 +154,7 @@ class TransformersOptions(ModelOptions):
                 ("option.device_map",), f"GPUs 0 to {gpus - 1}, because option.tensor_parallel_degree gives {gpus}"
             )
 
-        if self.quantize in BLOCK_FORMATS and self.save_mp_checkpoint_path is not None:
+        if self.quantize in (*BLOCK_FORMATS, FP8) and self.save_mp_checkpoint_path is not None:
             reason = f"no path with {self.quantize}, which quantises whenever the model loads"
             yield Conflict(("option.save_mp_checkpoint_path", "option.quantize"), reason)
 

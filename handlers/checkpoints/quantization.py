@@ -17,6 +17,7 @@ from lmi_server.contract.errors import ModelLoadError
 _MIB = 2**20
 # Up to so many rows torch's kernel for int8 weights is faster than widening them, in bfloat16; in float32 it never is.
 _INT8_KERNEL_ROWS = 16
+_ROUNDING = ("Linear8bitLt", "Fp8Linear")  # of bitsandbytes, on the CPU none are left; and of this project
 
 
 def quantization_arguments(options: TransformersOptions, config: Any, dtype: torch.dtype | str) -> dict[str, Any]:
@@ -96,8 +97,8 @@ def quantization_details(model: Any) -> dict[str, Any]:
 
 
 def rounds_activations(model: Any) -> bool:
-    """Return whether layers round their inputs, as compressed-tensors' W8A8 does, and bitsandbytes' 8 bits on GPUs."""
-    if any(type(module).__name__ == "Linear8bitLt" for module in model.modules()):  # on the CPU none are left
+    """Return whether layers round their inputs: 8 bits on GPUs, and compressed-tensors' W8A8."""
+    if any(type(module).__name__ in _ROUNDING for module in model.modules()):
         return True
     declared = getattr(model.config, "quantization_config", None)
     values = declared if isinstance(declared, dict) else declared.to_dict() if declared is not None else {}

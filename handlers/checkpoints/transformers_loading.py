@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
 from handlers.checkpoints.blocks.packed_layers import keep_packed
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
+from handlers.checkpoints.fp8.layers import quantize_to_fp8
 from handlers.checkpoints.gguf import (
     gguf_arguments,
     gguf_weights,
@@ -25,7 +26,7 @@ from handlers.checkpoints.gguf import (
     refuse_sizes,
 )
 from handlers.checkpoints.gpus import NO_GPUS, TorchGpus, free_memory, lack_bf16, usable_gpus
-from handlers.checkpoints.options import BLOCK_FORMATS, STRATEGIES, TransformersOptions
+from handlers.checkpoints.options import BLOCK_FORMATS, FP8, STRATEGIES, TransformersOptions
 from handlers.checkpoints.placement import main_device, memory_limits, refuse_divided_layers
 from handlers.checkpoints.quantization import (
     keep_activations,
@@ -87,7 +88,7 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions, **more:
 
 
 def _keep_blocks(model: Any, path: str, options: TransformersOptions) -> dict[str, Any]:
-    """Hold weights in blocks of few bits, if options or file say so; return details, none if it has no such weights."""
+    """Hold weights in few bits, if options or file say so; return details, none if it has no such weights."""
     if options.quantize in BLOCK_FORMATS:
         if main_device(model).type != "cpu":
             raise ModelLoadError(
@@ -99,6 +100,8 @@ def _keep_blocks(model: Any, path: str, options: TransformersOptions) -> dict[st
                 f"option.quantize={options.quantize}: set option.dtype=bf16 or fp32, not {options.dtype}"
             )
         return quantize_to_blocks(model, options.quantize)
+    if options.quantize == FP8:
+        return quantize_to_fp8(model)
     is_whole = main_device(model).type == "cpu" and own_rank().size == 1
     return keep_stored(model, path) if is_whole and options.keeps_blocks(path) else {}
 

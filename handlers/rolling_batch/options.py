@@ -21,8 +21,8 @@ ChunkSize = Annotated[
 ]
 
 RECORDING = (
-    "Record decoding as CUDA graphs when the model loads: on one GPU, for requests without adapters. Everything else,"
-    " and a model that cannot be recorded, runs eagerly, and the log says why."
+    "Record decoding as CUDA graphs when the model loads, and with adapters when they are first in use: on one GPU."
+    " Everything else, and a model that cannot be recorded, runs eagerly, and the log says why."
 )
 """What option.enable_cuda_graph does; its default differs between handlers."""
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from scripts.gpu_check.report import tables
 
+TOKENS_OF_OTHERS = "16"
 NO_TESTS = 5  # pytest's exit code where all files are skipped
 
 
@@ -43,7 +44,7 @@ def sections(dry_run: bool) -> Iterator[Section]:
     counts = ["1", "2"] if dry_run else ["1", "8", "32", "64", "128", "256"]
     python = [sys.executable, "-m"]
 
-    def contender(name: str, shape: str, limit_s: int, counts: list[str] = counts) -> Section:
+    def contender(name: str, shape: str, limit_s: int, counts: list[str] = counts, tokens: str = tokens) -> Section:
         label = "8b" if shape == large and not dry_run else "demo"
         return Section(f"{label}-{name}", limit_s, [
             *python, "scripts.gpu_check.contenders", name, shape, device, tokens, *counts
@@ -57,20 +58,27 @@ def sections(dry_run: bool) -> Iterator[Section]:
     yield contender("ours", demo, 90)
     yield profiled("demo", demo)
     yield contender("http", demo, 120)
+    few = counts[:2] if dry_run else ["1", "8", "64"]
     if not dry_run:
         yield contender("ours", large, 120)
+        yield Section("8b-one-step", 60, [*python, "scripts.gpu_check.step_profile", large, device, "1"])
         yield profiled("8b", large)
+    yield contender("adapters", large, 60, few)
+    yield contender("prompts", large, 60, few[:2])
+    if not dry_run:  # on the CPU weights in 8-bit floats are refused
+        yield contender("fp8", large, 60, few)
     yield Section(
         "tests",
         200,
-        [*python, "pytest", "-q", "-p", "no:benchmark", "-n", "3", "--dist", "loadfile", "tests/gpu"],
+        [*python, "pytest", "-q", "-p", "no:benchmark", "-n", "8", "--dist", "loadfile", "tests/gpu"],
         is_test=True,
     )
-    yield contender("generate", demo, 60)
-    yield contender("continuous", demo, 60)
+    # transformers takes up to a hundred times as long for a token: a few of them show it.
+    yield contender("generate", demo, 60, few, TOKENS_OF_OTHERS)
+    yield contender("continuous", demo, 60, few[-1:], TOKENS_OF_OTHERS)
     if not dry_run:
-        yield contender("generate", large, 60, ["1", "64"])
-        yield contender("continuous", large, 60, ["64"])
+        yield contender("generate", large, 60, ["1", "64"], TOKENS_OF_OTHERS)
+        yield contender("continuous", large, 60, ["64"], TOKENS_OF_OTHERS)
 
 
 def run(section: Section) -> dict[str, Any]:

@@ -13,22 +13,27 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.generation import serving
 from benchmarks.load import LMI, run_load
+from handlers.checkpoints.fp8.layers import replace_linears
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel, load_engine
+from handlers.rolling_batch.lora.layers import LoraPair, LoraWeights
+from handlers.rolling_batch.runner.load_check import LoadCheck
 from lmi_server.contract.generation import SamplingParameters
 from scripts.gpu_check.shapes import CONTEXT, bytes_per_step, random_model, tokenizer, write_checkpoint
 
 RUNS = 3
 PROMPT = 20  # tokens
+_RANK = 16  # of adapters
 _GIB = 2**30
 
 Run = Callable[[int], None]
@@ -55,37 +60,98 @@ def measure(run: Run, counts: list[int], tokens: int) -> dict[int, float]:
     return rates
 
 
-def load(shape: str, device: str, slots: int) -> LoadedEngine:
+def load(shape: str, device: str, slots: int, fp8: bool = False) -> LoadedEngine:
     """Return this project's engine over a random model, as the handler makes it of a checkpoint."""
     options = HuggingFaceOptions(dtype="bf16", max_rolling_batch_size=slots)
-    model = random_model(shape, device)
+    model = random_model(shape, device).requires_grad_(False)
+    if fp8:
+        replace_linears(model)
     weights = {torch.device(device, 0) if device == "cuda" else torch.device(device): _size(model)}
-    return load_engine(lambda: LoadedModel(model, tokenizer(), CONTEXT, weights), options)
+    check = LoadCheck(model, CONTEXT, rounds_activations=fp8)
+    return load_engine(lambda: LoadedModel(model, tokenizer(), CONTEXT, weights, check=check), options)
 
 
-def add(loaded: LoadedEngine, count: int, tokens: int, sampled: bool = False) -> list[Any]:
-    """Add requests; return the list that gets their deltas."""
+def add(
+    loaded: LoadedEngine,
+    count: int,
+    tokens: int,
+    sampled: bool = False,
+    adapters: Sequence[LoraWeights | None] = (None,),
+) -> list[Any]:
+    """Add requests, which take turns with the adapters; return the list that gets their deltas."""
     deltas: list[Any] = []
     for number, prompt in enumerate(prompts(count)):
         drawn = {"do_sample": True, "top_p": 0.9, "seed": number} if sampled else {}
         parameters = SamplingParameters(max_new_tokens=tokens, ignore_eos=True, **drawn)
-        loaded.engine.add("check", prompt, parameters, "", 3, deltas.append)
+        adapter = adapters[number % len(adapters)]
+        loaded.engine.add("check", prompt, parameters, "", 3, deltas.append, adapter)
     return deltas
+
+
+def decode(loaded: LoadedEngine, count: int, tokens: int, **more: Any) -> None:
+    """Generate for so many requests at once."""
+    deltas = add(loaded, count, tokens, **more)
+    while loaded.engine.has_work:
+        loaded.engine.step()
+    found = sum(len(delta.tokens) for delta in deltas)
+    assert found == count * tokens, f"{found} tokens of {count * tokens} came"
+
+
+def ours_in_fp8(shape: str, device: str, tokens: int, counts: list[int]) -> Result:
+    """The engine in process, with weights in 8-bit floats."""
+    loaded = load(shape, device, max(counts), fp8=True)
+    return {"rates": measure(lambda count: decode(loaded, count, tokens), counts, tokens)} | _memory(device)
+
+
+def ours_with_adapters(shape: str, device: str, tokens: int, counts: list[int]) -> Result:
+    """The engine in process; the requests take turns with four LoRA adapters of rank 16 on all layers."""
+    loaded = load(shape, device, max(counts))
+    adapters = [loaded.engine.load_adapter(_random_adapter(shape)) for _ in range(4)]
+    run = {"rates": measure(lambda count: decode(loaded, count, tokens, adapters=adapters), counts, tokens)}
+    return run | _memory(device)
+
+
+def _random_adapter(shape: str) -> dict[str, LoraPair]:
+    linears = {
+        name: module for name, module in random_model(shape, "meta").named_modules() if type(module) is nn.Linear
+    }
+    return {
+        name: LoraPair(torch.randn(_RANK, linear.in_features) / 100, torch.randn(linear.out_features, _RANK) / 100, 1.0)
+        for name, linear in linears.items()
+        if name != "lm_head"
+    }
+
+
+def ours_with_prompts(shape: str, device: str, tokens: int, counts: list[int]) -> Result:
+    """Prompt tokens per second of the engine in process, for so many prompts of 2,048 tokens, and one of 8,000."""
+    loaded = load(shape, device, max(counts))
+    long, short = (CONTEXT - 100, 2048) if device == "cuda" else (200, 50)
+    seed = iter(range(10, 10**6))
+
+    def run(count: int, length: int) -> float:
+        parameters = SamplingParameters(max_new_tokens=1, ignore_eos=True)
+        for _ in range(count):
+            prompt = [next(seed) % 40_000, *range(100, 99 + length)]
+            loaded.engine.add("check", prompt, parameters, "", 3, lambda delta: None)
+        began = time.perf_counter()
+        while loaded.engine.has_work:
+            loaded.engine.step()
+        return count * length / (time.perf_counter() - began)
+
+    run(max(counts), short)
+    rates = {count: statistics.median(run(count, short) for _ in range(RUNS)) for count in counts}
+    return {"rates": rates, "long": statistics.median(run(1, long) for _ in range(RUNS))} | _memory(device)
 
 
 def ours(shape: str, device: str, tokens: int, counts: list[int]) -> Result:
     """The engine in process: no HTTP, one thread."""
     loaded = load(shape, device, max(counts))
 
-    def run(count: int, sampled: bool = False) -> None:
-        deltas = add(loaded, count, tokens, sampled)
-        while loaded.engine.has_work:
-            loaded.engine.step()
-        found = sum(len(delta.tokens) for delta in deltas)
-        assert found == count * tokens, f"{found} tokens of {count * tokens} came"
+    def run(count: int) -> None:
+        decode(loaded, count, tokens)
 
     result: Result = {"rates": measure(run, counts, tokens), "details": loaded.details}
-    result["sampled"] = measure(lambda count: run(count, sampled=True), counts[-1:], tokens)
+    result["sampled"] = measure(lambda count: decode(loaded, count, tokens, sampled=True), counts[-1:], tokens)
     return result | _memory(device)
 
 
@@ -160,7 +226,7 @@ def bandwidth(shape: str, device: str, tokens: int, counts: list[int]) -> Result
 
 
 def _size(model: Any) -> int:
-    return sum(weight.nbytes for weight in model.parameters())
+    return sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
 
 
 def _memory(device: str) -> Result:
@@ -168,7 +234,16 @@ def _memory(device: str) -> Result:
 
 
 CONTENDERS: Mapping[str, Callable[[str, str, int, list[int]], Result]] = MappingProxyType(
-    {"ours": ours, "http": ours_over_http, "generate": generate, "continuous": continuous, "bandwidth": bandwidth}
+    {
+        "ours": ours,
+        "fp8": ours_in_fp8,
+        "adapters": ours_with_adapters,
+        "prompts": ours_with_prompts,
+        "http": ours_over_http,
+        "generate": generate,
+        "continuous": continuous,
+        "bandwidth": bandwidth,
+    }
 )
 
 

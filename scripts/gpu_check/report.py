@@ -41,6 +41,8 @@ def _rates(results: Results) -> str:
         lines.append(f"| {name} | " + " | ".join([*cells, peak]) + " |")
         for count, rate in result.get("sampled", {}).items():
             lines.append(f"| {name}, sampled, {count} at once: {rate:,.0f} |")
+        if "long" in result:
+            lines.append(f"| {name}, one long prompt: {result['long']:,.0f} |")
     return "\n".join(lines)
 
 

@@ -6,10 +6,13 @@ tests/engines/rolling_batch/test_interpreted_kernels.py does the latter.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 INTERPRETED = False
 if not torch.cuda.is_available():
@@ -18,7 +21,8 @@ if not torch.cuda.is_available():
     if not INTERPRETED:
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from handlers.rolling_batch.pages import launch  # noqa: E402
+from handlers.rolling_batch.attention.terms import AttentionTerms  # noqa: E402
+from handlers.rolling_batch.pages import cudnn, launch  # noqa: E402
 from handlers.rolling_batch.pages.launch import PageLayer, Tuning  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -206,3 +210,22 @@ def test_a_graph_reads_tables_and_lengths_anew() -> None:
     for slot, length in enumerate(LENGTHS):
         row = slice(slot, slot + 1)
         filled.check(out[row], filled.expected(query[row], slot, torch.tensor([length - 1])))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+@pytest.mark.parametrize("lengths", [[1024], [1500, 2048]])
+def test_cudnn_attends_for_prompts_from_their_first_tokens(lengths: list[int]) -> None:
+    layer, dtype = LAYERS["llama_8b"], torch.bfloat16
+    terms, total = AttentionTerms(SCALING), sum(lengths) + 3
+    projected = torch.randn(total, layer.heads + 2 * layer.kv_heads, layer.dim, device=DEVICE).to(dtype)
+    query, key, value = projected.split((layer.heads, layer.kv_heads, layer.kv_heads), 1)
+    ends = np.cumsum([3, *lengths]).tolist()
+    spans = list(itertools.pairwise(ends))
+    assert cudnn.takes(layer, terms, dtype, min(lengths), max(lengths))
+    out = torch.full_like(query, torch.nan)
+    cudnn.attend(query, key, value, spans, terms, out)
+    assert out[:3].isnan().all()
+    for begin, end in spans:
+        states = (part[begin:end].double().transpose(0, 1)[None] for part in (query, key, value))
+        exact = functional.scaled_dot_product_attention(*states, is_causal=True, scale=SCALING, enable_gqa=True)
+        torch.testing.assert_close(out[begin:end].double(), exact[0].transpose(0, 1), rtol=3e-2, atol=3e-2)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +57,14 @@ class DecodeStep:
         self._attention.begin_decoding(SingleRows(slots, places, columns, remembers=False))
         logits: torch.Tensor = self._model(**self._inputs(ids[None], places[None])).logits
         return logits[0]
+
+
+class Additions(Protocol):
+    """What is added to the outputs of modules in recorded passes; `version` tells when to record anew."""
+
+    version: int
+
+    def hooks(self) -> AbstractContextManager[None]: ...
 
 
 class CudaCapture:
@@ -112,6 +121,9 @@ class DecodePasses:
         # The largest first, so that the smaller ones find their memory in the pool.
         shapes = sorted(itertools.product(self._rows, self._columns), reverse=True)
         self._passes = {shape: capture(self._pass(*shape)) for shape in shapes}
+        self._capture = capture
+        self._added: dict[tuple[int, int], Run] = {}  # passes with additions, recorded as they are needed
+        self._version = 0  # of these
 
     @property
     def max_rows(self) -> int:
@@ -123,10 +135,17 @@ class DecodePasses:
         """Return the number of shapes."""
         return len(self._passes)
 
-    def logits(self, token_ids: torch.Tensor, positions: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: Sequence[int],
+        slots: Sequence[int],
+        additions: Additions | None = None,
+    ) -> torch.Tensor:
         """Return the logits of rows that decode, (rows, vocabulary). They are overwritten by the next pass.
 
-        `token_ids` (rows,) may be on the device: nothing here waits for it.
+        `token_ids` (rows,) may be on the device: nothing here waits for it. Raises RuntimeError if a pass with
+        `additions` cannot be recorded.
         """
         count = len(slots)
         rows = next(number for number in self._rows if number >= count)
@@ -138,7 +157,23 @@ class DecodePasses:
             for buffer, numbers, fill in zip(others, (positions, slots), idle, strict=True):
                 padded = upload([*numbers, *[fill] * (rows - count)], buffer.device)
                 buffer[:rows].copy_(padded, non_blocking=True)
-        return self._passes[rows, columns]()[:count]
+        run = self._passes[rows, columns] if additions is None else self._pass_with(additions, rows, columns)
+        return run()[:count]
+
+    def _pass_with(self, additions: Additions, rows: int, columns: int) -> Run:
+        """Return a pass with additions; record it if it has not been needed before."""
+        if additions.version != self._version:
+            self._added.clear()
+            self._version = additions.version
+        if (rows, columns) not in self._added:
+            plain = self._pass(rows, columns)
+
+            def run() -> torch.Tensor:
+                with additions.hooks():
+                    return plain()
+
+            self._added[rows, columns] = self._capture(run)
+        return self._added[rows, columns]
 
     def _pass(self, rows: int, columns: int) -> Run:
         with torch.inference_mode():

@@ -32,6 +32,8 @@ class SlotAttention:
     queries, if it is not that of the cache.
     """
 
+    rotates = False
+
     def __init__(
         self,
         cache: KVCache,
@@ -65,6 +67,12 @@ class SlotAttention:
     def begin_decoding(self, rows: SingleRows) -> None:
         """Set the rows of the next forward passes, which decode; only without kernels."""
         self._decoding = rows
+
+    def attend_projected(
+        self, layer: int, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int, chained: bool
+    ) -> torch.Tensor:
+        """Raise NotImplementedError: see `rotates`."""
+        raise NotImplementedError
 
     @property
     def has_kernels(self) -> bool:

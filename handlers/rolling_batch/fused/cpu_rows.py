@@ -16,6 +16,12 @@ class CpuRowKernels:
         kernels.rms_norm(as_numpy(rows), as_numpy(weight.detach()), epsilon, as_numpy(out))
         return out
 
+    def add_and_norm(
+        self, rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        summed = rows + added
+        return summed, self.rms_norm(summed, weight, epsilon)
+
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
         kernels.silu_and_mul(as_numpy(gate_up), as_numpy(out))

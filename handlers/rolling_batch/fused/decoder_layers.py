@@ -1,12 +1,14 @@
 """Decoder layers of Llama's structure, each in few passes over its activations.
 
 A small model is bound by the calls between its operations rather than by arithmetic: transformers runs a decoder layer
-as dozens of operations, and each reads and writes all activations. The fused layer makes eight.
+as dozens of operations, and each reads and writes all activations. The fused layer makes eight. On a GPU one row takes
+six: there one kernel multiplies it, and computes what lies between the products as well (one_row.py).
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,15 @@ from handlers.rolling_batch.fused.row_kernels import row_kernels
 # scales queries by their positions, without effect near position 0: comparing results alone would not find it.
 _GIVEN = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
 
+Attend = Callable[[torch.Tensor], torch.Tensor]
+"""Queries, keys and values side by side, (rows, width) -> attended values, (rows, heads * dim)."""
+
 
 def fuse_decoder_layers(model: nn.Module, layers: list[AttentionLayer], attention: FlatAttention) -> int:
     """Replace the decoder layers of Llama's structure whose modules `fuse` has replaced; return how many."""
     owners = {id(layer.module): layer for layer in layers}
     rotary = _rotary_of(model)
-    count = 0
+    replaced = []
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             layer = owners.get(id(getattr(child, "self_attn", None)))
@@ -36,8 +41,12 @@ def fuse_decoder_layers(model: nn.Module, layers: list[AttentionLayer], attentio
                 fused = FusedDecoderLayer(child, layer, attention)
                 if _same_layer(child, fused, rotary, attention):
                     setattr(module, name, fused)
-                    count += 1
-    return count
+                    replaced.append(fused)
+    if replaced and replaced[0].input_layernorm.weight.device.type == "cuda":
+        from handlers.rolling_batch.fused import one_row
+
+        one_row.choose(replaced)
+    return len(replaced)
 
 
 def _is_llama_layer(module: Any, layer: AttentionLayer) -> bool:
@@ -106,22 +115,59 @@ class FusedDecoderLayer(nn.Module):
         self._kv_heads = layer.shape.kv_heads
         self._heads = self.qkv_proj.out_features // self.dim - 2 * self._kv_heads
         self.qkv_widths = tuple(heads * self.dim for heads in (self._heads, self._kv_heads, self._kv_heads))
+        self.by_one_row = False
+        """Whether one row is multiplied by the kernel for one row."""
 
     def forward(
         self, hidden: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
     ) -> torch.Tensor:
         """(1, rows, width) -> the same shape; cosines and sines are (1, rows, head_dim)."""
-        attended = self._attend(self.qkv_proj(self.input_layernorm(hidden))[0], position_embeddings)
-        hidden = hidden + self.o_proj(attended.flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
-    def _attend(self, qkv: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        cosines, sines = position_embeddings
+        def attend(qkv: torch.Tensor) -> torch.Tensor:
+            return self._attend(qkv, position_embeddings, alone)
+
+        alone = self.by_one_row and hidden.shape[1] == 1 and not self._is_watched()
+        return self.linears(hidden[0], attend, alone)[None]
+
+    def linears(
+        self, rows: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor], by_one_row: bool
+    ) -> torch.Tensor:
+        """Compute rows (n, width) with `attend`.
+
+        `by_one_row`: by the kernel for one row.
+        """
+        if by_one_row:
+            return self._linears_of_one(rows, attend)
+        attended = attend(self.qkv_proj(self.input_layernorm(rows)))
+        norm = self.post_attention_layernorm
+        rows, normed = self._kernels.add_and_norm(rows, self.o_proj(attended), norm.weight, norm.epsilon)
+        return rows + self.mlp(normed)
+
+    def _linears_of_one(self, row: torch.Tensor, attend: Attend) -> torch.Tensor:
+        from handlers.rolling_batch.fused.one_row import multiply
+
+        mlp = self.mlp
+        attended = attend(multiply(row.contiguous(), self.qkv_proj, self.input_layernorm, chained=True))
+        row = multiply(attended, self.o_proj, residual=row, chained=True)
+        gated = multiply(row, mlp.gate_up_proj, self.post_attention_layernorm, gated=True, chained=True)
+        return multiply(gated, mlp.down_proj, residual=row, chained=True)
+
+    def _is_watched(self) -> bool:
+        """Whether something is to happen where a linear layer is called: adapters, or a compilation."""
+        linears = (self.qkv_proj, self.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
+        return torch.compiler.is_compiling() or any(linear._forward_hooks for linear in linears)
+
+    def _attend(
+        self, qkv: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], chained: bool
+    ) -> torch.Tensor:
+        cosines, sines = (part[0].contiguous() for part in position_embeddings)
+        if self._attention.rotates and not torch.compiler.is_compiling():
+            return self._attention.attend_projected(self.index, qkv, cosines, sines, self._heads, chained)
         rotated = self._heads + self._kv_heads
-        self._kernels.rotate(qkv, cosines[0].contiguous(), sines[0].contiguous(), rotated)
+        self._kernels.rotate(qkv, cosines, sines, rotated)
         heads = qkv.unflatten(1, (-1, self.dim)).transpose(0, 1)
         query, key, value = heads.split((self._heads, self._kv_heads, self._kv_heads))
-        return self._attention(self._owner, query[None], key[None], value[None])[0]
+        return self._attention(self._owner, query[None], key[None], value[None])[0].flatten(2)[0]
 
 
 class _LayerIndex(nn.Module):

@@ -23,8 +23,20 @@ class GpuRowKernels:
         width = rows.shape[1]
         if len(rows):
             block = triton.next_power_of_2(width)
-            _rms_norm[(len(rows),)](rows, weight, out, width, epsilon, block, num_warps=_warps(block))
+            arguments = (rows, rows, weight, rows, out, width, epsilon, block, False)
+            _rms_norm[(len(rows),)](*arguments, num_warps=_warps(block))
         return out
+
+    def add_and_norm(
+        self, rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        summed, out = torch.empty_like(rows), torch.empty_like(rows)
+        width = rows.shape[1]
+        if len(rows):
+            block = triton.next_power_of_2(width)
+            arguments = (rows, added, weight, summed, out, width, epsilon, block, True)
+            _rms_norm[(len(rows),)](*arguments, num_warps=_warps(block))
+        return summed, out
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         width = gate_up.shape[1] // 2
@@ -46,13 +58,20 @@ def _warps(block: int) -> int:
 
 
 @triton.jit
-def _rms_norm(rows, weight, out, width, epsilon, BLOCK: tl.constexpr):  # noqa: N803
-    """`rows / rms(rows) * weight`: (n, width) -> (n, width), rounded before the product, as by Llama's norm."""
+def _rms_norm(rows, added, weight, summed, out, width, epsilon, BLOCK: tl.constexpr, ADDS: tl.constexpr):  # noqa: N803
+    """`rows / rms(rows) * weight`: (n, width) -> (n, width), rounded before the product, as by Llama's norm.
+
+    ADDS: the norm is that of `rows + added`, which `summed` gets.
+    """
     begin = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
     row = tl.load(rows + begin + column, mask=inside, other=0.0)
     scale = tl.load(weight + column, mask=inside, other=0.0)
+    if ADDS:
+        more = tl.load(added + begin + column, mask=inside, other=0.0)
+        row = (row.to(tl.float32) + more.to(tl.float32)).to(row.dtype)
+        tl.store(summed + begin + column, row, mask=inside)
     exact = row.to(tl.float32)
     factor = 1.0 / tl.sqrt(tl.sum(exact * exact, axis=0) / width + epsilon)
     normed = (exact * factor).to(row.dtype).to(tl.float32)

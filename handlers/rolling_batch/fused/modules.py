@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from handlers.checkpoints.blocks.layers import BlockLinear, is_joinable
+from handlers.checkpoints.fp8.layers import Fp8Linear
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.ranks.sharding import RowParallelLinear, plain_linear
 from handlers.rolling_batch.fused.row_kernels import row_kernels
@@ -65,7 +66,7 @@ def _replace(
 def _same_result(original: Any, fused: nn.Module) -> bool:
     like = next(original.parameters(), None)
     if like is None:
-        like = torch.empty(0, dtype=original.gate_proj.dtype)
+        like = torch.empty(0, dtype=original.gate_proj.dtype, device=original.gate_proj.weight.device)
     width = original.gate_proj.in_features if isinstance(fused, FusedGatedMLP) else original.weight.shape[-1]
     rows = torch.randn((1, 5, width), generator=torch.Generator().manual_seed(0)).to(like)
     # On several ranks an MLP ends in an all-reduce. All ranks compare at the same time, with the same rows, and get the
@@ -113,7 +114,7 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
     linears = _are_alike([children.get(name) for name in ("gate_proj", "up_proj")])
     down = children.get("down_proj")
-    sums = isinstance(down, (RowParallelLinear, BlockLinear)) or is_plain(down)
+    sums = isinstance(down, (RowParallelLinear, BlockLinear, Fp8Linear)) or is_plain(down)
     return linears and sums and set(children) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
@@ -160,6 +161,8 @@ def _are_alike(linears: list[Any]) -> bool:
     """
     if all(isinstance(linear, BlockLinear) for linear in linears):
         return is_joinable(linears)
+    if all(isinstance(linear, Fp8Linear) for linear in linears):
+        return len({linear.in_features for linear in linears}) == 1
     kinds = {(linear.in_features, linear.weight.dtype) if is_plain(linear) else None for linear in linears}
     return len(kinds) == 1 and None not in kinds
 
@@ -206,6 +209,8 @@ def _concatenated(linears: list[Any]) -> nn.Module:
     is_biased = any(linear.bias is not None for linear in linears)
     if isinstance(linears[0], BlockLinear):
         return BlockLinear.joined(linears, _joined_bias(linears, linears[0].dtype) if is_biased else None)
+    if isinstance(linears[0], Fp8Linear):
+        return Fp8Linear.joined(linears, _joined_bias(linears, linears[0].dtype) if is_biased else None)
     weight = torch.cat([linear.weight.detach() for linear in linears])
     return plain_linear(weight, _joined_bias(linears, weight.dtype) if is_biased else None)
 
@@ -213,7 +218,7 @@ def _concatenated(linears: list[Any]) -> nn.Module:
 def _joined_bias(linears: list[Any], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat(
         [
-            torch.zeros(linear.out_features, dtype=dtype) if linear.bias is None else linear.bias.detach()
+            linear.weight.new_zeros(linear.out_features, dtype=dtype) if linear.bias is None else linear.bias.detach()
             for linear in linears
         ]
     )

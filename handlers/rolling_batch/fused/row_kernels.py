@@ -14,6 +14,11 @@ class RowKernels(Protocol):
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """(n, width) -> (n, width)."""
 
+    def add_and_norm(
+        self, rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `rows` + `added`, (n, width) each, and the norm of that."""
+
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """(n, 2 * width), gates first -> (n, width)."""
 

@@ -19,6 +19,7 @@ from torch import nn
 from handlers.checkpoints.adapter_layers import DOWN, PREFIX, UP, Widths, refuse_foreign, refuse_infinite
 from handlers.checkpoints.placement import main_device, module_device
 from handlers.rolling_batch.device_arrays import upload
+from handlers.rolling_batch.lora.bank import AdapterBank
 from handlers.rolling_batch.lora.targets import LoraTarget, head_modules, lora_targets
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class LoraLayers:
             tuple[int, int], _Rows | None
         ] = {}  # of the pass, by their first row and that behind the last
         self._head_rows: _Rows | None = None
+        self.bank: AdapterBank | None = None  # None: no step with adapters is recorded
 
     @property
     def is_active(self) -> bool:
@@ -167,6 +169,8 @@ class LoraLayers:
     def forget(self, weights: LoraWeights) -> None:
         """Drop the stacks with an adapter. For sequences that still run with it they are built again."""
         weights.is_forgotten = True
+        if self.bank is not None:
+            self.bank.discard(weights)
         if weights in self._stacked:
             self._unstack()
 
@@ -187,6 +191,15 @@ class LoraLayers:
         self._parts = {}
         self._rows = self._rows_of(places)
         self._head_rows = self._rows if not self._head else self._rows_of([places[row] for row in kept])
+
+    def begin_recorded(self, bank: AdapterBank, adapters: Sequence[LoraWeights | None]) -> AdapterBank:
+        """Set the adapter of each row of the next pass, which is recorded; return `bank`, which adds their updates.
+
+        Raises torch.OutOfMemoryError.
+        """
+        self._unhook()
+        bank.begin(adapters)
+        return bank
 
     def enter(self, first: int, last: int) -> None:
         """Let the next layers compute rows `first:last` of the pass, and not all of them."""

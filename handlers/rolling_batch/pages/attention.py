@@ -71,21 +71,38 @@ class PageAttention:
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         layer: int = module.layer_idx
-        rows = self._decoding
-        if rows is None:
-            if query.device not in self._rows:
-                self._rows[query.device] = PageRows.from_step(self._step, query.device)
-            rows = self._rows[query.device]
+        rows = self._rows_on(query.device)
         if torch.compiler.is_compiling():
             states = (query[0], key[0], value[0], rows.slots, rows.positions)
             return _attend_compiled(*states, rows.columns, self._number, layer).unsqueeze(0), None
         return self.attend(layer, query[0], key[0], value[0], rows).unsqueeze(0), None
 
+    def _rows_on(self, device: torch.device) -> PageRows:
+        if self._decoding is not None:
+            return self._decoding
+        if device not in self._rows:
+            self._rows[device] = PageRows.from_step(self._step, device)
+        return self._rows[device]
+
+    @property
+    def rotates(self) -> bool:
+        """Whether `attend_projected` takes what the projections of a layer returned."""
+        return bool(self._operators.rotates)
+
+    def attend_projected(
+        self, layer: int, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int, chained: bool
+    ) -> torch.Tensor:
+        """See FlatAttention."""
+        rows = self._rows_on(projected.device)
+        return self._operators.attend_projected(
+            layer, projected, cosines, sines, heads, rows, self._terms[layer], chained
+        )
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PageRows
     ) -> torch.Tensor:
         """Query (heads, rows, dim), keys and values (kv_heads, rows, dim) -> (rows, heads, value_dim)."""
-        out = query.new_zeros((query.shape[1], query.shape[0], value.shape[2]))  # padding rows stay zero
+        out = rows.empty_or_zero(query, (query.shape[1], query.shape[0], value.shape[2]))
         self._operators.attend(layer, query, key, value, rows, out, self._terms[layer])
         return out
 

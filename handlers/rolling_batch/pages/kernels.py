@@ -13,6 +13,7 @@ sequences left in a page, not even NaN, does not matter.
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as hopper
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
@@ -104,24 +105,30 @@ def _attend(
     VALUE_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Add a tile of columns to the running softmax of rows that see the tokens `first` to `last`, (rows, 1) each.
 
     Columns from `end` on are no tokens. `best` is the greatest score so far, `total` the sum of the weights, and
-    `summed` that of the weighted values.
+    `summed` that of the weighted values. If not MASKED, every row sees every column of the tile.
     """
-    inside = column < end
+    inside = column < end if MASKED else column >= 0
     page = tl.load(table + column // PAGE, mask=inside, other=0).to(tl.int64)
     line = (page * KV_HEADS + head) * PAGE + column % PAGE
     dim = tl.arange(0, DIM_PAD)[None, :]
     key = tl.load(key_pages + line[:, None] * DIM + dim, mask=inside[:, None] & (dim < DIM), other=0.0)
-    scores = _product(query, tl.trans(key), tl.zeros((query.shape[0], column.shape[0]), tl.float32)) * scale
+    scores = _product(query, tl.trans(key), tl.zeros((query.shape[0], column.shape[0]), tl.float32))
     if SOFTCAP > 0:
-        scores = SOFTCAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFTCAP)) - 1.0)  # tanh
-    seen = (column[None, :] >= first) & (column[None, :] <= last) & inside[None, :]
-    scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
+        scores = SOFTCAP * (2.0 * tl.sigmoid(scores * (scale * (2.0 / SOFTCAP))) - 1.0) * _LOG2_E  # tanh
+    else:
+        scores *= scale * _LOG2_E
+    if MASKED:
+        seen = (column[None, :] >= first) & (column[None, :] <= last) & inside[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
     most = tl.maximum(best, tl.max(scores, 1))
-    base = tl.where(most == float("-inf"), 0.0, most)  # a row that has seen nothing has no weights yet
+    base = most
+    if MASKED:
+        base = tl.where(most == float("-inf"), 0.0, most)  # a row that has seen nothing has no weights yet
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(best - base)
     dim = tl.arange(0, VALUE_PAD)[None, :]
@@ -159,14 +166,18 @@ def decode_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     DIRECT: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):
     """Attend for rows of one token each. Grid: (rows, kv_heads, splits of the context).
 
     The query heads that share a head of keys are one tile. `query` is (rows, heads, DIM). If DIRECT, there is one
     split, and `out`, (rows, heads, VALUE_DIM), gets the result. Otherwise `partial`, (rows, heads, splits, VALUE_DIM)
     float32, gets the weighted values of each split that has columns, and `weights`, (rows, heads, splits, 2), its
-    greatest score and the sum of its weights.
+    greatest score and the sum of its weights. CHAINED: the launch begins before the one in front of it has ended.
     """
+    if CHAINED:
+        hopper.gdc_launch_dependents()
+        hopper.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -212,6 +223,7 @@ def decode_kernel(
             VALUE_PAD,
             PAGE,
             SOFTCAP,
+            True,
         )
     dim = tl.arange(0, VALUE_PAD)[None, :]
     inside = own & (dim < VALUE_DIM)
@@ -242,8 +254,12 @@ def reduce_kernel(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):
     """Add up the splits of `decode_kernel` (the second pass of flash-decoding). Grid: (rows, heads)."""
+    if CHAINED:
+        hopper.gdc_launch_dependents()
+        hopper.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions + row)
@@ -323,29 +339,26 @@ def chunk_kernel(
     first = _first_seen(position, WINDOW, CHUNK)[:, None]
     begin = _first_seen(start + tile, WINDOW, CHUNK) // TILE * TILE
     end = start + tl.minimum(tile + ROWS, count)
-    for column in range(begin, end, TILE):
+    # Columns that all rows see need no mask: from the first one that the last row sees up to the first row's own.
+    full = tl.maximum(begin, tl.cdiv(_first_seen(start + tile + ROWS - 1, WINDOW, CHUNK), TILE) * TILE)
+    diagonal = tl.maximum(full, (start + tile + 1) // TILE * TILE)
+    kv_head = head // (HEADS // KV_HEADS)
+    if WINDOW or CHUNK:
+        for column in range(begin, tl.minimum(full, end), TILE):
+            best, total, summed = _attend(
+                queries, key_pages, value_pages, table, column + tl.arange(0, TILE), end, first, position[:, None],
+                kv_head, best, total, summed, scale, KV_HEADS, DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, PAGE, SOFTCAP, True,
+            )  # fmt: skip
+    for column in range(full, tl.minimum(diagonal, end), TILE):
         best, total, summed = _attend(
-            queries,
-            key_pages,
-            value_pages,
-            table,
-            column + tl.arange(0, TILE),
-            end,
-            first,
-            position[:, None],
-            head // (HEADS // KV_HEADS),
-            best,
-            total,
-            summed,
-            scale,
-            KV_HEADS,
-            DIM,
-            DIM_PAD,
-            VALUE_DIM,
-            VALUE_PAD,
-            PAGE,
-            SOFTCAP,
-        )
+            queries, key_pages, value_pages, table, column + tl.arange(0, TILE), end, first, position[:, None],
+            kv_head, best, total, summed, scale, KV_HEADS, DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, PAGE, SOFTCAP, False,
+        )  # fmt: skip
+    for column in range(diagonal, end, TILE):
+        best, total, summed = _attend(
+            queries, key_pages, value_pages, table, column + tl.arange(0, TILE), end, first, position[:, None],
+            kv_head, best, total, summed, scale, KV_HEADS, DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, PAGE, SOFTCAP, True,
+        )  # fmt: skip
     dim = tl.arange(0, VALUE_PAD)[None, :]
     result = summed / tl.where(total > 0, total, 1.0)[:, None]  # rows that pad a tile may see nothing
     target = out + (line * HEADS + head) * VALUE_DIM + dim

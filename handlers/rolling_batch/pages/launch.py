@@ -14,7 +14,7 @@ _MIN_TILE = 16  # what tensor cores multiply at least
 _FEW_ROWS = 16
 _FLOAT32 = 4  # bytes
 _QUERIES = 1 / 6  # of the shared memory of a multiprocessor, for the queries of a tile of rows
-_LARGE_TILE = 2**13  # elements of such a tile, from which on it takes 8 warps
+_LARGE_TILE = 2**13  # elements of such a tile, from which on it takes more than 4 warps
 _SHARED = 0.45  # of the shared memory of a multiprocessor, for the tiles of one program: two of them run at a time
 
 
@@ -68,8 +68,9 @@ class Tuning:
     decode_stages: int = 3
     programs: int = 8
     chunk_rows: int = 128
-    chunk_tile: int = 64
+    chunk_tile: int = 128
     chunk_stages: int = 2
+    chunk_warps: int = 8
 
     @classmethod
     def from_torch(cls, device: torch.device) -> Tuning:
@@ -102,7 +103,7 @@ def chunk_options(layer: PageLayer, itemsize: int, tuning: Tuning, rows: int) ->
         tile_rows = _FEW_ROWS
     room = tuning.shared * 2 * _SHARED - tile_rows * padded(layer.dim) * itemsize
     tile = _tile(layer, itemsize, tuning.chunk_tile, tuning.chunk_stages, room)
-    warps = 8 if tile_rows * width >= _LARGE_TILE else 4
+    warps = tuning.chunk_warps if tile_rows * width >= _LARGE_TILE else 4
     return {"ROWS": tile_rows, "TILE": tile, "num_warps": warps, "num_stages": tuning.chunk_stages}
 
 
@@ -112,6 +113,11 @@ def _tile(layer: PageLayer, itemsize: int, most: int, buffers: int, room: float)
     while most > _MIN_TILE and buffers * most * width > room:
         most //= 2
     return most
+
+
+def chain_options(chained: bool) -> dict[str, bool]:
+    """Return the options of a launch that may begin before the one in front of it has ended."""
+    return {"launch_pdl": True} if chained else {}
 
 
 def splits_for(rows: int, kv_heads: int, tuning: Tuning) -> int:
@@ -158,8 +164,12 @@ def decode(
     layer: PageLayer,
     tuning: Tuning,
     sinks: torch.Tensor | None = None,
+    chained: bool = False,
 ) -> None:
-    """Attend for the first `rows` rows of `query`, (rows, heads, dim), into `out`."""
+    """Attend for the first `rows` rows of `query`, (rows, heads, dim), into `out`.
+
+    `chained`: the launches may begin before the one in front of them has ended.
+    """
     options = decode_options(layer, query.element_size(), tuning)
     splits = splits_for(rows, layer.kv_heads, tuning)
     group = layer.heads // layer.kv_heads
@@ -171,12 +181,14 @@ def decode(
     decode_kernel[(rows, layer.kv_heads, splits)](
         query, key_pages, value_pages, tables, slots, positions, sunk, partial, weights, out, scaling,
         query.stride(0), tables.stride(0), GROUP=group, GROUP_PAD=padded(group), PAGE=layer.page,
-        SOFTCAP=layer.softcap, DIRECT=splits == 1, **layer.widths, **layer.scores, **options,
+        SOFTCAP=layer.softcap, DIRECT=splits == 1, CHAINED=chained, **layer.widths, **layer.scores, **options,
+        **chain_options(chained),
     )  # fmt: skip
     if splits > 1:
         reduce_kernel[(rows, layer.heads)](
             partial, weights, positions, sunk, out, splits, HEADS=layer.heads, VALUE_DIM=layer.value_dim,
-            VALUE_PAD=padded(layer.value_dim), SPLITS_PAD=MAX_SPLITS, TILE=options["TILE"], **layer.scores,
+            VALUE_PAD=padded(layer.value_dim), SPLITS_PAD=MAX_SPLITS, TILE=options["TILE"], CHAINED=chained,
+            **layer.scores, **chain_options(chained),
         )  # fmt: skip
 
 

@@ -18,7 +18,8 @@ class PageRows:
 
     The first `decoding` rows attend one by one. `chunks`, (chunks, 4) int32, has for each chunk of the others its first
     row, its number of rows, the position of its first token, and its slot; the longest one has `longest` rows.
-    `columns` is up to which token of their sequences all rows see at most.
+    `columns` is up to which token of their sequences all rows see at most. `fresh` has the first
+    row of each chunk and that behind its last one, if none of them has tokens before it.
     """
 
     slots: torch.Tensor
@@ -27,6 +28,11 @@ class PageRows:
     columns: int
     chunks: torch.Tensor | None = None
     longest: int = 0
+    fresh: tuple[tuple[int, int], ...] = ()
+
+    def empty_or_zero(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor for what is attended, in which rows that only fill up the pass are zero."""
+        return like.new_empty(shape) if shape[0] == len(self.slots) else like.new_zeros(shape)
 
     @classmethod
     def from_step(cls, rows: StepRows, device: torch.device) -> PageRows:
@@ -43,6 +49,7 @@ class PageRows:
             int(both[1].max(initial=0)) + 1,
             upload(np.array(chunks, np.int32), device) if chunks else None,
             max(lengths, default=0),
+            () if any(chunk.start for chunk in rows.chunks) else tuple((row.first, row.last) for row in rows.chunks),
         )
 
     @classmethod

@@ -11,7 +11,9 @@ from handlers.rolling_batch.pages.rows import PageRows
 
 
 class TorchPages:
-    """The same method as `TritonPages`."""
+    """The same method as `TritonPages`, for rows that are rotated already."""
+
+    rotates = False
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import torch
 
 from handlers.rolling_batch.attention.terms import AttentionTerms
-from handlers.rolling_batch.pages import launch
+from handlers.rolling_batch.gpu_times import median_seconds
+from handlers.rolling_batch.pages import cudnn, launch
 from handlers.rolling_batch.pages.cache import PagedCache
 from handlers.rolling_batch.pages.launch import PageLayer, Tuning, row_major
+from handlers.rolling_batch.pages.projection import rotate_and_write
 from handlers.rolling_batch.pages.rows import PageRows
+from lmi_server.contract.errors import first_line
+
+logger = logging.getLogger(__name__)
 
 
 class TritonPages:
     """Reads keys and values where they are."""
 
+    rotates = True
+
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
         self._tuning = {device: Tuning.from_torch(device) for device in cache.tables}
         self._layers: dict[int, PageLayer] = {}
+        self._by_cudnn: bool | None = None  # None: which is faster for prompts has not been measured yet
 
     def attend(
         self,
@@ -30,17 +41,73 @@ class TritonPages:
         terms: AttentionTerms,
     ) -> None:
         """Write keys and values, (kv_heads, rows, dim), to pages; query (heads, rows, dim) -> out, by rows."""
-        with torch.cuda.device(query.device):  # Triton launches on the current one
+        with torch.cuda.device_of(query):  # Triton launches on the current one
             keys, values = self._cache.keys[layer], self._cache.values[layer]
             tables = self._cache.tables[keys.device]
             shape = self._layer(layer, query.shape[0], terms)
             query, key, value = row_major(query), row_major(key), row_major(value)
             launch.write(key, value, keys, values, tables, rows.slots, rows.positions, shape)
-            more = (out, terms.scaling, shape, self._tuning[keys.device], terms.sinks)
-            if rows.decoding:
-                launch.decode(query, keys, values, tables, rows.slots, rows.positions, rows.decoding, *more)
-            if rows.chunks is not None:
-                launch.chunks(query, keys, values, tables, rows.chunks, rows.longest, *more)
+            self._read(query, key, value, layer, rows, out, terms, shape)
+
+    def attend_projected(
+        self,
+        layer: int,
+        projected: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        heads: int,
+        rows: PageRows,
+        terms: AttentionTerms,
+        chained: bool,
+    ) -> torch.Tensor:
+        """Rotate queries and keys, write keys and values to pages, and attend; see FlatAttention."""
+        with torch.cuda.device_of(projected):
+            keys, values = self._cache.keys[layer], self._cache.values[layer]
+            shape = self._layer(layer, heads, terms)
+            kept = (keys, values, self._cache.tables[keys.device], rows.slots, rows.positions)
+            rotate_and_write(projected, cosines, sines, *kept, shape, chained)
+            states = projected.view(len(projected), -1, shape.dim)
+            query, key, value = states.split((heads, shape.kv_heads, shape.kv_heads), 1)
+            out = projected.new_empty((len(projected), heads, shape.value_dim))
+            self._read(query, key, value, layer, rows, out, terms, shape, chained)
+            return out.flatten(1)
+
+    def _read(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        rows: PageRows,
+        out: torch.Tensor,
+        terms: AttentionTerms,
+        shape: PageLayer,
+        chained: bool = False,
+    ) -> None:
+        """Attend for query (rows, heads, dim) into `out`; keys and values, (rows, kv_heads, dim), are in pages already.
+
+        Long chunks with no tokens before them may be attended from `key` and `value`, by cuDNN.
+        """
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        tables = self._cache.tables[query.device]
+        more = (out, terms.scaling, shape, self._tuning[query.device], terms.sinks)
+        if rows.decoding:
+            launch.decode(query, keys, values, tables, rows.slots, rows.positions, rows.decoding, *more, chained)
+        if rows.chunks is None:
+            return
+        described = rows.chunks
+
+        def in_pages() -> None:
+            launch.chunks(query, keys, values, tables, described, rows.longest, *more)
+
+        def at_once() -> None:
+            cudnn.attend(query, key, value, rows.fresh, terms, out)
+
+        shortest = min((end - begin for begin, end in rows.fresh), default=0)
+        takes = cudnn.takes(shape, terms, query.dtype, shortest, rows.longest)
+        if takes and self._by_cudnn is None:
+            self._by_cudnn = _is_faster(at_once, in_pages)
+        (at_once if takes and self._by_cudnn else in_pages)()
 
     def _layer(self, layer: int, heads: int, terms: AttentionTerms) -> PageLayer:
         if layer not in self._layers:
@@ -49,3 +116,14 @@ class TritonPages:
             scores = (terms.window, terms.chunk, terms.softcap, terms.sinks is not None)
             self._layers[layer] = PageLayer(*widths, *scores)
         return self._layers[layer]
+
+
+def _is_faster(at_once: Callable[[], None], in_pages: Callable[[], None]) -> bool:
+    """Measure both for the rows at hand; cuDNN may have no kernel for them."""
+    try:
+        seconds = median_seconds(at_once), median_seconds(in_pages)
+    except RuntimeError as error:
+        logger.info("cuDNN attends for no prompts: %s", first_line(error))
+        return False
+    logger.info("attention of a prompt takes %.0f us by cuDNN, %.0f us over pages", *(1e6 * took for took in seconds))
+    return seconds[0] < seconds[1]

@@ -41,6 +41,7 @@ from handlers.rolling_batch.fused.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.fused.modules import fuse
 from handlers.rolling_batch.fused.row_kernels import is_fusible
 from handlers.rolling_batch.images.prompt import EmbeddedRows, embedded_rows
+from handlers.rolling_batch.lora.bank import AdapterBank
 from handlers.rolling_batch.lora.layers import LoraLayers, LoraWeights
 from handlers.rolling_batch.pages.attention import PageAttention
 from handlers.rolling_batch.pages.cache import PagedCache
@@ -139,6 +140,7 @@ class ModelRunner:
         self._adapters: list[LoraWeights | None] = []  # of the rows of the pass
         self._step: Step  # computes rows that decode, if `_passes` are used
         self._passes: DecodePasses | None = None
+        self._additions: AdapterBank | None = None  # of adapters to the pass, if it is recorded
         self._copies_due: list[SlotCopy] = []  # to be made before anything else of the next step
 
     @property
@@ -333,6 +335,8 @@ class ModelRunner:
             pad = pad_rows if self.device.type == "cpu" else list
             unread = frozenset[Any]() if self.states is None else self.states.unread
             self._lora = LoraLayers(self._model, self._keeps_rows, pad, unread)
+            if self._passes is not None and not isinstance(self._step, CompiledStep):
+                self._lora.bank = AdapterBank(self._passes.max_rows, self.device)
             if self.states is not None:
                 self.states.on_rows(self._lora.enter)
         return self._lora
@@ -347,8 +351,7 @@ class ModelRunner:
         plan = arrange(plan, row_by_row)
         kept = rows_to_keep(plan, prompt_scored)
         if self._lora is not None:
-            self._adapters = adapters_of(plan)
-            self._lora.begin(self._adapters, kept.rows)
+            self._begin_adapters(self._lora, adapters_of(plan), kept.rows, plan)
         step = self._pad(lay_out(plan, kept.rows, row_by_row))
         if self.frequencies is not None:
             self.frequencies.begin([] if self.border is None else self.border.lengths(plan))
@@ -362,6 +365,27 @@ class ModelRunner:
                 raise GroupBrokenError(f"a step failed on rank 0: {type(error).__name__}: {error}") from error
             raise
         return StepLogits(logits, kept.sampled, kept.prompt_rows, kept.draft_rows)
+
+    def _begin_adapters(
+        self, lora: LoraLayers, adapters: list[LoraWeights | None], kept: list[int], plan: StepPlan
+    ) -> None:
+        """Set the adapters of the rows of the next pass, for a recorded one if it can be."""
+        self._adapters, self._additions = adapters, None
+        bank = lora.bank
+        plain = not plan.prefill and not any(entry.images for entry in plan.decode)
+        if bank is None or not plain or not any(adapters) or len(adapters) > bank.rows:
+            lora.begin(adapters, kept)
+            return
+        try:
+            self._additions = lora.begin_recorded(bank, adapters)
+        except torch.OutOfMemoryError:
+            self._leave_adapters_unrecorded("there is no memory for the adapters in use")
+            lora.begin(adapters, kept)
+
+    def _leave_adapters_unrecorded(self, reason: str) -> None:
+        logger.warning("%s has no effect on steps with adapters, they run eagerly: %s", GRAPH_KEY, reason)
+        assert self._lora is not None
+        self._lora.bank = self._additions = None
 
     @property
     def _row_by_row(self) -> RowByRow:
@@ -408,9 +432,9 @@ class ModelRunner:
         self._arrange_memory(step)
         if embedded is None and self._is_recorded(step):
             assert self._passes is not None
-            ids = self._token_ids(step, before)
-            logits = self._passes.logits(ids, step.positions, step.slots)
-            return logits if step.keep == list(range(len(logits))) else logits[upload(step.keep, logits.device)]
+            logits = self._recorded_logits(self._passes, self._token_ids(step, before), step)
+            if logits is not None:
+                return logits if step.keep == list(range(len(logits))) else logits[upload(step.keep, logits.device)]
         singles = np.array(step.positions[: len(step.slots)], np.int64)
         step_rows = StepRows(np.array(step.slots, np.int64), singles, step.chunks)
         if self._sequences is not None:
@@ -442,6 +466,18 @@ class ModelRunner:
         if self._passes is None or step.chunks or len(step.slots) > self._passes.max_rows:
             return False
         return not self._has_adapters()
+
+    def _recorded_logits(self, passes: DecodePasses, ids: torch.Tensor, step: Pass) -> torch.Tensor | None:
+        """Return the logits of a recorded pass; None if one with adapters cannot be recorded, now and later."""
+        try:
+            return passes.logits(ids, step.positions, step.slots, self._additions)
+        except RuntimeError as error:
+            if self._additions is None:
+                raise
+            self._leave_adapters_unrecorded(first_line(error))
+            assert self._lora is not None
+            self._lora.begin(self._adapters, step.keep)
+            return None
 
     def _arrange_memory(self, step: Pass) -> None:
         """Do what a step has to do before it computes."""

@@ -91,7 +91,7 @@ def test_replayed_steps_give_the_tokens_of_the_model(devices: None, family: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
 def test_adapters_share_a_gpu_with_requests_that_have_none(devices: None, tmp_path: Path, recorded: bool) -> None:
-    """Steps with a row that has an adapter run eagerly; steps before and behind them are replayed."""
+    """Steps that decode are recorded, with and without adapters."""
     engine, capture = on_gpu(), FakeCapture()
     if recorded:
         engine.runner.capture(6, lambda: capture)
@@ -110,14 +110,55 @@ def test_adapters_share_a_gpu_with_requests_that_have_none(devices: None, tmp_pa
         for prompt in ([5, 6, 7], [5, 6, 7, 8, 9])
     ]
     engine.engine.step()
-    assert capture.replays == before
+    assert capture.replays == before  # the prompts
     engine.run()
     for model, prompt, answer in answers:
         assert answer.tokens == generated(model, prompt, 4), answer.error
     assert early.tokens == engine.expected([5, 6, 7], 12)
     assert (capture.replays > before) is recorded
+    assert (len(capture.graphs) > 4) is recorded
+    assert not any(module._forward_hooks for adapter in adapters[1:] for module in adapter.layers)
     engine.engine.forget_adapter(adapters[1])
     assert engine.generate([5, 6, 7], adapter=adapters[2], max_new_tokens=4).tokens == answers[4][2].tokens
+
+
+@pytest.mark.slow
+def test_more_adapters_of_higher_ranks_are_recorded_anew(devices: None, tmp_path: Path) -> None:
+    engine, capture = on_gpu(), FakeCapture()
+    engine.runner.capture(6, lambda: capture)
+    asked = []
+    for seed, rank in enumerate((2, 4, 4, 20, 2, 2)):
+        directory = save_adapter(engine.reference, tmp_path / str(seed), seed, r=rank)
+        weights = engine.engine.load_adapter(read_adapter(str(directory)))
+        asked.append((with_adapter(engine.reference, directory), weights))
+    for some in (asked[:1], asked[1:4], asked, asked[:2]):
+        answers = [(model, engine.add([5, 6, 7], adapter=one, max_new_tokens=4)[1]) for model, one in some]
+        engine.run()
+        for model, answer in answers:
+            assert answer.tokens == generated(model, [5, 6, 7], 4), answer.error
+    bank: Any = engine.runner.lora.bank
+    assert bank.version == 3  # the first adapter, a higher rank, and more adapters than there were places
+    assert bank.places.shape == (6,)
+
+
+@pytest.mark.slow
+def test_adapters_run_eagerly_if_steps_with_them_cannot_be_recorded(
+    devices: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, capture = on_gpu(), FakeCapture()
+    engine.runner.capture(6, lambda: capture)
+    passes: Any = engine.runner._passes
+    passes._capture = failing
+    directory = save_adapter(engine.reference, tmp_path / "adapter", 1)
+    weights = engine.engine.load_adapter(read_adapter(str(directory)))
+    expected = generated(with_adapter(engine.reference, directory), [5, 6, 7], 5)
+    for _ in range(2):
+        answer = engine.add([5, 6, 7], adapter=weights, max_new_tokens=5)[1]
+        _, plain = engine.add([5, 6, 7, 8], max_new_tokens=5)
+        engine.run()
+        assert answer.tokens == expected, answer.error
+        assert plain.tokens == engine.expected([5, 6, 7, 8], 5)
+    assert caplog.text.count("option.enable_cuda_graph has no effect on steps with adapters, they run eagerly: ") == 1
 
 
 def failing(run: Any) -> Any:

@@ -16,7 +16,13 @@ _INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_D
 
 
 @pytest.mark.parametrize(
-    ("name", "some_need_a_gpu"), [("test_paged_attention.py", True), ("test_row_kernels.py", False)]
+    ("name", "some_need_a_gpu"),
+    [
+        ("test_paged_attention.py", True),
+        ("test_row_kernels.py", False),
+        ("test_one_row.py", False),
+        ("test_adapter_kernels.py", False),
+    ],
 )
 def test_the_interpreter_computes_what_the_cpu_does(name: str, some_need_a_gpu: bool) -> None:
     pytest.importorskip("triton")
