@@ -14,9 +14,9 @@ import torch
 import triton
 
 from handlers.checkpoints.fp8.layers import Fp8Linear
+from handlers.rolling_batch.attention.gpu_times import median_seconds, recorded
 from handlers.rolling_batch.fused.modules import FusedRMSNorm, close, is_plain
 from handlers.rolling_batch.fused.one_row_kernel import linear_kernel
-from handlers.rolling_batch.gpu_times import median_seconds, recorded
 
 logger = logging.getLogger(__name__)
 

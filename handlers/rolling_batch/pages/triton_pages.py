@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from handlers.rolling_batch.attention.gpu_times import median_seconds
 from handlers.rolling_batch.attention.terms import AttentionTerms
-from handlers.rolling_batch.gpu_times import median_seconds
 from handlers.rolling_batch.pages import cudnn, launch
 from handlers.rolling_batch.pages.cache import PagedCache
 from handlers.rolling_batch.pages.launch import PageLayer, Tuning, row_major
