@@ -214,7 +214,7 @@ class FakeCompiler:
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let float32 run on torch's operators on the CPU, as it does on a GPU."""
-    monkeypatch.setattr(attention, "_operators", attention.TorchAttention)
+    monkeypatch.setattr(attention, "_operators", lambda cache, dtype: attention.TorchAttention(cache))
     monkeypatch.setattr(model_runner, "is_fusible", lambda device, dtype: False)
 
 
