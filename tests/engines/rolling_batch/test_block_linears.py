@@ -12,27 +12,19 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_models import mixed_gguf, random_blocks
 from rolling_batch_helpers import Engine, generated, prompts
 from tiny_models import byte_tokenizer, llama_of_whole_blocks, tiny_model
 from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.blocks.formats import FORMATS, StoredWeight
+from handlers.checkpoints.blocks.gguf_weights import keep_stored
 from handlers.checkpoints.blocks.layers import BlockLinear, is_joinable
 from handlers.checkpoints.blocks.rounding import quantize
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
 from handlers.huggingface.options import HuggingFaceOptions
-
-
-def random_blocks(name: str, outputs: int, inputs: int) -> StoredWeight:
-    """Return a weight of random numbers: every one of them occurs."""
-    kind, chance = FORMATS[name], torch.Generator().manual_seed(outputs * inputs)
-    shape = outputs, inputs // kind.block_inputs
-    raw = torch.randint(256, (*shape, kind.block_bytes), generator=chance, dtype=torch.uint8)
-    for place in kind.scales:
-        raw[:, :, place : place + 2] = torch.randn((*shape, 1), generator=chance).half().view(torch.uint8)
-    return StoredWeight(kind, raw.flatten(1))
 
 
 def reference(stored: StoredWeight) -> torch.Tensor:
@@ -147,6 +139,24 @@ def test_a_rolling_batch_generates_what_the_unpacked_model_does(plain: Path, nam
     answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in prompts(6)]
     engine.run()
     assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in prompts(6)]
+    assert engine.fused["mlps"] == engine.fused["attentions"] == engine.fused["decoder_layers"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("most", "others"), [("q4_k", "q6_k"), ("q5_k", "q6_k"), ("q4_0", "q4_1"), ("q8_0", "q8_0")], ids="-".join
+)
+def test_a_file_of_mixed_formats_generates_what_its_unpacked_weights_do(tmp_path: Path, most: str, others: str) -> None:
+    path = str(mixed_gguf(tmp_path / "model.gguf", most, others))
+    unpacked, model = (load_model(AutoModelForCausalLM, path, HuggingFaceOptions(dtype="fp32")) for _ in range(2))
+    assert not any(isinstance(module, BlockLinear) for module in unpacked.modules())
+    details = keep_stored(model, path)
+    assert not any(type(module) is torch.nn.Linear for module in model.modules())
+    assert {name for name in FORMATS if name in details["quantization"]} == {most, others}
+    engine = Engine(model)
+    answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in prompts(6)]
+    engine.run()
+    assert [answer.tokens for answer in answers] == [generated(unpacked, prompt, 12) for prompt in prompts(6)]
     assert engine.fused["mlps"] == engine.fused["attentions"] == engine.fused["decoder_layers"] > 0
 
 
