@@ -8,11 +8,14 @@ Megatron its own names.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic_core import from_json
+
+from lmi_server.contract.texts.quoting import excerpt
 
 SHARDS_MANIFEST = "ds_inference_config.json"
 """The manifest beside the weights, which names the files of each rank; DeepSpeed uses the same name."""
@@ -32,6 +35,12 @@ _DTYPES = {
     "bf16": "bfloat16",
 }
 _File = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=255)]
+
+
+def _once(names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        raise ValueError("a file is named twice, and would be loaded twice")
+    return names
 
 
 class _Files(BaseModel):
@@ -55,7 +64,7 @@ class Manifest(BaseModel):
 class WholeModel(BaseModel):
     """DeepSpeed's list of files that hold a whole model together; `dtype` is None if the manifest says none."""
 
-    checkpoints: Annotated[list[_File], Field(min_length=1)]
+    checkpoints: Annotated[list[_File], Field(min_length=1), AfterValidator(_once)]
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
 
     @property
@@ -82,6 +91,8 @@ def read_manifest(path: Path) -> Manifest | WholeModel:
 
 def _content(path: Path) -> dict[str, Any]:
     try:
+        if not path.is_file():  # a pipe or a device has no end
+            raise ValueError("it is no file")
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MiB")
         content = from_json(path.read_bytes())
@@ -112,7 +123,7 @@ def _refuse_layouts(path: Path, content: dict[str, Any]) -> None:
     for key in ("mp_size", "tp_size"):
         if content.get(key, 1) not in (0, 1):
             raise ValueError(
-                f"{path}: {key}={str(content[key])[:20]} says that the files are parts of ranks; {_ORIGINAL}"
+                f"{path}: {key}={excerpt(str(content[key]), 20)} says that the files are parts of ranks; {_ORIGINAL}"
             )
 
 
@@ -131,7 +142,7 @@ def manifest_problem(path: Path, degree: int) -> str | None:
         content = read_manifest(path)
     except ValueError as error:
         return str(error)
-    missing = next((name for name in content.files if not (path.parent / name).is_file()), None)
+    missing = next((name for name in content.files if not os.path.isfile(path.parent / name)), None)
     if isinstance(content, WholeModel):
         return None if missing is None else f"{path.parent} lacks {missing}, which {path.name} names; fetch it"
     if content.tp_size != degree:

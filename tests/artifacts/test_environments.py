@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from artifact_helpers import Recorder, write_wheel
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmi_server.artifacts.environments import environment
 from lmi_server.artifacts.environments.environment import EngineEnvironment, EnvironmentMaker
 from lmi_server.artifacts.environments.recipe import Recipe, requirement_lines
 from lmi_server.artifacts.environments.room import SIZE, lease, remove_unused
@@ -134,6 +136,49 @@ def test_no_source_is_built(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="building from source is disabled"):
         maker(tmp_path).prepare(recipe(wheels, "evil"), sys.executable, Activity())
     assert not mark.exists()
+
+
+@needs_uv
+def test_wheels_that_are_no_files_are_not_read(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheelhouse"
+    write_wheel(wheels, "tinyone", "1.0")
+    os.mkfifo(wheels / "tinytwo-1.0-py3-none-any.whl")
+    (wheels / "tinythree-1.0-py3-none-any.whl").symlink_to("/dev/zero")
+    (wheels / "tinyfour-1.0-py3-none-any.whl").mkdir()
+    found = maker(tmp_path).prepare(recipe(wheels, "tinyone"), sys.executable, Activity())
+    assert found.packages == {"tinyone": "1.0"}
+
+
+@needs_uv
+@pytest.mark.parametrize("metadata", [None, b"", b"Name: evil\n", b"Version: 1\n", b"\x00", b"Name: \xff"])
+def test_a_wheel_with_damaged_metadata_of_another_package(tmp_path: Path, metadata: bytes | None) -> None:
+    wheel = write_wheel(tmp_path / "wheelhouse", "tinyone", "1.0")
+    python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    beside = f"tinyone-1.0.data/data/lib/{python}/site-packages/evil-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr(f"{beside}/{'METADATA' if metadata is not None else 'other'}", metadata or b"")
+    found = maker(tmp_path).prepare(recipe(wheel.parent, "tinyone"), sys.executable, Activity())
+    assert found.packages == {"tinyone": "1.0"}
+
+
+@needs_uv
+def test_an_environment_serves_even_if_uv_s_cache_cannot_be_cleaned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels = tmp_path / "wheelhouse"
+    for name in ("tinyone", "tinytwo"):
+        write_wheel(wheels, name, "1.0")
+    monkeypatch.setattr(environment, "_CLEANING_WAITS_S", "1")
+    made = maker(tmp_path, unused_bytes=0)
+    first = made.prepare(recipe(wheels, "tinyone"), sys.executable, Activity())
+    first.lease.close()
+    cache = tmp_path / "downloads" / "environments" / "uv-cache"
+    cache.mkdir(exist_ok=True)
+    with (cache / ".lock").open("w") as lock:  # as uv of another server holds it while it installs
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        second = made.prepare(recipe(wheels, "tinytwo"), sys.executable, Activity())
+    assert second.packages == {"tinytwo": "1.0"}
+    assert "uv's cache: " in caplog.text
 
 
 @needs_uv
@@ -324,14 +369,15 @@ def test_whatever_is_taken_names_packages_alone(tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize(
-    "name", ["../engine.txt", "/etc/hostname", "sub/../../engine.txt", "", "\x00", "link", "away/x"]
+    "name", ["../engine.txt", "/etc/hostname", "sub/../../engine.txt", "", "\x00", "\ud800", "link", "away/x", "pipe"]
 )
 def test_the_file_is_one_of_the_model(tmp_path: Path, name: str) -> None:
     directory = model(tmp_path, "msgspec\n")
     (tmp_path / "engine.txt").write_text("secret\n")
     (directory / "link").symlink_to(tmp_path / "engine.txt")
     (directory / "away").symlink_to("/etc")
-    with pytest.raises((ConfigurationError, ValueError)) as refused:
+    os.mkfifo(directory / "pipe")
+    with pytest.raises(ConfigurationError) as refused:
         requirement_lines(directory, name, KEY)
     assert "secret" not in str(refused.value)
 

@@ -357,7 +357,13 @@ def test_a_bucket_of_google_is_read_over_the_same_protocol(
 
 def test_the_endpoint_of_google_is_its_own() -> None:
     assert endpoint_url({"AWS_ENDPOINT_URL": "http://x"}, "gs") == "https://storage.googleapis.com"
+    assert endpoint_url({"STORAGE_EMULATOR_HOST": "localhost:9023"}, "gs") == "http://localhost:9023"
     assert endpoint_url({}, "s3") is None
+
+
+def test_an_endpoint_that_is_no_url_is_named() -> None:
+    with pytest.raises(ArtifactError, match=r"Invalid endpoint: --help; AWS_ENDPOINT_URL, or STORAGE_EMULATOR_HOST"):
+        Boto3({"AWS_ENDPOINT_URL": "--help"}).list_objects(MODEL, Activity())
 
 
 def test_s5cmd_is_preferred(s3: S3) -> None:

@@ -20,6 +20,7 @@ from lmi_server.artifacts.environments.room import SIZE, Lease, bytes_on_disk, l
 from lmi_server.artifacts.environments.uv import Uv
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill
+from lmi_server.contract.errors import ArtifactError
 from lmi_server.contract.texts.sizes import in_words
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ FOLDER = "environments"
 """The folder of the directory of downloads that holds them."""
 _CACHE = "uv-cache"
 _PYTHON = Path("bin", "python")
+_CLEANING_WAITS_S = "10"  # for an installation that uses the cache; uv's default of 300 would delay the model
 
 
 class _Manifest(msgspec.Struct, frozen=True):
@@ -101,7 +103,7 @@ class EnvironmentMaker:
 
     def _finish(self, recipe: Recipe, place: StoreEntry) -> _Manifest:
         sites = [str(path) for path in place.partial_files.glob("lib/python3*/site-packages")]
-        packages = {normalized(found.name): found.version for found in distributions(path=sites)}
+        packages = dict(_installed(sites))
         size = bytes_on_disk(place.partial_files)
         with file_errors(place.directory):
             (place.partial / SIZE).write_text(str(size), encoding="ascii")
@@ -122,7 +124,22 @@ class EnvironmentMaker:
         """Remove what is unused beyond the bound; uv's cache goes, too, for it would keep the files."""
         if remove_unused(self.root / FOLDER, self.unused_bytes) and self._cache.is_dir():
             uv = Uv(self.environment, "uv's cache", self.limit_s, activity)
-            uv.run(["cache", "clean", "--quiet"], {"UV_CACHE_DIR": str(self._cache)}, self.root)
+            variables = {"UV_CACHE_DIR": str(self._cache), "UV_LOCK_TIMEOUT": _CLEANING_WAITS_S}
+            try:
+                uv.run(["cache", "clean", "--quiet"], variables, self.root)
+            except ArtifactError as error:  # the environment of this model is complete nevertheless
+                logger.warning("%s; it is cleaned with the next removal", error.message)
+
+
+def _installed(sites: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name and version of each package. A wheel may bring metadata of others too, which may be damaged."""
+    for found in distributions(path=sites):
+        try:
+            about = found.metadata
+        except ValueError:  # not UTF-8
+            continue
+        if "Name" in about and "Version" in about:
+            yield normalized(about["Name"]), about["Version"]
 
 
 def _write(path: Path, lines: Sequence[str]) -> str:
@@ -138,5 +155,7 @@ def _identity(recipe: Recipe, python: str) -> Iterator[str]:
     interpreter = Path(python).resolve()
     yield f"{interpreter}\0{interpreter.stat().st_mtime_ns}"
     for wheel in () if recipe.wheelhouse is None else sorted(recipe.wheelhouse.glob("*.whl")):
+        if not wheel.is_file():  # a pipe, which would be waited for, or a device without an end
+            continue
         with wheel.open("rb") as file:
             yield f"{wheel.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}"

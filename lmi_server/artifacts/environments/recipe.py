@@ -63,13 +63,15 @@ def requirement_lines(model_dir: Path, name: str, key: str) -> tuple[str, ...]:
     """
     path = model_dir / name
     place = f"{key} = {excerpt(name)}"
+    if not os.path.isfile(path):  # opening a pipe would wait for its writer
+        raise ConfigurationError(f"{place} is no file; name a file in {model_dir}")
     # A link may lead to any file of this machine, and messages quote what cannot be read.
     if os.path.isabs(name) or not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(model_dir)):
         raise ConfigurationError(f"{place} leads out of the directory of the model; name a file in it")
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigurationError(f"{place} cannot be read ({error}); name a file in {model_dir}") from error
     if len(content) > _MAX_BYTES:
         raise ConfigurationError(f"{place} has more than {_MAX_BYTES} bytes; it takes one line for each package")

@@ -97,7 +97,8 @@ def find_s5cmd(environment: Mapping[str, str]) -> str | None:
 def endpoint_url(environment: Mapping[str, str], scheme: str = "s3") -> str | None:
     """Return the endpoint of s3:// or gs://; None for the one of AWS."""
     if scheme == "gs":
-        return environment.get("STORAGE_EMULATOR_HOST") or _GOOGLE
+        emulator = environment.get("STORAGE_EMULATOR_HOST") or _GOOGLE
+        return emulator if "://" in emulator else f"http://{emulator}"  # Google's tools take host:port as well
     return environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or None
 
 
@@ -247,7 +248,10 @@ class Boto3:
     def _client(self) -> Any:
         import boto3
 
-        return boto3.session.Session().client("s3", endpoint_url=self._endpoint)
+        try:
+            return boto3.session.Session().client("s3", endpoint_url=self._endpoint)
+        except ValueError as error:
+            raise ArtifactError(f"{error}; AWS_ENDPOINT_URL, or STORAGE_EMULATOR_HOST for gs://, is a URL") from error
 
 
 def _run_all(executor: ThreadPoolExecutor, fetch: Callable[[Download], None], downloads: Sequence[Download]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ def test_a_list_of_files_is_a_whole_model(tmp_path: Path, changes: dict[str, Any
         ({"checkpoints": [".."]}, "is damaged: checkpoints.0: "),
         ({"checkpoints": ["/etc/passwd"]}, "is damaged: checkpoints.0: "),
         ({"checkpoints": None}, "is damaged: checkpoints: "),
+        ({"checkpoints": ["a.bin"] * 1000}, "a file is named twice, and would be loaded twice"),
+        ({"checkpoints": ["\u00e9" * 255]}, "lacks \u00e9"),  # more bytes than a name may have
+        ({"mp_size": "\n2026 ERROR \x1b[2J"}, r"mp_size=\n2026 ERROR \x1b[2J says"),
     ],
 )
 def test_other_forms_are_refused_with_the_reason(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
@@ -65,6 +69,13 @@ def test_other_forms_are_refused_with_the_reason(tmp_path: Path, changes: dict[s
 def test_what_is_no_manifest_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / NAME).write_text(content)
     assert manifest_problem(tmp_path / NAME, 1) is not None
+
+
+def test_a_pipe_or_a_device_is_no_manifest(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")  # its size is 0
+    for name in ("pipe", "device"):
+        assert "it is no file" in (manifest_problem(tmp_path / name, 1) or "")
 
 
 def test_check_looks_at_the_manifest_and_its_files(tmp_path: Path) -> None:
