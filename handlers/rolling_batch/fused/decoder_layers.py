@@ -117,6 +117,8 @@ class FusedDecoderLayer(nn.Module):
         self.qkv_widths = tuple(heads * self.dim for heads in (self._heads, self._kv_heads, self._kv_heads))
         self.by_one_row = False
         """Whether one row is multiplied by the kernel for one row."""
+        self.chained = False
+        """Whether launches for one row may begin before the one in front of them has ended."""
 
     def forward(
         self, hidden: torch.Tensor, *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
@@ -124,7 +126,7 @@ class FusedDecoderLayer(nn.Module):
         """(1, rows, width) -> the same shape; cosines and sines are (1, rows, head_dim)."""
 
         def attend(qkv: torch.Tensor) -> torch.Tensor:
-            return self._attend(qkv, position_embeddings, alone)
+            return self._attend(qkv, position_embeddings, alone and self.chained)
 
         alone = self.by_one_row and hidden.shape[1] == 1 and not self._is_watched()
         return self.linears(hidden[0], attend, alone)[None]
@@ -147,10 +149,10 @@ class FusedDecoderLayer(nn.Module):
         from handlers.rolling_batch.fused.one_row import multiply
 
         mlp = self.mlp
-        attended = attend(multiply(row.contiguous(), self.qkv_proj, self.input_layernorm, chained=True))
-        row = multiply(attended, self.o_proj, residual=row, chained=True)
-        gated = multiply(row, mlp.gate_up_proj, self.post_attention_layernorm, gated=True, chained=True)
-        return multiply(gated, mlp.down_proj, residual=row, chained=True)
+        attended = attend(multiply(row.contiguous(), self.qkv_proj, self.input_layernorm, chained=self.chained))
+        row = multiply(attended, self.o_proj, residual=row, chained=self.chained)
+        gated = multiply(row, mlp.gate_up_proj, self.post_attention_layernorm, gated=True, chained=self.chained)
+        return multiply(gated, mlp.down_proj, residual=row, chained=self.chained)
 
     def _is_watched(self) -> bool:
         """Whether something is to happen where a linear layer is called: adapters, or a compilation."""

@@ -20,6 +20,7 @@ from handlers.rolling_batch.fused.one_row_kernel import linear_kernel
 
 logger = logging.getLogger(__name__)
 
+_CHAINING = (9, 0)  # from which compute capability on launches may overlap
 _DTYPES = (torch.bfloat16, torch.float32)  # a row that is not normed yet may be too large for float16
 
 
@@ -93,6 +94,8 @@ def choose(layers: Sequence[Any]) -> bool:
     Both ways are recorded as CUDA graphs, as decoding is.
     """
     layers = [layer for layer in layers if takes(layer)]
+    for layer in layers:
+        layer.chained = torch.cuda.get_device_capability(layer.input_layernorm.weight.device) >= _CHAINING
     if not layers or not _agree(layers[0]):
         return False
     one, other = (_seconds(layers, by_kernel) for by_kernel in (True, False))

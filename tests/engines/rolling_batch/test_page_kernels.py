@@ -11,6 +11,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from handlers.rolling_batch.fused.one_row import TILES  # noqa: E402
+from handlers.rolling_batch.fused.one_row_kernel import linear_kernel  # noqa: E402
 from handlers.rolling_batch.pages import kernels  # noqa: E402
 from handlers.rolling_batch.pages.launch import (  # noqa: E402
     MAX_SPLITS,
@@ -83,12 +85,16 @@ def test_decoding_compiles_within_the_shared_memory(
     group = layer.heads // layer.kv_heads
     more = {"GROUP": group, "GROUP_PAD": padded(group), "PAGE": layer.page, "SOFTCAP": layer.softcap}
     decode = compiled(
-        kernels.decode_kernel, {**constants, **more, "DIRECT": not splits}, dtype, architecture, **options
+        kernels.decode_kernel,
+        {**constants, **more, "DIRECT": not splits, "CHAINED": False},
+        dtype,
+        architecture,
+        **options,
     )
     assert decode.metadata.shared <= tuning.shared // 2  # two programs fit
     if splits:
         constants = {"TILE": tile, "VALUE_DIM": layer.value_dim, "VALUE_PAD": padded(layer.value_dim), **layer.scores}
-        whole = {**constants, "HEADS": layer.heads, "SPLITS_PAD": MAX_SPLITS}
+        whole = {**constants, "CHAINED": False, "HEADS": layer.heads, "SPLITS_PAD": MAX_SPLITS}
         assert compiled(kernels.reduce_kernel, whole, dtype, architecture).metadata.shared <= tuning.shared
 
 
@@ -119,3 +125,26 @@ def test_few_rows_are_split_and_many_are_not() -> None:
         splits = splits_for(rows, 8, H100)
         assert splits == 1 or splits * rows * 8 <= H100.processors * H100.programs
         assert splits & (splits - 1) == 0
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("architecture", "chained"), [(86, False), (90, True)])
+def test_the_kernel_for_one_row_compiles(architecture: int, chained: bool, gated: bool) -> None:
+    names = linear_kernel.arg_names
+    constants = {
+        "OUTPUTS": TILES.outputs, "STEP": TILES.step, "SCALED": True, "ROUNDED": False, "BIASED": False,
+        "GATED": gated, "ADDED": not gated, "CHAINED": chained,
+    }  # fmt: skip
+    numbers = {"width": "i32", "outputs": "i32", "epsilon": "fp32"}
+    signature = {name: "constexpr" if name in constants else numbers.get(name, "*bf16") for name in names}
+    aligned = [place for place, name in enumerate(names) if signature[name] not in ("constexpr", "fp32")]
+    source = ASTSource(
+        linear_kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(place,): [["tt.divisibility", 16]] for place in aligned},
+    )
+    options = {"num_warps": TILES.warps, "launch_pdl": chained}
+    result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    assert result.metadata.shared <= A10.shared
+    assert ("griddepcontrol" in result.asm["ptx"]) is chained
