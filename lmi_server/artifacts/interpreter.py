@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -41,7 +40,7 @@ _OWN_PACKAGES = ("lmi_server", "handlers")
 _LIMIT_S = 120.0
 # Prints what an interpreter is and lacks. Engines are looked for and not imported, because that may take a minute.
 _PROBE = """
-import importlib, importlib.util, json, site, sys
+import importlib, importlib.util, json, sys
 asked = json.loads(sys.argv[1])
 def found(name):
     try:
@@ -55,8 +54,7 @@ for name in asked["modules"] if not missing and sys.version_info[:2] >= tuple(as
         importlib.import_module(name)
     except Exception as error:
         broken[name] = f"{type(error).__name__}: {error}"
-print(json.dumps({"version": list(sys.version_info[:3]), "missing": missing, "broken": broken,
-                  "sites": site.getsitepackages()}))
+print("\\n" + json.dumps({"version": list(sys.version_info[:3]), "missing": missing, "broken": broken}))
 """
 
 
@@ -92,6 +90,14 @@ class _Venv(msgspec.Struct, frozen=True):
 
     python: str
     model_dir: str
+
+
+class _Probed(msgspec.Struct):
+    """What an interpreter said of itself: its version, missing packages, and why each broken module fails."""
+
+    version: tuple[int, ...]
+    missing: list[str]
+    broken: dict[str, str]
 
 
 class Interpreters:
@@ -159,38 +165,40 @@ class Interpreters:
         return directory
 
     def _check(self, wanted: WorkerPython, path: str, code: Path) -> None:
-        found = self._probe(
-            path, [*WORKER_PACKAGES, *wanted.packages], ["lmi_server.worker.__main__", *wanted.modules], code
-        )
+        # As workers have it (plan_pool.py): the server's PYTHONPATH brings nothing into an environment.
+        inherited = self._environment.get("PYTHONPATH") if wanted.recipe is None else None
+        modules = ["lmi_server.worker.__main__", *wanted.modules]
+        found = self._probe(path, [*WORKER_PACKAGES, *wanted.packages], modules, code, inherited)
         place, install = f'option.pythonExecutable = "{wanted.executable}"', f"{path} -m pip install"
         if wanted.recipe is not None:
             place, install = wanted.recipe.asked_by, "lines of the file of option.engine_requirements:"
-        version = tuple(found["version"])
+        version = found.version
         if version[:2] < _OLDEST:
             raise ConfigurationError(
                 f"{place}: it is Python {'.'.join(map(str, version))}; a worker needs Python 3.11 or later"
             )
-        if found["missing"]:
-            names = " ".join(
-                f"'{WORKER_PACKAGES.get(name) or _PIP_NAMES.get(name, name)}'" for name in found["missing"]
-            )
+        if found.missing:
+            names = " ".join(f"'{WORKER_PACKAGES.get(name) or _PIP_NAMES.get(name, name)}'" for name in found.missing)
             raise ConfigurationError(
-                f"{place}: it lacks {', '.join(found['missing'])}, which a worker of this model imports; install them "
+                f"{place}: it lacks {', '.join(found.missing)}, which a worker of this model imports; install them "
                 f"there: {install} {names}"
             )
-        for module, reason in found["broken"].items():
+        for module, reason in found.broken.items():
             raise ConfigurationError(
                 f"{place}: a worker cannot import {module} there ({reason}); install what it lacks with "
                 f"{install.removesuffix(':')}, or remove the key"
             )
 
-    def _probe(self, path: str, packages: Sequence[str], modules: Sequence[str], code: Path) -> dict[str, Any]:
+    def _probe(
+        self, path: str, packages: Sequence[str], modules: Sequence[str], code: Path, inherited: str | None
+    ) -> _Probed:
         asked = json.dumps({"packages": packages, "modules": modules, "oldest": _OLDEST})
-        inherited = self._environment.get("PYTHONPATH")
         variables = {"PYTHONPATH": os.pathsep.join([str(code), *([inherited] if inherited else [])])}
-        ended = self._run([path, "-c", _PROBE, asked], variables)
-        found: dict[str, Any] = json.loads(ended)
-        return found
+        printed = self._run([path, "-c", _PROBE, asked], variables).splitlines()
+        try:  # its packages may print something, too
+            return msgspec.json.decode(printed[-1] if printed else "", type=_Probed)
+        except msgspec.MsgspecError as error:
+            raise ArtifactError(f"{path}: a package there prints when Python ends; remove that package") from error
 
     def _venv(self, python: str, model_dir: Path) -> str:
         """Return the interpreter of the model's virtual environment, which also sees the packages of `python`."""

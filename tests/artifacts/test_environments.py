@@ -16,12 +16,14 @@ import pytest
 from artifact_helpers import Recorder, write_wheel
 from hypothesis import given
 from hypothesis import strategies as st
+from installed_wheels import WORKER, write_installed
 
 from lmi_server.artifacts.environments import environment
 from lmi_server.artifacts.environments.environment import EngineEnvironment, EnvironmentMaker
 from lmi_server.artifacts.environments.recipe import Recipe, requirement_lines
 from lmi_server.artifacts.environments.room import SIZE, lease, remove_unused
 from lmi_server.artifacts.environments.uv import Uv, find_uv
+from lmi_server.artifacts.interpreter import WORKER_PACKAGES, Interpreters, WorkerPython
 from lmi_server.artifacts.progress import Activity
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 
@@ -179,6 +181,27 @@ def test_an_environment_serves_even_if_uv_s_cache_cannot_be_cleaned(
         second = made.prepare(recipe(wheels, "tinytwo"), sys.executable, Activity())
     assert second.packages == {"tinytwo": "1.0"}
     assert "uv's cache: " in caplog.text
+
+
+@needs_uv
+@pytest.mark.parametrize("at_exit", [False, True])
+def test_what_its_packages_print_is_not_taken_for_what_python_says(tmp_path: Path, at_exit: bool) -> None:
+    wheels, path = tmp_path / "wheelhouse", tmp_path / "of-the-server"
+    path.mkdir()
+    (path / "msgspec.py").write_text("raise ImportError('of the server')")  # workers do not see it either
+    write_installed(wheels, *WORKER)
+    statement = "import atexit; atexit.register(print, '{')" if at_exit else "import sys; print('{', end='')"
+    with zipfile.ZipFile(write_wheel(wheels, "tinyone", "1.0"), "a") as archive:
+        archive.writestr("tinyone.pth", statement)
+    made = maker(tmp_path)
+    variables = {**made.environment, "PYTHONPATH": str(path)}
+    interpreters = Interpreters(sys.executable, variables, tmp_path / "downloads", made, Activity())
+    wanted = WorkerPython(recipe=recipe(wheels, *WORKER_PACKAGES.values(), "tinyone"))
+    if at_exit:
+        with pytest.raises(ArtifactError, match="a package there prints when Python ends"):
+            interpreters.prepare(wanted, tmp_path)
+    else:
+        assert interpreters.prepare(wanted, tmp_path).environment is not None
 
 
 @needs_uv
