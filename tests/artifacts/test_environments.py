@@ -125,6 +125,27 @@ def test_the_end_of_uv_s_reasons_is_in_the_error(tmp_path: Path) -> None:
 
 
 @needs_uv
+def test_uv_s_reason_is_not_lost_behind_a_long_list(tmp_path: Path) -> None:
+    (tmp_path / "wheelhouse").mkdir()
+    seen = Recorder()
+    with pytest.raises(ArtifactError, match="your requirements are unsatisfiable") as failure:
+        maker(tmp_path).prepare(
+            recipe(tmp_path / "wheelhouse", *(f"package-{number}" for number in range(2000))), sys.executable, seen
+        )
+    assert len(failure.value.message) < 8192
+    assert max(len(said.what) for said in seen.seen) < 1500
+
+
+def test_a_full_disk_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_uv = tmp_path / "uv"
+    fake_uv.write_text("#!/bin/sh\necho 'failed to copy: No space left on device (os error 28)' >&2; exit 2\n")
+    fake_uv.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ArtifactError, match=r"the disk is full; make room, or set SERVING_DOWNLOAD_DIR"):
+        Uv({"PATH": "/usr/bin:/bin"}, "x", 60.0, Activity()).run(["venv"], {}, tmp_path)
+
+
+@needs_uv
 def test_no_source_is_built(tmp_path: Path) -> None:
     """The code of a package must not run with the rights of the server."""
     wheels, mark = tmp_path / "wheelhouse", tmp_path / "mark"
@@ -287,6 +308,7 @@ def test_a_lease_of_another_server_counts_until_its_end(tmp_path: Path) -> None:
 def test_half_made_environments_go_unless_they_are_being_made(tmp_path: Path) -> None:
     for name in ("dead.partial", "busy.partial", "dead.outdated"):
         (tmp_path / name / "env").mkdir(parents=True)
+        (tmp_path / name / SIZE).write_text("100")
     with (tmp_path / "busy.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         remove_unused(tmp_path, 0)

@@ -38,6 +38,12 @@ def test_without_the_keys_the_engine_is_the_server_s(tmp_path: Path) -> None:
     assert explain(found).environment == ()
 
 
+def test_the_name_of_the_file_forges_no_line_of_a_log(tmp_path: Path) -> None:
+    directory = model(tmp_path, r"option.engine_requirements=a\nERROR b")
+    (directory / "a\nERROR b").write_text("msgspec\n")
+    assert recipe_of(inspect_model(directory, {})).asked_by == r"option.engine_requirements = a\nERROR b"
+
+
 def test_a_version_of_vllm_is_a_package_of_its_own_on_each_kind_of_machine(tmp_path: Path) -> None:
     found = inspect_model(model(tmp_path, "option.rolling_batch=vllm", "option.engine_version=0.31.0"), {})
     assert found.problems == ()

@@ -21,6 +21,7 @@ from lmi_server.artifacts.environments.uv import Uv
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill
 from lmi_server.contract.errors import ArtifactError
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.contract.texts.sizes import in_words
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ FOLDER = "environments"
 """The folder of the directory of downloads that holds them."""
 _CACHE = "uv-cache"
 _PYTHON = Path("bin", "python")
+_LONGEST_LIST = 1000  # characters of the requirements in messages, which end with uv's reason
 _CLEANING_WAITS_S = "10"  # for an installation that uses the cache; uv's default of 300 would delay the model
 
 
@@ -82,7 +84,7 @@ class EnvironmentMaker:
         return EngineEnvironment(str(files), str(files / _PYTHON), asked, held)
 
     def _make(self, recipe: Recipe, python: str, place: StoreEntry, lock: int, activity: Activity) -> _Manifest:
-        about = f"{recipe.asked_by}: {', '.join(recipe.requirements)}"
+        about = f"{recipe.asked_by}: {excerpt(', '.join(recipe.requirements), _LONGEST_LIST)}"
         activity.report(f"making an environment for {about}")
         uv = Uv(self.environment, about, self.limit_s, activity)
         variables = self._variables(uv, recipe, python)

@@ -72,6 +72,8 @@ def _unused(root: Path) -> Iterator[tuple[float, int, Path]]:
     """Yield the time of the last use, the bytes and the directory of each environment without a holder."""
     for size_file in root.glob(f"*/{SIZE}"):
         directory = size_file.parent
+        if directory.suffix in (_PARTIAL, _OUTDATED):  # what is nearly complete has its size already
+            continue
         with contextlib.suppress(OSError, ValueError), _locked(_beside(directory, _USED)) as free:
             if free:
                 yield _beside(directory, _USED).stat().st_mtime, int(size_file.read_text()), directory

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lmi_server.artifacts.child_process import ChildTimeoutError, run_child
 from lmi_server.artifacts.progress import Activity
+from lmi_server.artifacts.store import no_room
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 
 NO_UV = "uv, which makes environments, is not installed; run: pip install lmi-server[environments], or remove the key"
@@ -74,6 +75,8 @@ class Uv:
             ) from None
         except OSError as error:
             raise ArtifactError(f"{self._about}: {self._path} cannot be started: {error}") from error
+        if ended.code != 0 and "No space left on device" in ended.stderr:
+            raise ArtifactError(no_room(directory))
         if ended.code != 0:
             raise ArtifactError(
                 f"{self._about}: uv could not install it (exit code {ended.code}): {_end(ended.stderr)}"

@@ -17,6 +17,7 @@ from lmi_server.artifacts.interpreter import WORKER_PACKAGES
 from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import Machine
 
@@ -40,7 +41,7 @@ def engine_recipe(engine: EngineDescription[ModelOptions], model_dir: Path, mach
         asked.append(f"{VERSION_KEY} = {options.engine_version}")
         requirements += _with_version(engine, options.engine_version, machine)
     if options.engine_requirements is not None:
-        asked.append(f"{REQUIREMENTS_KEY} = {options.engine_requirements}")
+        asked.append(f"{REQUIREMENTS_KEY} = {excerpt(options.engine_requirements)}")
         requirements += requirement_lines(model_dir, options.engine_requirements, REQUIREMENTS_KEY)
     wheelhouse = model_dir / _WHEELHOUSE
     return Recipe(
