@@ -100,6 +100,11 @@ class LoadCheck:
 
     @staticmethod
     def _judge(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+        if expected.isnan().any():
+            raise UnsupportedAttentionError(
+                "the model as it was loaded computes NaN for random tokens; its weights are damaged, or too large for"
+                " option.dtype"
+            )
         error = _relative_error(logits, expected)
         if not error <= _limit(dtype):  # NaN is an error too
             raise UnsupportedAttentionError(

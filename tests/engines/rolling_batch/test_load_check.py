@@ -80,6 +80,13 @@ def test_the_check_goes_beyond_chunks_of_attention() -> None:
         runner(60).prepare(4, CONTEXT)
 
 
+def test_weights_that_make_nan_are_named_as_the_cause(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = torch.nan
+    with pytest.raises(ModelLoadError, match="computes NaN for random tokens; its weights are damaged"):
+        load(saved(model, tmp_path))
+
+
 def test_layers_that_round_their_inputs_are_judged_by_their_error(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama")
     check = LoadCheck(model, CONTEXT, rounds_activations=True)
