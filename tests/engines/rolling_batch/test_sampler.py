@@ -18,6 +18,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from handlers.rolling_batch.sampling.chosen import NO_TOKEN
 from handlers.rolling_batch.sampling.gumbel import noise
 from handlers.rolling_batch.sampling.sampler import sample, score
 from handlers.rolling_batch.sampling.state import SamplingState
@@ -178,6 +179,21 @@ def test_rows_are_independent_of_their_neighbours() -> None:
     together = [chosen.token for chosen in sample(logits, states())]
     alone = [sample(logits[i : i + 1], [entry])[0].token for i, entry in enumerate(states())]
     assert together == alone
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("some", [slice(None), slice(3, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_without_numbers_ends_and_leaves_its_neighbours_alone(
+    broken: float, some: slice, dtype: torch.dtype
+) -> None:
+    logits = torch.stack([row(), row(), row()]).to(dtype)
+    logits[1, some] = broken
+    parameters = {"do_sample": True, "temperature": 0.7, "top_p": 0.6}
+    tokens = [chosen.token for chosen in sample(logits, [state(seed, **parameters) for seed in range(3)])]
+    alone = [drawn(row().to(dtype), [state(seed, **parameters)])[0] for seed in (0, 2)]
+    assert [tokens[0], tokens[2]] == alone
+    assert NO_TOKEN <= tokens[1] < 40  # NO_TOKEN: the request ends with an error
 
 
 def test_bfloat16_logits_draw_what_their_float32_values_draw() -> None:
