@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from handlers.deepspeed.manifest import WholeModel, manifest_problem, read_manif
 from handlers.deepspeed.options import DeepSpeedOptions
 from lmi_server.configuration.options import LONG_DTYPES
 from lmi_server.contract.errors import ModelLoadError, describe
+
+_DAMAGED = (AssertionError, AttributeError, LookupError, TypeError, struct.error)
+"""What torch.load raises, beside errors that say so, if bytes of a file were changed."""
 
 
 def load_whole_model(auto_class: Any, path: str, config: Any, options: DeepSpeedOptions) -> Any | None:
@@ -61,7 +65,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
             f"option.checkpoint: {path} is damaged, or holds more than tensors; fetch it again, or convert it to"
             " safetensors"
         ) from error
-    except (OSError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
+    except (*_DAMAGED, OSError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
         raise ModelLoadError(f"option.checkpoint: {path} cannot be read: {describe(error)}; fetch it again") from error
     tensors = found.get("module", found) if isinstance(found, dict) else {}
     if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from handlers.deepspeed.manifest import WholeModel, manifest_problem, read_manifest
 from handlers.deepspeed.options import DeepSpeedOptions
+from handlers.deepspeed.whole_model import _tensors
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ModelLoadError
 
@@ -120,3 +122,18 @@ def test_the_files_give_the_answers_of_the_model(family: str, tmp_path: Path) ->
     torch.save({names[0]: tensors[names[0]]}, tmp_path / "a.bin")
     with pytest.raises(ModelLoadError, match=r"lack .*; name all files of the model"):
         load(str(tmp_path), options)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_damaged_file_is_named(tmp_path: Path, zipped: bool) -> None:
+    torch.save({"weight": torch.ones(3)}, tmp_path / "whole.bin", _use_new_zipfile_serialization=zipped)
+    whole, damaged = (tmp_path / "whole.bin").read_bytes(), tmp_path / "damaged.bin"
+    refused = []
+    for position in range(0, len(whole), 2):
+        damaged.write_bytes(whole[:position] + bytes([whole[position] ^ 0x85]) + whole[position + 1 :])
+        try:
+            _tensors(damaged)
+        except ModelLoadError as error:
+            refused.append(error.message)
+    assert len(refused) > len(whole) // 20
+    assert all(str(damaged) in message for message in refused)
