@@ -225,10 +225,13 @@ def test_what_its_packages_print_is_not_taken_for_what_python_says(tmp_path: Pat
         assert interpreters.prepare(wanted, tmp_path).environment is not None
 
 
-@needs_uv
-def test_uv_has_a_time_limit(tmp_path: Path) -> None:
+def test_uv_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slow_fake_uv = tmp_path / "uv"
+    slow_fake_uv.write_text("#!/bin/sh\nsleep 60\n")
+    slow_fake_uv.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ArtifactError, match=r"did not end within model_loading_timeout=0 seconds; raise it, or put"):
-        maker(tmp_path, limit_s=0).prepare(recipe(tmp_path, "tinyone"), sys.executable, Activity())
+        Uv({"PATH": "/usr/bin:/bin"}, "x", 0.0, Activity()).run(["venv"], {}, tmp_path)
 
 
 @needs_uv
