@@ -206,7 +206,7 @@ def test_failed_and_loading_models_stand_out_and_are_found(browser: Browser, ser
         page.get_by_role("combobox", name="State").select_option(label="Unhealthy")
         page.get_by_role("caption").get_by_text("0 models", exact=True).wait_for()
         page.evaluate("location.hash = 'model/gated'")
-        note, figures = page.locator(".loading").bounding_box(), page.locator(".figures").bounding_box()
+        note, figures = page.locator(".loading").bounding_box(), page.locator(".figures").first.bounding_box()
         assert note is not None
         assert figures is not None
         assert figures["y"] - note["y"] - note["height"] >= 6
