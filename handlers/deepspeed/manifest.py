@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
 from lmi_server.contract.texts.quoting import excerpt
@@ -35,6 +35,8 @@ _DTYPES = {
     "bf16": "bfloat16",
 }
 _File = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=255)]
+# Only the first error is told: pydantic takes a kilobyte for each, and a file may hold millions.
+_Names = Annotated[list[_File], FailFast()]
 
 
 def _once(names: list[str]) -> list[str]:
@@ -44,7 +46,7 @@ def _once(names: list[str]) -> list[str]:
 
 
 class _Files(BaseModel):
-    tp: list[list[_File]]
+    tp: Annotated[list[_Names], FailFast()]
 
 
 class Manifest(BaseModel):
@@ -64,7 +66,7 @@ class Manifest(BaseModel):
 class WholeModel(BaseModel):
     """DeepSpeed's list of files that hold a whole model together; `dtype` is None if the manifest says none."""
 
-    checkpoints: Annotated[list[_File], Field(min_length=1), AfterValidator(_once)]
+    checkpoints: Annotated[_Names, Field(min_length=1), AfterValidator(_once)]
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
 
     @property

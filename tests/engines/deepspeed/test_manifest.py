@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from handlers.deepspeed.manifest import WholeModel, manifest_problem, read_manifest
+from handlers.deepspeed.manifest import MANIFEST_TYPE, WholeModel, manifest_problem, read_manifest
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.deepspeed.whole_model import _tensors
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ModelLoadError
 
 LISTED = {"type": "BLOOM", "checkpoints": ["a.bin", "b.safetensors"], "version": 1.0}
+RANKS = {"type": MANIFEST_TYPE, "tp_size": 1, "dtype": "float32", "quantization": None}
 NAME = "ds_inference_checkpoint.json"
 
 
@@ -71,6 +73,22 @@ def test_other_forms_are_refused_with_the_reason(tmp_path: Path, changes: dict[s
 def test_what_is_no_manifest_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / NAME).write_text(content)
     assert manifest_problem(tmp_path / NAME, 1) is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpoints": [0] * 1000},
+        {**RANKS, "checkpoints": {"tp": [0] * 1000}},
+        {**RANKS, "checkpoints": {"tp": [[0] * 1000]}},
+    ],
+)
+def test_only_the_first_of_many_wrong_names_is_kept(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="is damaged: checkpoints.") as raised:
+        read_manifest(written(tmp_path, **{**LISTED, **changes}))
+    cause = raised.value.__cause__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() == 1
 
 
 def test_a_pipe_or_a_device_is_no_manifest(tmp_path: Path) -> None:
