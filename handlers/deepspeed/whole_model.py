@@ -39,10 +39,7 @@ def load_whole_model(auto_class: Any, path: str, config: Any, options: DeepSpeed
         weights |= _tensors(manifest.parent / name)
     named = LONG_DTYPES.get(options.dtype) or content.dtype
     dtype = "auto" if named is None else getattr(torch, named)
-    model_class = auto_class._model_mapping[
-        type(config)
-    ]  # the auto class reads files of a directory, even with weights
-    model, found = model_class.from_pretrained(
+    model, found = _class(auto_class, config).from_pretrained(
         None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
     )
     missing = sorted(found["missing_keys"])
@@ -52,6 +49,17 @@ def load_whole_model(auto_class: Any, path: str, config: Any, options: DeepSpeed
         )
     model.requires_grad_(False)
     return model.eval()
+
+
+def _class(auto_class: Any, config: Any) -> Any:
+    """Return the class of the model: the auto class reads the files of a directory, even if it gets weights."""
+    known = auto_class._model_mapping
+    if type(config) not in known:  # code of the model itself, which is read with the directory
+        raise ModelLoadError(
+            f"option.checkpoint: transformers has no class for model_type={config.model_type!r}; remove the key to load"
+            " the model's original weights"
+        )
+    return known[type(config)]
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:

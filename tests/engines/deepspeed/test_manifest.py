@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from handlers.deepspeed.manifest import MANIFEST_TYPE, WholeModel, manifest_problem, read_manifest
 from handlers.deepspeed.options import DeepSpeedOptions
-from handlers.deepspeed.whole_model import _tensors
+from handlers.deepspeed.whole_model import _tensors, load_whole_model
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ModelLoadError
 
@@ -84,7 +84,7 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: str) -> None:
     ],
 )
 def test_only_the_first_of_many_wrong_names_is_kept(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="is damaged: checkpoints.") as raised:
+    with pytest.raises(ValueError, match="is damaged: checkpoints") as raised:
         read_manifest(written(tmp_path, **{**LISTED, **changes}))
     cause = raised.value.__cause__
     assert isinstance(cause, ValidationError)
@@ -140,6 +140,17 @@ def test_the_files_give_the_answers_of_the_model(family: str, tmp_path: Path) ->
     torch.save({names[0]: tensors[names[0]]}, tmp_path / "a.bin")
     with pytest.raises(ModelLoadError, match=r"lack .*; name all files of the model"):
         load(str(tmp_path), options)
+
+
+def test_a_model_of_its_own_code_is_refused(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, PretrainedConfig
+
+    written(tmp_path, **{**LISTED, "checkpoints": ["a.bin"]})
+    torch.save({}, tmp_path / "a.bin")
+    config = type("OwnConfig", (PretrainedConfig,), {"model_type": "own"})()
+    options = DeepSpeedOptions(checkpoint=NAME, rolling_batch="deepspeed")
+    with pytest.raises(ModelLoadError, match=r"^option\.checkpoint: .*model_type='own'; remove the key"):
+        load_whole_model(AutoModelForCausalLM, str(tmp_path), config, options)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of odd bytes before it refuses them
