@@ -32,6 +32,15 @@ def recipe_of(found: Inspection, machine: Machine | None = None) -> Recipe:
     return recipe
 
 
+@pytest.mark.parametrize(
+    ("own", "title"),
+    [("", "huggingface"), ("option.engine_version=0.31.0", "lmi-dist"), ("option.pythonExecutable=/x", "lmi-dist")],
+)
+def test_a_vllm_of_the_model_s_own_may_quantise_to_8_bits(tmp_path: Path, own: str, title: str) -> None:
+    lines = ("engine=MPI", "option.rolling_batch=lmi-dist", "option.quantize=bitsandbytes8", own)
+    assert inspect_model(model(tmp_path, *lines), {}).spec.title == title
+
+
 def test_without_the_keys_the_engine_is_the_server_s(tmp_path: Path) -> None:
     found = inspect_model(model(tmp_path), {})
     assert engine_recipe(found.engine, Path(found.model_dir), found.machine) is None

@@ -8,7 +8,15 @@ from pydantic import BeforeValidator, PrivateAttr
 
 from lmi_server.configuration.declaration import Key, Options
 from lmi_server.configuration.layers import Given, Source, build
-from lmi_server.configuration.options import Count, ParallelDegree, PositiveInt, Workers, WorkersOrZero, lower
+from lmi_server.configuration.options import (
+    OWN_PYTHON,
+    Count,
+    ParallelDegree,
+    PositiveInt,
+    Workers,
+    WorkersOrZero,
+    lower,
+)
 from lmi_server.machine.devices import ALL_DEVICES
 
 ENTRY_POINT = "option.entryPoint"
@@ -40,6 +48,7 @@ class DecidingKeys(Options):
     max_model_len: Annotated[PositiveInt | None, Key("option.max_model_len")] = None
     engine_version: Annotated[str | None, Key("option.engine_version")] = None
     engine_requirements: Annotated[str | None, Key("option.engine_requirements")] = None
+    python_executable: Annotated[str, Key("option.pythonExecutable")] = OWN_PYTHON
     quantize: Annotated[str | None, BeforeValidator(lower), Key("option.quantize")] = None
     dtype: Annotated[str | None, BeforeValidator(lower), Key("option.dtype", also=("option.data_type",))] = None
     use_stable_diffusion: Annotated[bool, Key("option.use_stable_diffusion")] = False
@@ -72,9 +81,9 @@ class DecidingKeys(Options):
     def quantises_to_8_bits(self) -> bool:
         """Whether weights are quantised to 8 bits while they load, by LMI-Dist's names for it.
 
-        It is false for a model with an engine of its own: what the server's vLLM lacks says nothing of it.
+        It is false for a model with packages of its own: what the server's vLLM lacks says nothing of them.
         """
-        if self.engine_version is not None or self.engine_requirements is not None:
+        if (self.engine_version, self.engine_requirements, self.python_executable) != (None, None, OWN_PYTHON):
             return False
         return self.dtype == "int8" or self.quantize in ("bitsandbytes", "bitsandbytes8")
 
