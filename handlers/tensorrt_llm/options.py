@@ -435,7 +435,9 @@ class TensorRtLlmOptions(_ModelOptions):
             yield "option.quantize=awq", _AWQ
         if self.quantize is None and self.quant_algo is None:
             yield "option.quantize or option.quant_algo", _CALIBRATION
-        if self.runs_on == "pytorch":
+        if self.backend == "auto" and self.runs_elsewhere:
+            pass  # the package there decides what computes
+        elif self.runs_on == "pytorch":
             builds = package.installed().builds_engines or self.backend == "pytorch"
             yield "option.backend=tensorrt" + ("" if builds else _OLDER_PACKAGE), _TENSORRT_ONLY
         else:

@@ -182,3 +182,9 @@ def test_the_fake_refuses_what_only_engines_have(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="LLM got invalid argument: build_config"):
         LLM(str(tmp_path), build_config={})
     shutil.rmtree(tmp_path)
+
+
+def test_the_package_of_another_environment_is_not_judged_by_this_one(tmp_path: Path) -> None:
+    found = inspected(tmp_path, engine_version="1.1.0", use_fused_mlp="true")
+    assert found.problems == ()
+    assert not [line for line in found.warnings if "use_fused_mlp" in line]
