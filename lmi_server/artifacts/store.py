@@ -30,7 +30,7 @@ from lmi_server.artifacts.progress import Activity
 from lmi_server.contract.errors import ArtifactError
 from lmi_server.contract.texts.sizes import in_words
 
-_LOCK_POLL_S = 0.2
+LOCK_POLL_S = 0.2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _Manifest = TypeVar("_Manifest", bound=msgspec.Struct)
 
@@ -98,9 +98,9 @@ def claim(place: StoreEntry, activity: Activity) -> Iterator[int]:
         descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         # Polling instead of a blocking flock, so that a cancelled fetch stops to wait.
-        while not _try_lock(descriptor):
+        while not try_lock(descriptor):
             activity.report(f"waiting for another server that fetches {place.name}")
-            activity.pause(_LOCK_POLL_S)
+            activity.pause(LOCK_POLL_S)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -158,9 +158,10 @@ def no_room(directory: Path) -> str:
     return f"{directory}: the disk is full; make room, or set SERVING_DOWNLOAD_DIR to a directory on a larger one"
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock a file unless another descriptor has a lock that excludes `kind`; return whether it is locked."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

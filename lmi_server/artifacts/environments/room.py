@@ -17,14 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.store import file_errors
+from lmi_server.artifacts.store import LOCK_POLL_S, file_errors, try_lock
 
 logger = logging.getLogger(__name__)
 
 SIZE = "size"
 """The file in an environment's entry that has its bytes on the disk, as a number."""
 _USED, _LOCK, _PARTIAL, _OUTDATED = ".used", ".lock", ".partial", ".outdated"
-_LOCK_POLL_S = 0.2
 
 
 class Lease:
@@ -41,9 +40,9 @@ def lease(directory: Path, activity: Activity) -> Lease:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     held = Lease(descriptor)
-    while not _try_lock(descriptor, fcntl.LOCK_SH):
+    while not try_lock(descriptor, fcntl.LOCK_SH):
         activity.report(f"waiting for the removal of {directory}")
-        activity.pause(_LOCK_POLL_S)
+        activity.pause(LOCK_POLL_S)
     os.utime(descriptor)
     return held
 
@@ -102,17 +101,9 @@ def _locked(path: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _try_lock(descriptor, fcntl.LOCK_EX)
+        yield try_lock(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _beside(directory: Path, suffix: str) -> Path:
