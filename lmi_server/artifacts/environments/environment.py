@@ -20,7 +20,7 @@ from lmi_server.artifacts.environments.room import SIZE, Lease, bytes_on_disk, l
 from lmi_server.artifacts.environments.uv import Uv
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill
-from lmi_server.contract.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError, ConfigurationError
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.contract.texts.sizes import in_words
 
@@ -125,11 +125,14 @@ class EnvironmentMaker:
     def _sweep(self, python: str, activity: Activity) -> None:
         """Remove what is unused beyond the bound; uv's cache goes, too, for it would keep the files."""
         if remove_unused(self.root / FOLDER, self.unused_bytes) and self._cache.is_dir():
-            uv = Uv(self.environment, "uv's cache", self.limit_s, activity)
             variables = {"UV_CACHE_DIR": str(self._cache), "UV_LOCK_TIMEOUT": _CLEANING_WAITS_S}
             try:
+                uv = Uv(self.environment, "uv's cache", self.limit_s, activity)
                 uv.run(["cache", "clean", "--quiet"], variables, self.root)
-            except ArtifactError as error:  # the environment of this model is complete nevertheless
+            except (
+                ArtifactError,
+                ConfigurationError,
+            ) as error:  # the environment of this model is complete nevertheless
                 logger.warning("%s; it is cleaned with the next removal", error.message)
 
 
