@@ -304,7 +304,7 @@ def _beside(keys: _LayerKeys, text: str) -> str:
 
 
 def _add_limits(keys: _LayerKeys, content: RayLlmFile | LlmConfigFile) -> None:
-    """Add the needs of one replica, which hold for the workers of one machine too."""
+    """Add the limits of one replica, which hold for the workers of one machine too."""
     max_ongoing, queued = content.deployment_config.max_ongoing_requests, content.deployment_config.max_queued_requests
     batch = keys.given.get("option.max_rolling_batch_size")
     if max_ongoing is not None and (batch is None or (batch.raw.isdecimal() and int(batch.raw) > max_ongoing)):

@@ -77,7 +77,7 @@ class Router:
             self._adapters.record(adapter, worker)
 
     def forget(self, worker: WorkerProcess) -> None:
-        """Move the requests of a worker that takes no more to any other worker."""
+        """Let requests that would go to this worker, which takes no more, go to any other."""
         for memory in (self.sessions, self.prefixes, self._adapters):
             if memory is not None:
                 memory.forget(worker)
