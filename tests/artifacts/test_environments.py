@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from installed_wheels import WORKER, write_installed
 
-from lmi_server.artifacts.environments import environment
+from lmi_server.artifacts.environments import environment, uv
 from lmi_server.artifacts.environments.environment import EngineEnvironment, EnvironmentMaker
 from lmi_server.artifacts.environments.recipe import Recipe, requirement_lines
 from lmi_server.artifacts.environments.room import SIZE, lease, remove_unused
@@ -202,6 +202,13 @@ def test_an_environment_serves_even_if_uv_s_cache_cannot_be_cleaned(
         second = made.prepare(recipe(wheels, "tinytwo"), sys.executable, Activity())
     assert second.packages == {"tinytwo": "1.0"}
     assert "uv's cache: " in caplog.text
+    second.lease.close()
+    held = made.prepare(recipe(wheels, "tinyone"), sys.executable, Activity())
+    entry(tmp_path / "downloads" / "environments", "unused", size=1, used_at=1.0)
+    cache.mkdir(exist_ok=True)
+    monkeypatch.setattr(uv, "find_uv", lambda environment: None)  # it was removed, and the environment is complete
+    assert made.prepare(recipe(wheels, "tinyone"), sys.executable, Activity()).python == held.python
+    assert not (tmp_path / "downloads" / "environments" / "unused").exists()
 
 
 @needs_uv
