@@ -115,7 +115,7 @@ class Console:
         return found
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a chat as /v1/chat/completions does, for clients that may manage models: it needs no key."""
+        """Answer a chat as /v1/chat/completions does, for clients that may manage models; they need no other key."""
         try:
             self._guard.check(scope)
         except LmiServerError as error:

@@ -1,5 +1,4 @@
-"""The known facts about a client, and the secrets before clients on other machines: where this machine keeps its
-files."""
+"""What is known of a client, and what clients on other machines are not told: where this machine keeps its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log line with which the server is ready: its address, and how to try it."""
+"""The log line of a server that is ready: its address, and how to try it."""
 
 from __future__ import annotations
 

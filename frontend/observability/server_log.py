@@ -199,7 +199,7 @@ def _size(record: logging.LogRecord | None) -> int:
 
 
 class _DroppingHandler(QueueHandler):
-    """Puts records into the queue; counts the others."""
+    """Puts records into the queue; counts those that do not fit."""
 
     queue: _RecordQueue
 

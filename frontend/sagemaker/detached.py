@@ -17,7 +17,7 @@ from lmi_server.contract.errors import NoRoomError
 from lmi_server.dialects.errors import error_reply
 from lmi_server.supervisor.job import ReplySlot
 
-# The state of one answer over HTTP, and not of the model's.
+# Headers of one answer over HTTP, and not of the model's answer.
 _OF_AN_ANSWER = frozenset({"content-length", "connection", "x-request-id", "pragma", "cache-control", "expires"})
 _TURN = 256  # pieces, after which other requests have their turn: nothing else here waits
 _ITEM_SIZE = 64  # bytes that a piece of an answer takes beside its content

@@ -194,7 +194,7 @@ class Control(Message, frozen=True):
 
 
 class SetLogLevel(Message, frozen=True):
-    """Set a log level of the worker, a name of Python's logging: the level of `logger`, "" for all others.
+    """Set a log level of the worker, a name of Python's logging: the level of `logger`, "" for loggers without one.
 
     There is no answer.
     """

@@ -12,7 +12,7 @@ FORMATS = ("AIFF", "AU", "FLAC", "MP3", "OGG", "RF64", "WAV", "WAVEX")
 _PIECE = 1 << 18  # samples of all channels together
 _SAMPLE_SIZE = 4
 # A sound is mixed to one channel and resampled as it is decoded. That takes time for the whole file, and memory for the
-# rest of it, which is less.
+# result, which is smaller.
 _TIME_SHARE = 16
 _LOUDEST = 1e6  # 1 is full scale; squares of more are no float32 any more, and make a model's numbers no numbers
 _RATES = range(1000, 1_000_000)  # Hz, of a file

@@ -136,7 +136,7 @@ def _own_process() -> ProcessCollector:
 
 
 def vllm_families(models: Sequence[tuple[ModelMetrics, WorkerPool]]) -> Iterator[Family]:
-    """Yield the figures that vLLM would report, for dashboards made for vLLM."""
+    """Yield the figures that vLLM would report of models that it does not serve, for dashboards made for vLLM."""
     if not models:
         return
     keyed = [((metrics.name, pool.label), metrics, pool) for metrics, pool in models]

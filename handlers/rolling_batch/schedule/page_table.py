@@ -1,6 +1,6 @@
 """The contents of the pages of the KV cache: plain data, no tensors (PagedAttention, Kwon et al., SOSP 2023).
 
-A page has room for a fixed number of tokens. A sequence has a list of pages; only the last one is not full; it
+A page has room for a fixed number of tokens. A sequence has a list of pages; only the last one is not full. A sequence
 keeps the number of its slot as long as it runs. Sequences that begin with the same tokens share the pages full of them,
 which are not written any more. If the common tokens end within a page, the newcomer gets a copy of that page. When a
 sequence leaves, its pages stay with its tokens (cached) until they are needed.
@@ -187,7 +187,7 @@ class PageTable:
         assert self._listed.keys() == self._running.keys()
 
     def _continue(self, sequence: PagedSequence, match: Match) -> None:
-        """Copy the page in which the common tokens end, and let their former sequence be evicted later."""
+        """Copy the page in which the common tokens end, and let the sequence with them be evicted later."""
         source = self._owners.sequence(match.slot)
         self._owners.touch(match.slot)
         if source.tokens == match.tokens:

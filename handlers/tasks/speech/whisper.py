@@ -288,8 +288,8 @@ class Whisper(SpeechRecognition):
             one.result = self._result(one)
 
     def _advance_of(self, tokens: Sequence[int], frames: int) -> int:
-        """Return where the next window begins, in frames from the begin of this one: if another time follows the cut,
-        at that time."""
+        """Return where the next window begins, in frames from the begin of this one: if two times end the tokens, at
+        the first of them."""
         if tokens[-2:] and min(tokens[-2:]) >= self._first_time and len(tokens) > 1:
             return (tokens[-2] - self._first_time) * _FRAMES_PER_TOKEN or frames
         return frames
