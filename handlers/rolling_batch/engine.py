@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from handlers.generation.detokenizer import TokenTexts
 from handlers.generation.token_pieces import TokenPieces
@@ -28,9 +28,6 @@ from handlers.rolling_batch.step_recorder import EngineStats, StepRecorder
 from handlers.step_loop import EngineLostError, Output
 from lmi_server.contract.errors import describe, failure_of, is_device_failure
 from lmi_server.contract.generation import SamplingParameters
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ import torch
 
 _LAYERS = "deepstack_visual_embeds"  # added behind the first layers (DeepStack, Meng et al., 2024)
 _EXPECTED = {"inputs_embeds", "position_ids", "attention_mask", _LAYERS, "visual_pos_masks", "per_layer_inputs"}
-
-
 _WINDOWED = "sliding_attention"  # a kind of layers, as transformers names it
 BothWays = Literal["none", "windows", "all"]
 """The layers in which the tokens of an image attend to each other in both directions."""
