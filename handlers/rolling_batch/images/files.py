@@ -10,7 +10,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -147,10 +147,10 @@ class ReservedRoom:
         self._room, self._size = room, size
         self._fetch: Future[bytes] | None = None
 
-    async def fetched(self, fetch: Future[bytes]) -> bytes:
+    def fetched(self, fetch: Future[bytes]) -> Awaitable[bytes]:
         """Return what a thread fetches into this room."""
         self._fetch = fetch
-        return await asyncio.wrap_future(fetch)
+        return asyncio.wrap_future(fetch)
 
     def shrink(self, size: int) -> None:
         """Keep room for `size` bytes alone."""
@@ -165,10 +165,12 @@ class ReservedRoom:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(self._room.give_back, self._size)
 
-        if self._fetch is None or self._fetch.done():
+        # The traceback of a failed fetch has this room: with the fetch in it, it would hold itself and all files.
+        fetch, self._fetch = self._fetch, None
+        if fetch is None or fetch.done():
             self._room.give_back(self._size)
         else:
-            self._fetch.add_done_callback(give_back)
+            fetch.add_done_callback(give_back)
 
 
 def decoded(part: ImagePart) -> bytes:

@@ -139,12 +139,12 @@ class ImageIntake:
             return
         async with self._room.reserve(MAX_BYTES) as room:
             left = MAX_BYTES
-            for place in remote:
-                data = await room.fetched(self._fetching.submit(self._files.fetch, parts[place], left))
-                left -= len(data)
-                files[place] = parts[place], data
-            room.shrink(MAX_BYTES - left)
             try:
+                for place in remote:
+                    data = await room.fetched(self._fetching.submit(self._files.fetch, parts[place], left))
+                    left -= len(data)
+                    files[place] = parts[place], data
+                room.shrink(MAX_BYTES - left)
                 yield files
             finally:  # the traceback of a request that failed has the list
                 files.clear()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import io
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +137,29 @@ def test_files_of_all_requests_are_bounded_and_none_is_forgotten(
         await served.handler.stop()
 
     asyncio.run(run())
+
+
+def test_a_failed_fetch_keeps_nothing_alive() -> None:
+    """The error would hold its traceback, that the room, and the room the fetch with the error."""
+
+    def fails() -> bytes:
+        raise RequestError("the URL cannot be fetched")
+
+    async def run() -> weakref.ref[RequestError]:
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                async with files.FileRoom(1).reserve(1) as room:
+                    await room.fetched(pool.submit(fails))
+            except RequestError as error:
+                return weakref.ref(error)
+        raise AssertionError("the fetch did not fail")
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(run())() is None
+    finally:
+        gc.enable()
 
 
 def test_images_beyond_the_context_are_not_all_processed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
