@@ -173,7 +173,7 @@ def test_images_beyond_the_context_are_not_all_processed(directory: Path, monkey
     async def run() -> None:
         served = await ServedImages.start(directory)
         monkeypatch.setattr(ImageReader, "process", process)
-        monkeypatch.setattr(served.handler._intake, "_limit", 20)
+        monkeypatch.setattr(served.handler._intake._images, "_limit", 20)
         with pytest.raises(ContextLengthError):
             await ask(served, *(data_url(noise(number)) for number in range(16)))
         assert 0 < len(read) < 16
