@@ -232,10 +232,11 @@ class Whisper(SpeechRecognition):
             return None
         prompt = self._prompt_ids(one.parameters.get("prompt", ""))
         parts = [prompt[1:]] if "prompt" in one.parameters else []  # an empty text has a token, too
-        for segment in one.segments:
+        most = self.model.config.max_target_positions // 2 - 1
+        for segment in one.segments[-most:]:  # each begins with a time
             tokens = segment.tokens
             parts.append(tokens[:-1] if len(tokens) > 2 and tokens[-2] >= self._first_time else tokens)
-        return torch.cat([prompt[:1], torch.cat(parts)[-(self.model.config.max_target_positions // 2 - 1) :]])
+        return torch.cat([prompt[:1], torch.cat(parts)[-most:]])
 
     def _of_generate(
         self, parameters: Mapping[str, Any], languages: Sequence[str | None], before: Any = None
