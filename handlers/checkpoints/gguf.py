@@ -60,14 +60,14 @@ def refuse_sizes(config: Any, path: str) -> None:
 
     header = _header(path)
     most = _MOST_PER_WEIGHT * header.parameters + _ALLOWED_WEIGHTS
-    experts = int(header.values.get(f"{header.architecture}.expert_count", 0))
-    needed = experts * int(config.num_hidden_layers)  # modules that are made one by one
-    if needed <= most:
-        try:
+    try:
+        experts = int(header.values.get(f"{header.architecture}.expert_count", 0))
+        needed = experts * int(config.num_hidden_layers)  # modules that are made one by one
+        if needed <= most:
             with torch.device("meta"):
                 needed = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
-        except (TypeError, ValueError, RuntimeError):
-            return  # loading the model fails so too, and says for which file
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AssertionError):
+        return  # loading the model fails so too, and says for which file
     if needed > most:
         raise ModelLoadError(
             f"{path}: the sizes in the file are those of a model with {needed:,} weights, and it has"

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-_BROKEN = (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError)
+_BROKEN = (StrictDataclassError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 
 _BEFORE_BF16 = "a GPU of this worker is older than compute capability 8.0, and computes no bfloat16"
 

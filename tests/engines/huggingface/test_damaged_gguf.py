@@ -61,6 +61,20 @@ def test_sizes_of_a_far_larger_model_are_refused_before_anything_is_allocated(
         load_model(AutoModelForCausalLM, str(path), HuggingFaceOptions())
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "size"),
+    [("qwen2moe", "attention.head_count_kv", 0), ("qwen2moe", "embedding_length", 0), ("phi3", "context_length", 64)],
+)
+def test_sizes_with_which_no_model_can_be_made_are_refused_for_the_file(
+    architecture: str, name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A division by zero, a power of zero, and a padding token behind the three of the vocabulary."""
+    monkeypatch.setitem(SIZES, name, size)
+    path = write_gguf(tmp_path / "model.gguf", architecture, layers=2)
+    with pytest.raises(ModelLoadError, match=re.escape(f"cannot load {path}: ")):
+        load_model(AutoModelForCausalLM, str(path), HuggingFaceOptions())
+
+
 def test_a_file_that_is_cut_is_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", layers=2)
     path.write_bytes(path.read_bytes()[:-64])
