@@ -408,6 +408,12 @@ class TensorRtLlmOptions(_ModelOptions):
         if algorithm is not None and algorithm.upper() not in engine_arguments.ON_PYTORCH:
             allowed = " or ".join(engine_arguments.ON_PYTORCH)
             yield Conflict(("option.kv_cache_quant_algo",), f"{allowed} {self._on_pytorch}")
+        elif algorithm is not None and self.kv_cache_dtype not in (
+            None,
+            engine_arguments.ON_PYTORCH[algorithm.upper()],
+        ):
+            keys = ("option.kv_cache_quant_algo", "option.kv_cache_dtype")
+            yield Conflict(keys, f"one of the two {self._on_pytorch}: both are the data type of the KV cache")
 
     @property
     def _on_pytorch(self) -> str:

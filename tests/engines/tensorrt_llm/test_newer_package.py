@@ -145,6 +145,12 @@ def test_the_older_backend_is_refused_if_the_package_lacks_it(tmp_path: Path) ->
     assert 'allowed: auto or pytorch with TensorRT-LLM 1.4.0, which builds no engines; or pip install "tensorrt' in line
 
 
+@pytest.mark.parametrize(("dtype", "problems"), [("fp8", 0), ("auto", 1), ("nvfp4", 1)])
+def test_a_kv_cache_has_one_data_type(tmp_path: Path, dtype: str, problems: int) -> None:
+    found = inspected(tmp_path, model_id="x", kv_cache_quant_algo="FP8", kv_cache_dtype=dtype).problems
+    assert len([line for line in found if "both are the data type of the KV cache" in line]) == problems, found
+
+
 def test_what_changes_nothing_is_a_warning_by_name(tmp_path: Path) -> None:
     found = inspected(tmp_path, model_id="x", **IDLE)
     assert found.problems == ()
