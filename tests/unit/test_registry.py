@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -10,7 +13,7 @@ from relay_helpers import on_loop
 
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.configuration.resolve import inspect_model
-from lmi_server.contract.errors import ModelMemoryError
+from lmi_server.contract.errors import ConfigurationError, ModelMemoryError
 from lmi_server.contract.protocol import Input
 from lmi_server.machine.inventory import Machine
 from lmi_server.serving.models import model_memory
@@ -56,6 +59,30 @@ async def test_idle_models_make_room_if_the_settings_say_so(tmp_path: Path, monk
         assert models.names == ["a", "c", "d"], "nothing is unloaded in vain"
         await models.register_and_load(make_model(tmp_path / "most", 700))
         assert models.names == ["d", "most"]
+    finally:
+        await models.stop()
+
+
+class Lease:
+    """Stands for the lease of an environment."""
+
+
+@on_loop
+async def test_a_failed_model_keeps_nothing_of_its_load(tmp_path: Path) -> None:
+    held: list[weakref.ref[Lease]] = []
+
+    def inspect(*_: object) -> NoReturn:
+        lease = Lease()
+        held.append(weakref.ref(lease))
+        raise ConfigurationError("x is wrong")
+
+    models = ModelRegistry({}, artifact_settings(tmp_path / "downloads", {}), inspect, drain_timeout_s=0.0)
+    model = models.register(make_model(tmp_path / "a", 1))
+    try:
+        await model.settled.wait()
+        gc.collect()
+        assert isinstance(model.failure, ConfigurationError)
+        assert [lease() for lease in held] == [None]
     finally:
         await models.stop()
 

@@ -313,7 +313,7 @@ class ModelRegistry(ModelCatalog):
 
 def _fail(model: Model, error: LmiServerError) -> None:
     logger.error("model %s could not be loaded: %s", model.label, error)
-    model.failed = error
+    model.failed = error.with_traceback(None)  # its frames would keep the lease of an engine's environment
 
 
 def _unregistered_error(model: Model) -> ModelNotFoundError:
