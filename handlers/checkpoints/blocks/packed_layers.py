@@ -56,8 +56,9 @@ def _of_compressed_tensors(layer: Any) -> StoredWeight | None:
     weights, shape, scales = scheme.weights, torch.Size(layer.weight_shape.tolist()), layer.weight_scale.detach()
     is_plain = weights.type == "int" and weights.symmetric and weights.num_bits in (4, 8)
     in_order = getattr(layer, "weight_g_idx", None) is None
+    of_outputs = scales.ndim == 2 and scales.shape[:1] == packed.shape[:1] == shape[:1]  # not of blocks of outputs
     blocks = shape[1] // INPUTS
-    if not (is_plain and in_order and scales.ndim == 2 and shape[1] % INPUTS == 0 and blocks % scales.shape[1] == 0):
+    if not (is_plain and in_order and of_outputs and shape[1] % INPUTS == 0 and blocks % scales.shape[1] == 0):
         return None
     if not torch.equal(scales.half().float(), scales.float()):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from handlers.checkpoints.blocks.layers import BlockLinear
+from handlers.checkpoints.blocks.packed_layers import keep_packed
 from handlers.checkpoints.quantization import Int8Linear, quantization_details, warn_once_of_casts
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface import model as transformers_model
@@ -120,6 +122,18 @@ def test_packed_weights_give_the_tokens_of_compressed_tensors_in_fp32(plain: Pat
     engine.run()
     assert engine.fused["attentions"] == 2
     assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("scales", "kept"), [(32, 1), (1, 0), (2, 0)])
+def test_packed_weights_with_a_scale_for_several_outputs_stay_with_the_library(scales: int, kept: int) -> None:
+    layer: Any = nn.Module()
+    layer.weight_packed = torch.zeros((32, 8), dtype=torch.int32)
+    layer.weight_shape, layer.weight_scale = torch.tensor([32, 32]), torch.ones((scales, 1))
+    weights = SimpleNamespace(type="int", symmetric=True, num_bits=8)
+    layer.quantization_scheme, layer.bias = SimpleNamespace(weights=weights, input_activations=None), None
+    model: Any = nn.Sequential(layer)
+    model.dtype = torch.bfloat16
+    assert keep_packed(model) == kept
 
 
 def test_8_bits_of_bitsandbytes_are_blocks_in_bfloat16(plain: Path) -> None:
