@@ -124,7 +124,10 @@ def check_installed(wheel, directory, version):
             answer = ask(server, directory / "log")
         finally:
             server.terminate()
-            server.wait()
+            try:
+                server.wait(ANSWER_S)
+            finally:
+                server.kill()  # nothing, if it has ended
     if "fox" not in json.dumps(answer):
         sys.exit(f"the server of the wheel answers {answer} to a prompt about a fox")
     setup.say("the wheel serves, with nothing but what it demands")
