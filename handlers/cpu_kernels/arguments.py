@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CACHE_LINE = 64  # bytes
-SCALE_BYTES = 2
-"""Behind each row of a KV cache in 8 bits: see attention/packed_rows.py."""
 
 
 class AttentionSettings(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from handlers.chats.options import ParserOptions
-from handlers.cpu_kernels.arguments import SCALE_BYTES
+from handlers.cpu_kernels.row_layout import SCALE_BYTES
 from handlers.structured_output.options import WhiteSpaceLimit
 from lmi_server.configuration.declaration import Allowed
 from lmi_server.configuration.options import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, lower

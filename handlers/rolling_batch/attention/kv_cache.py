@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from handlers.cpu_kernels.arguments import SCALE_BYTES
+from handlers.cpu_kernels.row_layout import SCALE_BYTES
 from lmi_server.contract.errors import ModelLoadError
 
 _PAGE = mmap.PAGESIZE
