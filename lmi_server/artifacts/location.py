@@ -11,7 +11,7 @@ from urllib.parse import unquote
 # What a user may name as a model, for messages.
 MODEL_FORMS = (
     "a directory, an archive, a file in GGUF, a model file of Ray in YAML, owner/name of the Hugging Face Hub,"
-    " s3://bucket/prefix or gs://bucket/prefix, or a file: URL"
+    " s3://bucket/prefix, gs://bucket/prefix, or a file: URL"
 )
 BUCKETS = ("s3://", "gs://")
 """How the URL of a bucket begins that the server fetches from."""

@@ -108,7 +108,8 @@ def test_a_missing_directory_is_printed_plainly(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert result.stderr == (
         f"{tmp_path / 'nowhere'}: there is no such directory; a model is a directory, an archive, a file in GGUF, "
-        "a model file of Ray in YAML, owner/name of the Hugging Face Hub, s3://bucket/prefix, or a file: URL\n"
+        "a model file of Ray in YAML, owner/name of the Hugging Face Hub, s3://bucket/prefix, gs://bucket/prefix, "
+        "or a file: URL\n"
     )
 
 
