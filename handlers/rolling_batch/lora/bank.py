@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -52,7 +53,8 @@ class AdapterBank:
     device: torch.device
     version: int = 0
     places: torch.Tensor = field(init=False)  # of the rows, (rows,) int32; -1 for none
-    _held: dict[Adapter, int] = field(default_factory=dict)  # place by adapter, the least recently needed first
+    # Place by adapter, the least recently needed first. A removed adapter goes with the last request that has it.
+    _held: WeakKeyDictionary[Adapter, int] = field(default_factory=WeakKeyDictionary)
     _matrices: dict[nn.Module, _Matrices] = field(default_factory=dict)
     _capacity: int = 0
 
@@ -65,14 +67,10 @@ class AdapterBank:
         with torch.inference_mode():
             if not self._has_room(needed):
                 self._grow(needed)
-            self._hold(needed)
-            own = [-1 if adapter is None else self._held[adapter] for adapter in adapters]
+            held = self._hold(needed)
+            own = [-1 if adapter is None else held[adapter] for adapter in adapters]
             places = np.array(own + own[-1:] * (self.rows - len(own)), np.int32)
             self.places.copy_(upload(places, self.device), non_blocking=True)
-
-    def discard(self, adapter: Adapter) -> None:
-        """Give the place of an adapter to others."""
-        self._held.pop(adapter, None)
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -100,8 +98,9 @@ class AdapterBank:
                     return False
         return True
 
-    def _hold(self, needed: Mapping[Adapter, None]) -> None:
-        """Put adapters that have no place yet to free ones, or to those of adapters that this pass does not need."""
+    def _hold(self, needed: Mapping[Adapter, None]) -> dict[Adapter, int]:
+        """Return the places of adapters; those without one get free ones, or ones that this pass does not need."""
+        places = {}
         free = sorted(set(range(self._capacity)) - set(self._held.values()))
         for adapter in needed:
             place = self._held.pop(adapter, None)
@@ -109,7 +108,8 @@ class AdapterBank:
                 place = free.pop() if free else self._held.pop(next(old for old in self._held if old not in needed))
                 for module, kept in self._matrices.items():
                     kept.put(place, adapter.layers.get(module))
-            self._held[adapter] = place
+            self._held[adapter] = places[adapter] = place
+        return places
 
     def _grow(self, needed: Mapping[Adapter, None]) -> None:
         """Make room for these adapters, and forget all others."""
@@ -121,9 +121,13 @@ class AdapterBank:
             for module, pair in adapter.layers.items():
                 ranks[module] = max(ranks.get(module, 0), -(-len(pair[0]) // _RANK_STEP) * _RANK_STEP)
                 widths[module] = pair
-        widths |= {module: (kept.down[0], kept.up[0]) for module, kept in self._matrices.items()}
+        # Without their memory, which is free for the larger ones then.
+        widths |= {
+            module: (kept.down.new_empty((0, kept.down.shape[2])), kept.up.new_empty((0, kept.up.shape[2])))
+            for module, kept in self._matrices.items()
+        }
         self._capacity = max(_LEAST_PLACES, self._capacity, 1 << (len(needed) - 1).bit_length())
-        self._matrices.clear()  # its memory first
+        self._matrices.clear()
         for module, pair in widths.items():
             shape = (self._capacity, ranks[module])
             self._matrices[module] = _Matrices(*(like.new_zeros((*shape, like.shape[1])) for like in pair))

@@ -169,8 +169,6 @@ class LoraLayers:
     def forget(self, weights: LoraWeights) -> None:
         """Drop the stacks with an adapter. For sequences that still run with it they are built again."""
         weights.is_forgotten = True
-        if self.bank is not None:
-            self.bank.discard(weights)
         if weights in self._stacked:
             self._unstack()
 
