@@ -42,7 +42,8 @@ _SMOOTHQUANT = {
 # TensorRT-LLM's names of the linear layers of a decoder. An engine of TensorRT needs a list; without one, PyTorch
 # reserves memory for every kind of layer that TensorRT-LLM knows.
 _LINEAR_LAYERS = ("attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate")
-_KV_CACHE_ALGORITHMS = {"fp8": "FP8", "int8": "INT8"}
+KV_CACHE_ALGORITHMS = {"fp8": "FP8", "int8": "INT8"}
+"""The quantisations of the KV cache of an engine, by option.kv_cache_dtype."""
 ON_PYTORCH = {"FP8": "fp8", "NVFP4": "nvfp4"}
 """The data types of a KV cache on PyTorch, by option.kv_cache_quant_algo."""
 
@@ -155,7 +156,7 @@ def _quantization(options: TensorRtLlmOptions) -> Mapping[str, Any]:
     smoothing, blocks = options.smoothquant_val, options.awq_block_size
     values = {
         "quant_algo": options.quant_algo or named.get(options.quantize),
-        "kv_cache_quant_algo": _KV_CACHE_ALGORITHMS.get(options.kv_cache_dtype or ""),
+        "kv_cache_quant_algo": KV_CACHE_ALGORITHMS.get(options.kv_cache_dtype or ""),
         "smoothquant_val": options.smoothquant_alpha
         if smoothing is None and options.quantize == "smoothquant"
         else smoothing,

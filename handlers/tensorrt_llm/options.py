@@ -67,6 +67,7 @@ _TENSORRT_ONLY = (
     "batching_type",
     "extended_runtime_perf_knob_config",
 )
+_KV_CACHE_KEYS = ("option.kv_cache_quant_algo", "option.kv_cache_dtype")
 _PYTORCH_ONLY = (
     "use_custom_all_reduce",
     "enable_trt_overlap",
@@ -392,8 +393,8 @@ class TensorRtLlmOptions(_ModelOptions):
             return
         if self.runs_on == "pytorch":
             yield from self._conflicts_on_pytorch(given)
-        elif self.kv_cache_dtype is not None and self.kv_cache_dtype not in ("auto", "fp8", "int8"):
-            yield Conflict(("option.kv_cache_dtype",), "auto, fp8 or int8 with option.backend=tensorrt")
+        else:
+            yield from self._conflicts_on_tensorrt()
         found = package.installed()
         if self.backend == "tensorrt" and found.version and not found.builds_engines:
             without = f"auto or pytorch with TensorRT-LLM {found.version}, which builds no engines"
@@ -412,8 +413,15 @@ class TensorRtLlmOptions(_ModelOptions):
             None,
             engine_arguments.ON_PYTORCH[algorithm.upper()],
         ):
-            keys = ("option.kv_cache_quant_algo", "option.kv_cache_dtype")
-            yield Conflict(keys, f"one of the two {self._on_pytorch}: both are the data type of the KV cache")
+            yield Conflict(_KV_CACHE_KEYS, f"one of the two {self._on_pytorch}: both are the data type of the KV cache")
+
+    def _conflicts_on_tensorrt(self) -> Iterator[Conflict]:
+        dtype, algorithm = self.kv_cache_dtype, self.kv_cache_quant_algo
+        if dtype not in (None, "auto", "fp8", "int8"):
+            yield Conflict(("option.kv_cache_dtype",), "auto, fp8 or int8 with option.backend=tensorrt")
+        elif dtype and algorithm and algorithm.upper() != engine_arguments.KV_CACHE_ALGORITHMS.get(dtype):
+            where = "with option.backend=tensorrt"
+            yield Conflict(_KV_CACHE_KEYS, f"one of the two {where}: both are the data type of the KV cache")
 
     @property
     def _on_pytorch(self) -> str:
