@@ -1,20 +1,23 @@
 #!/usr/bin/env bash
-# prepare.sh DIR : brings an emulator, Debian's Python for arm64 and the wheels of the huggingface extra into DIR, and
-# writes DIR/python, which runs them. It takes Debian's and Python's package indexes, about 2 GB and no rights of root.
+# prepare.sh DIR [MIRROR] : brings an emulator, Debian's Python for arm64 and the wheels of the huggingface extra into
+# DIR, and writes DIR/python, which runs them. It takes Debian's and Python's package indexes, 2 GB and no rights of root.
+# MIRROR is a mirror of Debian; without it, the first one of this machine's apt.
 #
 # The emulator runs one program: it starts no other of its kind, so there are no worker processes and no server.
 set -euo pipefail
 directory=$(mkdir -p "$1" && cd "$1" && pwd)
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 uv=${UV:-$root/.venv/bin/uv}
+mirror=${2:-$(apt-get indextargets --format '$(SITE)' | sed -n 1p)}
+[ -n "$mirror" ] || { echo "apt names no mirror of Debian; run: prepare.sh DIR MIRROR" >&2; exit 1; }
 cd "$directory"
 
 apt-get download qemu-user-static debootstrap
 for package in qemu-user-static_*.deb debootstrap_*.deb; do dpkg -x "$package" tools; done
-if [ ! -x root/usr/bin/python3.11 ]; then
+if [ ! -x debian/usr/bin/python3.11 ]; then
   DEBOOTSTRAP_DIR=$directory/tools/usr/share/debootstrap tools/usr/sbin/debootstrap --foreign --arch=arm64 \
-    --variant=minbase --include=python3,libgomp1,libstdc++6 bookworm root http://deb.debian.org/debian
-  for package in root/var/cache/apt/archives/*.deb; do dpkg -x "$package" root; done
+    --variant=minbase --include=python3,libgomp1,libstdc++6 bookworm debian "$mirror"
+  for package in debian/var/cache/apt/archives/*.deb; do dpkg -x "$package" debian; done
 fi
 
 # llguidance has no wheel for this processor, so structured output is left out. Later wheels of torch for it need CUDA's
@@ -47,8 +50,9 @@ grep -E '^[A-Za-z0-9._-]+==' all.txt | grep -v -i -E '^(nvidia|cuda|triton)' | s
 
 cat > python <<P
 #!/usr/bin/env bash
-export PYTHONPATH=$directory/site:$root NUMBA_CACHE_DIR=$directory/kernels
-exec $directory/tools/usr/bin/qemu-aarch64-static -cpu max -L $directory/root $directory/root/usr/bin/python3.11 "\$@"
+export PYTHONPATH=$(printf %q "$directory/site:$root") NUMBA_CACHE_DIR=$(printf %q "$directory/kernels")
+directory=$(printf %q "$directory")
+exec "\$directory/tools/usr/bin/qemu-aarch64-static" -cpu max -L "\$directory/debian" "\$directory/debian/usr/bin/python3.11" "\$@"
 P
 chmod +x python
-echo "run: $directory/python -u scripts/emulate_arm64/checks.py kernels answers"
+echo "run: $(printf %q "$directory")/python -u scripts/emulate_arm64/checks.py kernels answers"
