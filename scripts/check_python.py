@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setup_environment import CONSTRAINTS, PIP_TO_UV, ROOT, UV, VENV, extra, uv_environment
+from setup_environment import CONSTRAINTS, PIP_TO_UV, ROOT, UV, VENV, extra, run, uv_environment
 
 EXTRAS = ("test", "tls", "otel", "tune", "mpi", "sklearn", "tasks", "gguf", "hub", "s3")
 # What the tests of tokenizers and kernels import, without the engine.
@@ -25,15 +25,15 @@ def main() -> int:
     """Make the environment, and return pytest's exit code."""
     python, *arguments = sys.argv[1:]
     asked = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-    version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    version = run(asked, capture_output=True, text=True).stdout.strip()
     directory = VENV / f"python{version}"
     environment = uv_environment(PIP_TO_UV)
     if not (directory / "bin" / "python").exists():
-        subprocess.run([str(UV), "venv", "--quiet", "--python", python, str(directory)], env=environment, check=True)
+        run([str(UV), "venv", "--quiet", "--python", python, str(directory)], env=environment)
     wanted = [name for each in EXTRAS for name in extra(each) if not name.startswith(LEFT_OUT)]
     install = [str(UV), "pip", "install", "--quiet", "--python", str(directory / "bin" / "python")]
     install += ["--constraint", str(CONSTRAINTS), "--editable", str(ROOT), *wanted, *MORE]
-    subprocess.run(install, env=environment, check=True)
+    run(install, env=environment)
     tests = arguments or ["-m", "not slow", "-p", "no:cacheprovider", *TESTS]
     command = [str(directory / "bin" / "python"), "-m", "pytest", *tests]
     return subprocess.run(command, cwd=Path(ROOT), env=dict(os.environ), check=False).returncode

@@ -7,7 +7,6 @@ torch is in no lock, and neither is what only some of its builds need: which bui
 and the index that it comes from decides about its hash.
 """
 
-import subprocess
 import sys
 
 import setup_environment as setup
@@ -44,7 +43,7 @@ def compile_lock(lock, arguments, requirements=()):
     command = [str(setup.UV), "pip", "compile", "--quiet", "--generate-hashes", "--no-header", "--no-annotate"]
     command += ["--python-version", "3.11", *left_out, "--output-file", str(lock), *arguments]
     environment = setup.uv_environment(setup.PIP_TO_UV)
-    subprocess.run(command, input="\n".join(requirements), text=True, env=environment, cwd=setup.ROOT, check=True)
+    setup.run(command, input="\n".join(requirements), text=True, env=environment, cwd=setup.ROOT)
     lock.write_text(HEAD + lock.read_text(encoding="utf-8"), encoding="utf-8")
 
 

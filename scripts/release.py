@@ -64,7 +64,7 @@ def refuse_unless_ready(version):
 
 
 def git(*arguments):
-    done = subprocess.run(["git", *arguments], cwd=setup.ROOT, capture_output=True, text=True, check=True)
+    done = setup.run(["git", *arguments], cwd=setup.ROOT, capture_output=True, text=True)
     return done.stdout.strip()
 
 
@@ -72,14 +72,14 @@ def build(directory, epoch):
     """Build the last commit in `directory`; return its sdist, and the wheel that is built from that."""
     source, out = directory / "source", directory / "out"
     source.mkdir(parents=True)
-    archived = subprocess.run(["git", "archive", "HEAD"], cwd=setup.ROOT, capture_output=True, check=True).stdout
+    archived = setup.run(["git", "archive", "HEAD"], cwd=setup.ROOT, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archived)) as archive:
         archive.extractall(source, filter="data")
     constraints = directory / "build-constraints.txt"
     constraints.write_text(BUILT_WITH, encoding="utf-8")
     environment = {**setup.uv_environment(setup.PIP_TO_UV), "SOURCE_DATE_EPOCH": epoch}
     arguments = ["build", "--quiet", "--build-constraints", str(constraints), "--out-dir", str(out)]
-    subprocess.run([str(setup.UV), *arguments, str(source)], env=environment, check=True)
+    setup.run([str(setup.UV), *arguments, str(source)], env=environment)
     sdist = next(out.glob("*.tar.gz"))
     write_reproducibly(sdist, int(epoch))
     return sdist, next(out.glob("*.whl"))
@@ -106,11 +106,11 @@ def compare(first, second):
 def check_installed(wheel, directory, version):
     """Install the wheel with nothing but what it demands, and ask a server of it with the echo handler."""
     environment = setup.uv_environment(setup.PIP_TO_UV)
-    subprocess.run([str(setup.UV), "venv", "--quiet", "--python", str(setup.PYTHON), str(directory)], check=True)
+    setup.run([str(setup.UV), "venv", "--quiet", "--python", str(setup.PYTHON), str(directory)])
     where = ("--quiet", "--python", str(directory / "bin" / "python"))
     setup.uv(environment, "install", *where, str(wheel))
     command = directory / "bin" / "lmi-server"
-    said = subprocess.run([str(command), "--version"], capture_output=True, text=True, check=True).stdout
+    said = setup.run([str(command), "--version"], capture_output=True, text=True).stdout
     if version not in said:
         sys.exit(f"lmi-server --version of the wheel says {said.strip()}, not {version}")
     model = directory / "model"

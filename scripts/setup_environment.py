@@ -86,6 +86,8 @@ PIP_TO_UV = {
 # its files there do not fit. All but builds of torch is on the first index, so the others are asked for torch only.
 EXTRA_INDEXES = {"extra-index-url": "UV_INDEX"}
 PROBE_TIMEOUT_S = "15"
+# What one command of the scripts has: CUDA's builds of torch are 5 GB, and a network may be slow.
+COMMAND_S = 7200.0
 
 
 def main():
@@ -280,7 +282,7 @@ def install_beside(environment, directory, name, lock, what):
     python = directory / "bin" / "python"
     if not python.exists():
         made = [str(UV), "venv", "--quiet", "--python", str(PYTHON), str(directory)]
-        subprocess.run(made, env=environment, check=True)
+        run(made, env=environment)
     where = ("--python", str(python), "--constraint", str(CLIENT_CONSTRAINTS), "--constraint", str(lock))
     if not uv(environment, "install", *where, *extra(name), required=False):
         say(f"NOT INSTALLED, so their tests are skipped: {what} (the reason is above)")
@@ -339,13 +341,22 @@ def pinned_by_hand():
 
 
 def uv(environment, *arguments, required=True):
-    done = subprocess.run([str(UV), "pip", *arguments], env=environment, cwd=ROOT, check=False)
+    done = run([str(UV), "pip", *arguments], env=environment, cwd=ROOT, check=False)
     if done.returncode and required:
         sys.exit(
             "uv's own words above say why this failed. If a server could not be reached, check the network and pip's "
             "configuration (`pip config list`), which is used here too. The same command goes on where it stopped."
         )
     return done.returncode == 0
+
+
+def run(command, check=True, **more):
+    """Run a command as subprocess.run does, with a limit to its time."""
+    try:
+        return subprocess.run(command, check=check, timeout=COMMAND_S, **more)
+    except subprocess.TimeoutExpired:
+        line = " ".join(command)
+        sys.exit(f"{line} did not end within {COMMAND_S:g} seconds; check the network and the disk, and run it again")
 
 
 def say(line):

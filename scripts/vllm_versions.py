@@ -5,7 +5,6 @@ enough for that, so that nothing that vLLM needs is installed: the build for pro
 for GPUs.
 """
 
-import subprocess
 import sys
 
 import setup_environment as setup
@@ -20,7 +19,7 @@ def main():
         python = ENVIRONMENTS / version / "bin" / "python"
         if not python.exists():
             made = [str(setup.UV), "venv", "--quiet", "--python", str(setup.PYTHON), str(ENVIRONMENTS / version)]
-            subprocess.run(made, env=environment, check=True)
+            setup.run(made, env=environment)
         if not any(install(environment, python, f"{build}=={version}") for build in BUILDS):
             sys.exit(f"neither {' nor '.join(BUILDS)} has a wheel of {version} for this machine")
 

@@ -66,3 +66,10 @@ def test_what_pip_is_configured_with_reaches_uv(monkeypatch: pytest.MonkeyPatch,
     settings = script.uv_environment(script.PIP_TO_UV)
     assert (settings["UV_FIND_LINKS"], settings.get("UV_INDEX")) == ("/one /two", None)
     assert script.uv_environment(script.EXTRA_INDEXES)["UV_INDEX"] == "http://127.0.0.1:1/simple"
+
+
+def test_a_command_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = setup_script()
+    monkeypatch.setattr(setup, "COMMAND_S", 0.05)
+    with pytest.raises(SystemExit, match=r"sleep 60 did not end within 0\.05 seconds; check the network"):
+        setup.run(["sleep", "60"])
