@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test check-python check-arm64 test-gpu test-vllm-versions fuzz chaos coverage bench lock sbom release audit
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(SETUP) ## Make .venv with what the server, its tests, benchmarks and the demo model need
 
@@ -79,7 +79,7 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (hal
 # mypy is one process, and the tests wait now and then: side by side they leave no core idle. One process runs the tests
 # of engines, so that the others need not import torch and transformers; one runs those that compute without waiting.
 # Four share the others, whose tests wait more: each of the four must collect them all.
-check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two minutes)
+check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (a few minutes)
 	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & linting=$$!; \
 	GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -m "not slow" tests/engines > $(VENV)/engines.log 2>&1 & engines=$$!; \
 	$(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
@@ -102,7 +102,7 @@ check-arm64: $(RUN_SETUP) ## Run kernels and a tiny model on an emulated 64-bit 
 #
 # What failed has a second try, alone, up to the first that fails again. RETRY=--strict fails for a test that passes only
 # then, unless tests/flaky.txt names it.
-test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (fifteen minutes)
+test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (25 minutes)
 	@$(MAKE) --no-print-directory $(KERNELS) & compilation=$$!; \
 	$(MAKE) --no-print-directory lint; linted=$$?; wait $$compilation && exit $$linted
 	$(PYTEST) || { test $$? -eq 1 && $(BIN)/python -m scripts.retry_failed $(RETRY); }
