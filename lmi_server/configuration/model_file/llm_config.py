@@ -23,8 +23,11 @@ class ModelLoading(Section):
 
     model_id: str = Field(description="Name by which requests ask for the model.")
     model_source: Annotated[
-        str | MirrorSection | None, Allowed("a Hugging Face id, a directory, s3://bucket/prefix, or a bucket_uri")
-    ] = Field(None, description="Hugging Face id, directory or s3:// address of the weights; model_id if not set.")
+        str | MirrorSection | None,
+        Allowed("a Hugging Face id, a directory, s3:// or gs://bucket/prefix, or a bucket_uri"),
+    ] = Field(
+        None, description="Hugging Face id, directory, s3:// or gs:// address of the weights; model_id if not set."
+    )
     tokenizer_source: str | None = Field(None, description="Another place of the tokenizer, for vLLM.")
 
 
