@@ -1,7 +1,7 @@
 """The linear layers of a decoder layer for one row on a GPU: the project's kernel, and torch's operators.
 
     python -m benchmarks.gpu_linears           # the shape of Llama 3 8B, in bfloat16, under 30 s
-    python -m benchmarks.gpu_linears --sweep   # the kernel with other tiles, warps and stages
+    python -m benchmarks.gpu_linears --sweep   # the kernel with other tiles and warps
 
 Launches are recorded in a CUDA graph and replayed. Each is of weights of its own, as in a model, so that the one before
 leaves none in the cache of the GPU. The bytes are those of the weights; the peak is that of a copy.
@@ -91,7 +91,7 @@ def sweep() -> Iterator[Tiles]:
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="try other tiles, warps and stages")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles and warps")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_linears needs a GPU by NVIDIA", file=sys.stderr)

@@ -71,7 +71,7 @@ def rounding_model(model: Any, kind: str) -> Any:
 
 
 def random_cache(shape: LayerShape, kind: str, slots: int, tokens: int, chance: torch.Generator) -> KVCache:
-    """Return a cache whose slots hold random tokens, but for the values of NaN in the last one."""
+    """Return a cache whose slots hold random tokens."""
     cache = KVCache([shape.packed()], slots, tokens, PACKED_TYPES[kind])
     write = write_rows(np.dtype(np.float32), as_numpy(cache.keys[0]).dtype)
     for slot in range(slots):
