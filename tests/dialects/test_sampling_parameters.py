@@ -78,6 +78,7 @@ def test_requests_of_openai_know_every_field_of_sampling_params(known: dict[str,
 
 
 def test_a_static_batch_takes_an_argument_of_generate_or_refuses_it_by_name() -> None:
+    pytest.importorskip("torch")
     from handlers.tasks.task import read_parameters
     from handlers.tasks.text_tasks import TextGeneration
 
