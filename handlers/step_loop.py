@@ -163,22 +163,25 @@ class StepLoop(Generic[E]):
         if self._stopping:
             raise ModelNotReadyError("the model is shutting down")
         done: asyncio.Future[T] = self._loop.create_future()
+        self._command(functools.partial(self._call, done, function))
+        try:
+            return await done
+        finally:
+            del done  # the traceback of its error has this frame: they would hold each other, and what `function` has
 
-        def run() -> None:
-            try:
-                settle = functools.partial(_set_result, done, function())
-            # The border to the engine: `await call(...)` raises its error.
-            except Exception as error:  # noqa: BLE001
-                settle = functools.partial(_set_exception, done, error)
-            except EngineLostError:
-                raise
-            # Any other exception, such as a panic of a library in Rust, would end the event loop.
-            except BaseException as error:  # noqa: BLE001
-                settle = functools.partial(_set_exception, done, HandlerError(describe(error)))
-            self._loop.call_soon_threadsafe(settle)
-
-        self._command(run)
-        return await done
+    def _call(self, done: asyncio.Future[T], function: Callable[[], T]) -> None:
+        try:
+            settle = functools.partial(_set_result, done, function())
+        # The border to the engine: `await call(...)` raises its error.
+        except Exception as error:  # noqa: BLE001
+            settle = functools.partial(_set_exception, done, error)
+        except EngineLostError:
+            raise
+        # Any other exception, such as a panic of a library in Rust, would end the event loop.
+        except BaseException as error:  # noqa: BLE001
+            settle = functools.partial(_set_exception, done, HandlerError(describe(error)))
+        self._loop.call_soon_threadsafe(settle)
+        del done, settle  # the traceback of an error has this frame, too
 
     def _add(self, inbox: _Inbox, add: AddRequest) -> None:
         def emit(output: Output) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -191,6 +193,36 @@ async def test_what_is_no_exception_ends_its_requests_and_the_next_one_is_served
     with pytest.raises(HandlerError, match=f"{error.__name__}: in a call"):
         await loop.call(panic)
     assert await collect(loop, 2) == "01"
+    await loop.stop()
+
+
+@on_loop
+@pytest.mark.parametrize("error", [ValueError, FakePanic])
+async def test_a_failed_call_keeps_nothing_alive(error: type[BaseException]) -> None:
+    """Its error has a traceback, that the frames of the call, and these must not have the error."""
+
+    class Pixels:
+        pass
+
+    async def fails() -> weakref.ref[Pixels]:
+        pixels = Pixels()
+        held = weakref.ref(pixels)
+
+        def encode(pixels: Pixels = pixels) -> None:
+            raise error("cannot encode")
+
+        with pytest.raises((error, HandlerError)):
+            await loop.call(encode)
+        return held
+
+    loop, _ = await started()
+    gc.disable()
+    try:
+        held = await fails()
+        await loop.call(lambda: None)  # the thread has left the one before
+        assert held() is None
+    finally:
+        gc.enable()
     await loop.stop()
 
 
