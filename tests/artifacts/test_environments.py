@@ -47,6 +47,14 @@ def imported(environment: EngineEnvironment, expression: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def replace_uv(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -> None:
+    """Have a shell script stand for uv, which is looked for beside the interpreter."""
+    fake_uv = directory / "uv"
+    fake_uv.write_text(f"#!/bin/sh\n{script}\n")
+    fake_uv.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(directory / "python"))
+
+
 def environments(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "downloads" / "environments").glob("*") if (path / SIZE).exists())
 
@@ -137,10 +145,7 @@ def test_uv_s_reason_is_not_lost_behind_a_long_list(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake_uv = tmp_path / "uv"
-    fake_uv.write_text("#!/bin/sh\necho 'failed to copy: No space left on device (os error 28)' >&2; exit 2\n")
-    fake_uv.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    replace_uv(monkeypatch, tmp_path, "echo 'failed to copy: No space left on device (os error 28)' >&2; exit 2")
     with pytest.raises(ArtifactError, match=r"the disk is full; make room, or set SERVING_DOWNLOAD_DIR"):
         Uv({"PATH": "/usr/bin:/bin"}, "x", 60.0, Activity()).run(["venv"], {}, tmp_path)
 
@@ -233,10 +238,7 @@ def test_what_its_packages_print_is_not_taken_for_what_python_says(tmp_path: Pat
 
 
 def test_uv_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    slow_fake_uv = tmp_path / "uv"
-    slow_fake_uv.write_text("#!/bin/sh\nsleep 60\n")
-    slow_fake_uv.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    replace_uv(monkeypatch, tmp_path, "sleep 60")
     with pytest.raises(ArtifactError, match=r"did not end within model_loading_timeout=0 seconds; raise it, or put"):
         Uv({"PATH": "/usr/bin:/bin"}, "x", 0.0, Activity()).run(["venv"], {}, tmp_path)
 
