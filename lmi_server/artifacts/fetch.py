@@ -76,7 +76,8 @@ def artifact_settings(
     """Return the settings with `download_dir`, or with the user's cache directory if it is None."""
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(download_dir) if download_dir else cache / "lmi-server"
-    return ArtifactSettings(root.absolute(), environment, unused_environment_bytes=int(unused_environments_gb * 2**30))
+    unused = int(min(unused_environments_gb * 2**30, sys.maxsize))  # a product of floats may be infinite
+    return ArtifactSettings(root.absolute(), environment, unused_environment_bytes=unused)
 
 
 def empty_directory(settings: ArtifactSettings) -> Path:

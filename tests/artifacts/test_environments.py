@@ -23,6 +23,7 @@ from lmi_server.artifacts.environments.environment import EngineEnvironment, Env
 from lmi_server.artifacts.environments.recipe import Recipe, requirement_lines
 from lmi_server.artifacts.environments.room import SIZE, lease, remove_unused
 from lmi_server.artifacts.environments.uv import Uv, find_uv
+from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.artifacts.interpreter import WORKER_PACKAGES, Interpreters, WorkerPython
 from lmi_server.artifacts.progress import Activity
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
@@ -247,11 +248,41 @@ def test_uv_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_settings_of_pip_count_for_uv_unless_uv_has_its_own(tmp_path: Path) -> None:
     settings = {"PIP_INDEX_URL": "http://127.0.0.1:1/one", "PIP_EXTRA_INDEX_URL": "http://127.0.0.1:1/two"}
     environment = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, **settings}
-    found = Uv(environment, "x", 60.0, Activity()).settings_of_pip(sys.executable)
+    found, _ = Uv(environment, "x", 60.0, Activity()).settings_of_pip(sys.executable)
     assert (found["UV_DEFAULT_INDEX"], found["UV_INDEX"]) == ("http://127.0.0.1:1/one", "http://127.0.0.1:1/two")
     assert found["UV_INDEX_STRATEGY"] == "unsafe-best-match"
     own = Uv({**environment, "UV_DEFAULT_INDEX": "http://127.0.0.1:1/own"}, "x", 60.0, Activity())
-    assert "UV_DEFAULT_INDEX" not in own.settings_of_pip(sys.executable)
+    assert "UV_DEFAULT_INDEX" not in own.settings_of_pip(sys.executable)[0]
+
+
+@needs_uv
+@pytest.mark.parametrize(
+    ("variables", "arguments"),
+    [
+        ({"PIP_NO_INDEX": "1"}, ("--no-index",)),
+        ({"PIP_NO_INDEX": "false"}, ()),
+        ({}, ()),
+        ({"PIP_NO_INDEX": "1", "UV_INDEX": "http://127.0.0.1:1/own"}, ()),
+    ],
+)
+def test_uv_asks_no_index_if_pip_asks_none(variables: dict[str, str], arguments: tuple[str, ...]) -> None:
+    environment = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, **variables}
+    assert Uv(environment, "x", 60.0, Activity()).settings_of_pip(sys.executable)[1] == arguments
+
+
+@needs_uv
+def test_only_the_user_s_and_the_machine_s_files_configure_uv(tmp_path: Path) -> None:
+    write_wheel(tmp_path / "wheels", "tinyone", "1.0", "value = 1")
+    (tmp_path / "uv.toml").write_text("a file above the directory of downloads, by anybody")
+    (tmp_path / ".config" / "uv").mkdir(parents=True)
+    (tmp_path / ".config" / "uv" / "uv.toml").write_text(f'offline = true\nfind-links = ["{tmp_path / "wheels"}"]\n')
+    found = maker(tmp_path).prepare(Recipe(("tinyone",), KEY), sys.executable, Activity())
+    assert found.packages == {"tinyone": "1.0"}
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(0.5, 1 << 29), (1e308, sys.maxsize)])
+def test_any_number_bounds_what_is_unused(gib: float, expected: int) -> None:
+    assert artifact_settings(None, {}, gib).unused_environment_bytes == expected
 
 
 @needs_uv

@@ -87,7 +87,8 @@ class EnvironmentMaker:
         about = f"{recipe.asked_by}: {excerpt(', '.join(recipe.requirements), _LONGEST_LIST)}"
         activity.report(f"making an environment for {about}")
         uv = Uv(self.environment, about, self.limit_s, activity)
-        variables = self._variables(uv, recipe, python)
+        of_pip, more = ({}, ()) if recipe.wheelhouse is not None else uv.settings_of_pip(python)
+        variables = self._variables(of_pip)
         with file_errors(place.directory):
             given = _write(place.partial / "requirements.txt", recipe.requirements)
             instead = _write(place.partial / "overrides.txt", recipe.overrides)
@@ -96,7 +97,7 @@ class EnvironmentMaker:
         uv.run(venv, variables, place.partial, (lock,))
         # --no-build: a package's source would run with the rights of the server before any worker does.
         install = ["pip", "install", "--no-build", "--python", str(place.partial_files / _PYTHON)]
-        install += ["--requirements", given, *(("--overrides", instead) if recipe.overrides else ())]
+        install += [*more, "--requirements", given, *(("--overrides", instead) if recipe.overrides else ())]
         if recipe.wheelhouse is not None:
             # Not the cache: it takes a wheel for the one of that name that it has seen there before.
             install += ["--offline", "--no-index", "--no-cache", "--find-links", str(recipe.wheelhouse)]
@@ -112,9 +113,8 @@ class EnvironmentMaker:
         logger.info("made the environment %s: %d packages, %s", place.directory, len(packages), in_words(size))
         return _Manifest(recipe.requirements, packages)
 
-    def _variables(self, uv: Uv, recipe: Recipe, python: str) -> Mapping[str, str]:
+    def _variables(self, of_pip: Mapping[str, str]) -> Mapping[str, str]:
         """Return what is set for uv; its cache is beside the environments, so that it shares files with them."""
-        of_pip = {} if recipe.wheelhouse is not None else uv.settings_of_pip(python)
         own_cache = {} if "UV_CACHE_DIR" in self.environment else {"UV_CACHE_DIR": str(self._cache)}
         return {"UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **own_cache, **of_pip}
 

@@ -1,4 +1,6 @@
-"""Runs uv. It reads its own variables and files of configuration; what only pip is set to is handed over."""
+"""Runs uv. It reads its own variables, and the files of configuration of the user and of the machine; what only pip is
+set to is handed over.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,8 @@ _OF_PIP = {
     "default-timeout": ("UV_HTTP_TIMEOUT", " "),
     "proxy": ("ALL_PROXY", " "),
 }
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_ANYWHERE = Path("/")  # uv looks for uv.toml from its directory upwards: in no folder that others may write to
 
 
 def find_uv(environment: Mapping[str, str]) -> str | None:
@@ -57,13 +61,13 @@ class Uv:
     def run(
         self, arguments: Sequence[str], variables: Mapping[str, str], directory: Path, inherited: Sequence[int] = ()
     ) -> None:
-        """Run one command in `directory`. Raises ArtifactError with uv's last lines if it fails."""
+        """Run one command, which writes to `directory`. Raises ArtifactError with uv's last lines if it fails."""
         try:
             ended = run_child(
                 [self._path, *arguments],
                 environment={**self._environment, **variables},
                 activity=self._activity,
-                directory=directory,  # uv looks for its configuration from here upwards: never the model's directory
+                directory=_ANYWHERE,
                 limit_s=self._limit_s,
                 inherited=inherited,
                 on_tick=lambda: self._activity.report(f"installing {self._about}"),
@@ -82,24 +86,31 @@ class Uv:
                 f"{self._about}: uv could not install it (exit code {ended.code}): {_end(ended.stderr)}"
             )
 
-    def settings_of_pip(self, python: str) -> dict[str, str]:
-        """Return uv's variables for what pip of the interpreter `python` is set to, unless they are set already."""
+    def settings_of_pip(self, python: str) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Return uv's variables for what pip of the interpreter `python` is set to, unless they are set already.
+
+        Return with them the arguments of an installation for what uv has no variable for.
+        """
         command = [python, "-P", "-m", "pip", "config", "list"]
         try:
             listed = run_child(
                 command, environment=self._environment, activity=self._activity, limit_s=_LISTING_S
             ).stdout
         except (ChildTimeoutError, OSError):
-            return {}
+            return {}, ()
         found: dict[str, str] = {}
+        arguments: tuple[str, ...] = ()
         for line in listed.splitlines():  # global.find-links='/a /b', :env:.find-links='/a'
             setting, _, value = line.partition("=")
-            name, separator = _OF_PIP.get(setting.rpartition(".")[2], ("", ""))
+            key = setting.rpartition(".")[2]
+            if key == "no-index" and self._environment.keys().isdisjoint(("UV_DEFAULT_INDEX", "UV_INDEX")):
+                arguments = ("--no-index",) if value.strip("'\"").lower() in _TRUE else ()
+            name, separator = _OF_PIP.get(key, ("", ""))
             if name and name not in self._environment:
                 found[name] = separator.join(value.strip("'\"").replace("\\n", " ").split())
         if "UV_INDEX" in found:  # pip takes the best version of all its indexes
             found.setdefault("UV_INDEX_STRATEGY", self._environment.get("UV_INDEX_STRATEGY", "unsafe-best-match"))
-        return found
+        return found, arguments
 
 
 def _end(text: str) -> str:
