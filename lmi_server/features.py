@@ -85,6 +85,10 @@ FEATURES = (
         name="advise",
         commands={"advise": "lmi_server.advise.command:advise_server"},
     ),
+    FeatureSpec(
+        name="schema",
+        commands={"schema": "lmi_server.schema.command:schema"},
+    ),
 )
 
 

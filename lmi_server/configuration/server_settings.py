@@ -333,7 +333,7 @@ class ServerSettings(Options):
 
 
 # Keys of config.properties that set defaults for all models.
-_MODEL_DEFAULTS = (
+MODEL_DEFAULTS = (
     "job_queue_size",
     "batch_size",
     "max_batch_delay",
@@ -342,7 +342,7 @@ _MODEL_DEFAULTS = (
     "reserved_memory_mb",
 )
 # LMI's other keys, and what a user should know who sets one.
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     "opts": "there is no JVM; of its flags only log4j2.configurationFile has a meaning",
     "features": "installed engines are detected",
     "prometheus": "/metrics is always on",
@@ -357,7 +357,7 @@ _WITHOUT_EFFECT = {
     **dict.fromkeys(("grpc_address", "grpc_port"), "the server does not speak gRPC"),
 }
 _CONFIG = "config.properties"
-_ADDRESSES = ("inference_address", "management_address")
+ADDRESSES = ("inference_address", "management_address")
 _ADDRESS = re.compile(r"(https?)://([\w.-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?/?", re.ASCII)
 _PORTS = {"http": "80", "https": "443"}
 UNIX = "unix:"  # before the path of a Unix socket, as LMI has it
@@ -387,12 +387,10 @@ def resolve_server(
         raise ConfigurationError("\n".join([*problems, *wrong.values()]))
     warnings = [text for layer in found for text in layer.warnings]
     warnings += [
-        _without_effect(key, source)
-        if key in _WITHOUT_EFFECT
-        else unknown_key_warning(key, source, spellings(declared))
+        _without_effect(key, source) if key in WITHOUT_EFFECT else unknown_key_warning(key, source, spellings(declared))
         for layer in found
         for key, source in layer.unknown.items()
-        if key not in _MODEL_DEFAULTS
+        if key not in MODEL_DEFAULTS
     ]
     if safe_ports is not None and settings.management_port not in (None, settings.port, *safe_ports):
         warnings.append(f"management_port = {settings.management_port} is not in SAGEMAKER_SAFE_PORT_RANGE")
@@ -413,7 +411,7 @@ def find_config_file(environment: Mapping[str, str], directory: Path) -> Path | 
 def model_defaults(config_file: Path) -> dict[str, str]:
     """Return the defaults for all models in config.properties, as the `SERVING_*` variables that mean the same."""
     given = _from_config_file(config_file)
-    return {f"SERVING_{key.upper()}": given[key].raw for key in _MODEL_DEFAULTS if key in given}
+    return {f"SERVING_{key.upper()}": given[key].raw for key in MODEL_DEFAULTS if key in given}
 
 
 def _from_config_file(path: Path | None) -> Given:
@@ -426,8 +424,8 @@ def _from_config_file(path: Path | None) -> Given:
 
 def _with_address(layer: Given, problems: list[str]) -> Given:
     """Return the layer with LMI's `inference_address` and `management_address` as hosts and ports."""
-    rest = {key: source for key, source in layer.items() if key not in _ADDRESSES}
-    inference, management = (_address(key, layer[key], problems) if key in layer else {} for key in _ADDRESSES)
+    rest = {key: source for key, source in layer.items() if key not in ADDRESSES}
+    inference, management = (_address(key, layer[key], problems) if key in layer else {} for key in ADDRESSES)
     rest |= inference
     # Under LMI, equal addresses mean one port for both; only a different address opens a second one.
     if management and [source.raw for source in management.values()] != [source.raw for source in inference.values()]:
@@ -451,7 +449,7 @@ def _address(key: str, source: Source, problems: list[str]) -> dict[str, Source]
 
 
 def _without_effect(key: str, source: Source) -> str:
-    return f"{source.place}: {key} has no effect in this version: {_WITHOUT_EFFECT[key]}"
+    return f"{source.place}: {key} has no effect in this version: {WITHOUT_EFFECT[key]}"
 
 
 def _given(command_line: Mapping[str, Any], option: Option) -> bool:

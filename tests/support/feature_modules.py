@@ -17,6 +17,7 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
     "bench": ("lmi_server.bench",),
     "tune": ("lmi_server.tune",),
     "advise": ("lmi_server.advise",),
+    "schema": ("lmi_server.schema",),
 }
 
 BUILT_ON: Mapping[str, Sequence[str]] = {"tune": ("bench",), "advise": ("bench",)}

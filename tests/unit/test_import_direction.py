@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "bench": {*_CORE, "client"},
     "advise": {*_CORE, "bench", "client"},
     "tune": {*_CONFIGURED, "bench", "client"},
+    "schema": _CONFIGURED,
     "supervisor": _CONFIGURED,
     "explain": {*_CONFIGURED, "supervisor"},
     "serving": _SERVING,

@@ -29,8 +29,8 @@ from lmi_server.machine import environment as env
 from lmi_server.machine.inventory import Machine
 
 SERVING_PROPERTIES = "serving.properties"
-_OLD_MODEL_ID = "option.s3url"
-_NAME_MODEL = frozenset({ENTRY_POINT, MODEL_ID, _OLD_MODEL_ID})
+OLD_MODEL_ID = "option.s3url"
+_NAME_MODEL = frozenset({ENTRY_POINT, MODEL_ID, OLD_MODEL_ID})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,10 @@ def _from_files(model_dir: Path, environment: Mapping[str, str]) -> Given:
 
 def _with_new_names(layer: Given) -> Given:
     """Return the layer with option.s3url, which is LMI's old name of option.model_id, under the new name."""
-    if _OLD_MODEL_ID not in layer or MODEL_ID in layer:
+    if OLD_MODEL_ID not in layer or MODEL_ID in layer:
         return layer
-    renamed = replace(layer[_OLD_MODEL_ID], spelling=_OLD_MODEL_ID)
-    return {MODEL_ID: renamed, **{key: source for key, source in layer.items() if key != _OLD_MODEL_ID}}
+    renamed = replace(layer[OLD_MODEL_ID], spelling=OLD_MODEL_ID)
+    return {MODEL_ID: renamed, **{key: source for key, source in layer.items() if key != OLD_MODEL_ID}}
 
 
 def _read_file(model_dir: Path) -> tuple[Given, list[str]]:
