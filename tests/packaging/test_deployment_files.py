@@ -16,6 +16,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from manifests import VERSION, documents, settings_of
 from paths import DATA, ROOT
 from server_helpers import Server, serving
 
@@ -26,11 +27,6 @@ from lmi_server.ray.serve_config import serve_config
 
 KUBERNETES, KSERVE, COMPOSE, RAY = (ROOT / "deploy" / name for name in ("kubernetes", "kserve", "compose", "ray"))
 CONTAINER_PAGE = (ROOT / "docs" / "container.md").read_text(encoding="utf-8")
-VERSION = "1.37"
-
-
-def documents(path: Path) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
 
 
 RESOURCES = [
@@ -57,14 +53,6 @@ def container(pod: dict[str, Any]) -> dict[str, Any]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(tmp_path_factory.mktemp("served")) as server:
         yield server
-
-
-def settings_of(container: dict[str, Any]) -> ServerSettings:
-    """Return the settings that the variables of a container give a server."""
-    variables = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
-    settings, warnings = resolve_server(variables, {})
-    assert not warnings
-    return settings
 
 
 @pytest.mark.parametrize("document", RESOURCES)

@@ -139,7 +139,7 @@ def test_the_extras_of_each_image_are_those_of_the_package() -> None:
         for found in re.findall(r'^ARG EXTRAS="([^"]+)"|setup_environment.py image ([\w-]+)', line)
         for extra in " ".join(found).split()
     }
-    assert {"huggingface", "vllm", "vllm-cuda", "deepspeed", "mpi", "sklearn", "xgboost"} == named
+    assert {"huggingface", "vllm", "vllm-cuda", "deepspeed", "mpi", "s3", "sklearn", "xgboost"} == named
     assert named <= {*settings["options.extras_require"]}
 
 

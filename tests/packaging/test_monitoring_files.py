@@ -149,8 +149,9 @@ def test_promtool_accepts_the_rules() -> None:
 
 
 UP = {"series": 'up{job="lmi-server", instance="a"}', "values": "1+0x60"}
-ANSWERS = {"series": 'lmi_requests_total{model="m", code="200"}', "values": "0+60x60"}
-FAILURES = {"series": 'lmi_requests_total{model="m", code="424"}', "values": "0+20x60"}
+READY = {"series": 'lmi_model_ready{job="lmi-server", model="m", instance="a"}', "values": "1+0x60"}
+ANSWERS = {"series": 'lmi_requests_total{job="lmi-server", model="m", code="200"}', "values": "0+60x60"}
+FAILURES = {"series": 'lmi_requests_total{job="lmi-server", model="m", code="424"}', "values": "0+20x60"}
 
 
 def evaluated(directory: Path, series: list[dict[str, str]], **wanted: list[dict[str, Any]]) -> str:
@@ -179,14 +180,16 @@ def fires(directory: Path, name: str, series: list[dict[str, str]]) -> bool:
         ("LmiServerMissing", []),
         ("LmiServerDown", [{**UP, "values": "0+0x60"}]),
         ("LmiNoModel", [UP]),
-        ("LmiModelNotReady", [UP, {"series": 'lmi_model_ready{model="m", instance="a"}', "values": "0+0x60"}]),
+        (
+            "LmiModelNotReady",
+            [UP, {"series": 'lmi_model_ready{job="lmi-server", model="m", instance="a"}', "values": "0+0x60"}],
+        ),
         ("LmiRequestsFail", [UP, ANSWERS, FAILURES]),
     ],
 )
 def test_a_rule_finds_what_is_wrong(tmp_path: Path, name: str, series: list[dict[str, str]]) -> None:
-    ready = {"series": 'lmi_model_ready{job="lmi-server", model="m", instance="a"}', "values": "1+0x60"}
     assert fires(tmp_path, name, series)
-    assert not fires(tmp_path, name, [UP, ANSWERS, ready])
+    assert not fires(tmp_path, name, [UP, ANSWERS, READY])
 
 
 def test_the_share_of_failures_is_zero_while_nothing_fails(tmp_path: Path) -> None:
