@@ -54,6 +54,11 @@ FEATURES = (
         dialect="lmi_server.dialects.speech:DIALECT",
     ),
     FeatureSpec(
+        name="vllm_calls",
+        settings=("frontend.vllm_calls.settings:SleepSettings",),
+        server="frontend.vllm_calls.feature:attach",
+    ),
+    FeatureSpec(
         name="console",
         settings=("frontend.console.settings:ConsoleSettings",),
         server="frontend.console.feature:attach",

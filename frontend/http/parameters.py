@@ -13,6 +13,7 @@ from lmi_server.contract.errors import BadParameterError, PayloadTooLargeError
 from lmi_server.contract.texts.quoting import excerpt
 
 T = TypeVar("T")
+F = TypeVar("F", bound=msgspec.Struct)
 
 _NAME = re.compile(r"\w[\w.:@+=-]{0,254}")
 _LARGEST_BODY = 1 << 20
@@ -41,6 +42,15 @@ async def _body(request: Request) -> bytes:
     except ClientDisconnect:
         raise BadParameterError("The client went away before its request was complete") from None
     return bytes(body)
+
+
+async def json_fields(request: Request, fields: type[F]) -> F:
+    """Return the JSON body of a call as a msgspec.Struct; an empty body stands for {}. Raises BadParameterError."""
+    body = await _body(request)
+    try:
+        return msgspec.json.decode(body or b"{}", type=fields)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadParameterError(f"The body is not what {request.url.path} takes: {error}") from error
 
 
 def _from_json(body: bytes) -> dict[str, str]:

@@ -68,7 +68,6 @@ class AdapterManagement:
         name = _required(given, "name")
         self._check_name(name, model)
         adapters.refuse_known(name)
-        source = await self._checked_source(model, _required(given, "src"), request)
         alias = request.headers.get(ALIAS_HEADER, name)
         wanted = Adapter(
             name=name,
@@ -78,9 +77,25 @@ class AdapterManagement:
             alias=alias,
             options=_options(given),
         )
-        status = await _to_the_end(self._register(model, wanted, source))
+        status = await self.put(model, wanted, _required(given, "src"), request)
         _warn_of_options(model, wanted)
         return json_response({"status": status or f"Adapter {alias} registered"})
+
+    async def put(self, model: Model, wanted: Adapter, source: str, request: Request) -> str:
+        """Register an adapter, or replace the one of its name, from where its files are; return the handler's message.
+
+        Raises PermissionDeniedError for a source that the client may not name, and whatever a worker refuses.
+        """
+        adapters = lora_of(model)
+        self._check_name(wanted.name, model)
+        source = await self._checked_source(model, source, request)
+        change = self._update if wanted.name in adapters else self._register
+        return await _to_the_end(change(model, wanted, source))
+
+    async def remove(self, model: Model, name: str) -> str:
+        """Remove an adapter; return the handler's message. Raises ModelNotFoundError."""
+        registered = lora_of(model).get(name)
+        return await _to_the_end(self._remove(model, registered.name))
 
     async def update(self, request: Request) -> Response:
         given = await parameters(request)
@@ -101,7 +116,7 @@ class AdapterManagement:
 
     async def unregister(self, request: Request) -> Response:
         registered = self._adapters(request).get(request.path_params["adapter"])
-        status = await _to_the_end(self._remove(self._model(request), registered.name))
+        status = await self.remove(self._model(request), registered.name)
         return json_response({"status": status or f"Adapter {registered.alias} unregistered"})
 
     async def _register(self, model: Model, wanted: Adapter, source: str) -> str:
@@ -141,22 +156,34 @@ class AdapterManagement:
 
     def _model(self, request: Request) -> Model:
         name, version = request.path_params.get("model"), request.query_params.get("model_version")
-        endpoint = self._models.default if name is None else self._models.endpoint(name)
-        if endpoint is None:
-            self._models.refuse_if_untold()
-            raise BadParameterError("Several models are served; name one in the path: /models/{model}/adapters")
-        if version is None and len(endpoint.models) > 1:
-            raise BadParameterError("Parameter model_version is required: the model has several versions")
-        return endpoint.choose(version)
+        return managed_model(self._models, name, version, "in the path: /models/{model}/adapters")
 
     def _adapters(self, request: Request) -> Adapters:
-        model = self._model(request)
-        adapters = model.loaded().adapters
-        assert model.resolved is not None
-        if not model.resolved.options.enable_lora:
-            remedy = model.resolved.spec.adapters_instead or "Set option.enable_lora=true in serving.properties"
-            raise BadParameterError(f"LoRA is not enabled. {remedy[0].upper()}{remedy[1:]}")
-        return adapters
+        return lora_of(self._model(request))
+
+
+def managed_model(models: ModelRegistry, name: str | None, version: str | None, where: str) -> Model:
+    """Return the one model that a call of the management API means; without a name it is the default one.
+
+    Raises BadParameterError if none or several may be meant. `where` says where the call can name one.
+    """
+    endpoint = models.default if name is None else models.endpoint(name)
+    if endpoint is None:
+        models.refuse_if_untold()
+        raise BadParameterError(f"Several models are served; name one {where}")
+    if version is None and len(endpoint.models) > 1:
+        raise BadParameterError("Parameter model_version is required: the model has several versions")
+    return endpoint.choose(version)
+
+
+def lora_of(model: Model) -> Adapters:
+    """Return the adapters of a loaded model. Raises BadParameterError if it serves none."""
+    adapters = model.loaded().adapters
+    assert model.resolved is not None
+    if not model.resolved.options.enable_lora:
+        remedy = model.resolved.spec.adapters_instead or "Set option.enable_lora=true in serving.properties"
+        raise BadParameterError(f"LoRA is not enabled. {remedy[0].upper()}{remedy[1:]}")
+    return adapters
 
 
 def _row(registered: RegisteredAdapter) -> dict[str, Any]:

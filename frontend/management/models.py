@@ -306,6 +306,7 @@ def described(model: Model) -> dict[str, Any]:
         "loadedAtStartup": model.at_startup,
         **_environment(model),
         **_reload(model),
+        **{name: note() for name, note in model.notes.items()},
         "workerGroups": []
         if model.pool is None
         else [_replicas(replicas, model.pool) for replicas in model.pool.replica_sets],

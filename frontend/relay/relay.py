@@ -73,7 +73,7 @@ class Relay:
                 model = await self._find_model(request, name, version, held)
                 submission = request.submission()
                 pool = model.loaded()
-                if pool.on_demand is None:
+                if pool.on_demand is None and pool.gate is None:
                     job = pool.submit(*submission)
                 else:
                     pool, job = await _submit_holding(model, *submission)
@@ -191,9 +191,13 @@ class Relay:
 
 
 async def _submit_holding(model: Model, received: Input, *limits: Any) -> tuple[WorkerPool, Job]:
-    """Have `model` accept a request once its adapter is loaded; while that is awaited it may get another pool."""
+    """Have `model` accept a request once its gate and its adapter are there; meanwhile it may get another pool."""
     while True:
         pool = model.loaded()
+        if pool.gate is not None:
+            await pool.gate()
+            if pool is not model.pool:
+                continue
         if pool.on_demand is None:
             return pool, pool.submit(received, *limits)
         assert model.resolved is not None, "a loaded model has a configuration"

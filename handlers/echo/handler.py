@@ -54,6 +54,13 @@ class EchoHandler(LLMHandler):
     async def remove_adapter(self, name: str) -> None:
         self._adapters.pop(name, None)
 
+    async def sleep(self) -> None:
+        """Do nothing: there is nothing to give back."""
+
+    async def reset_prefix_cache(self, running: bool, external: bool) -> bool:
+        """Return True: nothing is kept of prompts."""
+        return True
+
     async def tokenize(self, request: GenerationRequest) -> list[int]:
         return list(range(len(_prompt_text(request).split())))
 

@@ -21,6 +21,7 @@ from handlers.rolling_batch.runner.step_runner import StepLogits, StepRunner
 from handlers.rolling_batch.sampling.state import SamplingState
 from handlers.rolling_batch.schedule.images import PromptImages
 from handlers.rolling_batch.schedule.plan import Sequence, StepPlan
+from handlers.rolling_batch.schedule.prefix_tree import EVERY
 from handlers.rolling_batch.schedule.scheduler import Scheduler
 from handlers.rolling_batch.speculation.drafting import Drafter
 from handlers.rolling_batch.speculation.verification import Verification
@@ -154,6 +155,10 @@ class RollingBatchEngine:
         """Drop what is kept of an adapter; requests that run with it finish."""
         self._runner.lora.forget(weights)
         self._scheduler.forget(weights)
+
+    def forget_prefixes(self) -> None:
+        """Reuse nothing that was computed so far; requests that run finish."""
+        self._scheduler.forget(EVERY)
 
     def note_waiting(self, requests: int) -> None:
         """Note how many requests wait that were not added yet."""

@@ -18,6 +18,7 @@ from handlers.generation.prompts import PromptEncoder
 from handlers.ranks.communicator import Communicator
 from handlers.rolling_batch.attention.decode_passes import CudaCapture
 from handlers.rolling_batch.attention.frequencies import refuse_unsteady_rope
+from handlers.rolling_batch.attention.kv_cache import KVCache
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.images.check import ImageCheck
@@ -60,6 +61,7 @@ class LoadedEngine:
     images: ImageModel | None = None  # None: the model reads text alone
     chats: ModelChats | None = None  # None: the answers of chats are plain text, and requests with tools are refused
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of OpenAI requests, by the model's files
+    free_cache: Callable[[], None] | None = None  # gives the memory of the KV cache back while no request runs
 
     def stats(self) -> Mapping[str, float]:
         """Return the engine's gauges and counters."""
@@ -169,7 +171,21 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
         "load_seconds": round(time.perf_counter() - began, 1),
     }
     defaults = sampling_defaults(model)
-    return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, images, chats, defaults)
+    free = _freeing(runner)
+    return LoadedEngine(engine, prompts, max_len, limits.kv_tokens, details, images, chats, defaults, free)
+
+
+def _freeing(runner: ModelRunner) -> Callable[[], None] | None:
+    """Return what gives the memory of the KV cache back to the system, None if only the end of the process does."""
+    cache = runner.cache
+    if not isinstance(cache, KVCache) or runner.device.type != "cpu" or own_rank().size > 1:
+        return None
+
+    def free() -> None:
+        for slot in range(cache.slots):
+            cache.trim(slot, 0)
+
+    return free
 
 
 def _checked_images(loaded: LoadedModel, runner: ModelRunner) -> ImageModel | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from handlers.checkpoints.chat_template import read_chat_template, with_prompt_beginning
 from handlers.rolling_batch.lora.adapters import LoadedAdapters
 from handlers.step_loop import StepLoop
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError, RequestError
 from lmi_server.contract.generation import Delta, Feature, GenerationRequest
 from lmi_server.contract.handler import DeltaReceiver, LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
@@ -167,6 +167,24 @@ class RollingBatchHandler(SchedulingHandler):
 
     def window(self, options: Any) -> int:
         return int(options.schedule_window)
+
+    async def sleep(self) -> None:
+        """Give the KV cache's memory back; the weights are on the host already. Wakes by itself with a request."""
+        free, engine = self._loaded.free_cache, self._loaded.engine
+        if free is None:
+            raise RequestError(
+                "the rolling batch keeps the weights of this model on its devices; POST /sleep?level=2 ends its workers"
+                " instead, and frees all memory"
+            )
+        await self._loop.call(engine.forget_prefixes)
+        await self._loop.call(free)
+
+    async def reset_prefix_cache(self, running: bool, external: bool) -> bool:
+        if running or external:
+            name = "reset_running_requests" if running else "reset_external"
+            raise RequestError(f"{name}=true: the rolling batch has no such cache; leave the parameter out")
+        await self._loop.call(self._loaded.engine.forget_prefixes)
+        return True
 
     def max_white_space(self, options: Any) -> int | None:
         most: int | None = options.max_json_whitespace

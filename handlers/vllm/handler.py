@@ -35,6 +35,7 @@ from lmi_server.contract.generation import (
 )
 from lmi_server.contract.handler import LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
+from lmi_server.machine.environment import own_rank
 from lmi_server.processes import model_imports
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class VllmHandler(LLMHandler):
     def __init__(self) -> None:
         self._loaded: LoadedEngine
         self._own_grammars = True
+        self._sleeps = False
         self._json_style: Mapping[str, bool] = {}
         # vLLM compiles without bounds: some schemas take all memory, or hold up all requests.
         self._grammars = GrammarCache(str)
@@ -165,7 +167,29 @@ class VllmHandler(LLMHandler):
     def adapters(self) -> Mapping[str, Adapter]:
         return self._loaded.adapters.registered
 
+    async def sleep(self) -> None:
+        """Have vLLM keep the weights on the host. Raises RequestError if it was not loaded for that."""
+        if not self._loaded.may_sleep:
+            raise RequestError(
+                "vLLM keeps the weights where they are; set option.enable_sleep_mode=true, which takes a GPU and one"
+                " rank, or POST /sleep?level=2, which ends the workers"
+            )
+        await self._loaded.driver.sleep()
+        self._sleeps = True
+
+    async def wake_up(self) -> None:
+        if self._sleeps:
+            await self._loaded.driver.wake_up()
+            self._sleeps = False
+
+    async def reset_prefix_cache(self, running: bool, external: bool) -> bool:
+        if own_rank().directory:
+            raise RequestError("the prefix cache of a model in several ranks cannot be reset; reload the model")
+        return await self._loaded.driver.reset_prefix_cache(running, external)
+
     async def add_adapter(self, adapter: Adapter) -> None:
+        if self._sleeps:
+            raise RequestError("the model is asleep; POST /wake_up before it gets an adapter")
         await self._loaded.adapters.add(adapter)
 
     async def remove_adapter(self, name: str) -> None:

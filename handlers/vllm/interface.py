@@ -18,6 +18,8 @@ TESTED = ("0.31", "0.32", "0.33")
 _LORA = {"add_lora": ("lora_request",), "remove_lora": ("lora_id",), "pin_lora": ("lora_id",)}
 _ENGINE = {
     **_LORA,
+    "sleep": ("level",),
+    **dict.fromkeys(("wake_up", "reset_prefix_cache"), ()),
     **dict.fromkeys(("get_num_unfinished_requests", "get_supported_tasks", "vllm_config", "renderer"), ()),
     "from_vllm_config": ("vllm_config", "stat_loggers"),
 }

@@ -26,6 +26,7 @@
         │   └── QueueDelayError  the request would wait for longer than `max_queue_delay_ms`
         ├── ModelNotReadyError  loading, failed, or the server is draining
         ├── WorkerDiedError     the worker process ended while it held the request
+        ├── AbortedError        a call to the management API has ended the request
         ├── PredictTimeoutError the request made no progress for `predict_timeout`
         └── HandlerError        the handler raised
 
@@ -195,6 +196,10 @@ class WorkerDiedError(ServingError):
     """The worker process ended while it held the request."""
 
     retry_after = 1
+
+
+class AbortedError(ServingError):
+    """A call to the management API has ended the request."""
 
 
 class PredictTimeoutError(ServingError):

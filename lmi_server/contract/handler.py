@@ -22,6 +22,10 @@ BURST = 8
 """What a request that never waits may produce before the others have their turn."""
 
 _EMPTY: Mapping[str, Adapter] = MappingProxyType({})
+_NO_SLEEP = (
+    "the handler of this model keeps its weights where they are; POST /sleep?level=2 ends its workers instead, and"
+    " frees all memory"
+)
 _NO_ADAPTERS = (
     "the handler of this model serves no LoRA adapters; choose another handler or set option.enable_lora=false"
 )
@@ -143,6 +147,25 @@ class LLMHandler(ABC):
     async def remove_adapter(self, name: str) -> None:
         """Remove an adapter; requests that run with it finish. Does nothing if there is none of that name."""
         return
+
+    async def sleep(self) -> None:
+        """Give back the memory that no weights take, and move weights from devices to the host, until `wake_up`.
+
+        No request runs, and none comes before that. Raises RequestError if the engine cannot; nothing has changed then.
+        """
+        raise RequestError(_NO_SLEEP)
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`. Does nothing if the model is awake."""
+        return
+
+    async def reset_prefix_cache(self, running: bool, external: bool) -> bool:
+        """Forget the computed prefixes of prompts; return False if some stay because requests hold them.
+
+        With `running` those requests compute their prompts again; with `external` what a connector keeps elsewhere
+        goes, too. Raises RequestError for what the engine cannot.
+        """
+        raise RequestError("the handler of this model has no prefix cache that can be reset")
 
     def metrics(self) -> bytes:
         """Return the engine's own metrics in Prometheus' text format, which /metrics repeats."""

@@ -180,7 +180,25 @@ class GetMetrics(_Command, frozen=True, tag="metrics"):
     """Get the engine's own metrics in Prometheus' text format; empty if it has none."""
 
 
-Command = AddAdapter | RemoveAdapter | GetMetrics
+class Sleep(_Command, frozen=True, tag="sleep"):
+    """Give back the memory that no weights take, and move weights from devices to the host. No request runs."""
+
+
+class WakeUp(_Command, frozen=True, tag="wake_up"):
+    """Undo a Sleep; nothing happens without one."""
+
+
+class ResetPrefixCache(_Command, frozen=True, tag="reset_prefix_cache"):
+    """Forget the computed prefixes of prompts. The data of the answer is b"true", or b"false" if some stay.
+
+    With `running` also those of requests that run, with `external` also those that a connector keeps elsewhere.
+    """
+
+    running: bool
+    external: bool
+
+
+Command = AddAdapter | RemoveAdapter | GetMetrics | Sleep | WakeUp | ResetPrefixCache
 
 
 class Control(Message, frozen=True):

@@ -38,8 +38,15 @@ PATHS = {
     "tgi": "/generate",
     "anthropic": "/v1/messages",
     "speech": "/v1/audio/transcriptions",
+    "vllm_calls": "/sleep",
 }
-KEYS = {"sagemaker": "async_jobs_size", "console": "console", "traces": "trace_sample", "emf": "emf_namespace"}
+KEYS = {
+    "sagemaker": "async_jobs_size",
+    "vllm_calls": "wake_on_request",
+    "console": "console",
+    "traces": "trace_sample",
+    "emf": "emf_namespace",
+}
 """One setting of each feature that has settings."""
 
 

@@ -10,6 +10,7 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
     "tgi": ("frontend.tgi", "lmi_server.dialects.tgi"),
     "anthropic": ("lmi_server.dialects.anthropic",),
     "speech": ("lmi_server.dialects.speech",),
+    "vllm_calls": ("frontend.vllm_calls",),
     "console": ("frontend.console",),
     "traces": ("frontend.observability.traces",),
     "emf": ("frontend.emf",),

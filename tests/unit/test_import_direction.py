@@ -62,6 +62,7 @@ INSIDE_MAY_IMPORT = {
         "sagemaker": {*_HTTP, "features"},
         "kserve": {*_HTTP, "features"},
         "tgi": {*_HTTP, "features", "management"},
+        "vllm_calls": {*_HTTP, "access", "features", "management"},
         "openapi": {*_HTTP, "management"},
         "console": {*_WATCHED, "features", "management", "relay"},
         "emf": {"features", "observability"},

@@ -7,6 +7,10 @@ prefix, under the same adapter, have the same keys and values there.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from typing import Final
+
+EVERY: Final = object()
+"""Stands for every adapter, and for none, where slots are looked up by their adapter."""
 
 
 class _Node:
@@ -47,6 +51,8 @@ class PrefixTree:
 
     def slots_of(self, adapter: Hashable) -> set[int]:
         """Return the slots whose tokens were computed with `adapter`."""
+        if adapter is EVERY:
+            return set(self._ends)
         root = self._roots.get(adapter)
         return set().union(*(child.slots for child in root.children.values())) if root else set()
 

@@ -18,6 +18,7 @@ from handlers.rolling_batch.schedule.admission import Expectation, Policy, Waiti
 from handlers.rolling_batch.schedule.frequencies import FrequencyBorder
 from handlers.rolling_batch.schedule.page_table import PageStep, PageTable
 from handlers.rolling_batch.schedule.plan import Chunk, Draft, Retraction, Sequence, StepPlan
+from handlers.rolling_batch.schedule.prefix_tree import EVERY
 from handlers.rolling_batch.schedule.prompt_chunks import PromptChunks, min_chunk
 from handlers.rolling_batch.schedule.slots import Match, SlotTable
 from handlers.rolling_batch.schedule.state_table import StateStep, StateTable
@@ -101,10 +102,10 @@ class Scheduler:
             self._vacate(sequence, sound)
 
     def forget(self, adapter: Any) -> None:
-        """Keep nothing that was computed with an adapter once its running sequences have ended."""
+        """Keep nothing that was computed with an adapter, or with EVERY, once its running sequences have ended."""
         self.slots.forget(adapter)
         for sequence in (*self.running, *self.waiting):
-            if sequence.adapter is adapter:
+            if adapter is EVERY or sequence.adapter is adapter:
                 sequence.shares_prefix = False
 
     def plan(self, draft: Draft | None = None) -> StepPlan:

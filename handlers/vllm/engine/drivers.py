@@ -33,6 +33,7 @@ from lmi_server.contract.generation import Delta
 logger = logging.getLogger(__name__)
 
 _LIVENESS_INTERVAL_S = 0.2
+_HOST = 1  # vLLM's level of sleep at which the host keeps the weights
 
 
 class Driver(Protocol):
@@ -58,6 +59,18 @@ class Driver(Protocol):
 
     async def remove_lora(self, number: int) -> None:
         """Drop the weights of an adapter. A request that still names it loads them again."""
+        ...
+
+    async def sleep(self) -> None:
+        """Move the weights to the host and drop the KV cache. Raises whatever vLLM raises."""
+        ...
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`."""
+        ...
+
+    async def reset_prefix_cache(self, running: bool, external: bool) -> bool:
+        """Drop the prefix cache; return False if requests hold a part of it."""
         ...
 
     @property
@@ -95,6 +108,15 @@ class InProcessDriver:
 
     async def remove_lora(self, number: int) -> None:
         await self._loop.call(lambda: self._engine.remove_lora(number))
+
+    async def sleep(self) -> None:
+        await self._loop.call(lambda: self._engine.sleep(level=_HOST))
+
+    async def wake_up(self) -> None:
+        await self._loop.call(self._engine.wake_up)
+
+    async def reset_prefix_cache(self, running: bool, external: bool) -> bool:
+        return bool(await self._loop.call(lambda: self._engine.reset_prefix_cache(running, external)))
 
     @property
     def unfinished(self) -> int:
@@ -212,6 +234,15 @@ class OwnProcessDriver:
 
     async def remove_lora(self, number: int) -> None:
         await self._engine.remove_lora(number)
+
+    async def sleep(self) -> None:
+        await self._engine.sleep(level=_HOST)
+
+    async def wake_up(self) -> None:
+        await self._engine.wake_up()
+
+    async def reset_prefix_cache(self, running: bool, external: bool) -> bool:
+        return bool(await self._engine.reset_prefix_cache(running, external))
 
     @property
     def unfinished(self) -> int:

@@ -68,6 +68,7 @@ class LoadedEngine:
     ends: frozenset[int]  # the tokens that end a sequence
     own_grammars: bool  # whether vLLM takes constraints as grammars in llguidance's form
     json_style: Mapping[str, bool]  # of all constraints, see library.json_style
+    may_sleep: bool  # whether the weights can leave the device and come back
 
     def delta_builder(self, request: GenerationRequest, rendered: RenderedRequest) -> DeltaBuilder:
         """Return what builds the deltas of `request` from the engine's outputs.
@@ -112,7 +113,8 @@ async def load(model_dir: str, options: VllmEngineOptions) -> LoadedEngine:
     named = "structured_outputs_config" in options.passed_to_engine()
     own_grammars = library.compiles_own_grammars(config, tokenizer, named)
     style = library.json_style(config)
-    return LoadedEngine(driver, adapters, prompts, vocabulary, statistics, info, ends, own_grammars, style)
+    may_sleep = bool(config.model_config.enable_sleep_mode) and not own_rank().directory
+    return LoadedEngine(driver, adapters, prompts, vocabulary, statistics, info, ends, own_grammars, style, may_sleep)
 
 
 def _features(config: Any) -> frozenset[Feature]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from lmi_server.contract.errors import LmiServerError, ModelNotReadyError
+from lmi_server.contract.errors import LmiServerError, ModelNotReadyError, RequestError
 from lmi_server.contract.link import FrontendLink, frontend_link
 from lmi_server.contract.protocol import (
     CANCELLED,
@@ -238,3 +238,4 @@ async def _command(pool: WorkerPool, command: Command) -> bytes:
             return (await pool.adapters.remove(name)).encode() if name in pool.adapters else b""
         case GetMetrics():
             return next(iter((await engine_metrics(pool.roster.ready)).values()), b"")
+    raise RequestError(f"a replica of a cluster does not take {command.operation}; send it to a single server")

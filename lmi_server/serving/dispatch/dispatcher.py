@@ -25,7 +25,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.histogram import Histogram
@@ -313,6 +313,22 @@ class Dispatcher:
             for job in worker.requests.in_flight.values():
                 job.fail(error)
                 worker.requests.cancel(job)
+
+    def abort(self, error: LmiServerError, request_ids: Collection[str] | None = None) -> int:
+        """End accepted requests with `error`, all or those with one of these ids; return how many.
+
+        The place of one that runs is free once its worker says so.
+        """
+        running = (job for worker in self._roster.serving for job in worker.requests.in_flight.values())
+        jobs = {job.id: job for job in (*self._queue, *self.recovery, *running)}
+        chosen = [job for job in jobs.values() if request_ids is None or job.request.request_id in request_ids]
+        ended = [job for job in chosen if job.reply.terminal is None]
+        for job in ended:
+            job.fail(error)
+            if not self.recovery.withdraw(job):
+                self._queue.remove(job)
+            self._go_on_without(job)
+        return len(ended)
 
     def _check_idle(self) -> None:
         if self._draining and not self._queue and not self.recovery and not self.in_flight:

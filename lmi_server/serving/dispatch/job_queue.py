@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from lmi_server.contract.errors import QueueFullError
@@ -54,6 +54,13 @@ class JobQueue(Generic[J]):
 
     def __len__(self) -> int:
         return self._length
+
+    def __iter__(self) -> Iterator[J]:
+        """Yield every job that waits; the queue must not change meanwhile."""
+        for tenants in self._levels.values():
+            for flow in tenants.values():
+                yield from flow.values()
+        yield from self._lent.values()
 
     @property
     def has_next(self) -> bool:

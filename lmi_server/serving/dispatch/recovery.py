@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.serving.dispatch.quarantine import Quarantine, fingerprint
@@ -33,6 +33,9 @@ class Recovery:
     def __len__(self) -> int:
         """Return how many suspects are held back."""
         return len(self._suspects)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._suspects)
 
     def check(self, job: Job) -> None:
         """Raise QuarantinedError for a request that has ended workers before."""

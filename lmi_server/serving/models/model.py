@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lmi_server.artifacts.progress import Progress
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE
@@ -24,7 +26,7 @@ class Model:
 
     `reload` is the last attempt to load it again, and `reloads` counts how they ended. `directory` is the local one
     with its configuration, None before it is there; `configured_by` is the state of that file when it was read.
-    `progress` is the last that a fetch of its files reported.
+    `progress` is the last that a fetch of its files reported. `notes` return what features add to its description.
     """
 
     def __init__(self, source: ModelSource, at_startup: bool) -> None:
@@ -34,6 +36,7 @@ class Model:
         self.directory: Path | None = None
         self.configured_by: FileState = None
         self.progress: Progress | None = None
+        self.notes: dict[str, Callable[[], Any]] = {}
         self.reload: Reload | None = None
         self.reloads: Counter[ReloadStatus] = Counter()
         self.resolved: ResolvedModel | None = None

@@ -15,13 +15,15 @@ class Availability:
     """The state of one model, by its workers and by what became of them.
 
     `failure` says why the model is given up for good; None while it is not. `closing` is the message for new requests
-    from the start of the drain on. `settled` is set once the model is loaded, or cannot be.
+    from the start of the drain on, `paused` the one for them while the model is to take none. `settled` is set once the
+    model is loaded, or cannot be.
     """
 
     def __init__(self, name: str, roster: WorkerRoster, replica_sets: Sequence[Replicas]) -> None:
         self.failure: LmiServerError | None = None
         self.was_ready = False
         self.closing: str | None = None
+        self.paused: str | None = None
         self.settled = asyncio.Event()
         self._name = name
         self._roster = roster
@@ -47,7 +49,8 @@ class Availability:
 
     def check(self) -> None:
         """Raise ModelNotReadyError if the model takes no requests."""
-        refusal = self.refusal() if self.closing is None else ModelNotReadyError(self.closing)
+        reason = self.closing or self.paused
+        refusal = self.refusal() if reason is None else ModelNotReadyError(reason)
         if refusal is not None:
             raise refusal
 

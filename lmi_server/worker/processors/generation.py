@@ -13,7 +13,16 @@ from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import EXITS, HandlerError, exit_message
 from lmi_server.contract.generation import GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo
-from lmi_server.contract.protocol import AddAdapter, Command, GetMetrics, Input, RemoveAdapter
+from lmi_server.contract.protocol import (
+    AddAdapter,
+    Command,
+    GetMetrics,
+    Input,
+    RemoveAdapter,
+    ResetPrefixCache,
+    Sleep,
+    WakeUp,
+)
 from lmi_server.dialects import routes
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.optional import optional_dialects
@@ -91,6 +100,12 @@ class GenerationProcessor(RequestProcessor):
                 await self._handler.remove_adapter(name)
             case GetMetrics():
                 return self._handler.metrics()
+            case Sleep():
+                await self._handler.sleep()
+            case WakeUp():
+                await self._handler.wake_up()
+            case ResetPrefixCache(running, external):
+                return b"true" if await self._handler.reset_prefix_cache(running, external) else b"false"
         return b""
 
     def stats(self) -> Mapping[str, float]:
