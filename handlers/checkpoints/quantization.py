@@ -25,9 +25,11 @@ def quantization_arguments(options: TransformersOptions, config: Any, dtype: tor
 
     Raises ModelLoadError if the options contradict the checkpoint, or if a package is missing.
     """
-    _check(options.quantize, config)
+    check_quantization(options.quantize, config)
+    checkpoint = _checkpoint_method(config)
+    _refuse_missing_packages(checkpoint or ("bitsandbytes" if options.quantize in QUANTIZATION else None))
     wanted = options.quantization_config()
-    if wanted is None or _checkpoint_method(config) is not None:
+    if wanted is None or checkpoint is not None:
         return {}
     from transformers import BitsAndBytesConfig
 
@@ -38,7 +40,8 @@ def quantization_arguments(options: TransformersOptions, config: Any, dtype: tor
     return {"quantization_config": BitsAndBytesConfig(**wanted)}
 
 
-def _check(wanted: str | None, config: Any) -> None:
+def check_quantization(wanted: str | None, config: Any) -> None:
+    """Raise ModelLoadError if option.quantize contradicts the checkpoint."""
     checkpoint = _checkpoint_method(config)
     if checkpoint is None and wanted in ("gptq", "awq"):
         raise ModelLoadError(
@@ -51,7 +54,6 @@ def _check(wanted: str | None, config: Any) -> None:
             f"option.quantize={wanted}, but the checkpoint is quantised with {checkpoint} already"
             " (quantization_config in config.json); remove the key"
         )
-    _refuse_missing_packages(checkpoint or ("bitsandbytes" if wanted in QUANTIZATION else None))
 
 
 def _checkpoint_method(config: Any) -> str | None:

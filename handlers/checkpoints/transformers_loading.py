@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
+from handlers.checkpoints.blocks.packed_checkpoints import as_packed_layers
 from handlers.checkpoints.blocks.packed_layers import keep_packed
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
 from handlers.checkpoints.fp8.layers import quantize_to_fp8
@@ -29,6 +30,7 @@ from handlers.checkpoints.gpus import NO_GPUS, TorchGpus, free_memory, lack_bf16
 from handlers.checkpoints.options import BLOCK_FORMATS, FP8, STRATEGIES, TransformersOptions
 from handlers.checkpoints.placement import main_device, memory_limits, refuse_divided_layers
 from handlers.checkpoints.quantization import (
+    check_quantization,
     keep_activations,
     quantization_arguments,
     quantization_details,
@@ -44,6 +46,8 @@ from lmi_server.machine.memory import free_and_total
 logger = logging.getLogger(__name__)
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+_BLOCK_DTYPES = ("auto", torch.bfloat16, torch.float32)  # of activations with weights in blocks; auto is never fp16
 
 _BROKEN = (StrictDataclassError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 
@@ -134,6 +138,10 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
         refuse_sizes(config, path)
         dtype = torch.bfloat16 if arguments["dtype"] == "auto" else arguments["dtype"]
         return {**arguments, **gguf_weights(path), "dtype": dtype}
+    is_whole = not gpus.count and own_rank().size == 1 and options.save_mp_checkpoint_path is None
+    if is_whole and (packed := as_packed_layers(config, path)) is not None and arguments["dtype"] in _BLOCK_DTYPES:
+        check_quantization(options.quantize, config)
+        return {**arguments, "config": packed}
     return arguments | quantization_arguments(options, config, arguments["dtype"])
 
 

@@ -1,7 +1,8 @@
 """The formats of blocks: a weight is `scale * number - minimum`, with a scale and a minimum for each block.
 
-The bytes are ggml's block_q8_0, block_q4_0 and so on (ggml-common.h of llama.cpp), as in GGUF files: rows
-of a weight one after the other, and blocks of 32 inputs along each row.
+The bytes of FORMATS are ggml's block_q8_0, block_q4_0 and so on (ggml-common.h of llama.cpp), as in GGUF files: rows
+of a weight one after the other, and blocks of 32 inputs along each row. What other libraries pack has blocks that ggml
+does not have: Q4_ZERO, and those of `codebook_format`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Numbers:
     """The weights of a linear layer: numbers (out, in) int8; scales and minima (out, n) float16, or no minima.
 
     K-quants have factors (out, in / 256) float16: then scales and minima are bytes that are multiplied by these. There
-    are as many scales as blocks, or two for each block.
+    are as many scales as blocks, or two for each block. zeros (out, n) uint8 stand in place of minima: the numbers that
+    mean zero. With a codebook (16,) float32 numbers are places in it, and scales are float32.
     """
 
     numbers: torch.Tensor
@@ -28,11 +30,16 @@ class Numbers:
     minima: torch.Tensor | None = None
     factors: torch.Tensor | None = None
     minimum_factors: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+    codebook: torch.Tensor | None = None
 
     def weight(self) -> torch.Tensor:
         """Return the weights, (out, in) float32."""
         scales = _multiplied(self.scales, self.factors)
-        blocks = self.numbers.unflatten(1, (scales.shape[1], -1)).float()
+        numbers = self.numbers.float() if self.codebook is None else self.codebook[self.numbers.long()]
+        blocks = numbers.unflatten(1, (scales.shape[1], -1))
+        if self.zeros is not None:
+            blocks -= self.zeros[:, :, None]
         weights = blocks.mul_(scales[:, :, None])
         if self.minima is not None:
             weights -= _multiplied(self.minima, self.minimum_factors)[:, :, None]
@@ -120,12 +127,27 @@ def _read_q6_k(raw: torch.Tensor) -> Numbers:
     return Numbers(numbers.flatten(1), raw[:, :, 192:208].view(torch.int8).flatten(1), None, _half(raw, 208))
 
 
+def _read_q4_zero(raw: torch.Tensor) -> Numbers:
+    return Numbers(_nibbles(raw[:, :, 3:]).flatten(1), _half(raw, 0), zeros=raw[:, :, 2])
+
+
+def codebook_format(codebook: torch.Tensor) -> Format:
+    """Return the format of blocks whose scale is a float32, and whose numbers are places in a codebook (16,)."""
+
+    def read(raw: torch.Tensor) -> Numbers:
+        scales = raw[:, :, :4].contiguous().view(torch.float32)[:, :, 0]
+        return Numbers(_nibbles(raw[:, :, 4:]).flatten(1), scales, codebook=codebook)
+
+    return Format("q4_code", 20, (), read)
+
+
 Q8_0 = Format("q8_0", 34, (0,), _read_q8_0)
 Q4_0 = Format("q4_0", 18, (0,), _read_q4_0)
 Q4_1 = Format("q4_1", 20, (0, 2), _read_q4_1)
 Q4_K = Format("q4_k", 144, (0, 2), _read_q4_k, 256)
 Q5_K = Format("q5_k", 176, (0, 2), _read_q5_k, 256)
 Q6_K = Format("q6_k", 210, (208,), _read_q6_k, 256)
+Q4_ZERO = Format("q4_zero", 19, (0,), _read_q4_zero)
 FORMATS = {each.name: each for each in (Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K)}
 
 

@@ -68,6 +68,33 @@ class BlockLinear(nn.Module):
         return out.view(*hidden.shape[:-1], self.out_features)
 
 
+class OrderedBlockLinear(nn.Module):
+    """A layer of blocks that takes its inputs in another order, as act-order of gptq leaves them."""
+
+    def __init__(self, linear: BlockLinear, order: torch.Tensor) -> None:
+        """`order` (in_features,) int64 has the input that comes at each place."""
+        super().__init__()
+        self.linear = linear
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_buffer("order", order)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The bytes of the blocks, for code that reads what a layer's weight is of."""
+        return self.linear.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return self.linear(hidden.index_select(-1, self.order))
+
+
+def reads_codebooks() -> bool:
+    """Whether the kernel reads blocks with codebooks on this processor."""
+    from handlers.cpu_kernels.blocks.reading import HAS_TABLES
+
+    return HAS_TABLES
+
+
 def is_joinable(linears: Sequence[BlockLinear]) -> bool:
     """Whether layers can be one: for one input, filling all panels but the last."""
     is_whole = all(linear.out_features % OUTPUTS == 0 for linear in linears[:-1])

@@ -17,8 +17,10 @@ from handlers.cpu_kernels.blocks.layout import (
     OUTPUTS,
     PANEL_WORDS,
     Q4,
+    Q4_CODE,
     Q4_MIN,
     Q4_SUPER,
+    Q4_ZERO,
     Q6_MIN_SUPER,
     Q6_SUPER,
     Q8,
@@ -32,6 +34,8 @@ KINDS = {
     "q4_k": Q4_SUPER,
     "q5_k": Q6_MIN_SUPER,
     "q6_k": Q6_SUPER,
+    "q4_zero": Q4_ZERO,
+    "q4_code": Q4_CODE,
 }
 FEW_ROWS = 4
 """Up to how many rows weights are multiplied as they are stored, if it is not measured."""
@@ -91,14 +95,17 @@ def _panels(stored: StoredWeight, kind: Kind) -> np.ndarray:
             [part.contiguous().view(torch.uint8).unflatten(1, (count, -1)).flatten(2) for part in parts], 2
         )
 
-    scales = [by_panel(part) for part in (found.scales, found.minima) if part is not None]
+    scales = [by_panel(part) for part in (found.scales, found.minima, found.zeros) if part is not None]
     numbers = by_panel((found.numbers + kind.zero if kind.bits < 8 else found.numbers).view(outputs, blocks, INPUTS))
     laid = of_blocks([*scales, *_laid_numbers(numbers, kind)], blocks)
     if kind.has_factors:
         factors = [by_panel(part) for part in (found.factors, found.minimum_factors) if part is not None]
         count = blocks // kind.blocks
         laid = torch.cat((of_blocks(factors, count), laid.unflatten(1, (count, -1)).flatten(2)), 2)
-    of_bytes: np.ndarray = laid.flatten(1).numpy()
+    panels = laid.flatten(1)
+    if found.codebook is not None:
+        panels = torch.cat((found.codebook.view(torch.uint8).expand(len(panels), -1), panels), 1)
+    of_bytes: np.ndarray = panels.numpy()
     return of_bytes
 
 

@@ -1,9 +1,10 @@
 """Takes weights that other libraries have packed as blocks of few bits, on the CPU.
 
-These are compressed-tensors' integers of 4 and 8 bits with a scale for each group of inputs or each output, and the
-8 bits of bitsandbytes in a model in bfloat16. Numbers stay as they are. A scale becomes a float16, as blocks have it:
-of compressed-tensors only where that changes nothing; bitsandbytes' own, in float32, is rounded once, and more closely
-than to the model's bfloat16. Layers of any other kind keep the code of their library.
+These are compressed-tensors' integers of 4 and 8 bits with a scale for each group of inputs or each output, the 4 bits
+of bitsandbytes, and its 8 bits in a model in bfloat16. Numbers stay as they are. A scale becomes a float16, as blocks
+have it: of compressed-tensors only where that changes nothing; that of bitsandbytes' 8 bits, in float32, is rounded
+once, and more closely than to the model's bfloat16. Its 4 bits keep their scales in float32. Layers of any other kind
+keep the code of their library.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers.checkpoints.blocks.formats import INPUTS, Q4_0, Q8_0, StoredWeight
-from handlers.checkpoints.blocks.layers import BlockLinear
+from handlers.checkpoints.blocks.formats import INPUTS, Q4_0, Q8_0, Format, StoredWeight, codebook_format
+from handlers.checkpoints.blocks.layers import BlockLinear, reads_codebooks
+from handlers.checkpoints.blocks.rounding import halves
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +46,8 @@ def _stored(layer: nn.Module, dtype: torch.dtype) -> StoredWeight | None:
     """Return the weights of a layer as blocks; None if it is of another kind, or its weights would change."""
     if hasattr(layer, "weight_packed"):
         return _of_compressed_tensors(layer)
-    if "bitsandbytes" in sys.modules and dtype == torch.bfloat16:
-        return _of_bitsandbytes(layer)
+    if "bitsandbytes" in sys.modules:
+        return _of_4_bits(layer) if hasattr(layer, "quant_state") else _of_8_bits(layer, dtype)
     return None
 
 
@@ -64,28 +66,49 @@ def _of_compressed_tensors(layer: Any) -> StoredWeight | None:
         return None
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32  # type: ignore[import-untyped]
 
-    numbers = unpack_from_int32(packed, weights.num_bits, shape)
-    return _blocks(numbers, scales.half().repeat_interleave(blocks // scales.shape[1], 1), weights.num_bits)
+    numbers = unpack_from_int32(packed, weights.num_bits, shape).unflatten(1, (-1, INPUTS))
+    by_block = scales.half().repeat_interleave(blocks // scales.shape[1], 1)
+    if weights.num_bits == 4:
+        return as_blocks(Q4_0, halves((numbers + 8).view(torch.uint8)), by_block)
+    return as_blocks(Q8_0, numbers, by_block)
 
 
-def _of_bitsandbytes(layer: Any) -> StoredWeight | None:
+def _of_8_bits(layer: Any, dtype: torch.dtype) -> StoredWeight | None:
+    """Return the weights of a layer of bitsandbytes with 8 bits."""
     from bitsandbytes.nn.modules import Linear8bitLt
 
     if not isinstance(layer, Linear8bitLt) or layer.weight.device.type != "cpu" or layer.in_features % INPUTS:
         return None
     found: Any = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
     scales = found.float() / 127
-    if not bool(((scales.half().float() - scales).abs() <= scales * _ROUNDING).all()):
+    if dtype != torch.bfloat16 or not bool(((scales.half().float() - scales).abs() <= scales * _ROUNDING).all()):
         return None
     blocks = layer.in_features // INPUTS
-    return _blocks(layer.weight.data.view(torch.int8), scales.half()[:, None].repeat(1, blocks), 8)
+    numbers = layer.weight.data.view(torch.int8).unflatten(1, (-1, INPUTS))
+    return as_blocks(Q8_0, numbers, scales.half()[:, None].repeat(1, blocks))
 
 
-def _blocks(numbers: torch.Tensor, scales: torch.Tensor, bits: int) -> StoredWeight:
-    """Return numbers (out, in) int8 and scales (out, blocks) float16 as blocks."""
-    of_blocks = numbers.unflatten(1, (-1, INPUTS))
-    if bits == 4:
-        low, high = (of_blocks + 8).view(torch.uint8).split(INPUTS // 2, dim=2)
-        of_blocks = low | high << 4
-    raw = torch.cat((scales.contiguous()[:, :, None].view(torch.uint8), of_blocks.view(torch.uint8)), dim=2)
-    return StoredWeight(Q4_0 if bits == 4 else Q8_0, raw.flatten(1))
+def _of_4_bits(layer: Any) -> StoredWeight | None:
+    """Return the weights of a layer of bitsandbytes with 4 bits, whose blocks are whole parts of rows."""
+    from bitsandbytes.functional import dequantize_blockwise
+    from bitsandbytes.nn.modules import Linear4bit
+
+    if not isinstance(layer, Linear4bit) or layer.weight.device.type != "cpu" or not reads_codebooks():
+        return None
+    state: Any = layer.weight.quant_state
+    is_packed_otherwise = getattr(state, "packing_format_for_cpu", False)  # what its own kernel for the CPU reads
+    if is_packed_otherwise or state.blocksize % INPUTS or layer.in_features % state.blocksize:
+        return None
+    scales = state.absmax
+    if state.nested:
+        scales = dequantize_blockwise(scales, state.state2) + state.offset
+    packed = layer.weight.data.view(layer.out_features, -1)
+    numbers = torch.stack((packed >> 4, packed & 15), dim=2).view(layer.out_features, -1, INPUTS)
+    by_block = scales.float().view(layer.out_features, -1).repeat_interleave(state.blocksize // INPUTS, 1)
+    return as_blocks(codebook_format(state.code.float()), halves(numbers), by_block)
+
+
+def as_blocks(form: Format, numbers: torch.Tensor, *scales: torch.Tensor) -> StoredWeight:
+    """Return numbers (out, blocks, bytes of a block) as blocks, each with its own of some scales (out, blocks)."""
+    of_bytes = [part.contiguous()[:, :, None].view(torch.uint8) for part in scales]
+    return StoredWeight(form, torch.cat((*of_bytes, numbers.view(torch.uint8)), dim=2).flatten(1))

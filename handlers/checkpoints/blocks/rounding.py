@@ -48,13 +48,13 @@ def _to_4_bits(blocks: torch.Tensor) -> _Blocks:
     """The weight of greatest magnitude becomes -8: there are 16 numbers, and one more of them is negative."""
     greatest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
     scales = greatest / -8
-    return scales, _halves((blocks * _inverse(scales) + 8.5).clamp_(0, 15).to(torch.uint8))
+    return scales, halves((blocks * _inverse(scales) + 8.5).clamp_(0, 15).to(torch.uint8))
 
 
 def _to_4_bits_with_minima(blocks: torch.Tensor) -> _Blocks:
     least = blocks.amin(2, keepdim=True)
     scales = (blocks.amax(2, keepdim=True) - least) / 15
-    return scales, least, _halves(((blocks - least) * _inverse(scales) + 0.5).clamp_(0, 15).to(torch.uint8))
+    return scales, least, halves(((blocks - least) * _inverse(scales) + 0.5).clamp_(0, 15).to(torch.uint8))
 
 
 _QUANTIZERS: dict[str, Callable[[torch.Tensor], _Blocks]] = {
@@ -89,7 +89,7 @@ def _to_6_bits(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return factors, torch.round(scales * _inverse(factors.float())).clamp_(0, 63)
 
 
-def _halves(numbers: torch.Tensor) -> torch.Tensor:
+def halves(numbers: torch.Tensor) -> torch.Tensor:
     """Byte i has number i of a block in its lower half, and number i + 16 above."""
     low, high = numbers.split(INPUTS // 2, dim=2)
     return low | high << 4

@@ -15,7 +15,9 @@ pairs of neighbouring inputs in 8 outputs, one output after the other:
 - Of 6 bits, the lowest four are as before. For the upper two, both groups share four vectors: bits 2 * p and
   2 * p + 1 are of pair p in the first group, and 16 bits above of the second group.
 
-A weight is `scale * number - minimum`, where the number is the stored one less `zero`.
+A weight is `scale * number - minimum`, where the number is the stored one less `zero`. Instead of minima, a block may
+have a zero for each output, a byte: the number that stands for zero there. With a codebook the stored number is the
+place of the number among 16 of float32, with which a panel begins; then scales are float32.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ GROUP = 16
 """Inputs of a group."""
 SECTION = 8
 """Blocks that are unpacked at once, and those of a super-block that has factors."""
+CODEBOOK_BYTES = 64
 ALIGNMENT = 64
 """Bytes of a line of the caches: panels begin on one."""
 EXACT_ROWS, FIRST_PANEL, PANEL_WORDS = 0, 2, 2
@@ -42,7 +45,7 @@ class Kind(NamedTuple):
     """A kind of blocks: its code in the table, the bits of a number, and the number that is stored for zero.
 
     `scales`: of a block for each output; two are those of its groups. With factors, scales are bytes: signed ones, or
-    from 0 to 255 if there are minima.
+    from 0 to 255 if there are minima. `has_zeros`: its minima are zeros that the scales multiply.
     """
 
     code: int
@@ -51,11 +54,17 @@ class Kind(NamedTuple):
     has_minimum: bool = False
     has_factors: bool = False
     scales: int = 1
+    has_zeros: bool = False
+    has_codebook: bool = False
 
     @property
     def blocks(self) -> int:
         """Of a super-block."""
         return SECTION if self.has_factors else 1
+
+    @property
+    def codebook_bytes(self) -> int:
+        return CODEBOOK_BYTES if self.has_codebook else 0
 
     @property
     def factor_bytes(self) -> int:
@@ -68,13 +77,18 @@ class Kind(NamedTuple):
 
     @property
     def scale_bytes(self) -> int:
-        """How many bytes a scale or a minimum has."""
-        return 1 if self.has_factors else 2
+        """How many bytes a scale has."""
+        return 1 if self.has_factors else 4 if self.has_codebook else 2
+
+    @property
+    def minimum_bytes(self) -> int:
+        """How many bytes a minimum has, or a zero."""
+        return 0 if not self.has_minimum else 1 if self.has_factors or self.has_zeros else 2
 
     @property
     def numbers_at(self) -> int:
         """How many bytes the numbers are behind the beginning of a block."""
-        return OUTPUTS * self.scale_bytes * (self.scales + self.has_minimum)
+        return OUTPUTS * (self.scale_bytes * self.scales + self.minimum_bytes)
 
     @property
     def block_bytes(self) -> int:
@@ -91,4 +105,6 @@ Q4_MIN = Kind(2, 4, has_minimum=True)
 Q4_SUPER = Kind(3, 4, has_minimum=True, has_factors=True)
 Q6_MIN_SUPER = Kind(4, 6, has_minimum=True, has_factors=True)
 Q6_SUPER = Kind(5, 6, zero=32, has_factors=True, scales=2)
-KINDS = (Q8, Q4, Q4_MIN, Q4_SUPER, Q6_MIN_SUPER, Q6_SUPER)
+Q4_ZERO = Kind(6, 4, has_minimum=True, has_zeros=True)
+Q4_CODE = Kind(7, 4, has_codebook=True)
+KINDS = (Q8, Q4, Q4_MIN, Q4_SUPER, Q6_MIN_SUPER, Q6_SUPER, Q4_ZERO, Q4_CODE)

@@ -26,13 +26,13 @@ _OF_QUARTER = OUTPUTS // QUARTERS
 _VECTOR = 4 * LANES  # bytes
 # As in amx.py: without it, products of one row take half as long again. One line is asked for with each that is read.
 _AHEAD_BYTES = 8192
-_HAS_TABLES = host_has("avx512f")
-"""Whether one instruction looks 16 numbers up in a table of float32."""
+HAS_TABLES = host_has("avx512f")
+"""Whether one instruction looks 16 numbers up in a table of float32. Without it no codebook is read."""
 
 
 def for_kind(builder, code, build) -> None:
     """Write `build(kind)` for each kind, of which the one with a code runs."""
-    for kind in KINDS:
+    for kind in KINDS if HAS_TABLES else [kind for kind in KINDS if not kind.has_codebook]:
         with builder.if_then(builder.icmp_signed("==", code, INT(kind.code))):
             build(kind)
 
@@ -40,17 +40,18 @@ def for_kind(builder, code, build) -> None:
 def block_at(builder, kind, panel, number) -> Block:
     """Return a block of the panel at an address, by its number, which is known at run time."""
     before, inside = (getattr(builder, name)(number, INT(kind.blocks)) for name in ("udiv", "urem"))
-    factors = builder.add(panel, builder.mul(before, INT(kind.super_bytes)))
+    first = builder.add(panel, INT(kind.codebook_bytes))
+    factors = builder.add(first, builder.mul(before, INT(kind.super_bytes)))
     behind = builder.add(INT(kind.factor_bytes), builder.mul(inside, INT(kind.block_bytes)))
-    return Block(builder, kind, factors, builder.add(factors, behind))
+    return Block(builder, kind, factors, builder.add(factors, behind), panel)
 
 
 class Block:
-    """A block at an address, whose factors, if it has any, are at another one."""
+    """A block at an address, whose factors and codebook, if it has any, are at others."""
 
-    def __init__(self, builder, kind, factors, address) -> None:
+    def __init__(self, builder, kind, factors, address, codebook) -> None:
         self.kind = kind
-        self._builder, self._factors, self._address = builder, factors, address
+        self._builder, self._factors, self._address, self._codebook = builder, factors, address, codebook
 
     def scales(self, quarter: int, group) -> ir.Value:
         """Return the scales of a quarter, each twice; `group` is a number that is known at run time."""
@@ -63,8 +64,13 @@ class Block:
     def minima(self, quarter: int) -> ir.Value:
         """Return the minima of a quarter, each twice, with the sign changed."""
         begin = self._builder.add(self._address, INT(OUTPUTS * self.kind.scale_bytes * self.kind.scales))
-        factors = self._builder.add(self._factors, INT(2 * OUTPUTS))
-        return self._builder.fneg(self._twice(self._scaled(begin, factors, quarter)))
+        factors = self._address if self.kind.has_zeros else self._builder.add(self._factors, INT(2 * OUTPUTS))
+        return self._builder.fneg(self._twice(self._minima_at(begin, factors, quarter)))
+
+    def _minima_at(self, address, factors, quarter: int):
+        if self.kind.minimum_bytes == 1:
+            return self._multiplied(address, factors, quarter)
+        return self._halves(address, quarter)
 
     def pairs(self, group):
         """Return a function: a pair of a group, which is a number that is known at run time -> numbers of quarters."""
@@ -75,7 +81,8 @@ class Block:
             return lambda pair: [self._widened(low, _VECTOR * pair + LANES * quarter) for quarter in quarters]
         lows = [self._line(low, _VECTOR * quarter) for quarter in quarters]
         if kind.bits == 4:
-            return lambda pair: [self._number(self._right(word, 4 * pair)) for word in lows]
+            table = self._table()
+            return lambda pair: [self._number(self._right(word, 4 * pair), table) for word in lows]
         high = builder.add(self._address, INT(kind.numbers_at + 2 * size))
         shift = spread(builder, builder.trunc(builder.mul(group, INT(16)), WORD), WORDS)
         highs = [builder.lshr(self._line(high, _VECTOR * quarter), shift) for quarter in quarters]
@@ -92,11 +99,17 @@ class Block:
         moved = self._builder.shl(word, _all(left)) if left > 0 else self._right(word, -left)
         return self._builder.and_(moved, _all(0x30))
 
-    def _number(self, bits):
+    def _table(self):
+        """Return the numbers that 4 bits stand for, or nothing if numbers are computed."""
+        if self.kind.has_codebook:
+            return load_at(self._builder, self._codebook, 0, FLOATS)
+        numbers = [float(number - self.kind.zero) for number in range(LANES)]
+        return ir.Constant(FLOATS, numbers) if HAS_TABLES else None
+
+    def _number(self, bits, table=None):
         """Return the numbers in the lowest bits of words, less zero: of 4 bits with anything above, or of 6 bits."""
         builder, kind = self._builder, self.kind
-        if kind.bits == 4 and _HAS_TABLES:
-            table = ir.Constant(FLOATS, [float(number - kind.zero) for number in range(LANES)])
+        if table is not None:
             function = ir.FunctionType(FLOATS, (FLOATS, WORDS))
             look_up = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512.permvar.sf.512")
             return builder.call(look_up, (table, bits))
@@ -120,10 +133,16 @@ class Block:
         prefetch_line(self._builder, self._builder.add(address, INT(_AHEAD_BYTES + offset)))
 
     def _scaled(self, address, factors, quarter: int):
-        """Return the scales of a quarter at an address, or its minima: times their factors if there are any."""
-        builder, kind = self._builder, self.kind
-        if not kind.has_factors:
+        """Return the scales of a quarter at an address: times their factors if there are any."""
+        if self.kind.has_codebook:
+            return load_at(self._builder, address, 4 * _OF_QUARTER * quarter, ir.VectorType(FLOAT, _OF_QUARTER))
+        if not self.kind.has_factors:
             return self._halves(address, quarter)
+        return self._multiplied(address, factors, quarter)
+
+    def _multiplied(self, address, factors, quarter: int):
+        """Return the bytes of a quarter at an address, times float16 at another one."""
+        builder, kind = self._builder, self.kind
         small = load_at(builder, address, _OF_QUARTER * quarter, ir.VectorType(ir.IntType(8), _OF_QUARTER))
         widen = builder.zext if kind.has_minimum else builder.sext
         scales = builder.sitofp(widen(small, ir.VectorType(WORD, _OF_QUARTER)), ir.VectorType(FLOAT, _OF_QUARTER))

@@ -1,0 +1,287 @@
+"""Reads checkpoints in gptq and awq for the CPU as blocks of few bits, without the packages of these formats.
+
+A packed layer has `qweight`, `qzeros` and `scales` in place of its weight. A weight is scale * (number - zero), with a
+scale and a zero for each group of inputs and each output. transformers loads everything else: its quantizer here only
+takes such layers out of the empty model, and puts layers of blocks in their place.
+
+- gptq (AutoGPTQ, GPTQModel): words of 32 bits hold numbers of consecutive inputs. Format `gptq` stores zeros less one,
+  `gptq_v2` as they are. With act-order `g_idx` has the group of each input: inputs are brought into the order of their
+  groups, and so are activations.
+- awq (AutoAWQ, version GEMM): words hold numbers of consecutive outputs, in the order of `_AWQ_ORDER`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from handlers.checkpoints.blocks.formats import INPUTS, Q4_0, Q4_ZERO, Q8_0, StoredWeight
+from handlers.checkpoints.blocks.layers import BlockLinear, OrderedBlockLinear
+from handlers.checkpoints.blocks.packed_layers import as_blocks
+from handlers.checkpoints.blocks.rounding import halves
+from lmi_server.contract.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+_METHOD = "packed_layers"  # under which transformers finds the quantizer
+_BITS = (2, 4, 8)
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_PARTS = ("qweight", "qzeros", "scales")
+
+
+@register_quantization_config(_METHOD)
+class _Packed(QuantizationConfigMixin):
+    """What the quantizer gets: the declaration in config.json, and the directory of the checkpoint."""
+
+    def __init__(self, declared: Mapping[str, Any], directory: str, **_: Any) -> None:
+        self.quant_method, self.declared, self.directory = _METHOD, declared, directory
+
+
+def as_packed_layers(config: Any, path: str) -> Any:
+    """Return the configuration of a checkpoint so that transformers reads its packed layers as blocks.
+
+    None if it is of another kind: then the packages of its format read it.
+    """
+    declared = getattr(config, "quantization_config", None)
+    if not isinstance(declared, dict) or not _is_known(declared) or not _files(Path(path)):
+        return None
+    changed = copy.deepcopy(config)
+    changed.quantization_config = {"quant_method": _METHOD, "declared": declared, "directory": path}
+    return changed
+
+
+def _is_known(declared: Mapping[str, Any]) -> bool:
+    if declared.get("quant_method") == "awq":
+        form = declared.get("version", declared.get("format", "gemm"))
+        return str(form).lower() == "gemm" and declared.get("bits", declared.get("w_bit", 4)) == 4
+    form = declared.get("checkpoint_format", declared.get("format", "gptq"))
+    return declared.get("quant_method") == "gptq" and form in ("gptq", "gptq_v2") and declared.get("bits") in _BITS
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files of a checkpoint as transformers chooses them. Raises ModelLoadError for a hostile index."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    names = set(json.loads(index.read_bytes())["weight_map"].values())
+    for name in names:
+        if Path(name).name != name:
+            raise ModelLoadError(f"{index}: {name!r} is no name of a file in its directory")
+    return [directory / name for name in sorted(names)]
+
+
+@dataclass
+class _Tensors:
+    """The packed layers of a checkpoint: which file has each of their tensors."""
+
+    directory: Path
+    places: dict[str, dict[str, Path]] = field(default_factory=dict)
+
+    @classmethod
+    def find(cls, directory: Path) -> _Tensors:
+        found = cls(directory)
+        by_layer: dict[str, dict[str, Path]] = {}
+        for path in _files(directory):
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is no mapping
+                    layer, _, part = key.rpartition(".")
+                    by_layer.setdefault(layer, {})[part] = path
+        found.places = {layer: parts for layer, parts in by_layer.items() if "qweight" in parts}
+        return found
+
+    def read(self, layer: str) -> dict[str, torch.Tensor]:
+        """Return the tensors of a layer by their names in it. Raises ModelLoadError if one is missing."""
+        places = self.places[layer]
+        for part in _PARTS:
+            if part not in places:
+                raise ModelLoadError(f"{self.directory}: {layer} has a qweight, but no {part}; fetch the files again")
+        tensors = {}
+        for part, path in places.items():
+            with safe_open(path, framework="pt") as file:
+                tensors[part] = file.get_tensor(f"{layer}.{part}")
+        return tensors
+
+
+class _PackedLayer(nn.Module):
+    """Stands for a layer whose tensors transformers does not read."""
+
+    def __init__(self, linear: nn.Linear, stored_as: str) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.stored_as = linear.in_features, linear.out_features, stored_as
+
+
+@register_quantizer(_METHOD)
+class _PackedQuantizer(HfQuantizer):
+    """Puts layers of blocks in the place of packed ones."""
+
+    requires_calibration = True
+    is_trainable = False
+
+    def is_serializable(self) -> bool:
+        return False
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        self._tensors = _Tensors.find(Path(self.quantization_config.directory))
+        for stored_as in self._tensors.places:
+            name = _module_name(model, stored_as)
+            if name is None:
+                raise ModelLoadError(
+                    f"{self._tensors.directory}: {stored_as}.qweight belongs to no linear layer of"
+                    f" {type(model).__name__}; use another handler, or a checkpoint that is not quantised"
+                )
+            model.set_submodule(name, _PackedLayer(model.get_submodule(name), stored_as))
+        names = "|".join(map(re.escape, self._tensors.places))
+        own = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*own, rf"^({names})\."}
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+        declared = self.quantization_config.declared
+        model.config.quantization_config = declared
+        model.quantization_method = declared["quant_method"]
+        unpacked = 0
+        for name, module in list(model.named_modules()):
+            if isinstance(module, _PackedLayer):
+                layer = _layer(module, self._tensors.read(module.stored_as), declared, model.dtype)
+                unpacked += type(layer) is nn.Linear
+                model.set_submodule(name, layer)
+        count = len(self._tensors.places)
+        logger.info("%d packed layers are computed as blocks of few bits", count - unpacked)
+        if unpacked:
+            logger.warning(
+                "%d of %d packed layers are unpacked to %s, which takes more memory: blocks have %d inputs each, and"
+                " zeros of 8 bits are 128",
+                unpacked, count, str(model.dtype).removeprefix("torch."), INPUTS,
+            )  # fmt: skip
+
+
+def _module_name(model: Any, stored_as: str) -> str | None:
+    """Return the name of a linear layer in a model, which may have a base model or be one."""
+    base = f"{model.base_model_prefix}."
+    for name in (stored_as, stored_as.removeprefix(base), base + stored_as):
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            continue
+        if type(module) is nn.Linear:
+            return name
+    return None
+
+
+def _layer(
+    packed: _PackedLayer, tensors: Mapping[str, torch.Tensor], declared: Mapping[str, Any], dtype: torch.dtype
+) -> nn.Module:
+    """Return a layer of blocks, or a plain one if blocks cannot hold the weights. Raises ModelLoadError."""
+    try:
+        weights = _unpack(packed, tensors, declared)
+    except (RuntimeError, IndexError, ValueError, ZeroDivisionError) as error:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        raise ModelLoadError(
+            f"{packed.stored_as} has {shapes}, which are no packed weights of {packed.in_features} inputs and"
+            f" {packed.out_features} outputs: {error}"
+        ) from error
+    bias = tensors["bias"].to(dtype) if "bias" in tensors else None
+    stored = weights.blocks()
+    if stored is None:
+        linear = nn.Linear(packed.in_features, packed.out_features, bias is not None, "meta", dtype)
+        linear.weight = nn.Parameter(weights.plain().to(dtype), requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias, requires_grad=False)
+        return linear
+    if weights.order is None:
+        return BlockLinear.from_stored(stored, bias, dtype)
+    return OrderedBlockLinear(BlockLinear.from_stored(stored, bias, dtype), weights.order)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Numbers (out, in) uint8; zeros uint8 and scales, both (out, groups); `order` has the inputs by their groups.
+
+    Without an order, inputs are in the order of their groups. `groups` (in,) has the group of each input as stored.
+    """
+
+    bits: int
+    numbers: torch.Tensor
+    zeros: torch.Tensor
+    scales: torch.Tensor
+    groups: torch.Tensor
+    order: torch.Tensor | None
+
+    def plain(self) -> torch.Tensor:
+        """Return the weights (out, in) float32 as the checkpoint has them."""
+        numbers = self.numbers.float() - self.zeros.float()[:, self.groups]
+        return numbers * self.scales.float()[:, self.groups]
+
+    def blocks(self) -> StoredWeight | None:
+        """Return the weights as blocks, with inputs in the order of their groups. None if blocks do not hold them."""
+        inputs, groups = self.numbers.shape[1], self.scales.shape[1]
+        is_even = bool((self.groups.bincount(minlength=groups) * groups == inputs).all())
+        if (
+            not is_even
+            or inputs % (groups * INPUTS)
+            or not torch.equal(self.scales.half().float(), self.scales.float())
+        ):
+            return None
+        numbers = self.numbers if self.order is None else self.numbers[:, self.order]
+        repeats = inputs // groups // INPUTS
+        scales, zeros = (part.repeat_interleave(repeats, 1) for part in (self.scales.half(), self.zeros))
+        by_block = numbers.unflatten(1, (-1, INPUTS))
+        if self.bits == 8:
+            is_symmetric = bool((self.zeros == 128).all())
+            return as_blocks(Q8_0, by_block ^ 128, scales) if is_symmetric else None
+        if bool((self.zeros == 8).all()):
+            return as_blocks(Q4_0, halves(by_block), scales)
+        return as_blocks(Q4_ZERO, halves(by_block), scales, zeros)
+
+
+def _unpack(packed: _PackedLayer, tensors: Mapping[str, torch.Tensor], declared: Mapping[str, Any]) -> _Weights:
+    words, zero_words, scales = (tensors[part] for part in _PARTS)
+    inputs, outputs, groups = packed.in_features, packed.out_features, len(scales)
+    if words.dtype != torch.int32 or zero_words.dtype != torch.int32 or not scales.is_floating_point():
+        raise ValueError(f"their types are {words.dtype}, {zero_words.dtype} and {scales.dtype}")
+    if declared["quant_method"] == "awq":
+        bits = 4
+        numbers, zeros = _in_awq_order(_columns(words, bits)), _in_awq_order(_columns(zero_words, bits))
+    else:
+        bits = 32 * len(words) // inputs
+        form = declared.get("checkpoint_format", declared.get("format", "gptq"))
+        numbers, zeros = _columns(words.T, bits).T, _columns(zero_words + (_ones(bits) if form == "gptq" else 0), bits)
+    if numbers.shape != (inputs, outputs) or scales.shape != (groups, outputs) or zeros.shape != scales.shape:
+        raise ValueError("their sizes do not fit")
+    in_order = torch.arange(inputs) // (inputs // groups)
+    of_inputs = tensors.get("g_idx", in_order).long()
+    if of_inputs.shape != (inputs,) or int(of_inputs.min()) < 0 or int(of_inputs.max()) >= groups:
+        raise ValueError("g_idx names other groups")
+    order = None if bool((of_inputs.diff() >= 0).all()) else torch.argsort(of_inputs, stable=True)
+    return _Weights(bits, numbers.T.contiguous(), zeros.T.contiguous(), scales.T.contiguous(), of_inputs, order)
+
+
+def _ones(bits: int) -> int:
+    """Return a word whose numbers are all one."""
+    return sum(1 << shift for shift in range(0, 32, bits))
+
+
+def _columns(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Words (rows, n) int32 of numbers, the lowest bits first -> (rows, n * 32 / bits) uint8."""
+    if bits not in _BITS:
+        raise ValueError(f"{bits} bits")
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words[:, :, None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(1)
+
+
+def _in_awq_order(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.unflatten(1, (-1, len(_AWQ_ORDER)))[:, :, list(_AWQ_ORDER)].flatten(1)

@@ -1,0 +1,118 @@
+"""Checkpoints in gptq and awq on the CPU: what their layers stand for, and what cannot be read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed_models import packed_llama
+from rolling_batch_helpers import Engine, generated, prompts
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from handlers.checkpoints.blocks.layers import BlockLinear, OrderedBlockLinear
+from handlers.checkpoints.transformers_loading import load_model
+from handlers.huggingface.options import HuggingFaceOptions
+from lmi_server.contract.errors import ModelLoadError
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = prompts(6)
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"symmetric": True},
+    {"group": 64, "form": "gptq_v2"},
+    {"group": -1, "symmetric": True, "bits": 8},
+    {"bits": 2},
+    {"act_order": True},
+    {"method": "awq"},
+)
+
+
+def load(directory: Path, dtype: str = "fp32", **options: Any) -> Any:
+    return load_model(AutoModelForCausalLM, str(directory), HuggingFaceOptions(dtype=dtype, **options))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_layers_have_the_weights_that_are_packed(tmp_path: Path, kind: dict[str, Any], dtype: str) -> None:
+    expected, found = packed_llama(tmp_path, **kind), load(tmp_path, dtype)
+    for name in ("self_attn.v_proj", "mlp.down_proj"):
+        layer = found.model.layers[1].get_submodule(name)
+        assert isinstance(layer, OrderedBlockLinear if kind.get("act_order") else BlockLinear)
+        weight = layer(torch.eye(layer.in_features, dtype=found.dtype)).T
+        assert torch.equal(weight, expected.model.layers[1].get_submodule(name).weight.to(found.dtype))
+
+
+@pytest.mark.parametrize("kind", [{}, {"method": "awq"}, {"act_order": True}], ids=str)
+def test_a_rolling_batch_generates_what_the_unpacked_model_does(tmp_path: Path, kind: dict[str, Any]) -> None:
+    reference = packed_llama(tmp_path, **kind)
+    engine = Engine(load(tmp_path, quantize=kind.get("method", "gptq")))
+    answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in PROMPTS]
+    engine.run()
+    assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
+    assert engine.fused["decoder_layers"] == (0 if kind.get("act_order") else 2)
+
+
+@pytest.mark.parametrize("kind", [{"bits": 8}, {"group": 16}], ids=str)
+def test_what_blocks_do_not_hold_is_unpacked(
+    tmp_path: Path, kind: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, found = packed_llama(tmp_path, **kind), load(tmp_path)
+    assert torch.equal(found.model.layers[0].mlp.up_proj.weight, expected.model.layers[0].mlp.up_proj.weight)
+    assert "14 of 14 packed layers are unpacked to float32" in caplog.text
+
+
+def test_a_checkpoint_in_several_files_is_read(tmp_path: Path) -> None:
+    expected = packed_llama(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = sorted(tensors)
+    (tmp_path / "model.safetensors").unlink()
+    weight_map = {name: f"model-{place % 2 + 1}-of-2.safetensors" for place, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        part = {name: tensors[name] for name in names if weight_map[name] == file}
+        save_file(part, tmp_path / file, {"format": "pt"})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    layer = load(tmp_path).model.layers[1].mlp.down_proj
+    assert torch.equal(layer(torch.eye(128)).T, expected.model.layers[1].mlp.down_proj.weight)
+    index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    with pytest.raises(ModelLoadError, match=r"'\.\./model\.safetensors' is no name of a file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("qzeros", None, "no qzeros"),
+        ("scales", lambda scales: scales[:, :-1].contiguous(), "their sizes do not fit"),
+        ("scales", lambda scales: scales[:0], "no packed weights of 64 inputs and 128 outputs"),
+        ("qweight", lambda words: words[:-1].contiguous(), "bits"),
+        ("qweight", lambda words: words.float(), "their types are"),
+        ("g_idx", lambda groups: groups - 1, "g_idx names other groups"),
+        ("g_idx", lambda groups: groups[1:].contiguous(), "g_idx names other groups"),
+    ],
+)
+def test_damaged_layers_are_named(tmp_path: Path, part: str, change: Any, message: str) -> None:
+    packed_llama(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = f"model.layers.1.mlp.up_proj.{part}"
+    tensor = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(tensor)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.1\.mlp\.up_proj has .*" + re.escape(message)):
+        load(tmp_path)
+
+
+def test_packed_tensors_of_no_linear_layer_are_named(tmp_path: Path) -> None:
+    packed_llama(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.7.mlp.up_proj.qweight"] = tensors["model.layers.1.mlp.up_proj.qweight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"layers\.7\.mlp\.up_proj\.qweight belongs to no linear layer of Llama"):
+        load(tmp_path)
