@@ -94,20 +94,24 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions, **more:
 def _keep_blocks(model: Any, path: str, options: TransformersOptions) -> dict[str, Any]:
     """Hold weights in few bits, if options or file say so; return details, none if it has no such weights."""
     if options.quantize in BLOCK_FORMATS:
-        if main_device(model).type != "cpu":
-            raise ModelLoadError(
-                f"option.quantize={options.quantize} is for models on the CPU; set option.quantize=bitsandbytes8 or"
-                " bitsandbytes4 on a GPU"
-            )
-        if model.dtype not in (torch.bfloat16, torch.float32):
-            raise ModelLoadError(
-                f"option.quantize={options.quantize}: set option.dtype=bf16 or fp32, not {options.dtype}"
-            )
-        return quantize_to_blocks(model, options.quantize)
+        return quantize_blocks(model, options) if own_rank().size == 1 else {}  # ranks do when they have their parts
     if options.quantize == FP8:
         return quantize_to_fp8(model)
     is_whole = main_device(model).type == "cpu" and own_rank().size == 1
     return keep_stored(model, path) if is_whole and options.keeps_blocks(path) else {}
+
+
+def quantize_blocks(model: Any, options: TransformersOptions) -> dict[str, Any]:
+    """Quantise a model in place as one of BLOCK_FORMATS; return details for the log. Raises ModelLoadError."""
+    assert options.quantize is not None
+    if main_device(model).type != "cpu":
+        raise ModelLoadError(
+            f"option.quantize={options.quantize} is for models on the CPU; set option.quantize=bitsandbytes8 or"
+            " bitsandbytes4 on a GPU"
+        )
+    if model.dtype not in (torch.bfloat16, torch.float32):
+        raise ModelLoadError(f"option.quantize={options.quantize}: set option.dtype=bf16 or fp32, not {options.dtype}")
+    return quantize_to_blocks(model, options.quantize)
 
 
 def save_weights(model: Any, options: TransformersOptions) -> None:

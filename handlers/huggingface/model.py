@@ -8,9 +8,16 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+from handlers.checkpoints.options import BLOCK_FORMATS
 from handlers.checkpoints.placement import main_device, placement_details
 from handlers.checkpoints.quantization import quantization_details, rounds_activations
-from handlers.checkpoints.transformers_loading import load_config, load_model, load_tokenizer, set_threads
+from handlers.checkpoints.transformers_loading import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    quantize_blocks,
+    set_threads,
+)
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.ranks.communicator import Communicator
 from handlers.ranks.sharding import (
@@ -104,17 +111,23 @@ def _load_part(path: str, options: HuggingFaceOptions, rank: Rank) -> LoadedMode
     config = load_config(path, options)
     if reads_images(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelLoadError("a model that reads images is not split over ranks; set option.tensor_parallel_degree=1")
-    if options.quantize or getattr(config, "quantization_config", None):
+    in_blocks = options.quantize in BLOCK_FORMATS
+    if (options.quantize and not in_blocks) or getattr(config, "quantization_config", None):
         raise ModelLoadError("quantised weights are not split over ranks; set option.tensor_parallel_degree=1")
     check_degree(config, rank.size)
     join_process_group(rank)
     model = load_model(AutoModelForCausalLM, path, options, **loading_arguments(rank.size))
-    weights, max_len = local_bytes(model), _max_len(model, options)
-    # The check takes the logits of transformers' own split modules, so it comes before they are replaced.
-    communicator, check = Communicator(rank), LoadCheck(model, max_len)
+    communicator, max_len = Communicator(rank), _max_len(model, options)
+    # The check takes the logits of transformers' own split modules, so it comes before they are replaced. Blocks have
+    # other logits: of these the check compares fused modules, attention and cache.
+    check = None if in_blocks else LoadCheck(model, max_len)
     is_local = make_local(model, communicator)
+    details = quantize_blocks(model, options) if in_blocks else {}
+    check, weights = check or LoadCheck(model, max_len), local_bytes(model)
     tokenizer, kept = load_tokenizer(path, options), options.packed_kv_dtype
-    return LoadedModel(model, tokenizer, max_len, weights, communicator, check, is_local, kv_dtype=kept)
+    return LoadedModel(
+        model, tokenizer, max_len, weights, communicator, check, is_local, details=details, kv_dtype=kept
+    )
 
 
 def _max_len(model: Any, options: HuggingFaceOptions) -> int:

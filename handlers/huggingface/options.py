@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from handlers.chats.options import tool_parser_note
-from handlers.checkpoints.options import TransformersEngine, TransformersOptions
+from handlers.checkpoints.options import BLOCK_FORMATS, TransformersEngine, TransformersOptions
 from handlers.huggingface.unbatched import UNBATCHED
 from handlers.rolling_batch.images.options import ImageOptions
 from handlers.rolling_batch.options import RollingBatchOptions
@@ -87,10 +87,11 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions, ImageOptions)
             yield Conflict(("option.device_map",), "each rank of engine=MPI has a device; use engine=Python")
         if self.mpi_mode and self.save_mp_checkpoint_path is not None:
             yield Conflict(("option.save_mp_checkpoint_path",), "each rank reads its part of the weights as they are")
-        if self.quantize is not None and (self.ranks or 1) > 1:
+        if self.quantize not in (None, *BLOCK_FORMATS) and (self.ranks or 1) > 1:
             yield Conflict(
                 ("option.quantize",),
-                "quantised weights are not split over ranks; set option.tensor_parallel_degree=1, or remove the key",
+                f"weights of {self.quantize} are not split over ranks; set option.quantize={BLOCK_FORMATS[0]} on CPUs,"
+                " option.tensor_parallel_degree=1, or remove the key",
             )
         if self.enable_lora and (self.ranks or 1) > 1:
             yield Conflict(

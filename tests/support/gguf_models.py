@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tiny_models import byte_tokenizer
 
-from handlers.checkpoints.blocks.formats import FORMATS, StoredWeight
+from handlers.checkpoints.blocks.formats import FORMATS, Q4_ZERO, StoredWeight
 
 # Scales with which weights are about 0.1 wide.
 _SIZES = {"q8_0": 1e-3, "q4_0": 0.02, "q4_1": 0.01, "q4_k": 5e-4, "q5_k": 2.5e-4, "q6_k": 1e-4}
@@ -18,7 +18,7 @@ _HIDDEN, _INNER, _LAYERS, _HEADS, _KV_HEADS = 256, 512, 2, 4, 2
 
 def random_blocks(name: str, outputs: int, inputs: int, size: float = 1.0) -> StoredWeight:
     """Return a weight of random numbers, every one of which occurs; `size`: of the scales."""
-    kind, chance = FORMATS[name], torch.Generator().manual_seed(outputs * inputs)
+    kind, chance = FORMATS.get(name, Q4_ZERO), torch.Generator().manual_seed(outputs * inputs)
     shape = outputs, inputs // kind.block_inputs
     raw = torch.randint(256, (*shape, kind.block_bytes), generator=chance, dtype=torch.uint8)
     for place in kind.scales:

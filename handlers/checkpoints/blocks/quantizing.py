@@ -18,20 +18,21 @@ _OF_HEAD = {"q8_0": "q8_0", "q4_0": "q8_0", "q4_k": "q8_0", "int8": "int8"}
 
 
 def quantize_to_blocks(model: Any, name: str) -> dict[str, Any]:
-    """Quantise the plain linear layers of `model` in place, and its head and embeddings; return details for the log."""
+    """Quantise the plain linear layers of `model` in place, and its head and embeddings; return details for the log.
+
+    Of a model that is split over ranks, it does so with the part of this rank.
+    """
     before = model.get_memory_footprint()
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and _fits(head):
-        stored = quantize(head.weight, _OF_HEAD[name])
-        is_tied = type(embeddings) is nn.Embedding and embeddings.weight is head.weight
-        model.set_output_embeddings(_block_linear(head, stored))
-        if is_tied:
-            model.set_input_embeddings(StoredEmbedding(stored, head.weight.dtype))
+    head = getattr(head, "linear", head)  # the part of a rank
     left = 0
     for module in list(model.modules()):
         for child_name, child in list(module.named_children()):
             if type(child) is nn.Linear and _fits(child):
-                setattr(module, child_name, _block_linear(child, quantize(child.weight, _name_for(child, name))))
+                stored = quantize(child.weight, _OF_HEAD[name] if child is head else _name_for(child, name))
+                setattr(module, child_name, _block_linear(child, stored))
+                if child is head and type(embeddings) is nn.Embedding and embeddings.weight is head.weight:
+                    model.set_input_embeddings(StoredEmbedding(stored, head.weight.dtype))
             elif isinstance(child, nn.Linear):
                 left += 1
     if left:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from handlers.checkpoints.blocks.layers import BlockLinear
+from handlers.checkpoints.blocks.layout import FEW_ROWS
 from handlers.cpu_kernels.blocks.layout import ALIGNMENT, EXACT_ROWS
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 
@@ -72,4 +73,4 @@ def _crossover(name: str, linears: list[BlockLinear], crossovers: Crossovers) ->
         return of
 
     with torch.inference_mode():
-        return crossovers.crossover(name, passes(ALL), passes(0), most=_MOST_ROWS)
+        return crossovers.crossover(name, passes(ALL), passes(0), most=_MOST_ROWS, unmeasured=FEW_ROWS)

@@ -80,12 +80,18 @@ class Crossovers:
         self._is_busy = False  # whether other programs were seen to have the cores
 
     def crossover(
-        self, name: str, few: Callable[[int], Work], many: Callable[[int], Work], least: int = 0, most: int = ALL
+        self,
+        name: str,
+        few: Callable[[int], Work],
+        many: Callable[[int], Work],
+        least: int = 0,
+        most: int = ALL,
+        unmeasured: int = ALL,
     ) -> int:
         """Return the number of rows up to which `few(rows)` is the faster work, 0 if never, ALL if always.
 
         Up to `least` rows it is known to be the faster one, and there are never more than `most`: neither is measured.
-        Equal names mean equal times. It is ALL as well if it could not be measured, because the machine is busy.
+        Equal names mean equal times. It is `unmeasured` if it could not be measured, because the machine is busy.
         """
         name += "" if most >= ROWS[-1] else f" for up to {most} rows"
         crossover = self._known.get(name)
@@ -99,7 +105,7 @@ class Crossovers:
             elif time.perf_counter() < end:
                 self._is_busy = True
         self._asked[name] = crossover
-        return ALL if crossover is None else crossover
+        return unmeasured if crossover is None else crossover
 
     def _measure(
         self, few: Callable[[int], Work], many: Callable[[int], Work], least: int, most: int, end: float
@@ -161,7 +167,7 @@ def _is_faster(few: Work, many: Work, seconds: Seconds, end: float) -> bool | No
 
 def _in_words(crossover: int | None) -> str:
     if crossover is None:
-        return "any (not measured)"
+        return "not measured"
     return "any" if crossover == ALL else f"up to {crossover}" if crossover else "none"
 
 

@@ -19,6 +19,7 @@ from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.blocks.packed_layers import keep_packed
 from handlers.checkpoints.quantization import Int8Linear, quantization_details, warn_once_of_casts
 from handlers.checkpoints.transformers_loading import load_model
+from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import load_engine
@@ -74,14 +75,42 @@ def load(directory: Path, **options: Any) -> Any:
     return load_model(AutoModelForCausalLM, str(directory), HuggingFaceOptions(dtype="fp32", **options))
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes4", "bitsandbytes8"])
-def test_a_rolling_batch_generates_what_the_quantised_model_does(plain: Path, method: str) -> None:
-    engine, reference = Engine(load(plain, quantize=method)), load(plain, quantize=method)
+def test_a_rolling_batch_generates_what_the_quantised_model_does(plain: Path) -> None:
+    engine, reference = Engine(load(plain, quantize="bitsandbytes8")), load(plain, quantize="bitsandbytes8")
     answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in PROMPTS]
     engine.run()
     assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
     assert engine.fused["mlps"] == engine.fused["attentions"] == 0
     assert engine.fused["norms"] == 5
+
+
+def test_4_bits_of_bitsandbytes_are_blocks_that_give_its_tokens(plain: Path) -> None:
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, quantization_config=settings)
+    engine = Engine(load(plain, quantize="bitsandbytes4"))
+    answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in PROMPTS]
+    engine.run()
+    assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
+    assert engine.fused["decoder_layers"] == 2
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_layers_of_4_bits_have_the_weights_of_bitsandbytes(kind: str, is_nested: bool) -> None:
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    packed = Linear4bit(256, 100, bias=False, compute_dtype=torch.float32, quant_type=kind)
+    weight = torch.randn((100, 256), generator=torch.Generator().manual_seed(1))
+    packed.weight = Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=is_nested)
+    packed.to("cpu")
+    expected = dequantize_4bit(packed.weight.data, packed.weight.quant_state)
+    model: Any = nn.Sequential(packed)
+    model.dtype = torch.float32
+    assert keep_packed(model) == 1
+    for exact_rows in (256, 0):
+        model[0].laid[EXACT_ROWS] = exact_rows
+        assert torch.equal(model[0](torch.eye(256)).T, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 import torch
 from adapter_helpers import ALL_LINEAR, read_adapter, save_adapter, with_adapter
+from packed_models import packed_llama
 from rolling_batch_helpers import EOS, Engine, Received, generated, prompts
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM
 
+from handlers.checkpoints.transformers_loading import load_model
+from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.lora.layers import LoraWeights
 from lmi_server.contract.errors import RequestError
 
@@ -41,8 +45,11 @@ TARGETS = {
 class Adapted:
     """An engine with adapters by name, and peft's models to compare with; "" is the model without an adapter."""
 
-    def __init__(self, model: Any, directory: Path, configs: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, model: Any, directory: Path, configs: dict[str, dict[str, Any]], reference: Any = None) -> None:
+        """`reference`: a model that computes the same and that peft takes, if it does not take the model itself."""
         self.batch = Engine(model)
+        if reference is not None:
+            self.batch.reference = reference
         self.directories = {
             name: save_adapter(self.batch.reference, directory / name, seed, **config)
             for seed, (name, config) in enumerate(configs.items())
@@ -106,6 +113,13 @@ def test_every_kind_of_linear_layer_takes_adapters(family: str, tmp_path: Path) 
     more = {"target_modules": targets, "fan_in_fan_out": family == "gpt2"}
     configs = {name: {"r": rank, **more} for name, rank in (("one", 3), ("two", 8))}
     Adapted(tiny_model(family), tmp_path, configs).run_staggered(["one", "", "two"], count=9)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_layers_of_packed_weights_take_adapters(tmp_path: Path, act_order: bool) -> None:
+    reference = packed_llama(tmp_path / "model", act_order=act_order)
+    model = load_model(AutoModelForCausalLM, str(tmp_path / "model"), HuggingFaceOptions(dtype="fp32"))
+    Adapted(model, tmp_path, {"one": {"r": 3}, "two": {"r": 8}}, reference).run_staggered(["one", "", "two"], count=9)
 
 
 def test_three_adapters_with_one_of_the_head_run_together(llama: Adapted) -> None:

@@ -25,7 +25,10 @@ from mpi_helpers import (
 from processes import is_running
 from server_helpers import Server, make_model
 from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, random_model
+from transformers import AutoModelForCausalLM
 
+from handlers.checkpoints.transformers_loading import load_model
+from handlers.huggingface.options import HuggingFaceOptions
 from handlers.ranks.sharding import check_degree
 from lmi_server.contract.errors import ModelLoadError
 
@@ -126,6 +129,23 @@ def test_in_bfloat16_the_log_probabilities_stay_near_those_of_float32(
             rows = reference[1](ids).logits[0, len(prompt) - 1 :].log_softmax(-1)
         expected = [float(rows[index, token["id"]]) for index, token in enumerate(tokens)]
         assert [token["log_prob"] for token in tokens] == pytest.approx(expected, abs=0.25)
+
+
+def test_weights_in_blocks_are_split(tmp_path: Path) -> None:
+    """Each rank quantises its part, whose blocks are those of the whole weights."""
+    config = FAMILIES["llama"]()
+    config.update({"vocab_size": 260, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
+    random_model(config).save_pretrained(tmp_path / "weights")
+    byte_tokenizer().save_pretrained(tmp_path / "weights")
+    options = HuggingFaceOptions(dtype="fp32", quantize="q4_0")
+    expected = load_model(AutoModelForCausalLM, str(tmp_path / "weights"), options)
+    keys = {**MPI_KEYS, "kv_cache_memory_gb": 0.01, "quantize": "q4_0"}
+    directory = make_model(tmp_path / "model", HUGGING_FACE, model_id=tmp_path / "weights", **keys)
+    with clean(directory) as server:
+        server.log_line(r"\] loaded: .*quantization=q4_0")
+        for prompt in ("a", "the sea is", "b" * 60):
+            answer = server.http.post("/invocations", json=body(prompt, 20))
+            assert answered(answer) == generated(expected, prompt, 20)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
