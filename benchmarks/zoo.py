@@ -96,7 +96,7 @@ def examine(model_type: str, try_vllm: bool) -> Row:
         by_name = auto if auto.way == "scheduler" else serve(directory, right, rolling_batch="scheduler")
         tried = try_vllm and by_name.result != EXACT and can_generate((architecture,), "gpu")
         vllm = _in_a_fresh_process(directory, "rolling_batch=vllm") if tried else None
-        mix = zoo_mix.mixed(directory, model, generated) if by_name.result == EXACT else None
+        mix = zoo_mix.mixed(directory, model, right, generated) if by_name.result == EXACT else None
         alike = zoo_mix.alike(directory, model) if by_name.result == EXACT else None
     return Row(model_type, architecture, auto, by_name, vllm, mix, alike)
 

@@ -24,9 +24,10 @@ and log probabilities with greedy `generate` of transformers for each prompt alo
 What the scheduler serves is served twice more. `busy`: eight requests at a time, twice, in chunks of 16 tokens, with a
 KV cache too small for all of them, so that some are retracted, from prefixes of each other, and every third one with a
 LoRA adapter if the model has linear layers that the benchmark knows. `bf16`: in bfloat16 each text alone and all in one
-batch, greedy and with a seed. `same` means that no token differs, `ties` that answers part only where the logits of two
-tokens lie within their rounding: between both runs their distance changes by at most one unit in the last place of
-each. An empty cell was not run.
+batch, greedy and with a seed. `same` means that no token differs, `ties` that answers part only where two tokens lie
+within the model's rounding: between both runs the distance of their logits changes by at most one unit in the last
+place of each, or by no more than it does if every module with parameters rounds its results to neighbouring numbers.
+An empty cell was not run.
 A model of images or audio is asked with text alone; [requests.md](requests.md#images-in-prompts) says which models read
 images. Pipelines of diffusers, which make images, are on a [page of their own](images.md).
 

@@ -117,3 +117,16 @@ def test_a_window_as_long_as_the_context_costs_nothing() -> None:
     model.config.sliding_window = CONTEXT
     assert list(LoadCheck(model, CONTEXT)._expected) == [16]
     assert torch.equal(LoadCheck(model, 24)._ids, LoadCheck(model, CONTEXT)._ids)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shares"),
+    # The first two count positions from the cache: learned ones, and angles that change the logits by four per cent.
+    [("mvp", False), ("roformer", False), ("bloom", True), ("gptj", True)],
+)
+def test_in_bfloat16_sequences_share_a_call_only_if_padding_changes_nothing(model_type: str, shares: bool) -> None:
+    """The rounding of bfloat16 hides no padding: the error of a padded sequence is held against one that is not."""
+    runner = ModelRunner(random_model(tiny_config(model_type)).bfloat16().eval(), CONTEXT)
+    runner.prepare(4, CONTEXT)
+    assert runner._sequences is not None
+    assert runner._sequences.together is shares
