@@ -141,16 +141,18 @@ def inspect_model(
     registration: Mapping[str, str] = _NOTHING,
     machine: Machine | None = None,
     handlers: HandlerTable = HANDLERS,
+    text: str | None = None,
 ) -> Inspection:
     """Read and check the configuration of the model in `directory` for `machine` (None: this one).
 
-    `registration` holds the values of the registration call, by key in full. Raises ConfigurationError only if a file
-    or SageMaker's variables of secure mode cannot be read.
+    `registration` holds the values of the registration call, by key in full. `text` stands for the content of
+    serving.properties, or of the model file in its place, which need not be saved yet. Raises ConfigurationError only
+    if a file or SageMaker's variables of secure mode cannot be read.
     """
     model_dir = _checked_directory(directory)
     secure = secure_mode(environment)
     machine = machine or this_machine(environment, handlers.engines())
-    layers = read_layers(model_dir, environment, registration)
+    layers = read_layers(model_dir, environment, registration, text)
     keys = layers.deciding_keys()
     location, misplaced = _locate(keys, model_dir)
     checkpoint = CheckpointFacts(model_dir, layers.has_config, location, read_config(location))

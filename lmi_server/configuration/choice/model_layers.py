@@ -24,7 +24,7 @@ from lmi_server.configuration.layers import (
 )
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, framework_script
 from lmi_server.configuration.model_file.read import read_model_file
-from lmi_server.configuration.properties import read_properties
+from lmi_server.configuration.properties import parse_properties, read_properties
 from lmi_server.machine import environment as env
 from lmi_server.machine.inventory import Machine
 
@@ -57,9 +57,14 @@ class ModelLayers:
         return DecidingKeys.from_given(merge([written, engine_alias(written.get("engine")), lower]))
 
 
-def read_layers(model_dir: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> ModelLayers:
-    """Read the layers of the model in `model_dir`. Raises ConfigurationError if serving.properties cannot be read."""
-    from_disk, warnings = _read_file(model_dir)
+def read_layers(
+    model_dir: Path, environment: Mapping[str, str], registration: Mapping[str, str], text: str | None = None
+) -> ModelLayers:
+    """Read the layers of the model in `model_dir`; `text` stands for the content of its file.
+
+    Raises ConfigurationError if serving.properties cannot be read.
+    """
+    from_disk, warnings = _read_file(model_dir, text)
     hugging_face = env.hugging_face_variables(environment)
     names_model = bool(hugging_face)
     has_config = (model_dir / "config.json").is_file()
@@ -102,15 +107,15 @@ def _with_new_names(layer: Given) -> Given:
     return {MODEL_ID: renamed, **{key: source for key, source in layer.items() if key != OLD_MODEL_ID}}
 
 
-def _read_file(model_dir: Path) -> tuple[Given, list[str]]:
+def _read_file(model_dir: Path, text: str | None) -> tuple[Given, list[str]]:
     """Read serving.properties, or the model file of Ray in its place."""
     path, model_file = model_dir / SERVING_PROPERTIES, model_dir / RAY_MODEL_FILE
     if not path.exists() and model_file.exists():
-        read = read_model_file(model_file)
+        read = read_model_file(model_file, text)
         return read.given, [*read.warnings, *read.only_on_clusters]
-    if not path.exists():
+    if text is None and not path.exists():
         return {}, []
-    properties = read_properties(path)
+    properties = read_properties(path) if text is None else parse_properties(text, str(path))
     return from_file(properties, str(path)), list(properties.warnings)
 
 

@@ -69,9 +69,12 @@ class ModelFile:
         )
 
 
-def read_model_file(path: Path) -> ModelFile:
-    """Read RayLLM's YAML, or an LLMConfig. Raises ConfigurationError with all problems, one per line."""
-    document, of_application = read_document(path), tuple[str, ...]()
+def read_model_file(path: Path, text: str | None = None) -> ModelFile:
+    """Read RayLLM's YAML, or an LLMConfig; `text` stands for the content of the file.
+
+    Raises ConfigurationError with all problems, one per line.
+    """
+    document, of_application = read_document(path, text), tuple[str, ...]()
     if is_application(document):
         document, of_application = member(document, _named_beside(path))
     kind = _kind(document)
