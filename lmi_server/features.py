@@ -94,6 +94,10 @@ FEATURES = (
         name="schema",
         commands={"schema": "lmi_server.schema.command:schema"},
     ),
+    FeatureSpec(
+        name="lsp",
+        commands={"lsp": "lmi_server.lsp.command:lsp"},
+    ),
 )
 
 

@@ -73,7 +73,7 @@ ENGINE_EXTRAS = (
     "compressed-tensors",
     "ray",
 )
-TEST_EXTRAS = ("test", "bench", "tune", "otel")
+TEST_EXTRAS = ("test", "bench", "tune", "otel", "lsp")
 WITHOUT_TORCH = frozenset(("hub", "mpi", "s3", "sklearn", "tasks", "xgboost"))
 # These bring the ordinary build of torch, whatever the machine has that they are installed on.
 WITH_CUDA = frozenset(("vllm-cuda",))

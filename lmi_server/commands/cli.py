@@ -21,6 +21,7 @@ from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.commands.live.chat import chat
 from lmi_server.commands.live.top import top
 from lmi_server.commands.reload import reload_model
+from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES
 from lmi_server.configuration.handlers import DESCRIBE_GPUS, HANDLERS
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.configuration.server_settings import (
@@ -34,6 +35,7 @@ from lmi_server.contract.errors import ConfigurationError, LmiServerError
 from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.explain.explanation import Explanation, file_problems
 from lmi_server.explain.explanation import explain as explain_model
+from lmi_server.explain.findings import Finding, annotation, finding, findings
 from lmi_server.features import FEATURES
 from lmi_server.features import load as load_by_name
 from lmi_server.machine.device_tools import Gpu
@@ -193,23 +195,53 @@ def explain(
 
 @app.command()
 def check(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=_ONE_MODEL)],
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help=f"{_ONE_MODEL} The serving.properties of a directory stands for it."),
+    ],
+    elsewhere: Annotated[
+        bool,
+        typer.Option("--elsewhere", help="Models for another machine: code 0 in place of 2, so that code 1 counts."),
+    ] = False,
+    github: Annotated[
+        bool, typer.Option("--github", help="Print annotations of GitHub's workflows, which it shows beside the files.")
+    ] = False,
 ) -> None:
-    """Check configuration and files of a model, without loading it.
+    """Check configuration and files of models, without loading them.
 
     Exit codes: 0 valid, 1 wrong, 2 valid but not served by this version or on this machine.
     """
-    found = _explain(model)
+    codes = {_check_one(model, github) for model in models}
+    code = 1 if 1 in codes else max(codes)
+    raise typer.Exit(0 if code == 2 and elsewhere else code)
+
+
+def _check_one(model: str, github: bool) -> int:
+    """Print what is wrong with a model, and return the exit code that it alone would have."""
+    path = Path(model)
+    try:
+        explained = _explanation(str(path.parent) if path.name == SERVING_PROPERTIES and path.is_file() else model)
+    except ConfigurationError as error:
+        _print_findings([finding("error", line) for line in SECRETS.masked(error.message).splitlines()], github)
+        return 1
+    _print_findings(list(findings(explained)), github)
+    if explained.problems or explained.files:
+        return 1
+    if not explained.can_be_served:
+        return 2
+    if not github:  # a model's name may begin like a command of a workflow
+        typer.echo(f"{model}: {len(explained.warnings)} warnings, no problem")
+    return 0
+
+
+def _print_findings(found: Sequence[Finding], github: bool) -> None:
     console = Console(stderr=True)
-    for line in found.warnings:
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    for line in (*found.problems, *found.unavailable, *found.files):
-        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
-    if found.problems or found.files:
-        raise typer.Exit(1)
-    if not found.can_be_served:
-        raise typer.Exit(2)
-    typer.echo(f"{model}: {len(found.warnings)} warnings, no problem")
+    for each in found:
+        if github:
+            typer.echo(annotation(each))
+        else:
+            style = "yellow" if each.severity == "warning" else "red"
+            console.print(each.message, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -243,14 +275,19 @@ def _sizes(gpu: Gpu) -> Sequence[tuple[int | None, str]]:
 
 
 def _explain(argument: str) -> Explanation:
+    with plain_configuration_errors():
+        return _explanation(argument)
+
+
+def _explanation(argument: str) -> Explanation:
+    """Explain the model that `argument` names. Raises ConfigurationError."""
     from lmi_server.commands.local_model import inspect_local, local_model
 
     environment = process_environment()
     SECRETS.add_named(environment)
-    with plain_configuration_errors():
-        model = local_model(argument, environment)
-        machine = with_gpu_memory(this_machine(environment, HANDLERS.engines()), environment)
-        return explain_model(inspect_local(model, environment, machine))
+    model = local_model(argument, environment)
+    machine = with_gpu_memory(this_machine(environment, HANDLERS.engines()), environment)
+    return explain_model(inspect_local(model, environment, machine))
 
 
 @app.command("test-model")

@@ -235,7 +235,7 @@ def _option(options: type[Options], field: str, info: FieldInfo) -> Option:
         must_agree=key.must_agree,
         default=info.get_default(call_default_factory=False),
         allowed=allowed_values(info.annotation, info.metadata),
-        choices=tuple(_choices(info.annotation)),
+        choices=tuple(choices_of(info.annotation)),
         marks=tuple(mark for mark in info.metadata if isinstance(mark, Mark)),
         reference=_reference(info),
         declared_by=options,
@@ -257,14 +257,15 @@ def _takes_text(annotation: Any) -> bool:
     return origin is not Literal and annotation not in (bool, int, float, types.NoneType)
 
 
-def _choices(annotation: Any) -> Iterator[Any]:
+def choices_of(annotation: Any) -> Iterator[Any]:
+    """Yield the values of a type, as far as they can be listed."""
     if annotation is bool:
         yield from (True, False)
     elif get_origin(annotation) is Literal:
         yield from get_args(annotation)
     elif get_origin(annotation) in (Annotated, Union, types.UnionType):
         for member in get_args(annotation):
-            yield from _choices(member)
+            yield from choices_of(member)
 
 
 def allowed_values(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:

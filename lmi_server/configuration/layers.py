@@ -34,7 +34,7 @@ DERIVED: tuple[Layer, ...] = ("model directory", "engine alias", "deprecated key
 """Layers of values that no user wrote."""
 
 _BEGINNING = 6  # characters of a key that are enough to find a longer one
-_COMMENT = re.compile(r"\s+[#!].*", re.DOTALL)
+_COMMENT = re.compile(r"\s[#!]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +195,11 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
 
 def value_advice(source: Source, allowed: str) -> str:
     """Return the hint behind the allowed values, for a wrong value that is near one, or has a comment behind it."""
-    value = _COMMENT.sub("", source.raw)
-    if value != source.raw:
+    if _COMMENT.search(source.raw):
         return "; a comment needs a line of its own"
-    items = {_core(item): item for item in allowed.split(", ")}
-    found = difflib.get_close_matches(_core(value), items, n=1, cutoff=0.7)
+    words = [item.partition(" (")[0] for item in allowed.split(", ")]  # of "bf16 (bfloat16)" the first
+    items = {_core(word): word for word in words}
+    found = difflib.get_close_matches(_core(source.raw), items, n=1, cutoff=0.7)
     return f"; did you mean {items[found[0]]}?" if found else ""
 
 

@@ -126,7 +126,7 @@ def explain(found: Inspection) -> Explanation:
         and not absent
         and found.spec.handler is not None,
         options=tuple(_explain_options(found, found.location)),
-        unknown=tuple(_unknown(found, key, source) for key, source in found.unknown.items()),
+        unknown=_explain_unknown(found, found.unknown),
         devices=tuple({"kind": devices.kind, "gpus": list(devices.gpus)} for devices in device_sets),
         worker_command=tuple(_command(found.options, found.machine)),
         worker_environment={
@@ -149,7 +149,7 @@ def explain_values(model: ResolvedModel) -> tuple[ExplainedOption, ...]:
     """Explain the values that a running model was loaded with, secrets hidden; undeclared keys come last."""
     declared = _explain_options(model, model.options.model_id or model.model_dir)
     keys = {explained.key for explained in declared}
-    unknown = [_unknown(model, key, source) for key, source in model.sources.items() if key not in keys]
+    unknown = _explain_unknown(model, {key: source for key, source in model.sources.items() if key not in keys})
     return tuple(map(_without_secret, (*declared, *unknown)))
 
 
@@ -203,13 +203,17 @@ def _note(option: Option, source: Source) -> str:
     return ""
 
 
-def _unknown(found: Inspection | ResolvedModel, key: str, source: Source) -> ExplainedOption:
-    note = "not an option of this handler"
-    if key.removeprefix("option.") in found.options.passed_to_engine():
-        note = "passed on to the engine"
-    elif found.spec.runs_user_code:
-        note = "passed on to the handler"
-    return ExplainedOption(key, source.raw, source.layer, _place(source), "", "", None, note)
+def _explain_unknown(found: Inspection | ResolvedModel, unknown: Mapping[str, Source]) -> tuple[ExplainedOption, ...]:
+    of_engine = found.options.passed_to_engine()
+    otherwise = "passed on to the handler" if found.spec.runs_user_code else "not an option of this handler"
+
+    def note(key: str) -> str:
+        return "passed on to the engine" if key.removeprefix("option.") in of_engine else otherwise
+
+    return tuple(
+        ExplainedOption(key, source.raw, source.layer, _place(source), "", "", None, note(key))
+        for key, source in unknown.items()
+    )
 
 
 def _devices(found: Inspection) -> tuple[tuple[DeviceSet, ...], tuple[str, ...]]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from lmi_server.configuration.declaration import NoEffect, Unavailable, allowed_values
+from lmi_server.configuration.declaration import NoEffect, Unavailable
+from lmi_server.configuration.model_file.checking import allowed_in_words
 from lmi_server.configuration.model_file.llm_config import LlmConfigFile
 from lmi_server.configuration.model_file.rayllm import RayLlmFile
 from lmi_server.configuration.model_file.serve_sections import Section, section_of
@@ -37,7 +38,7 @@ def _table(section: type[Section]) -> str:
 def _rows(section: type[Section], prefix: str) -> Iterator[tuple[str, str, str]]:
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
-        yield f"`{key}`", _describe_allowed(field), " ".join(_sentences(field))
+        yield f"`{key}`", allowed_in_words(field), " ".join(_sentences(field))
         nested = section_of(field.annotation)
         if nested is not None:
             yield from _rows(nested, f"{key}.")
@@ -54,13 +55,6 @@ def _sentences(field: FieldInfo) -> Iterator[str]:
             yield f"No effect: {mark.reason}."
         if isinstance(mark, Unavailable):
             yield f"{f'{mark.shown} is not' if mark.shown else 'Not'} available; {mark.instead}."
-
-
-def _describe_allowed(field: FieldInfo) -> str:
-    try:
-        return allowed_values(field.annotation, field.metadata)
-    except KeyError:
-        return "a list of mappings" if "list" in str(field.annotation) else "a mapping"
 
 
 if __name__ == "__main__":

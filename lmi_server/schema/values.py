@@ -109,11 +109,11 @@ def _numbers(is_integer: bool, bounds: Schema) -> Iterator[Schema]:
     lower = bounds.get("minimum", bounds.get("exclusiveMinimum"))
     sign = r"[+-]?" if lower is None or lower < 0 else r"\+?"
     if is_integer:
-        digits = rf"{_DIGITS}[1-9]{_DIGITS}" if lower is not None and lower > 0 else rf"\d{_DIGITS}"
-        number = rf"{digits}(\.0*)?"
+        digit = "[1-9]" if lower is not None and lower > 0 else r"\d"
+        number = rf"{_DIGITS}{digit}{_DIGITS}(\.[0_]*)?"
     else:
-        number = rf"(\d{_DIGITS}\.?{_DIGITS}|\.\d{_DIGITS})([eE][+-]?\d+)?"
-    zero = r"|-[0_]+(\.0*)?" if lower == 0 else ""  # which is no number below 0
+        number = r"[\d_.]*\d[\d_.]*([eE][+-]?[\d_]+)?"
+    zero = r"|-[0_]+(\.[0_]*)?" if lower == 0 else ""  # which is no number below 0
     yield {"type": "string", "pattern": f"^{_SPACE}({sign}{number}{zero}){_SPACE}$"}
 
 

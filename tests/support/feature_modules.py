@@ -19,6 +19,7 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
     "tune": ("lmi_server.tune",),
     "advise": ("lmi_server.advise",),
     "schema": ("lmi_server.schema",),
+    "lsp": ("lmi_server.lsp",),
 }
 
 BUILT_ON: Mapping[str, Sequence[str]] = {"tune": ("bench",), "advise": ("bench",)}

@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "advise": {*_CORE, "bench", "client"},
     "tune": {*_CONFIGURED, "bench", "client"},
     "schema": _CONFIGURED,
+    "lsp": {*_CONFIGURED, "artifacts", "client", "explain"},
     "supervisor": _CONFIGURED,
     "explain": {*_CONFIGURED, "supervisor"},
     "serving": _SERVING,

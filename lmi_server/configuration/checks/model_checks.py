@@ -228,10 +228,13 @@ def declared_options(spec: HandlerSpec) -> Sequence[Option]:
 def _unknown_key_warnings(unknown: Given, spec: HandlerSpec, handlers: HandlerTable) -> Iterator[str]:
     of_engine = load_options_type(spec).engine_names()
     known = [*spellings(declared_options(spec)), *(f"option.{name}" for name in sorted(of_engine))]
-    for key, source in unknown.items():
+    owners = _handlers_by_key(handlers) if unknown else {}
+    for index, (key, source) in enumerate(unknown.items()):
         if key.removeprefix("option.") in of_engine:
             continue
-        others = _handlers_that_know(key, handlers)
+        others = owners.get(key)
+        if index == _MOST_ADVISED:
+            known = []  # looking for the nearest key takes a millisecond
         if spec.runs_user_code:
             if nearest_key(key, known) is not None:  # otherwise it is a key of the user's code, not a misspelling
                 yield unknown_key_warning(key, source, known, "it is passed on to the handler")
@@ -241,5 +244,13 @@ def _unknown_key_warnings(unknown: Given, spec: HandlerSpec, handlers: HandlerTa
             yield unknown_key_warning(key, source, known)
 
 
-def _handlers_that_know(key: str, handlers: HandlerTable) -> list[str]:
-    return [spec.title for spec in handlers.specs if key in spellings(load_options_type(spec).declared())]
+def _handlers_by_key(handlers: HandlerTable) -> Mapping[str, list[str]]:
+    """Return the titles of the handlers that declare each key."""
+    found: dict[str, list[str]] = {}
+    for spec in handlers.specs:
+        for key in spellings(load_options_type(spec).declared()):
+            found.setdefault(key, []).append(spec.title)
+    return found
+
+
+_MOST_ADVISED = 200  # undeclared keys of a model for which the nearest declared one is looked for

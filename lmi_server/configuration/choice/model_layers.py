@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,7 +111,7 @@ def _with_new_names(layer: Given) -> Given:
 def _read_file(model_dir: Path, text: str | None) -> tuple[Given, list[str]]:
     """Read serving.properties, or the model file of Ray in its place."""
     path, model_file = model_dir / SERVING_PROPERTIES, model_dir / RAY_MODEL_FILE
-    if not path.exists() and model_file.exists():
+    if not path.exists() and os.path.lexists(model_file):
         read = read_model_file(model_file, text)
         return read.given, [*read.warnings, *read.only_on_clusters]
     if text is None and not path.exists():

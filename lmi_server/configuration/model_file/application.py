@@ -89,6 +89,11 @@ def models_of(file: Path) -> list[str]:
     return urls
 
 
+def member_names(document: YamlDocument) -> list[str]:
+    """Return the names of the models that an application file holds itself. Raises ConfigurationError if wrong."""
+    return [each.name for each in _members(document, document.file) if each.name is not None]
+
+
 def member(document: YamlDocument, name: str | None) -> tuple[YamlDocument, tuple[str, ...]]:
     """Return the LLMConfig of the model `name` in an application file, or that of its only one, and warnings.
 

@@ -149,3 +149,11 @@ def _describe_allowed(kind: str, field: FieldInfo | None) -> str:
 def _join_lines(problems: list[tuple[int, str]]) -> str:
     # A union reports one error for each of its members.
     return "\n".join(dict.fromkeys(text for _, text in sorted(problems, key=lambda found: found[0])))
+
+
+def allowed_in_words(field: FieldInfo) -> str:
+    """Return in words what a field of a section takes."""
+    try:
+        return allowed_values(field.annotation, field.metadata)
+    except KeyError:
+        return "a list of mappings" if "list" in str(field.annotation) else "a mapping"

@@ -227,7 +227,7 @@ def _add_location(keys: _LayerKeys, places: Mapping[KeyPath, str | None]) -> Non
 
 
 def _add_engine_arguments(keys: _LayerKeys, arguments: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
-    known = _engine_argument_names()
+    known = engine_argument_names()
     for name, value in arguments.items():
         here = (*path, name)
         if known and name not in known:
@@ -238,7 +238,7 @@ def _add_engine_arguments(keys: _LayerKeys, arguments: Mapping[str, Any], path: 
             keys.add(f"option.{_OUR_NAMES.get(name, name)}", value, here)
 
 
-def _engine_argument_names() -> frozenset[str]:
+def engine_argument_names() -> frozenset[str]:
     """Return the names that may stand in engine_kwargs; empty if vLLM, whose names these are, is not installed."""
     types = [load_options_type(spec) for spec in HANDLERS.specs if spec.reads_checkpoint]
     engines = frozenset[str]().union(*(options.engine_names() for options in types))

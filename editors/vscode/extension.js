@@ -1,0 +1,49 @@
+// Starts `lmi-server lsp` for serving.properties and files in YAML, and restarts it when its command changes.
+"use strict";
+
+const vscode = require("vscode");
+const { LanguageClient, TransportKind } = require("vscode-languageclient/node");
+
+const SECTION = "lmi-server";
+const DOCUMENTS = [
+  { scheme: "file", pattern: "**/serving.properties" },
+  { scheme: "file", language: "yaml" },
+];
+
+let client;
+
+async function activate(context) {
+  context.subscriptions.push(
+    vscode.commands.registerCommand("lmi-server.restart", restart),
+    vscode.workspace.onDidChangeConfiguration((event) => event.affectsConfiguration(`${SECTION}.command`) && restart()),
+  );
+  await start();
+}
+
+async function start() {
+  const [command, ...args] = vscode.workspace.getConfiguration(SECTION).get("command");
+  const server = { command, args, transport: TransportKind.stdio };
+  client = new LanguageClient(SECTION, "lmi-server", server, { documentSelector: DOCUMENTS });
+  try {
+    await client.start();
+  } catch (error) {
+    client = undefined;
+    const remedy = "install it with: pip install 'lmi-server[lsp]', or set lmi-server.command";
+    await vscode.window.showErrorMessage(`${command} cannot be started (${error.message}); ${remedy}`);
+  }
+}
+
+async function restart() {
+  await deactivate();
+  await start();
+}
+
+async function deactivate() {
+  const stopping = client;
+  client = undefined;
+  if (stopping) {
+    await stopping.stop();
+  }
+}
+
+module.exports = { activate, deactivate };

@@ -1,0 +1,106 @@
+"""`lmi-server check` of several models, for hooks and workflows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from paths import ROOT
+from typer.testing import CliRunner
+
+from lmi_server.commands.cli import app
+
+
+def model(directory: Path, text: str) -> str:
+    directory.mkdir()
+    (directory / "serving.properties").write_text(text)
+    return str(directory / "serving.properties")
+
+
+@pytest.fixture
+def right(tmp_path: Path) -> str:
+    return model(tmp_path / "right", "option.entryPoint=djl_python.echo\n")
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> str:
+    return model(tmp_path / "wrong", "option.entryPoint=djl_python.echo\n\nminWorkers=two\n")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> str:
+    return model(tmp_path / "elsewhere", "engine=PyTorch\n")
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["check", *arguments])
+    return done.exit_code, done.output
+
+
+def test_a_file_stands_for_its_directory(right: str) -> None:
+    assert run(right) == (0, f"{right}: 0 warnings, no problem\n")
+
+
+def test_one_wrong_model_of_several_fails(right: str, wrong: str, elsewhere: str) -> None:
+    code, printed = run(elsewhere, right, wrong)
+    assert code == 1
+    assert f"{wrong}:3: minWorkers" in printed
+    assert f"{right}: 0 warnings, no problem" in printed
+    assert run(right, elsewhere)[0] == 2
+    assert run(str(Path(right).parent / "missing"), right)[0] == 1
+
+
+def test_elsewhere_only_wrong_models_fail(right: str, wrong: str, elsewhere: str) -> None:
+    assert run("--elsewhere", right, elsewhere)[0] == 0
+    assert run("--elsewhere", wrong)[0] == 1
+
+
+def test_annotations_stand_at_their_lines(wrong: str, tmp_path: Path) -> None:
+    code, printed = run("--github", wrong)
+    assert code == 1
+    assert printed.startswith(f"::error file={wrong},line=3::minWorkers")
+    escape = model(tmp_path / "escape", "a=\\u12\n")
+    assert run("--github", escape)[1].startswith(f"::error file={escape},line=1::malformed escape")
+    hidden = model(tmp_path / "hostile", "minWorkers=1\\n::add-mask::x\n")
+    assert all(line.startswith(("::error ", "::warning ", "::notice")) for line in run("--github", hidden)[1].splitlines())
+
+
+def test_the_action_checks_every_serving_properties_of_a_checkout(tmp_path: Path) -> None:
+    step = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))["runs"]["steps"][1]["run"]
+    program = tmp_path / "bin" / "lmi-server"  # a fake, which prints its arguments
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    checkout = tmp_path / "checkout"
+    for name in ("a b", "$(touch evil)"):
+        (checkout / name).mkdir(parents=True)
+        (checkout / name / "serving.properties").touch()
+    subprocess.run(["git", "init", "-q"], cwd=checkout, check=True)
+    subprocess.run(["git", "add", "-A"], cwd=checkout, check=True)
+
+    def models(names: str) -> list[str]:
+        environment = {**os.environ, "MODELS": names, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+        run = ["bash", "-eo", "pipefail", "-c", step]
+        return subprocess.check_output(run, cwd=checkout, env=environment, text=True).splitlines()
+
+    arguments = ["check", "--elsewhere", "--github", "--"]
+    assert models("") == [*arguments, "$(touch evil)/serving.properties", "a b/serving.properties"]
+    assert models("one\n\n; touch evil\n") == [*arguments, "one", "; touch evil"]
+    assert not (checkout / "evil").exists()
+
+
+def test_the_hook_and_the_action_call_what_there_is(right: str) -> None:
+    [hook] = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    program, *arguments = hook["entry"].split()
+    assert program == "lmi-server"
+    assert CliRunner().invoke(app, [*arguments, right]).exit_code == 0
+    assert hook["language"] == "python"
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    script = "\n".join(step["run"] for step in action["runs"]["steps"])
+    assert "lmi-server check --elsewhere --github" in script
+    # An input reaches a shell as a variable; put into the script, it would be code.
+    assert "${{" not in script
+    assert {"models", "python"} == action["inputs"].keys()
