@@ -69,6 +69,10 @@ class RollingBatchOptions(ParserOptions):
     without adapters. Everything else, and a model that cannot be compiled, runs eagerly, and the log says why."""
 
     @property
+    def keeps_prefixes(self) -> bool:
+        return True
+
+    @property
     def packed_kv_dtype(self) -> str | None:
         """Return option.kv_cache_dtype; None if keys and values have the type of the model."""
         return None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype

@@ -368,6 +368,10 @@ class TensorRtLlmOptions(_ModelOptions):
         return engine_arguments.build(self)
 
     @property
+    def keeps_prefixes(self) -> bool:
+        return self.enable_kv_cache_reuse
+
+    @property
     def is_async_service(self) -> bool:
         return self.async_mode or self.entry_point == _ASYNC_SERVICE
 

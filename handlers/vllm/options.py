@@ -232,6 +232,10 @@ class VllmEngineOptions(MediaOptions):
         return connector | ({"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"} if self.allowed_media_domains else {})
 
     @property
+    def keeps_prefixes(self) -> bool:
+        return self.enable_prefix_caching is not False  # which is vLLM's default
+
+    @property
     def runs_uncompiled(self) -> bool:
         """Whether the model is never compiled.
 

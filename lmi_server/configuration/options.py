@@ -523,6 +523,11 @@ class ModelOptions(Options):
         return self.is_async_service if asked is None else asked
 
     @property
+    def keeps_prefixes(self) -> bool:
+        """Whether a worker keeps what it computed for the beginnings of prompts, so that others need not again."""
+        return False
+
+    @property
     def devices_per_worker(self) -> int | None:
         """Return how many devices one worker takes; None for all of the machine, 1 if the degree is -1."""
         if self.tensor_parallel_degree == "max":

@@ -28,7 +28,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the pool needs to know of a model. Times are in seconds; numbers of workers count for each device set.
 
     With `sessions` the requests of a session go to one worker. With `prefix_affinity` a request goes to a worker that
-    had one with the same beginning. `adapter_affinity` is the number of adapters that a worker keeps; above 0, a
+    had one with the same beginning. `adapter_affinity` is the number of adapters that a worker has at hand; above 0, a
     request goes to a worker that had one for the same adapter.
 
     `version` distinguishes the versions of one model. `python` is the interpreter of the workers, and

@@ -25,7 +25,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.histogram import Histogram
@@ -57,9 +57,9 @@ class Dispatcher:
     """Gives each waiting request to a worker with room, and the workers' messages to their requests.
 
     `on_no_room` is called when a request waits, or is refused, because no worker has room for it. `on_metric` gets
-    the size of each batch of several requests. `batch_sizes` has the sizes of all batches; if requests are served
-    concurrently, how many a worker had with each that it got. `used_at` is when the last request came, by
-    time.monotonic(); without any, when the dispatcher was made.
+    the size of each batch of several requests. `adapters` has the names of the model's adapters. `batch_sizes` has the
+    sizes of all batches; if requests are served concurrently, how many a worker had with each that it got. `used_at` is
+    when the last request came, by time.monotonic(); without any, when the dispatcher was made.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Dispatcher:
         roster: WorkerRoster,
         on_no_room: Callable[[], None],
         on_metric: MetricSink = unrecorded,
+        adapters: Container[str] = frozenset(),
     ) -> None:
         self._queue: JobQueue[Job] = JobQueue(settings.load.model_name, settings.job_queue_size)
         self._rate = ServiceRate()
@@ -78,7 +79,7 @@ class Dispatcher:
         self.used_at = time.monotonic()
         self.batch_sizes = Histogram(_BATCH_SIZES)
         self._ids = itertools.count(1)
-        self.router = Router(settings, roster)
+        self.router = Router(settings, roster, adapters)
         self._admission = QueueAdmission(
             self._queue, self._rate, roster, self.router, settings.max_queue_delay_s, on_no_room
         )

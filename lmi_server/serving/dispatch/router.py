@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Container
 
-from lmi_server.contract.protocol import ADAPTER_HEADER, Input
-from lmi_server.serving.dispatch.affinity.adapter_affinity import AdapterAffinity
-from lmi_server.serving.dispatch.affinity.prefix_affinity import PrefixAffinity
-from lmi_server.serving.dispatch.affinity.sticky_sessions import StickySessions
+from lmi_server.contract.protocol import Input
+from lmi_server.serving.dispatch.affinity.request_affinity import RequestAffinity
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.supervisor.worker_process import WorkerProcess
@@ -17,13 +15,16 @@ from lmi_server.supervisor.worker_requests import WorkerRequests
 
 
 class Router:
-    """Chooses among the workers of `roster`, and remembers where requests went as far as the settings ask for it."""
+    """Chooses among the workers of `roster`, and remembers where requests went as far as the settings ask for it.
 
-    def __init__(self, settings: PoolSettings, roster: WorkerRoster) -> None:
-        self.sessions = StickySessions() if settings.sessions else None
-        self.prefixes: PrefixAffinity[WorkerProcess] | None = PrefixAffinity() if settings.prefix_affinity else None
-        limit = settings.adapter_affinity
-        self._adapters: AdapterAffinity[WorkerProcess] | None = AdapterAffinity(limit) if limit else None
+    `adapters` has the names of adapters that a request may have in `model`.
+    """
+
+    def __init__(self, settings: PoolSettings, roster: WorkerRoster, adapters: Container[str] = frozenset()) -> None:
+        self._affinity = RequestAffinity[WorkerProcess](
+            settings.sessions, settings.prefix_affinity, settings.adapter_affinity, adapters
+        )
+        self.sessions = self._affinity.sessions
         self._max_in_flight = settings.max_in_flight
         self._roster = roster
 
@@ -33,24 +34,26 @@ class Router:
         The worker of the session comes first, the least loaded one last. In between come a worker with the adapter and
         one that knows the beginning of the request, if the settings say so.
         """
-        sticky = self._worker_of_session(request)
+        sticky = self._affinity.worker_of_session(request)
         if sticky is not None and self.has_room(sticky.requests):
             return sticky
-        if self.prefixes is None:
+        if not self._compares:
             return self._least_loaded()
         able = [worker for worker in self._roster.ready if self.has_room(worker.requests)]
-        held: Mapping[WorkerProcess, int] = {worker: len(worker.requests.in_flight) for worker in able}
-        if self._adapters is not None and (adapter := request.properties.get(ADAPTER_HEADER)):
-            held = self._adapters.narrow(adapter, held)
-        return self.prefixes.choose(request.body(), held)
+        return self._affinity.choose(request, {worker: len(worker.requests.in_flight) for worker in able})
 
     def window_for(self, request: Input) -> WorkerRequests | None:
-        """Return where a request may wait: with the worker of its session, otherwise with the least loaded one."""
+        """Return where a request may wait, chosen as in `worker_for`; None if no worker takes more ahead."""
         able = [worker for worker in self._roster.ready if len(worker.requests.ahead) < worker.requests.window]
-        sticky = self._worker_of_session(request)
-        if sticky is not None and sticky in able:
-            return sticky.requests
-        return min((worker.requests for worker in able), key=lambda held: len(held.in_flight), default=None)
+        worker = self._affinity.worker_of_session(request)
+        if worker is None or worker not in able:
+            worker = self._affinity.choose(request, {worker: len(worker.requests.in_flight) for worker in able})
+        return None if worker is None else worker.requests
+
+    @property
+    def _compares(self) -> bool:
+        """Return whether there is anything to compare: a single worker gets every request."""
+        return self._affinity.chooses and len(self._roster.ready) > 1
 
     def has_room(self, requests: WorkerRequests) -> bool:
         if requests.batch_size is None:
@@ -69,21 +72,12 @@ class Router:
 
     def record(self, request: Input, worker: WorkerProcess) -> None:
         """Record where a request goes, so that similar ones follow."""
-        if self.sessions is not None:
-            self.sessions.record(request, worker)
-        if self.prefixes is not None:
-            self.prefixes.record(request.body(), worker)
-        if self._adapters is not None and (adapter := request.properties.get(ADAPTER_HEADER)):
-            self._adapters.record(adapter, worker)
+        if self.sessions is not None or self._compares:
+            self._affinity.record(request, worker)
 
     def forget(self, worker: WorkerProcess) -> None:
         """Let requests that would go to this worker, which takes no more, go to any other."""
-        for memory in (self.sessions, self.prefixes, self._adapters):
-            if memory is not None:
-                memory.forget(worker)
-
-    def _worker_of_session(self, request: Input) -> WorkerProcess | None:
-        return None if self.sessions is None else self.sessions.worker_of(request)
+        self._affinity.forget(worker)
 
     def _least_loaded(self) -> WorkerProcess | None:
         best: WorkerProcess | None = None

@@ -22,6 +22,8 @@ from lmi_server.supervisor.worker_process import MpiLauncher
 
 logger = logging.getLogger(__name__)
 
+_ADAPTERS_AT_HAND = 8  # of a worker that has all: a batch with few of them is computed faster
+
 
 def plan_pool(
     source: ModelSource, fetched: FetchedModel, environment: Mapping[str, str], log_levels: Mapping[str, str]
@@ -70,7 +72,9 @@ def plan_pool(
         parallel_loading=options.parallel_loading,
         retry_threshold=serving.retry_threshold,
         quarantine_s=serving.quarantine_time,
-        sessions=resolved.has_sessions,
+        sessions=resolved.has_sessions or options.keeps_prefixes,
+        prefix_affinity=options.keeps_prefixes,
+        adapter_affinity=options.adapters_on_demand or (_ADAPTERS_AT_HAND if options.enable_lora else 0),
     )
 
 

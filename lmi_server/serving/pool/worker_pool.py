@@ -64,8 +64,8 @@ class WorkerPool:
         self.roster = roster = WorkerRoster(settings.reserved_numbers)
         self.availability = Availability(self.name, roster, self.replica_sets)
         self.scaling = WorkerScaling(self.label, self.replica_sets, settings)
-        self.dispatcher = Dispatcher(settings, roster, self._on_no_room, on_metric)
         self.adapters = Adapters(settings.adapters, lambda: roster.ready, settings.model_loading_timeout_s)
+        self.dispatcher = Dispatcher(settings, roster, self._on_no_room, on_metric, self.adapters)
         self.members = Membership(
             settings,
             self.label,

@@ -1,0 +1,122 @@
+"""Measures how several workers of one model get requests that share prefixes, with the demo model, over HTTP.
+
+    python -m benchmarks.prefix_routing [--requests 64]
+
+64 requests begin with one of four prefixes of 512 tokens, in random order, eight at a time. They go
+
+- to one worker whose KV cache has room for all four prefixes,
+- to two workers of one server, each with room for two: the router chooses by the prefix,
+- to two servers with one such worker each, in turns: what a balancer does that sees no prefixes.
+
+The hit rate is the share of prompt tokens that were not computed again. Two workers share the cores of one machine, so
+beside requests per second the table has the prompt tokens that were computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.generation import MODEL, serving
+from benchmarks.scheduling import BYTES_PER_TOKEN, Load, stream, words
+
+PREFIX, PREFIXES = 512, 4
+QUESTION, ANSWER = 16, 4
+AT_A_TIME = 8
+OWN = (QUESTION + ANSWER + 16) * AT_A_TIME  # tokens of what runs, beside the prefixes
+_COUNTERS = re.compile(r"^lmi_(cached_)?prompt_tokens_total\{[^}]*\} (\S+)$", re.MULTILINE)
+
+
+class Outcome(NamedTuple):
+    """What a load took: seconds, and tokens of all its prompts."""
+
+    seconds: float
+    cached: float
+    prompt: float
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached / self.prompt
+
+    @property
+    def computed(self) -> float:
+        return self.prompt - self.cached
+
+
+def loads(count: int) -> list[Load]:
+    chance = random.Random(7)
+    prefixes = [words(PREFIX, chance) for _ in range(PREFIXES)]
+    return [Load(chance.choice(prefixes) + words(QUESTION, chance), ANSWER) for _ in range(count)]
+
+
+def counted(ports: Sequence[int]) -> tuple[float, float]:
+    """Return the cached tokens and all tokens of the prompts so far."""
+    cached = prompt = 0.0
+    for port in ports:
+        for is_cached, value in _COUNTERS.findall(httpx.get(f"http://127.0.0.1:{port}/metrics").text):
+            cached += float(value) if is_cached else 0.0
+            prompt += 0.0 if is_cached else float(value)
+    return cached, prompt
+
+
+async def send_all(ports: Sequence[int], requests: Sequence[Load]) -> None:
+    """Send the requests to the ports in turns, `AT_A_TIME` at a time."""
+    room = asyncio.Semaphore(AT_A_TIME)
+
+    async def send(number: int, load: Load) -> None:
+        async with room:
+            await stream(ports[number % len(ports)], load)
+
+    await asyncio.gather(*(send(number, load) for number, load in enumerate(requests)))
+
+
+def measure(servers: int, workers: int, prefixes: int, requests: Sequence[Load]) -> Outcome:
+    """Serve with `workers` on each of `servers`; the KV cache of each worker has room for `prefixes`."""
+    os.environ["OPTION_KV_CACHE_MEMORY_GB"] = str((prefixes * PREFIX + OWN) * BYTES_PER_TOKEN / 2**30)
+    os.environ["SERVING_MIN_WORKERS"] = os.environ["SERVING_MAX_WORKERS"] = str(workers)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ExitStack() as stack:
+        ports = [stack.enter_context(serving(MODEL, AT_A_TIME))[1] for _ in range(servers)]
+        for port in ports:
+            warm = [Load(words(16, random.Random(number)), 2) for number in range(2 * workers)]
+            asyncio.run(send_all([port], warm))
+        before = counted(ports)
+        began = time.perf_counter()
+        asyncio.run(send_all(ports, requests))
+        seconds = time.perf_counter() - began
+        after = counted(ports)
+    return Outcome(seconds, after[0] - before[0], after[1] - before[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=64)
+    requests = loads(parser.parse_args().requests)
+    one = measure(1, 1, PREFIXES, requests)
+    routed = measure(1, 2, PREFIXES // 2, requests)
+    turns = measure(2, 1, PREFIXES // 2, requests)
+    table = Table(title=f"{len(requests)} requests with one of {PREFIXES} prefixes of {PREFIX} tokens")
+    for column in ("", "hit rate", "prompt tokens computed", "requests/s"):
+        table.add_column(column)
+    for name, found in (("one worker", one), ("two, by prefix", routed), ("two, in turns", turns)):
+        rate = f"{len(requests) / found.seconds:.1f}"
+        table.add_row(name, f"{found.hit_rate:.1%}", f"{found.computed:,.0f}", rate)
+    Console().print(table)
+    print(f"hit rate, by prefix - one worker: {100 * (routed.hit_rate - one.hit_rate):+.1f} points (aim: > -5)")
+    print(f"requests/s, by prefix / in turns: {turns.seconds / routed.seconds:.2f} (aim: >= 1.5)")
+    print(f"prompt tokens computed, in turns / by prefix: {turns.computed / routed.computed:.2f}")
+
+
+if __name__ == "__main__":
+    main()
