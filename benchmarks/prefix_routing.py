@@ -2,14 +2,14 @@
 
     python -m benchmarks.prefix_routing [--requests 64]
 
-64 requests begin with one of four prefixes of 512 tokens, in random order, eight at a time. They go
+64 requests begin with one of four prefixes of 512 tokens, in random order, four at a time. They go
 
 - to one worker whose KV cache has room for all four prefixes,
 - to two workers of one server, each with room for two: the router chooses by the prefix,
 - to two servers with one such worker each, in turns: what a balancer does that sees no prefixes.
 
-The hit rate is the share of prompt tokens that were not computed again. Two workers share the cores of one machine, so
-beside requests per second the table has the prompt tokens that were computed.
+Each prefix has come once before. The hit rate is the share of prompt tokens that were not computed again. Two workers
+share the cores of one machine, so beside requests per second the table has the prompt tokens that were computed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from benchmarks.scheduling import BYTES_PER_TOKEN, Load, stream, words
 
 PREFIX, PREFIXES = 512, 4
 QUESTION, ANSWER = 16, 4
-AT_A_TIME = 8
-OWN = (QUESTION + ANSWER + 16) * AT_A_TIME  # tokens of what runs, beside the prefixes
+AT_A_TIME = 4
+OWN = 2 * (QUESTION + ANSWER + 64) * AT_A_TIME  # tokens of what runs, beside the prefixes
 _COUNTERS = re.compile(r"^lmi_(cached_)?prompt_tokens_total\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
@@ -86,11 +86,12 @@ def measure(servers: int, workers: int, prefixes: int, requests: Sequence[Load])
     os.environ["OPTION_KV_CACHE_MEMORY_GB"] = str((prefixes * PREFIX + OWN) * BYTES_PER_TOKEN / 2**30)
     os.environ["SERVING_MIN_WORKERS"] = os.environ["SERVING_MAX_WORKERS"] = str(workers)
     os.environ["OMP_NUM_THREADS"] = "1"
+    first = list({tuple(load.prompt[:PREFIX]): load for load in requests}.values())
     with ExitStack() as stack:
         ports = [stack.enter_context(serving(MODEL, AT_A_TIME))[1] for _ in range(servers)]
         for port in ports:
-            warm = [Load(words(16, random.Random(number)), 2) for number in range(2 * workers)]
-            asyncio.run(send_all([port], warm))
+            for load in first:
+                asyncio.run(send_all([port], [load]))
         before = counted(ports)
         began = time.perf_counter()
         asyncio.run(send_all(ports, requests))

@@ -35,7 +35,7 @@ from lmi_server.dialects.optional import optional_dialects
 from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool_settings import ModelStatus
 
-_EXACT = {
+INFERENCE_PATHS = {
     "/invocations": routes.INVOCATIONS,
     "/v1/completions": routes.COMPLETIONS,
     "/v1/chat/completions": routes.CHAT_COMPLETIONS,
@@ -92,7 +92,7 @@ class App:
         self._infer: Inference = relay if access.keys is None else access.keys.protect(relay, relay.refuse)
         for feature in self.features:
             self._infer = feature.wrap(self._infer)
-        self._exact = {**_EXACT, **optional_dialects().paths}
+        self._exact = {**INFERENCE_PATHS, **optional_dialects().paths}
         self._targets = [item for feature in self.features for item in feature.targets.items()]
         self._takers = [item for feature in self.features for item in feature.takers.items()]
         self._management_takers = {

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import cast
@@ -69,11 +69,13 @@ def run(
     settings: ServerSettings,
     environment: Mapping[str, str],
     inspect: Inspect = inspect_model,
-    registry: type[ModelRegistry] = ModelRegistry,
+    registry: Callable[..., ModelRegistry] = ModelRegistry,
+    access: Callable[[ServerSettings, Mapping[str, str]], Access] = Access.of,
 ) -> int:
     """Serve the models of `sources` until SIGTERM or SIGINT; return the exit code.
 
-    `environment` has the variables that configure models. `registry` is the class that keeps them.
+    `environment` has the variables that configure models. `registry` makes what keeps them, `access` what
+    says who may use them.
 
     The first signal drains the server: it accepts nothing more, and finishes what it has accepted within
     `drain_timeout` (exit code 0). The second signal ends everything at once (exit code 1). A model of `sources` that
@@ -91,7 +93,7 @@ def run(
     with background_log(sys.stderr.fileno(), settings.log_format) as log:
         try:
             with log_files(settings.written_logs, directory):
-                return _run(sources, settings, environment, inspect, registry, log)
+                return _run(sources, settings, environment, inspect, registry, access, log)
         except ConfigurationError as error:
             logger.error("%s", error)
             return 1
@@ -102,7 +104,8 @@ def _run(
     settings: ServerSettings,
     environment: Mapping[str, str],
     inspect: Inspect,
-    registry: type[ModelRegistry],
+    registry: Callable[..., ModelRegistry],
+    access: Callable[[ServerSettings, Mapping[str, str]], Access],
     log: BackgroundLog,
 ) -> int:
     listeners = listen(settings)
@@ -112,7 +115,7 @@ def _run(
     _allow_many_connections()
     map_large_blocks()
     try:
-        server = _Server(sources, settings, listeners, certificate, environment, inspect, registry, log)
+        server = _Server(sources, settings, listeners, certificate, environment, inspect, registry, access, log)
         code = uvloop.run(server.serve())
         server.ended()
         return code
@@ -132,7 +135,8 @@ class _Server:
         certificate: Certificate | None,
         environment: Mapping[str, str],
         inspect: Inspect,
-        registry: type[ModelRegistry],
+        registry: Callable[..., ModelRegistry],
+        access: Callable[[ServerSettings, Mapping[str, str]], Access],
         log: BackgroundLog,
     ) -> None:
         self._sources = sources
@@ -144,7 +148,7 @@ class _Server:
         self._ending = asyncio.Event()
         self._began = time.monotonic()
         logs = settings.written_logs
-        self._access = Access.of(settings, environment)
+        self._access = access(settings, environment)
         self._metrics = Metrics(lambda: self._models.models, MetricLog(logs) if logs else None, settings.metric_names)
         self._reports: RequestReports | None = None
         self._orphans = Orphans()

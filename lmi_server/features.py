@@ -78,6 +78,11 @@ FEATURES = (
         commands={"ray": "lmi_server.ray.command:app", "recommend": "lmi_server.ray.recommendation.command:recommend"},
     ),
     FeatureSpec(
+        name="route",
+        server="frontend.route.feature:attach",
+        commands={"route": "frontend.route.command:route"},
+    ),
+    FeatureSpec(
         name="bench",
         commands={"bench": "lmi_server.bench.command:bench"},
     ),

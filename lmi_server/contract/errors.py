@@ -27,6 +27,7 @@
         ├── ModelNotReadyError  loading, failed, or the server is draining
         ├── WorkerDiedError     the worker process ended while it held the request
         ├── AbortedError        a call to the management API has ended the request
+        ├── UpstreamError       the server that had the request failed, behind this one
         ├── PredictTimeoutError the request made no progress for `predict_timeout`
         └── HandlerError        the handler raised
 
@@ -200,6 +201,10 @@ class WorkerDiedError(ServingError):
 
 class AbortedError(ServingError):
     """A call to the management API has ended the request."""
+
+
+class UpstreamError(ServingError):
+    """The server that had the request ended, or answered what is no answer; it may have begun the request."""
 
 
 class PredictTimeoutError(ServingError):

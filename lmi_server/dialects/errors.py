@@ -57,6 +57,7 @@ _ROWS: dict[type[LmiServerError], _Row] = {
     errors.ModelNotReadyError: _Row(503, "service_unavailable_error", "model_not_ready", 503, "WlmException"),
     errors.WorkerDiedError: _Row(503, "service_unavailable_error", "worker_died", 503, "WlmException"),
     errors.AbortedError: _Row(503, "service_unavailable_error", "aborted", 503, "WlmException"),
+    errors.UpstreamError: _Row(502, "server_error", "bad_gateway", 502, "WlmException"),
     errors.PredictTimeoutError: _Row(503, "service_unavailable_error", "predict_timeout", 503, "WlmException"),
     errors.ModelMemoryError: _Row(507, "server_error", "out_of_memory", 507, "WlmOutOfMemoryException"),
     errors.ModelLoadError: _Row(500, "server_error", "model_load_failed", 500, "EngineException"),

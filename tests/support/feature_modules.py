@@ -15,6 +15,7 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
     "traces": ("frontend.observability.traces",),
     "emf": ("frontend.emf",),
     "ray": ("frontend.ray", "lmi_server.ray"),
+    "route": ("frontend.route", "lmi_server.route"),
     "bench": ("lmi_server.bench",),
     "tune": ("lmi_server.tune",),
     "advise": ("lmi_server.advise",),

@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "serving": _SERVING,
     "worker": {*_CONFIGURED, "dialects", "media"},
     "ray": {*_SERVING, "client", "dialects", "explain", "serving", "worker"},
+    "route": {*_SERVING, "serving"},
     "commands": {*_SERVING, "client", "dialects", "explain", "features", "serving"},
     "__main__": {"commands"},
     # Public names for code of one's own; nothing of this project imports them.
@@ -69,6 +70,7 @@ INSIDE_MAY_IMPORT = {
         "emf": {"features", "observability"},
         "lifecycle": _HTTP,
         "ray": {"observability", "server"},
+        "route": {*_WATCHED, "app", "features", "server"},
     },
     "lmi_server.configuration": {
         "model_directory": {"options", "tasks"},

@@ -49,11 +49,13 @@ class WorkerPool:
     """Serves one model with the workers on its device sets. Everything runs on one event loop.
 
     `on_demand` loads the adapters that requests ask for; None without such. `gate` is awaited before a request is
-    submitted; None while nothing holds requests back. `on_metric` gets the workers' metrics and
-    the pool's measurements.
+    submitted; None while nothing holds requests back. `on_metric` gets the workers' metrics and the pool's
+    measurements. Without `adapters` those of `settings` are given to the workers.
     """
 
-    def __init__(self, settings: PoolSettings, on_metric: MetricSink = unrecorded) -> None:
+    def __init__(
+        self, settings: PoolSettings, on_metric: MetricSink = unrecorded, adapters: Adapters | None = None
+    ) -> None:
         self.name = settings.load.model_name
         self.label = self.name if settings.version is None else f"{self.name}:{settings.version}"
         self.settings = settings
@@ -64,7 +66,7 @@ class WorkerPool:
         self.roster = roster = WorkerRoster(settings.reserved_numbers)
         self.availability = Availability(self.name, roster, self.replica_sets)
         self.scaling = WorkerScaling(self.label, self.replica_sets, settings)
-        self.adapters = Adapters(settings.adapters, lambda: roster.ready, settings.model_loading_timeout_s)
+        self.adapters = adapters or Adapters(settings.adapters, lambda: roster.ready, settings.model_loading_timeout_s)
         self.dispatcher = Dispatcher(settings, roster, self._on_no_room, on_metric, self.adapters)
         self.members = Membership(
             settings,

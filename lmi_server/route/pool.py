@@ -1,0 +1,265 @@
+"""The pool of one model whose workers are servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import cast
+
+import msgspec
+
+from lmi_server.contract.errors import BadParameterError, RouteNotFoundError
+from lmi_server.contract.metrics import MetricSink
+from lmi_server.contract.protocol import Adapter, Frame, Input, Load
+from lmi_server.machine.devices import DeviceSet
+from lmi_server.route.backend import Backend
+from lmi_server.route.fleet import Fleet, Server
+from lmi_server.route.limits import Accounts
+from lmi_server.serving.adapters.adapters import Adapters, RegisteredAdapter
+from lmi_server.serving.pool.worker_pool import WorkerPool
+from lmi_server.serving.pool_settings import PoolSettings
+from lmi_server.supervisor.job import Deadline, Job, ReplySlot
+from lmi_server.supervisor.replicas import LoadPlan, Replicas
+from lmi_server.supervisor.worker_process import WorkerProcess
+
+_ADAPTERS_AT_HAND = 8
+_GRACE_S = 10.0  # for a server to come back, before the requests that wait are refused
+
+
+class RouteSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests are passed on: `paths` has the path of each route; times are in seconds.
+
+    `fallbacks` has the models that serve the requests for a model while no server of its own can, in order.
+    """
+
+    paths: Mapping[str, str]
+    max_in_flight: int
+    queue_size: int
+    timeout_s: float
+    fallbacks: Mapping[str, Sequence[str]] = {}
+
+
+class _Named(msgspec.Struct):
+    """The name of the model in a body."""
+
+    model: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_named = msgspec.json.Decoder(_Named).decode
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_text = msgspec.json.Decoder(str).decode
+
+
+class ListedAdapters(Adapters):
+    """The adapters that the servers of a model list. They are not managed here."""
+
+    def __init__(self) -> None:
+        super().__init__((), lambda: (), 0.0)
+
+    def follow(self, names: Collection[str]) -> None:
+        """Have these adapters."""
+        for name in [name for name in self._adapters if name not in names]:
+            del self._adapters[name], self._since[name]
+        for name in names:
+            if name not in self._adapters:
+                adapter = Adapter(name=name, directory="")
+                self._adapters[name] = RegisteredAdapter(adapter=adapter, source=name)
+                self._since[name] = time.time()
+
+    async def register(self, registered: RegisteredAdapter) -> str:
+        raise BadParameterError("The adapters of a router are those of its servers; register it there")
+
+    update = register
+
+    async def remove(self, name: str) -> str:
+        raise BadParameterError("The adapters of a router are those of its servers; unregister it there")
+
+
+class Backends:
+    """The servers of one model, in the place of a replica set: nothing here starts or ends one."""
+
+    def __init__(self, has_ready: Callable[[], int], workers: Callable[[], Sequence[WorkerProcess]]) -> None:
+        self.devices = DeviceSet()
+        self.min_workers = self.max_workers = 1
+        self.without_since = time.monotonic()  # when the last server was lost
+        self._has_ready = has_ready
+        self._workers = workers
+
+    @property
+    def workers(self) -> Sequence[WorkerProcess]:
+        return self._workers()
+
+    @property
+    def ready(self) -> int:
+        return self._has_ready()
+
+    size = ready
+
+    @property
+    def is_failing(self) -> bool:
+        return not self.ready and time.monotonic() - self.without_since >= _GRACE_S
+
+    def scale(self, min_workers: int, max_workers: int) -> None:
+        """Do nothing: how many servers there are is decided elsewhere."""
+
+    def set_log_level(self, level: str, name: str) -> None:
+        """Do nothing: servers have their own level."""
+
+    def can_grow(self) -> bool:
+        return False
+
+    def grow(self) -> None:
+        """Do nothing, as in `scale`."""
+
+    def retire_idle(self, now: float, max_idle_s: float) -> None:
+        """Do nothing, as in `scale`."""
+
+    def close(self) -> None:
+        """Do nothing, as in `scale`."""
+
+    async def stop(self) -> None:
+        """Return: nothing runs."""
+
+
+class RoutePool(WorkerPool):
+    """Passes the requests for one model on to the servers that have it."""
+
+    def __init__(
+        self, name: str, settings: RouteSettings, fleet: Fleet, accounts: Accounts, on_metric: MetricSink
+    ) -> None:
+        self._route = settings
+        self._fleet = fleet
+        self._accounts = accounts
+        self._backends: dict[Server, Backend] = {}
+        self._listed = ListedAdapters()
+        super().__init__(_pool_settings(name, settings), on_metric, self._listed)
+
+    def _make_replica_sets(self, plan: LoadPlan) -> Sequence[Replicas]:
+        self._set = Backends(lambda: len(self.roster.ready), lambda: self.roster.serving)
+        return [self._set]
+
+    @property
+    def takes_requests(self) -> bool:
+        """Return whether a request would be served, or wait for a server that is there."""
+        if self.availability.closing is not None or not self.roster.ready:
+            return False
+        return self.dispatcher.queued < self.settings.job_queue_size
+
+    def submit(
+        self,
+        request: Input,
+        on_overflow: Callable[[], None],
+        deadline: Deadline | None = None,
+        tenant: bytes = b"",
+        reply: ReplySlot | None = None,
+    ) -> Job:
+        """Accept one request as the base class does, within the limits of its key."""
+        if request.route not in self._route.paths:
+            raise RouteNotFoundError(f"A router does not pass on requests of the kind {request.route}")
+        self.availability.check()
+        asked = _model_in(request)
+        names = [self.name] if asked is None else [asked if asked in self._listed else self.name, self.name]
+        priority = self._accounts.admit(tenant, names, time.monotonic(), _today())
+        if priority is not None and priority > request.priority:
+            request = msgspec.structs.replace(request, priority=priority)
+        if asked is not None and asked != self.name and asked not in self._listed:
+            request = _renamed(request, self.name)
+        return super().submit(request, on_overflow, deadline, tenant, reply)
+
+    def follow(self, servers: Mapping[Server, Collection[str]]) -> None:
+        """Give requests to these servers, each with the adapters that it has, and to no others from now on."""
+        common = [frozenset(adapters) for adapters in servers.values()]
+        if common:
+            self._listed.follow(frozenset.intersection(*common))
+        for server in self._backends.keys() - servers.keys():
+            self._leave(server)
+        for server in servers.keys() - self._backends.keys():
+            self._admit(server)
+        for worker in [worker for worker in self.roster.leaving if not worker.requests.in_flight]:
+            self.roster.drop(worker)
+            self.roster.remove(worker)
+        self.members.fail_stranded()
+
+    def requests_at(self, server: Server) -> int:
+        """Return how many requests a server that takes more has."""
+        backend = self._backends.get(server)
+        return 0 if backend is None else len(backend.requests.in_flight)
+
+    def _admit(self, server: Server) -> None:
+        backend = Backend(
+            f"{self.name}@{server.label}",
+            server.site,
+            server.connections,
+            self._route.paths,
+            self._on_items,
+            lambda reason: self._fleet.note_unreachable(server, reason),
+            lambda tenant, tokens: self._accounts.count(tenant, tokens, time.monotonic(), _today()),
+        )
+        worker = cast(WorkerProcess, backend)
+        self._backends[server] = backend
+        self.roster.numbers[worker] = self.roster.free_number()
+        self.roster.ready.append(worker)
+        self.availability.was_ready = True
+        self.availability.settled.set()
+        self.dispatcher.resume()
+        self.scaling.notify()
+
+    def _leave(self, server: Server) -> None:
+        worker = cast(WorkerProcess, self._backends.pop(server))
+        self.members.leave(worker)
+        if not self.roster.ready:
+            self._set.without_since = time.monotonic()
+
+    def _on_items(self, backend: Backend, items: list[Frame]) -> None:
+        self.dispatcher.on_items(cast(WorkerProcess, backend), items)
+
+    async def scale(self, min_workers: int | None, max_workers: int | None, device: int | None = None) -> None:
+        raise BadParameterError(f"Model {self.name} is served elsewhere; scale it there")
+
+
+def _pool_settings(name: str, settings: RouteSettings) -> PoolSettings:
+    return PoolSettings(
+        load=Load(model_name=name, model_dir="", handler="", options={}, served_names=[name]),
+        min_workers=1,
+        max_workers=1,
+        max_in_flight=settings.max_in_flight,
+        max_batch_delay_s=0.0,
+        job_queue_size=settings.queue_size,
+        max_queue_delay_s=None,
+        model_loading_timeout_s=settings.timeout_s,
+        predict_timeout_s=settings.timeout_s,
+        max_idle_s=settings.timeout_s,
+        parallel_loading=True,
+        retry_threshold=1,
+        quarantine_s=0.0,  # a server that ends accuses no request
+        sessions=True,
+        prefix_affinity=True,
+        adapter_affinity=_ADAPTERS_AT_HAND,
+    )
+
+
+def _model_in(request: Input) -> str | None:
+    """Return what a body names as model; None if it is no JSON, or names none."""
+    body = request.body()
+    if b'"model"' not in body:
+        return None
+    try:
+        return _text(_named(body).model)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _renamed(request: Input, name: str) -> Input:
+    """Return the request with another name of its model; all other values stay as they were written."""
+    try:
+        fields = _fields(request.body())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return request
+    body = msgspec.json.encode({**fields, "model": name})
+    query = [pair for pair in request.content if pair[0] != "data"]
+    return msgspec.structs.replace(request, content=[*query, ("data", body)])
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()

@@ -1,0 +1,138 @@
+"""The models of all servers behind a router. They come and go with the servers; none is registered here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from lmi_server.contract.errors import BadParameterError, ModelExistsError, ModelNotReadyError
+from lmi_server.route.fleet import Fleet, Server
+from lmi_server.route.limits import Accounts
+from lmi_server.route.pool import RoutePool, RouteSettings
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.model_store import ModelSource
+from lmi_server.serving.models.registry import ModelRegistry
+from lmi_server.serving.pool.worker_pool import WorkerPool
+from lmi_server.serving.pool_settings import ModelStatus
+
+logger = logging.getLogger(__name__)
+
+_ELSEWHERE = "The models of a router are those of its servers; register and unregister them there"
+_MAX_MODELS = 2000
+
+
+class RoutedModel(Model):
+    """A model that servers have. While none of them takes requests, its fall-back models serve it."""
+
+    def __init__(self, name: str, fallbacks: Callable[[], Sequence[Model]]) -> None:
+        super().__init__(ModelSource(name, name), at_startup=True)
+        self._fallbacks = fallbacks
+
+    def loaded(self) -> WorkerPool:
+        """Return the pool that takes a request now. Raises ModelNotReadyError if there is none."""
+        for model in (self, *self._fallbacks()):
+            if isinstance(model.pool, RoutePool) and model.pool.takes_requests:
+                return model.pool
+        return super().loaded()
+
+
+class RouteRegistry(ModelRegistry):
+    """Has a pool for each model that a server lists. `on_round` is called after each round of checks."""
+
+    def __init__(
+        self, settings: RouteSettings, fleet: Fleet, accounts: Accounts, on_round: Callable[[], None], *server: Any
+    ) -> None:
+        super().__init__(*server)
+        self.fleet = fleet
+        self._route = settings
+        self._accounts = accounts
+        self._on_round = on_round
+        self._told = asyncio.Event()
+        fleet.on_checked = self.update
+
+    async def follow(self) -> None:
+        for name in self._route.fallbacks:
+            self._serve(name)
+        await self.fleet.run()
+
+    async def until_told(self) -> None:
+        await self._told.wait()
+
+    def refuse_if_untold(self) -> None:
+        if not self._told.is_set():
+            raise ModelNotReadyError("The router starts, and does not know the models of its servers yet")
+
+    @property
+    def startup_statuses(self) -> set[ModelStatus]:
+        """Return HEALTHY if any model can be served: a balancer in front of the router need know no more."""
+        if ModelStatus.HEALTHY in super().startup_statuses:
+            return {ModelStatus.HEALTHY}
+        return {ModelStatus.UNHEALTHY if self._told.is_set() else ModelStatus.PENDING}
+
+    def update(self) -> None:
+        """Have the models and the servers that there are now."""
+        if self._draining:
+            return
+        found: dict[str, dict[Server, Collection[str]]] = {}
+        for server in self.fleet.healthy:
+            for name, adapters in server.models.items():
+                found.setdefault(name, {})[server] = adapters
+        self._tell_apart(found)
+        for name in found:
+            if name not in self._endpoints:
+                self._serve(name)
+        for model in self.models:
+            if isinstance(model.pool, RoutePool):
+                model.pool.follow(found.get(model.name, {}))
+        self._told.set()
+        self._on_round()
+
+    def _choose_default(self) -> None:
+        """Have no model that gets the requests for every name: another server may have the one that is meant."""
+        super()._choose_default()
+        self.only = None
+
+    @staticmethod
+    def _tell_apart(found: dict[str, dict[Server, Collection[str]]]) -> None:
+        """Have an adapter that not all servers of its model have as a model of its own."""
+        for servers in list(found.values()):
+            common = frozenset.intersection(*map(frozenset, servers.values()))
+            for server, adapters in servers.items():
+                for name in adapters:
+                    if name not in common:
+                        found.setdefault(name, {})[server] = frozenset()
+
+    def _serve(self, name: str) -> None:
+        if len(self._endpoints) >= _MAX_MODELS:
+            logger.error("the servers have more than %d models; %s is left out", _MAX_MODELS, name)
+            return
+        fallbacks = self._route.fallbacks.get(name, ())
+        model = RoutedModel(
+            name, lambda: [self._endpoints[other].models[0] for other in fallbacks if other in self._endpoints]
+        )
+        try:
+            self._add(model)
+        except ModelExistsError:
+            return
+        model.pool = RoutePool(name, self._route, self.fleet, self._accounts, self._on_metric)
+        model.pool.start()
+        model.settled.set()
+
+    def requests_at(self, server: Server) -> int:
+        """Return how many requests a server has."""
+        return sum(model.pool.requests_at(server) for model in self.models if isinstance(model.pool, RoutePool))
+
+    def reads_by_code(self, model: Model) -> bool:
+        """Return True: the servers judge names."""
+        return True
+
+    async def register_and_load(self, source: ModelSource) -> Model:
+        raise BadParameterError(_ELSEWHERE)
+
+    async def unregister(self, name: str, version: str | None = None) -> None:
+        raise BadParameterError(_ELSEWHERE)
+
+    async def reload_model(self, model: Model) -> None:
+        raise BadParameterError(_ELSEWHERE)
