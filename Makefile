@@ -27,7 +27,7 @@ CYCLONEDX := 7.5.0
 unexport PYTHONDONTWRITEBYTECODE
 # The recipes share one virtual environment.
 .NOTPARALLEL:
-.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test check-python check-arm64 test-gpu test-vllm-versions fuzz chaos coverage bench lock sbom release audit
+.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test check-python check-arm64 test-gpu test-vllm-versions fuzz chaos coverage bench lock sbom release audit docs
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,8 +38,9 @@ embedding-model: $(EMBEDDING_MODEL)/modules.json ## Unpack the embedding model o
 
 demo-model: $(DEMO_MODEL)/serving.properties ## Build the demo model, SmolLM2-135M-Instruct
 
+PORT ?= 8080
 run: $(RUN_SETUP) demo-model ## Serve the demo model on 127.0.0.1:8080
-	$(BIN)/lmi-server serve $(DEMO_MODEL) --host 127.0.0.1 --port 8080
+	$(BIN)/lmi-server serve $(DEMO_MODEL) --host 127.0.0.1 --port $(PORT)
 
 # podman and buildah build it as well.
 DOCKER ?= docker
@@ -144,6 +145,9 @@ audit: $(SETUP) ## Look for known vulnerabilities in the locked packages, and fo
 	$(BIN)/uv tool run --from bandit==$(BANDIT) bandit --quiet --configfile pyproject.toml -r lmi_server handlers frontend
 	$(BIN)/uv tool run --from pip-audit==$(PIP_AUDIT) pip-audit --strict --disable-pip --require-hashes \
 	  -r scripts/locks/environment.txt -r scripts/locks/bare.txt
+
+docs: $(SETUP) ## Build docs/ as a site that works from the disk, build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs build --strict --quiet
 
 bench: $(SETUP) demo-model embedding-model ## Run the benchmarks and print their tables
 	$(BIN)/python -m benchmarks

@@ -12,6 +12,8 @@ from benchmarks.zoo_serving import EXACT, REFUSED, Outcome, Row
 
 _INTRODUCTION = """# Models
 
+Which models the rolling batch serves, and how exactly: look yours up in the table.
+
 `option.rolling_batch=auto`, or no such key, serves every causal language model of transformers that the table lists as
 exact. It uses the rolling batch of transformers (`scheduler`) if that gives the model's own tokens, otherwise
 [vLLM](configuration.md) if it is installed and able, and otherwise static batches. A warning in the log, in
@@ -40,8 +42,8 @@ leaves out there what comes before. Keys of other models stay as they are, as in
 model is served up to the border: `option.max_model_len`.
 
 Models whose layers keep states beside keys and values, or in their place, run under the rolling batch on one device
-([engines.md](engines.md#states)). A model whose config.json names no context (Mamba, RecurrentGemma, xLSTM) gets 32,768
-tokens, unless `option.max_model_len` says otherwise.
+([rolling-batch.md](rolling-batch.md#states)). A model whose config.json names no context (Mamba, RecurrentGemma, xLSTM)
+gets 32,768 tokens, unless `option.max_model_len` says otherwise.
 
 Any other model of images or sounds that is no causal language model is served with vLLM, if it is installed and knows
 the architecture. Most of vLLM's models of images need the package torchvision, too.

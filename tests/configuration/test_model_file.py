@@ -309,8 +309,8 @@ def test_a_prompt_format_refuses_what_it_has_no_words_for() -> None:
 
 
 def test_the_tables_of_keys_are_current() -> None:
-    page = (ROOT / "docs/ray.md").read_text(encoding="utf-8")
-    assert with_tables(page) == page, "run: python -m lmi_server.explain.model_file_page docs/ray.md"
+    page = (ROOT / "docs/ray-keys.md").read_text(encoding="utf-8")
+    assert with_tables(page) == page, "run: python -m lmi_server.explain.model_file_page docs/ray-keys.md"
 
 
 SPREAD_OUT = {

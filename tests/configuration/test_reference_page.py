@@ -1,4 +1,4 @@
-"""docs/configuration.md is what the declarations say today."""
+"""docs/configuration.md and the pages below it are what the declarations say today."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from paths import ROOT
 from lmi_server.configuration.declaration import Unavailable
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.options import ServingOptions
-from lmi_server.explain.reference_page import reference_page
+from lmi_server.explain.reference_page import reference_pages
 
-PAGE = ROOT / "docs" / "configuration.md"
+DOCS = ROOT / "docs"
 
 
-def test_the_page_is_current() -> None:
-    written = PAGE.read_text(encoding="utf-8")
-    assert written == reference_page(), f"write it again: python -m lmi_server.explain.reference_page > {PAGE.name}"
+def test_the_pages_are_current() -> None:
+    files = [DOCS / "configuration.md", *(DOCS / "configuration").iterdir()]
+    found = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in files}
+    assert found == reference_pages(), "write them again: python -m lmi_server.explain.reference_page docs"
 
 
 @pytest.mark.parametrize(
@@ -50,18 +51,18 @@ def test_a_limit_of_some_values_names_them() -> None:
 
 
 def test_a_limit_of_one_handler_stands_in_its_section() -> None:
-    section = reference_page().partition("## Keys of tensorrt_llm")[2].partition("\n## ")[0]
-    assert "Not available in this version: `disable`; use trtllm" in section
+    page = reference_pages()["configuration/tensorrt_llm.md"]
+    assert "Not available in this version: `disable`; use trtllm" in page
 
 
 def row_of(key: str) -> str:
     """Return the row of a key of every handler."""
-    shared = reference_page().partition("## Keys of every handler")[2].partition("\n## ")[0]
+    shared = reference_pages()["configuration/every-handler.md"]
     (row,) = (line for line in shared.splitlines() if line.startswith(f"| `{key}` |"))
     return row
 
 
 def test_every_key_is_on_the_page() -> None:
-    page = reference_page()
+    page = "\n".join(reference_pages().values())
     for declaring in (ServingOptions, *(load_options_type(spec) for spec in HANDLERS.specs)):
         assert [option.key for option in declaring.declared() if f"| `{option.key}` |" not in page] == []

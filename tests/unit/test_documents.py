@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FOLDERS = ("lmi_server", "handlers", "frontend", "tests", "docs", "benchmarks", "serving.properties.d")
-OF_USERS = {"model.py", "inference.py", "code/inference.py"}  # files of model directories, not of this project
+OF_USERS = {
+    "model.py",
+    "inference.py",
+    "code/inference.py",
+    "1/model.py",
+}  # files of model directories, not of this project
 
 _FILE = re.compile(r"`([\w./-]+\.py)`")
 _FOLDER = re.compile(rf"`((?:{'|'.join(map(re.escape, FOLDERS))})/[\w/]*)`")
@@ -47,6 +52,6 @@ def missing(document: Path) -> Iterator[str]:
         yield from (f"{place}: {link}" for link in _LINK.findall(line) if not (document.parent / link).exists())
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.relative_to(ROOT).as_posix())
 def test_a_document_names_what_is_there(document: Path) -> None:
     assert list(missing(document)) == []

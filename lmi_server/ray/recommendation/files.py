@@ -19,7 +19,7 @@ from lmi_server.ray.recommendation.recommendation import (
 )
 
 _FILE = """\
-# {model} on {workers} x {accelerator}, for low latency. Not measured: docs/ray.md has the rule that computes it.
+# {model} on {workers} x {accelerator}, for low latency. Not measured: docs/ray-model-files.md has the rule.
 deployment_config:
   autoscaling_config:
     min_replicas: 1

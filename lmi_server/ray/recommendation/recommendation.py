@@ -1,6 +1,7 @@
 """Recommends workers and batch sizes for a model on a kind of accelerator, from its size and the memory.
 
-The rule is in docs/ray.md. It asks the estimate that `lmi-server explain` shows (`configuration.memory_estimate`).
+docs/ray-model-files.md has the rule. It asks the estimate that `lmi-server explain` shows
+(`configuration.memory_estimate`).
 """
 
 from __future__ import annotations
