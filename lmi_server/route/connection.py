@@ -66,6 +66,7 @@ class Connection(asyncio.Protocol):
         self._in_head = True
         self._until_close = False
         self._complete = False
+        self._stays = False
         self._spoilt = False  # something followed the answer
 
     @property
@@ -137,7 +138,7 @@ class Connection(asyncio.Protocol):
     def _finish(self) -> None:
         receiver, self._receiver = self._receiver, None
         self.hold(False)
-        if self._spoilt or not self._parser.should_keep_alive():
+        if self._spoilt or not self._stays:
             self.abort()
         else:
             self._connections.keep(self)
@@ -187,6 +188,7 @@ class Connection(asyncio.Protocol):
             self._headers = []
         else:
             self._complete = True
+            self._stays = bool(self._parser.should_keep_alive())  # the parser knows it in this call alone
 
 
 class Connections:

@@ -251,4 +251,7 @@ def _sorted_models(listed: Sequence[_Listed]) -> Mapping[str, frozenset[str]]:
     names = {each.id for each in able}
     parents = {each.id: each.parent for each in able if each.parent in names and each.parent != each.id}
     bases = sorted(name for name in names if parents.get(name) is None or parents[name] in parents)
-    return {base: frozenset(name for name, parent in parents.items() if parent == base) for base in bases}
+    return {
+        base: frozenset(name for name, parent in parents.items() if parent == base and name not in bases)
+        for base in bases
+    }

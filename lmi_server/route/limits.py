@@ -50,7 +50,7 @@ class _Bucket:
 
     def _refill(self, now: float) -> None:
         self._left = min(float(self._size), self._left + max(0.0, now - self._at) * self._size / _MINUTE_S)
-        self._at = now
+        self._at = max(self._at, now)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from paths import ROOT
 from route_helpers import EVENTS, USAGE, FakeServer, Router, fakes, routing
 from waiting import wait_until
 
@@ -283,6 +284,19 @@ def test_keys_and_their_limits(tmp_path: Path) -> None:
         keys.write_text(KEYS)
         with routing(server.url, *arguments) as router:
             wait_until(lambda: router.chat(key="spent-key").status_code == 429, "what was spent stays spent")
+
+
+def test_the_example_of_the_document(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8")
+    keys = tmp_path / "keys.toml"
+    keys.write_text(text.partition("<!-- keys.toml -->\n```toml\n")[2].partition("```")[0])
+    line = next(line for line in text.splitlines() if line.startswith("    lmi-server route") and "--keys" in line)
+    _, _, _, *options = line.replace("keys.toml", str(keys)).replace("usage.json", str(tmp_path / "usage.json")).split()
+    with fakes(1, models=({"id": "llama"}, {"id": "small"})) as [server], routing(server.url, *options) as router:
+        wait_until(lambda: router.chat(model="llama", key="test").status_code == 200, "the server is healthy")
+        assert router.chat(model="small", key="test").status_code == 403
+        assert router.chat(model="small", key="a-key-for-the-batch-jobs").status_code == 200
+        assert router.chat(model="small").status_code == 401
 
 
 def test_keys_take_turns_and_have_priorities(tmp_path: Path) -> None:
