@@ -103,6 +103,10 @@ FEATURES = (
         name="lsp",
         commands={"lsp": "lmi_server.lsp.command:lsp"},
     ),
+    FeatureSpec(
+        name="migrate",
+        commands={"migrate": "lmi_server.migrate.command:migrate"},
+    ),
 )
 
 

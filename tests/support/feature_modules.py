@@ -21,6 +21,7 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
     "advise": ("lmi_server.advise",),
     "schema": ("lmi_server.schema",),
     "lsp": ("lmi_server.lsp",),
+    "migrate": ("lmi_server.migrate",),
 }
 
 BUILT_ON: Mapping[str, Sequence[str]] = {"tune": ("bench",), "advise": ("bench",)}

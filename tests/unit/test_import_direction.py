@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "advise": {*_CORE, "bench", "client"},
     "tune": {*_CONFIGURED, "bench", "client"},
     "schema": _CONFIGURED,
+    "migrate": {*_CONFIGURED, "artifacts", "client", "explain"},
     "lsp": {*_CONFIGURED, "artifacts", "client", "explain"},
     "supervisor": _CONFIGURED,
     "explain": {*_CONFIGURED, "supervisor"},

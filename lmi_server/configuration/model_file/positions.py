@@ -111,6 +111,7 @@ class _Reader:
         self._file = file
         self._lines: dict[KeyPath, int] = {}
         self._count = 0
+        self._loader = _library().SafeLoader("")
 
     def document(self, node: Node) -> YamlDocument:
         data = self._value(node, ())
@@ -136,7 +137,7 @@ class _Reader:
         if node.tag != _TEXT and len(node.value) > _LONGEST_NUMBER:
             raise self._error(node, "is too long for a number")
         try:
-            return _library().SafeLoader("").construct_object(node)
+            return self._loader.construct_object(node)
         except ValueError as error:
             raise self._error(node, f"is not valid YAML: {error}") from error
 

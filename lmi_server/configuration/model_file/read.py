@@ -30,7 +30,7 @@ _ENGINES: Mapping[str, tuple[str, str]] = {
     "EmbeddingEngine": ("option.task", "text-embedding"),
 }
 # vLLM's names of options that every handler has.
-_OUR_NAMES: Mapping[str, str] = {
+OUR_NAMES: Mapping[str, str] = {
     "max_num_seqs": "max_rolling_batch_size",
     "max_num_batched_tokens": "max_rolling_batch_prefill_tokens",
     "tensor_parallel_size": "tensor_parallel_degree",
@@ -40,7 +40,7 @@ _OUR_NAMES: Mapping[str, str] = {
 # Of the options that every handler has, these may stand in engine_kwargs; the others are no matter of an engine.
 _COMMON = frozenset(
     {"trust_remote_code", "revision", "dtype", "enable_lora", "max_rolling_batch_size", "tensor_parallel_degree"}
-    | {"pipeline_parallel_degree", *_OUR_NAMES}
+    | {"pipeline_parallel_degree", *OUR_NAMES}
 )
 
 
@@ -235,7 +235,7 @@ def _add_engine_arguments(keys: _LayerKeys, arguments: Mapping[str, Any], path: 
             advice = f"did you mean {nearest}?" if nearest else "it is no argument of the engine"
             yield f"{keys.document.place(here)}: unknown key {keys.document.name(here)}; {advice}"
         elif value is not None:
-            keys.add(f"option.{_OUR_NAMES.get(name, name)}", value, here)
+            keys.add(f"option.{OUR_NAMES.get(name, name)}", value, here)
 
 
 def engine_argument_names() -> frozenset[str]:

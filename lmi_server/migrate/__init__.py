@@ -1,0 +1,1 @@
+"""`lmi-server migrate`: turns the configuration of another model server into serving.properties, and runs nothing."""
