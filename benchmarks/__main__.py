@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 BENCHMARKS = (
+    "benchmarks.batches",
     "benchmarks.embeddings",
     "benchmarks.few_bits",
     "benchmarks.generation",

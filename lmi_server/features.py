@@ -36,6 +36,17 @@ FEATURES = (
         server="frontend.sagemaker.feature:attach",
     ),
     FeatureSpec(
+        name="batches",
+        settings=("frontend.batches.settings:BatchSettings",),
+        server="frontend.batches.feature:attach",
+        commands={"run-batch": "lmi_server.batches.command:run_batch"},
+    ),
+    FeatureSpec(
+        name="stored_responses",
+        settings=("frontend.stored_responses.settings:ResponseSettings",),
+        server="frontend.stored_responses.feature:attach",
+    ),
+    FeatureSpec(
         name="kserve",
         dialect="lmi_server.dialects.kserve:DIALECT",
         server="frontend.kserve.predictions:attach",

@@ -54,6 +54,11 @@ class KeyRing:
         self._watched = WatchedFiles(() if file is None else (file,))
         self._keys = self._read()
 
+    @property
+    def digests(self) -> list[bytes]:
+        """Return the digests of the keys that are valid now."""
+        return [key.digest for key in self._keys]
+
     async def watch(self) -> None:
         """Read the file again whenever it changes; if it cannot be used, that is reported and the keys stay.
 
@@ -89,7 +94,7 @@ class KeyRing:
         return _parsed(f"{self._setting}_file", "\n".join(lines))
 
     def check(self, scope: Scope) -> ApiKey:
-        """Return the key of a request, and take it out of the headers. Raises AuthenticationError."""
+        """Return the key of a request, and move it from the headers to `TENANT`. Raises AuthenticationError."""
         sent = _sent_key(scope)
         if not sent:
             raise AuthenticationError("No API key was sent; send it as Authorization: Bearer KEY, or as x-api-key: KEY")
@@ -99,6 +104,7 @@ class KeyRing:
         if not found:
             raise AuthenticationError("The API key is not one of this server")
         scope["headers"] = [header for header in scope["headers"] if header[0] not in _HEADERS]
+        scope[TENANT] = found[0].digest
         return found[0]
 
     def protect(self, inference: Inference, refuse: Refuse) -> Inference:
@@ -124,7 +130,6 @@ class KeyRing:
         if key.limit is not None and key.running >= key.limit:
             raise KeyBusyError(f"This API key may have {key.limit} requests at a time; wait for one of them to end")
         key.running += 1
-        scope[TENANT] = key.digest
         return key
 
 

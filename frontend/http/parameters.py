@@ -38,7 +38,7 @@ async def _body(request: Request) -> bytes:
         async for part in request.stream():
             body += part
             if len(body) > _LARGEST_BODY:
-                raise PayloadTooLargeError(f"the parameters of a management call are longer than {_LARGEST_BODY} bytes")
+                raise PayloadTooLargeError(f"the body of this call is longer than {_LARGEST_BODY} bytes")
     except ClientDisconnect:
         raise BadParameterError("The client went away before its request was complete") from None
     return bytes(body)

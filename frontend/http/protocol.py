@@ -420,6 +420,26 @@ def _release(cycle: RequestResponseCycle) -> None:
         held.release()
 
 
+def scope_without_client(
+    path: str, headers: list[tuple[bytes, bytes]], connection: object, held: HeldBytes
+) -> MutableMapping[str, Any]:
+    """Return the scope of a POST that this server sends itself; `held` are the bytes of its body."""
+    extensions = {_EXTENSION: connection, _NAMES: [name for name, _ in headers], _HELD: held}
+    return {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": headers,
+        "client": None,
+        "server": None,
+        "extensions": extensions,
+    }
+
+
 def detached_scope(
     scope: MutableMapping[str, Any], connection: object, held: HeldBytes | None = None
 ) -> MutableMapping[str, Any]:

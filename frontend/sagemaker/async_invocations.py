@@ -18,14 +18,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.responses import Response
 
+from frontend.detached.request import DetachedRequest, KeptAnswer
 from frontend.features import Inference
 from frontend.http.clients import Receive, Scope
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import held_by
 from frontend.http.request_ids import new_request_id
-from frontend.sagemaker.detached import DetachedRequest
-from frontend.sagemaker.job_store import JobRecord, as_os_errors, aws_client
 from frontend.sagemaker.settings import JobSettings
+from frontend.storage.s3 import as_os_errors, aws_client
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError, NoRoomError, QueueFullError, RequestError
 from lmi_server.contract.texts.quoting import excerpt
@@ -97,7 +97,7 @@ class AsyncInvocations:
         self._client: Any = None if self._outputs is None else aws_client("s3", "async_output_path")
         self._full = {429, 503, settings.throttle_error_http_code, settings.wlm_error_http_code}
         self._tasks: dict[asyncio.Task[None], str] = {}  # with the id of each invocation
-        self._answering: set[asyncio.Task[JobRecord]] = set()  # those whose answer is not known yet
+        self._answering: set[asyncio.Task[KeptAnswer]] = set()  # those whose answer is not known yet
         self._draining = asyncio.Event()
         self._threads = ThreadPoolExecutor(_THREADS, "s3")
 
@@ -186,7 +186,7 @@ class AsyncInvocations:
         finally:
             answer.release()
 
-    async def _write(self, invocation: _Invocation, record: JobRecord) -> None:
+    async def _write(self, invocation: _Invocation, record: KeptAnswer) -> None:
         place = invocation.output if 200 <= record.status < 300 else invocation.failure
         content_type = next((value for key, value in record.headers if key.lower() == "content-type"), "text/plain")
         try:
@@ -196,7 +196,7 @@ class AsyncInvocations:
 
     async def _outcome(
         self, invocation: _Invocation, name: str | None, scope: Scope, held: HeldBytes, answer: HeldBytes
-    ) -> JobRecord:
+    ) -> KeptAnswer:
         answering = asyncio.create_task(self._answer(invocation, name, scope, held, answer))
         self._answering.add(answering)
         try:
@@ -210,13 +210,13 @@ class AsyncInvocations:
         except ModelNotReadyError as error:
             return _refusal(error)
         except (OSError, LmiServerError) as error:
-            return JobRecord(status=500, items=[str(error).encode(errors="backslashreplace")])
+            return KeptAnswer(status=500, items=[str(error).encode(errors="backslashreplace")])
         finally:
             self._answering.discard(answering)
 
     async def _answer(
         self, invocation: _Invocation, name: str | None, scope: Scope, held: HeldBytes, answer: HeldBytes
-    ) -> JobRecord:
+    ) -> KeptAnswer:
         source = invocation.source
         data = source if isinstance(source, bytes) else await self._input(source, held, invocation.expires)
         while True:
@@ -244,7 +244,7 @@ class AsyncInvocations:
     async def _invoke(
         self, data: bytes, timeout_s: int, name: str | None, scope: Scope, answer: HeldBytes
     ) -> DetachedRequest:
-        request = DetachedRequest(JobRecord(), answer)
+        request = DetachedRequest(KeptAnswer(), answer)
 
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": data, "more_body": False}
@@ -285,9 +285,9 @@ def _read_whole(stream: Any, place: _S3Object) -> bytes:
         return bytes(stream.read())
 
 
-def _refusal(error: LmiServerError) -> JobRecord:
+def _refusal(error: LmiServerError) -> KeptAnswer:
     status, headers, data = error_reply(routes.INVOCATIONS, error)
-    return JobRecord(status=status, headers=headers, items=[data])
+    return KeptAnswer(status=status, headers=headers, items=[data])
 
 
 def _log_loss(inference_id: str, reason: object) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +17,14 @@ from typing import TypeVar
 
 from starlette.responses import Response
 
+from frontend.detached.processes import is_gone, process_name
+from frontend.detached.request import DetachedRequest
 from frontend.features import Inference, Target
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import connection_of
 from frontend.http.request_ids import new_request_id
 from frontend.http.responses import error_response, json_response
-from frontend.sagemaker.detached import DetachedRequest
 from frontend.sagemaker.job_store import JobRecord, job_store
 from frontend.sagemaker.settings import JobSettings
 from lmi_server.configuration.server_settings import ServerSettings
@@ -58,15 +57,12 @@ class _Job:
     """
 
     token: str
+    record: JobRecord
     request: DetachedRequest
     saving: asyncio.Lock = field(default_factory=asyncio.Lock)
     was_read: bool = False
     is_stored: bool = False
     expiry: asyncio.TimerHandle | None = None
-
-    @property
-    def record(self) -> JobRecord:
-        return self.request.record
 
 
 class AsyncJobs:
@@ -97,7 +93,7 @@ class AsyncJobs:
         self._threads = ThreadPoolExecutor(_THREADS, "jobs")
         self._jobs: dict[str, _Job] = {}
         self._running: dict[str, asyncio.Task[None]] = {}  # by token, until the answer is stored
-        self._owner = f"{socket.gethostname()}:{os.getpid()}:{time.time_ns()}"
+        self._owner = process_name()
 
     def __call__(
         self, route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
@@ -157,7 +153,7 @@ class AsyncJobs:
     async def _start(self, target: Target, scope: Scope, receive: Receive) -> Response:
         self._make_room()
         record = JobRecord(owner=self._owner, expires=time.time() + self._lifetime)
-        job = _Job(new_request_id(), DetachedRequest(record, HeldBytes(self._answers), self._forget_read))
+        job = _Job(new_request_id(), record, DetachedRequest(record, HeldBytes(self._answers), self._forget_read))
         self._jobs[job.token] = job
         task = asyncio.create_task(self._run(job, target, scope, receive))
         self._running[job.token] = task
@@ -253,7 +249,7 @@ class AsyncJobs:
         end = start + len(items)
         is_last = record.finished and end >= len(record.items)
         if not items and not is_last:
-            if job is None and _is_gone(record.owner):
+            if job is None and is_gone(record.owner, self._owner):
                 raise WorkerDiedError("the server ended while the job ran; send the request again")
             return _NOT_YET, _build_response(JobRecord(status=202), [], f"{token}{start or ''}")
         if job is not None and is_last:
@@ -272,13 +268,6 @@ class AsyncJobs:
             return await self._in_thread(self._store.load, token)
         except OSError as error:
             raise BadParameterError(f"Failed to lookup cache element: {error}") from error  # LMI's words
-
-
-def _is_gone(owner: str) -> bool:
-    """Return whether the process that ran a job was one of this machine and has ended."""
-    host, _, rest = owner.partition(":")
-    pid = rest.partition(":")[0]
-    return host == socket.gethostname() and not os.path.exists(f"/proc/{pid}")
 
 
 def _own_headers(headers: Headers) -> dict[bytes, bytes]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+from starlette.routing import Route
+
 from frontend.features import Inference, ServerFeature, ServerParts
 from frontend.sagemaker.async_invocations import AsyncInvocations
 from frontend.sagemaker.async_jobs import AsyncJobs
-from frontend.sagemaker.detached import memory_for_answers
+from frontend.sagemaker.job_store import memory_for_answers
 from frontend.sagemaker.request_signatures import SignatureCheck
 from frontend.sagemaker.runtime import ENDPOINTS, PATHS, STREAM_PATH, STREAM_TYPE, SageMakerRuntime
 from frontend.sagemaker.settings import SignatureSettings
+from frontend.sagemaker.transform import TransformParameters
 from lmi_server.configuration.server_settings import ServerSettings
 
 
@@ -24,6 +27,7 @@ class _Feature(ServerFeature):
 
     def __init__(self, server: ServerParts) -> None:
         self._server = server
+        self._transform = TransformParameters(server.models, server.settings.max_request_size)
         self.answer_types = {STREAM_PATH: STREAM_TYPE}
         self._jobs: AsyncJobs
         self._invocations: AsyncInvocations
@@ -38,6 +42,9 @@ class _Feature(ServerFeature):
         runtime = SageMakerRuntime(server.models, self._jobs, self._invocations, server.answer, signatures)
         self.takers = {ENDPOINTS: runtime}
         return self._jobs
+
+    def health_routes(self) -> list[Route]:
+        return self._transform.routes()
 
     def drain(self) -> None:
         self._invocations.drain()

@@ -15,7 +15,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from frontend.detached.request import KeptAnswer
+from frontend.http.held_bytes import MemoryBudget
 from frontend.sagemaker.settings import JobSettings
+from frontend.storage.s3 import as_os_errors, aws_client
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 
@@ -23,17 +26,12 @@ _PART = 350_000  # bytes of an answer in an item of DynamoDB, which takes 400 KB
 _ID, _NUMBER, _DATA, _TTL = "CacheId", "StartItem", "Data", "TTL"
 
 
-class JobRecord(msgspec.Struct):
+class JobRecord(KeptAnswer):
     """The answer of a job, as far as there is one.
 
-    `items` are the pieces in which the model has sent it. `owner` says which process runs the job. `expires` is in
-    seconds since 1970.
+    `owner` says which process runs the job. `expires` is in seconds since 1970.
     """
 
-    status: int = 0
-    reason: str = ""
-    headers: list[tuple[str, str]] = []
-    items: list[bytes] = []
     owner: str = ""
     finished: bool = False
     expires: float = 0.0
@@ -50,6 +48,14 @@ class JobStore(Protocol):
 
     def remove(self, token: str) -> None:
         """Forget the answer, if there is one."""
+
+
+def memory_for_answers(settings: ServerSettings) -> MemoryBudget:
+    """Return the memory for the answers of all requests that run without a client."""
+    limit = settings.part(JobSettings).async_jobs_size
+    return MemoryBudget(
+        limit, f"the answers that are kept take async_jobs_size={limit} bytes; read or end some jobs, or raise it"
+    )
 
 
 def job_store(settings: ServerSettings) -> JobStore | None:
@@ -215,34 +221,6 @@ def _decoded(data: bytes) -> JobRecord:
         raise OSError(f"what is stored is no answer of a job: {error}") from error
 
 
-def aws_client(service: str, key: str) -> Any:
-    """Return a client with the credentials, region and endpoint of the places that all AWS tools read.
-
-    Raises ConfigurationError, which names `key`, without boto3 or a region.
-    """
-    try:
-        import boto3
-    except ImportError as error:
-        raise ConfigurationError(f'{key} needs boto3 ({error}); pip install "lmi-server[s3]"') from error
-    from botocore.exceptions import BotoCoreError
-
-    try:
-        return boto3.session.Session().client(service)
-    except BotoCoreError as error:
-        raise ConfigurationError(f"{key}: {error}; set it as for other tools of AWS") from error
-
-
 def _place(bucket: str, region: str) -> dict[str, Any]:
     other = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
     return {"Bucket": bucket, **other}
-
-
-@contextlib.contextmanager
-def as_os_errors(place: str) -> Iterator[None]:
-    """Raise boto3's errors as an OSError that names `place`."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        yield
-    except (BotoCoreError, ClientError) as error:
-        raise OSError(f"{place}: {error}") from error

@@ -17,6 +17,7 @@
     │   ├── QuarantinedError    it has ended its worker process twice
     │   ├── UnsupportedEncodingError
     │   ├── ModelNotFoundError
+    │   ├── ObjectNotFoundError  no such file, batch or response of this API key
     │   ├── RouteNotFoundError
     │   ├── MalformedUrlError
     │   └── MethodNotAllowedError
@@ -153,6 +154,10 @@ class UnsupportedEncodingError(RequestError):
 
 class ModelNotFoundError(RequestError):
     """No model of that name is served here."""
+
+
+class ObjectNotFoundError(RequestError):
+    """Nothing of that id is kept here for this API key."""
 
 
 class RouteNotFoundError(RequestError):

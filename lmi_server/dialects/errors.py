@@ -39,6 +39,7 @@ _ROWS: dict[type[LmiServerError], _Row] = {
     ),
     errors.UnsupportedEncodingError: _Row(415, "invalid_request_error", None, 415, "UnsupportedMediaTypeException"),
     errors.ModelNotFoundError: _Row(404, "invalid_request_error", "model_not_found", 404, "ModelNotFoundException"),
+    errors.ObjectNotFoundError: _Row(404, "invalid_request_error", "not_found", 404, "ResourceNotFoundException"),
     errors.RouteNotFoundError: _Row(404, "invalid_request_error", "unknown_url", 404, "ResourceNotFoundException"),
     errors.MalformedUrlError: _Row(400, "invalid_request_error", "malformed_url", 409, "IllegalArgumentException"),
     errors.MethodNotAllowedError: _Row(

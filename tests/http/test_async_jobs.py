@@ -16,10 +16,18 @@ import pytest
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
+from frontend.detached.request import DetachedRequest
 from frontend.http.held_bytes import HeldBytes
 from frontend.sagemaker.async_jobs import AsyncJobs, _Job
-from frontend.sagemaker.detached import DetachedRequest, memory_for_answers
-from frontend.sagemaker.job_store import DirectoryStore, DynamoStore, JobRecord, JobStore, S3Store, job_store
+from frontend.sagemaker.job_store import (
+    DirectoryStore,
+    DynamoStore,
+    JobRecord,
+    JobStore,
+    S3Store,
+    job_store,
+    memory_for_answers,
+)
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 
@@ -209,7 +217,7 @@ def test_the_end_of_an_answer_is_not_shown_before_it_is_stored(tmp_path: Path) -
         jobs = AsyncJobs(lambda *_: asyncio.sleep(0), None, None, ServerSettings(), answers)  # type: ignore[arg-type, return-value]
         jobs._store = SlowFakeStore(tmp_path)
         record = JobRecord(items=[b"answer"], status=200, finished=True, expires=time.time() + 60)
-        job = jobs._jobs["token"] = _Job("token", DetachedRequest(record, HeldBytes(answers)))
+        job = jobs._jobs["token"] = _Job("token", record, DetachedRequest(record, HeldBytes(answers)))
         task = asyncio.create_task(jobs._save(job))
         await asyncio.to_thread(saving.wait, 10)
         last = asyncio.create_task(jobs._page("token", 0, None))

@@ -42,6 +42,8 @@ PATHS = {
 }
 KEYS = {
     "sagemaker": "async_jobs_size",
+    "batches": "batches_store",
+    "stored_responses": "responses_store",
     "vllm_calls": "wake_on_request",
     "console": "console",
     "traces": "trace_sample",

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 FEATURE_MODULES: Mapping[str, Sequence[str]] = {
     "sagemaker": ("frontend.sagemaker",),
+    "batches": ("frontend.batches", "lmi_server.batches"),
+    "stored_responses": ("frontend.stored_responses",),
     "kserve": ("frontend.kserve", "lmi_server.dialects.kserve"),
     "tgi": ("frontend.tgi", "lmi_server.dialects.tgi"),
     "anthropic": ("lmi_server.dialects.anthropic",),

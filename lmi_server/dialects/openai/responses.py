@@ -1,6 +1,6 @@
 """Parses OpenAI's responses: a chat in another form.
 
-The server stores nothing, so every request must bring its whole conversation.
+Every request must bring its whole conversation. A server that stores responses puts it into the request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lmi_server.dialects.openai.request import SHARED_FIELDS, UNSUPPORTED, read
 from lmi_server.dialects.openai.responses_answer import RequestEcho, ResponseBody, ResponseStream
 from lmi_server.dialects.parameters import constraints
 
-_STORED = fields.off("send the whole conversation as input: responses are not stored")
+_STORED = fields.off("send the whole conversation as input: this server does not store it")
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 _SAMPLING = (
     "temperature",

@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import msgspec
+
 from frontend.features import Inference, Target
 from frontend.http.clients import Receive, Scope, Send
-from frontend.http.held_bytes import HeldBytes, MemoryBudget
+from frontend.http.held_bytes import HeldBytes
 from frontend.http.protocol import detached_scope
-from frontend.sagemaker.job_store import JobRecord
-from frontend.sagemaker.settings import JobSettings
-from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import NoRoomError
 from lmi_server.dialects.errors import error_reply
 from lmi_server.supervisor.job import ReplySlot
@@ -23,12 +22,13 @@ _TURN = 256  # pieces, after which other requests have their turn: nothing else 
 _ITEM_SIZE = 64  # bytes that a piece of an answer takes beside its content
 
 
-def memory_for_answers(settings: ServerSettings) -> MemoryBudget:
-    """Return the memory for the answers of all requests that run without a client."""
-    limit = settings.part(JobSettings).async_jobs_size
-    return MemoryBudget(
-        limit, f"the answers that are kept take async_jobs_size={limit} bytes; read or end some jobs, or raise it"
-    )
+class KeptAnswer(msgspec.Struct):
+    """An answer, as far as there is one. `items` are the pieces in which the model has sent it."""
+
+    status: int = 0
+    reason: str = ""
+    headers: list[tuple[str, str]] = []
+    items: list[bytes] = []
 
 
 class DetachedRequest:
@@ -40,7 +40,7 @@ class DetachedRequest:
 
     refused_with: int | None = None
 
-    def __init__(self, record: JobRecord, answer: HeldBytes, make_room: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, record: KeptAnswer, answer: HeldBytes, make_room: Callable[[], object] = lambda: None) -> None:
         """Its answer goes into `record`. `make_room` is called if there is no room for more of it."""
         self.record = record
         self.answer = answer

@@ -1,0 +1,1 @@
+"""OpenAI's Files and Batches: requests in a file, answered at low priority."""

@@ -1,0 +1,1 @@
+"""Requests that run without a client, whose answers are kept."""

@@ -1,0 +1,1 @@
+"""Where features keep what must outlive the server: objects and journals, in a directory or on S3."""

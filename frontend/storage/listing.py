@@ -1,0 +1,34 @@
+"""Pages of OpenAI's lists: sorted by the time of creation, which ids begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from frontend.http.parameters import integer
+from lmi_server.contract.errors import BadParameterError
+from lmi_server.contract.texts.quoting import excerpt
+
+
+def page_of(ids: Sequence[str], query: Mapping[str, str], largest: int, default: int) -> tuple[list[str], bool]:
+    """Return the ids of the page that `after`, `limit` and `order` of a query ask for, and whether more follow.
+
+    Raises BadParameterError.
+    """
+    limit = integer(query, "limit", default)
+    if not 1 <= limit <= largest:
+        raise BadParameterError(f"Parameter limit is {limit}; it takes an integer from 1 to {largest}")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise BadParameterError(f'Parameter order is "{excerpt(order)}"; it takes asc or desc')
+    ordered = sorted(ids, reverse=order == "desc")
+    after = query.get("after", "")
+    if after:
+        ordered = [each for each in ordered if (each < after if order == "desc" else each > after)]
+    return ordered[:limit], len(ordered) > limit
+
+
+def list_object(objects: Sequence[Mapping[str, Any]], has_more: bool) -> dict[str, Any]:
+    """Return OpenAI's list of `objects`."""
+    first, last = (objects[0]["id"], objects[-1]["id"]) if objects else (None, None)
+    return {"object": "list", "data": list(objects), "first_id": first, "last_id": last, "has_more": has_more}
