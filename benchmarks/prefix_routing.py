@@ -64,10 +64,20 @@ def counted(ports: Sequence[int]) -> tuple[float, float]:
     """Return the cached tokens and all tokens of the prompts so far."""
     cached = prompt = 0.0
     for port in ports:
-        for is_cached, value in _COUNTERS.findall(httpx.get(f"http://127.0.0.1:{port}/metrics").text):
+        for is_cached, value in _COUNTERS.findall(metrics_of(port)):
             cached += float(value) if is_cached else 0.0
             prompt += 0.0 if is_cached else float(value)
     return cached, prompt
+
+
+def until_ready(port: int, workers: int) -> None:
+    """Wait until all workers are there: a server is ready with its first one."""
+    while not re.search(rf"^lmi_workers_ready{{[^}}]*}} {workers}\.0$", metrics_of(port), re.MULTILINE):
+        time.sleep(0.2)
+
+
+def metrics_of(port: int) -> str:
+    return httpx.get(f"http://127.0.0.1:{port}/metrics").text
 
 
 async def send_all(ports: Sequence[int], requests: Sequence[Load]) -> None:
@@ -93,6 +103,7 @@ def measure(servers: int, workers: int, prefixes: int, requests: Sequence[Load])
     with ExitStack() as stack:
         ports = [stack.enter_context(serving(MODEL, AT_A_TIME))[1] for _ in range(servers)]
         for port in ports:
+            until_ready(port, workers)
             for load in first:
                 asyncio.run(send_all([port], [load]))
         before = counted(ports)
