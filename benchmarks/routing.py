@@ -138,7 +138,10 @@ def litellm_config(directory: str, upstream: Server) -> str:
     file = Path(directory, "litellm.yaml")
     base = f"http://127.0.0.1:{upstream.port}/v1"
     model = {"model_name": "model", "litellm_params": {"model": "openai/model", "api_base": base, "api_key": "x"}}
-    file.write_text(json.dumps({"model_list": [model]}), encoding="utf-8")  # which is YAML as well
+    settings = {"dangerously_permit_weak_or_unset_master_key": True}  # it asks for no key, as the others here
+    file.write_text(
+        json.dumps({"model_list": [model], "general_settings": settings}), encoding="utf-8"
+    )  # which is YAML as well
     return str(file)
 
 
