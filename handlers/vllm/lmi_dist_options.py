@@ -74,6 +74,10 @@ class LmiDistOptions(InWorkerOptions):
     """Log the rate at which drafted tokens are accepted."""
 
     @property
+    def keeps_prefixes(self) -> bool:
+        return self.enable_prefix_caching
+
+    @property
     def vllm_quantization(self) -> str | None:
         method = "bitsandbytes8" if self.dtype == "int8" else self.quantize
         return None if method is None else _VLLM_NAMES.get(method, method)

@@ -232,10 +232,6 @@ class VllmEngineOptions(MediaOptions):
         return connector | ({"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"} if self.allowed_media_domains else {})
 
     @property
-    def keeps_prefixes(self) -> bool:
-        return self.enable_prefix_caching is not False  # which is vLLM's default
-
-    @property
     def runs_uncompiled(self) -> bool:
         """Whether the model is never compiled.
 
@@ -388,6 +384,10 @@ class VllmOptions(VllmEngineOptions):
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         if "option.task" in given and self.task is not None and self.task.lower() not in _GENERATING:
             yield Conflict(("option.task",), f"has no effect: vLLM serves {self.task} as text generation here")
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        return self.enable_prefix_caching is not False  # which is vLLM's default
 
 
 class InWorkerOptions(VllmEngineOptions):

@@ -138,7 +138,8 @@ class Connection(asyncio.Protocol):
     def _finish(self) -> None:
         receiver, self._receiver = self._receiver, None
         self.hold(False)
-        if self._spoilt or not self._stays:
+        is_sending = self._transport is not None and self._transport.get_write_buffer_size() > 0
+        if self._spoilt or is_sending or not self._stays:
             self.abort()
         else:
             self._connections.keep(self)

@@ -25,6 +25,7 @@ class FakeTransport:
     def __init__(self) -> None:
         self.is_open = True
         self.written = b""
+        self.unsent = 0
 
     def write(self, data: bytes) -> None:
         self.written += data
@@ -34,6 +35,9 @@ class FakeTransport:
 
     def abort(self) -> None:
         self.is_open = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
 
     def pause_reading(self) -> None: ...
 
@@ -120,6 +124,17 @@ def test_a_connection_with_more_than_an_answer_is_not_used_again(more: bytes) ->
     assert recorder.body == b"hello"
     assert connections.idle() is None or not transport.is_open
     assert not transport.is_open
+
+
+def test_an_answer_before_the_end_of_its_request_ends_the_connection() -> None:
+    connections, connection, transport = connected()
+    recorder = Recorder()
+    connection.send(b"POST / HTTP/1.1\r\n\r\n", b"", recorder)
+    transport.unsent = 9
+    connection.data_received(WHOLE)
+    assert recorder.ends == ["whole"]
+    assert not transport.is_open
+    assert connections.idle() is None
 
 
 def test_what_comes_unasked_closes_an_idle_connection() -> None:
