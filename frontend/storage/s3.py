@@ -24,6 +24,7 @@ from lmi_server.files.journal import TakenError
 _LEASE_S = 60.0
 _RENEWED_S = 15.0
 _READERS = 16
+_CONNECTIONS = 64  # as many as all threads of a feature need
 _LEASE = "lease"
 _CHANGED = frozenset({"PreconditionFailed", "ConditionalRequestConflict", "412", "409"})
 _MISSING = frozenset({"NoSuchKey", "404"})
@@ -198,10 +199,11 @@ def aws_client(service: str, key: str) -> Any:
         import boto3
     except ImportError as error:
         raise ConfigurationError(f'{key} needs boto3 ({error}); pip install "lmi-server[s3]"') from error
+    from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
     try:
-        return boto3.session.Session().client(service)
+        return boto3.session.Session().client(service, config=Config(max_pool_connections=_CONNECTIONS))
     except BotoCoreError as error:
         raise ConfigurationError(f"{key}: {error}; set it as for other tools of AWS") from error
 

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 8
 _SWEEP_S = 3600.0
+_COPIES = 4  # of a body: as text, for the model, as a list of items, as it is stored
 
 
 def attach(server: ServerParts) -> ServerFeature | None:
@@ -81,12 +82,14 @@ class _Feature(ServerFeature):
     ) -> Response | None:
         """Answer a request, or return what the server itself answers. Raises LmiServerError and ClientGoneError."""
         owner = self._owner(scope)
-        request = ResponseRequest(await self._body(scope, receive))
+        sent = await self._body(scope, receive)
+        held_by(scope).reserve(len(sent) * _COPIES)
+        request = ResponseRequest(sent)
         history = EMPTY
         if request.previous is not None:
             history = await self._threads.serve(history_of, self._store, owner, request.previous, self._longest)
         body = request.body_after(history)
-        held_by(scope).reserve(len(body))
+        held_by(scope).reserve(max(0, len(body) - len(sent)))  # the conversation before
         _set_length(scope, len(body))
         forward = _receiving(body)
         target = (RESPONSES, name, version)
