@@ -118,8 +118,7 @@ class Server:
         try:
             return await answer.whole
         finally:
-            if not answer.has_ended:
-                connection.abort()
+            connection.abort()
 
 
 class _Answer:
@@ -127,7 +126,6 @@ class _Answer:
 
     def __init__(self) -> None:
         self.whole: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-        self.has_ended = False
         self._status = 0
         self._body = bytearray()
 
@@ -141,12 +139,10 @@ class _Answer:
             self._fail(f"its answer is longer than {_MAX_ANSWER} bytes")
 
     def ended(self) -> None:
-        self.has_ended = True
         if not self.whole.done():
             self.whole.set_result((self._status, bytes(self._body)))
 
     def broke(self, reason: str) -> None:
-        self.has_ended = True
         self._fail(f"it {reason}")
 
     def _fail(self, reason: str) -> None:

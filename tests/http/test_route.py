@@ -237,6 +237,12 @@ def test_a_server_that_drains_gets_no_more_requests() -> None:
             assert waiting.result().json()["server"] == leaving.port
 
 
+def test_checks_leave_no_connections() -> None:
+    with fakes(1) as [server], routing(server.url):
+        wait_until(lambda: server.checks > 15, "the server was checked often")
+        assert server.connections <= 3
+
+
 def test_sessions_and_prefixes_stay_with_their_servers(router: Router) -> None:
     def server_of(text: str, **headers: str) -> int:
         body = {"model": "model", "messages": [{"role": "user", "content": text}]}

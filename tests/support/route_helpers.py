@@ -46,6 +46,7 @@ class FakeServer:
     health: int = 200
     asked: list[Asked] = field(default_factory=list)
     gone: int = 0
+    checks: int = 0
     port: int = 0
     wait: threading.Event = field(default_factory=threading.Event)  # that "wait" goes on
 
@@ -60,6 +61,11 @@ class FakeServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def connections(self) -> int:
+        """Return how many connections are open."""
+        return len(self._writers)
 
     def start(self) -> None:
         """Listen, on the same port as before."""
@@ -112,6 +118,7 @@ class FakeServer:
         asked = Asked(lines[0].split()[1], headers, b"")
         asked.body = await reader.readexactly(int(asked.header("content-length") or 0))
         if asked.path == "/health":
+            self.checks += 1
             writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\n\r\n" % self.health)
             return True
         if asked.path == "/v1/models":

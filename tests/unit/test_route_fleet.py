@@ -1,0 +1,79 @@
+"""Which servers a router knows: each address of a name, as long as the name has it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.route.connection import Peer
+from lmi_server.route.fleet import Fleet
+
+URL = "http://models.example:8000/v1"
+
+
+class FakePlace:
+    """A name with the addresses that a test gives it; None if the name server does not answer."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.site = fleet._places[0].site
+        self.addresses: set[str] | None = set()
+
+    async def peers(self) -> set[Peer] | None:
+        return None if self.addresses is None else {Peer(address, 8000) for address in self.addresses}
+
+
+def test_addresses_come_and_go() -> None:
+    async def follow() -> list[set[str]]:
+        fleet = Fleet([URL], None, 1.0)
+        place = FakePlace(fleet)
+        found = []
+        for addresses in ({"10.0.0.1", "10.0.0.2"}, {"10.0.0.2", "10.0.0.3"}, None, set[str]()):
+            place.addresses = addresses
+            before = dict(fleet.servers)
+            await fleet._follow(cast(Any, place))
+            assert all(fleet.servers[key] is before[key] for key in fleet.servers.keys() & before.keys())
+            found.append({server.peer.address for server in fleet.servers.values()})
+        return found
+
+    assert asyncio.run(follow()) == [
+        {"10.0.0.1", "10.0.0.2"},
+        {"10.0.0.2", "10.0.0.3"},
+        {"10.0.0.2", "10.0.0.3"},
+        set(),
+    ]
+
+
+def test_an_address_in_digits_is_one_server() -> None:
+    fleet = Fleet(["http://127.0.0.1:8000/base/v1/"], "key", 1.0)
+    assert asyncio.run(fleet._places[0].peers()) == {Peer("127.0.0.1", 8000)}
+    assert fleet._places[0].site[1:] == ("127.0.0.1:8000", "/base", "key")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "host:8000", "ftp://h", "http://", "http://h:99999", "http://u:secret@h", "http://h/?x", "http://h\r\nx: y"],
+)
+def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Fleet([url], None, 1.0)
+    assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("reason", ["it ends", "x" * 10_000, "a\r\nb"])
+def test_what_a_server_says_is_one_short_line_of_the_log(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet([URL], None, 1.0)
+
+    async def note() -> None:
+        place = FakePlace(fleet)
+        place.addresses = {"10.0.0.1"}
+        await fleet._follow(cast(Any, place))
+        [server] = fleet.servers.values()
+        fleet.note_unreachable(server, reason)
+
+    asyncio.run(note())
+    [line] = [record.getMessage() for record in caplog.records if "no requests" in record.getMessage()]
+    assert "\n" not in line
+    assert len(line) < 1000
