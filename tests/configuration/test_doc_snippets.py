@@ -59,6 +59,8 @@ PLAIN = {
     "openssl",
     "printf",
     "echo",
+    "for",
+    "done",
 }
 COMMANDS = {"lmi-server", "make", "pip", "curl", "python", ".venv/bin/python", *FOREIGN, *PLAIN}
 
