@@ -47,3 +47,9 @@ def set_prompt(parser: Any, ids: Sequence[int]) -> None:
     """Tell a parser of answers the prompt, before it parses a whole output. Those of 0.31 do not read it."""
     if hasattr(parser, "set_prompt_token_ids"):
         parser.set_prompt_token_ids(ids)
+
+
+def failure_of(output: Any) -> str | None:
+    """Return why a request ended without the result of its PoolingRequestOutput. Those of 0.31 always have one."""
+    error = getattr(output, "error", None)
+    return None if error is None else str(error.message)

@@ -115,6 +115,7 @@ USED: Mapping[tuple[str, str], Members] = {
     ("outputs.py", "CompletionOutput"): dict.fromkeys(
         ("text", "token_ids", "logprobs", "finish_reason", "stop_reason"), ()
     ),
+    ("outputs.py", "PoolingRequestOutput"): dict.fromkeys(("request_id", "outputs", "prompt_token_ids"), ()),
     ("outputs.py", "ScoringRequestOutput"): {"from_base": ()},
     ("engine/arg_utils.py", "AsyncEngineArgs"): {"add_cli_args": ()},
     ("engine/arg_utils.py", "EngineArgs"): {"create_engine_config": ()},

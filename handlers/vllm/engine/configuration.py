@@ -28,6 +28,7 @@ _LOAD_ERRORS: tuple[type[Exception], ...] = (
     AssertionError,
     RuntimeError,
 )
+IN_STATIC_BATCHES = "; option.rolling_batch=disable serves a model of transformers in static batches"
 
 
 @contextmanager
@@ -36,11 +37,15 @@ def load_errors(problem: str, *others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (*_LOAD_ERRORS, *others) as error:
-        raise ModelLoadError(f"{problem}: {error_message(error)}{_missing_package(error)}") from error
+        raise ModelLoadError(f"{problem}: {error_message(error)}{_remedy(error)}") from error
 
 
-def _missing_package(error: Exception) -> str:
-    """Return the end of the message about a model that cannot be imported; vLLM leaves the reason to its log."""
+def _remedy(error: Exception) -> str:
+    """Return the end of the message about a model that cannot be imported, whose reason vLLM leaves to its log, or one
+    that lacks a kernel for this device: torch's error names the kernel and the data type.
+    """
+    if " not implemented for '" in str(error):
+        return IN_STATIC_BATCHES
     unimported = isinstance(error, ImportError) or "failed to be inspected" in str(error)
     if not unimported or find_spec("torchvision") is not None:
         return ""

@@ -23,7 +23,7 @@ from handlers.vllm.compilation import stored_code
 from handlers.vllm.compilation.background import BackgroundCompilation
 from handlers.vllm.engine import ranks
 from handlers.vllm.engine.adapters import Adapters
-from handlers.vllm.engine.configuration import create_engine_config, engine_arguments, load_errors
+from handlers.vllm.engine.configuration import IN_STATIC_BATCHES, create_engine_config, engine_arguments, load_errors
 from handlers.vllm.engine.drivers import Driver, InProcessDriver, InProcessEngine, OwnProcessDriver, end_process
 from handlers.vllm.engine.statistics import Statistics
 from handlers.vllm.options import VllmEngineOptions
@@ -273,6 +273,5 @@ def _first_request() -> Iterator[None]:
         yield
     except Exception as error:  # the border to the code of any model
         raise ModelLoadError(
-            f"{CANNOT_LOAD}: its first request failed: {describe(error)}; option.rolling_batch=disable serves a model"
-            " of transformers in static batches"
+            f"{CANNOT_LOAD}: its first request failed: {describe(error)}{IN_STATIC_BATCHES}"
         ) from error

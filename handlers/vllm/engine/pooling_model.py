@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from handlers.vllm import library
+from handlers.vllm.differences import failure_of
 from handlers.vllm.engine.configuration import create_engine_config, load_errors
 from handlers.vllm.engine.drivers import end_process
 from handlers.vllm.engine.loading import CANNOT_LOAD, engine_details, set_threads
@@ -195,8 +196,9 @@ class PoolingModel:
 
 
 def _result(output: Any) -> Pooled | LmiServerError:
-    if output.error is not None:
-        return HandlerError(f"vLLM ended the request: {output.error.message}")
+    failure = failure_of(output)
+    if failure is not None:
+        return HandlerError(f"vLLM ended the request: {failure}")
     return Pooled(output, len(output.prompt_token_ids))
 
 

@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from paths import ROOT
@@ -93,6 +94,14 @@ def test_each_difference_is_needed_or_gone(folder: Path) -> None:
     base = (folder / "renderers" / "base.py").read_text(encoding="utf-8")
     assert "def effective_chat_template_kwargs" in renderer or "self.default_chat_template_kwargs" in renderer
     assert "def validate_token_ids" in base or "self.model_config" in base
+
+
+def test_a_pooled_output_of_0_31_has_no_error() -> None:
+    from handlers.vllm.differences import failure_of
+
+    assert failure_of(SimpleNamespace(finished=True)) is None
+    assert failure_of(SimpleNamespace(error=None)) is None
+    assert failure_of(SimpleNamespace(error=SimpleNamespace(message="no result"))) == "no result"
 
 
 def test_a_version_that_lacks_something_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

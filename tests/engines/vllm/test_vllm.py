@@ -560,6 +560,7 @@ def test_a_model_without_a_kernel_for_the_device_fails_to_load(loader: Loader, t
     random_model(config).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     outcome = str(loader.load(options={**UNCOMPILED, "model_id": str(tmp_path), "max_model_len": "64"}))
-    assert outcome.startswith("ModelLoadError: vLLM cannot load the model: its first request failed: ")
-    assert "selective_scan_fwd" in outcome
+    assert outcome.startswith("ModelLoadError: vLLM cannot load the model: ")
+    # The load of vLLM 0.31 computes a step, which shows another missing kernel.
+    assert "its first request failed: " in outcome or "causal_conv1d_fwd_kernel_impl" in outcome
     assert "option.rolling_batch=disable serves" in outcome
