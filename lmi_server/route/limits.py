@@ -124,6 +124,11 @@ class Accounts:
             account.requests.take(1, now)
         return limits.priority
 
+    def limits_models(self, digest: bytes) -> bool:
+        """Return whether a key may use some models only."""
+        account = self._accounts.get(digest)
+        return account is not None and account.limits.models is not None
+
     def count(self, digest: bytes, tokens: int, now: float, day: str) -> None:
         """Count the tokens of a request that has ended."""
         account = self._accounts.get(digest)

@@ -159,13 +159,23 @@ class RoutePool(WorkerPool):
             raise RouteNotFoundError(f"A router does not pass on requests of the kind {request.route}")
         self.availability.check()
         asked = _model_in(request)
-        names = [self.name] if asked is None else [asked if asked in self._listed else self.name, self.name]
-        priority = self._accounts.admit(tenant, names, time.monotonic(), _today())
+        priority = self._accounts.admit(tenant, self._names_for(asked), time.monotonic(), _today())
         if priority is not None and priority > request.priority:
             request = msgspec.structs.replace(request, priority=priority)
-        if asked is not None and asked != self.name and asked not in self._listed:
-            request = _renamed(request, self.name)
+        means_other = asked is not None and asked != self.name and asked not in self._listed
+        if means_other or self._accounts.limits_models(tenant):
+            request = _renamed(request, self.name if asked is None or means_other else asked)
         return super().submit(request, on_overflow, deadline, tenant, reply)
+
+    def _names_for(self, asked: str | None) -> Sequence[str]:
+        """Return the names by one of which a key may use this model.
+
+        What a body names counts if it is an adapter, or a model that this one serves for. Path, query and headers may
+        have chosen another model than the body names.
+        """
+        if asked is not None and (asked in self._listed or self.name in self._route.fallbacks.get(asked, ())):
+            return asked, self.name
+        return (self.name,)
 
     def follow(self, servers: Mapping[Server, Collection[str]]) -> None:
         """Give requests to these servers, each with the adapters that it has, and to no others from now on."""
@@ -241,17 +251,17 @@ def _pool_settings(name: str, settings: RouteSettings) -> PoolSettings:
 
 def _model_in(request: Input) -> str | None:
     """Return what a body names as model; None if it is no JSON, or names none."""
-    body = request.body()
-    if b'"model"' not in body:
-        return None
     try:
-        return _text(_named(body).model)
+        return _text(_named(request.body()).model)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
 def _renamed(request: Input, name: str) -> Input:
-    """Return the request with another name of its model; all other values stay as they were written."""
+    """Return the request with this name of its model, once; all other values stay as they were written.
+
+    A body may name two models, of which a server may read the other one.
+    """
     try:
         fields = _fields(request.body())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

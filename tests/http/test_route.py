@@ -276,7 +276,13 @@ def test_keys_and_their_limits(tmp_path: Path) -> None:
             assert router.chat().status_code == router.chat(key="no").status_code == 401
             assert router.http.get("/v1/models").status_code == 401
             assert router.chat(key="small-key", model="other").status_code == 403
-            assert [router.chat(key="small-key").status_code for _ in range(3)] == [200, 200, 429]
+            sneaking = {"params": {"model_name": "other"}, "headers": {"authorization": "Bearer small-key"}}
+            assert router.http.post("/v1/completions", json={"model": "model"}, **sneaking).status_code == 403
+            headers = {"authorization": "Bearer small-key", "content-type": "application/json"}
+            twice = '{"model": "other", "mod\\u0065l": "model", "n": 1.0e0}'
+            assert router.http.post("/v1/completions", content=twice, headers=headers).status_code == 200
+            assert server.asked[-1].body == b'{"model":"model","n":1.0e0}'
+            assert [router.chat(key="small-key").status_code for _ in range(2)] == [200, 429]
             assert int(router.chat(key="small-key").headers["retry-after"]) in range(1, 61)
             assert router.chat(key="spent-key").status_code == 429, "the first answer took 12 tokens"
             assert {asked.header("authorization") for asked in server.asked} == {None}
