@@ -15,6 +15,7 @@ from importlib.metadata import version
 
 from frontend.console.figures import Row, Window, counts_of, rounded, sums
 from frontend.console.history import COLUMNS, SPAN_S, History
+from frontend.management.models import LONGEST_WORK
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.server_log import LogTail
 from lmi_server.contract.texts.quoting import excerpt
@@ -22,7 +23,6 @@ from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.contract.texts.sendable import json_bytes
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.pool.engine_metrics import summed_gauges
-from lmi_server.serving.pool_settings import ModelStatus
 
 _INTERVAL_S = 0.8  # so that a page shows within a second what has happened, with some time for the way
 _QUIET_INTERVAL_S = 4.0  # without a page
@@ -157,7 +157,7 @@ def _state(model: Model) -> Row:
         "status": model.status.value,
         "reason": "" if model.failure is None else SECRETS.masked(model.failure.message),
         "handler": "" if model.resolved is None else model.resolved.spec.title,
-        "loading": _loading(model) if model.status is ModelStatus.PENDING else None,
+        "loading": _loading(model),
         "reloading": model.is_reloading,
     }
 
@@ -171,11 +171,17 @@ def _masked(tail: Sequence[tuple[int, str]]) -> Sequence[tuple[int, str]]:
     return [(number, SECRETS.masked(line)) for number, line in tail]
 
 
-def _loading(model: Model) -> Row:
-    """Return since when a model is being loaded, and how far that is."""
-    progress = model.progress
-    if model.pool is not None or progress is None:
-        what = "reading its configuration" if model.pool is None else "starting its workers"
-        return {"since": model.registered_at, "what": what, "done": 0, "total": None}
-    what = excerpt(SECRETS.masked(progress.what))
-    return {"since": model.registered_at, "what": what, "done": progress.done, "total": progress.total}
+def _loading(model: Model) -> Row | None:
+    """Return since when a model is being loaded, and how far that is; None of another model."""
+    progress = model.loading
+    if progress is None:
+        return None
+    return {
+        "since": model.registered_at,
+        "what": excerpt(SECRETS.masked(progress.what), LONGEST_WORK),
+        "unit": progress.unit,
+        "done": progress.done,
+        "total": progress.total,
+        "rate": None if progress.rate is None else rounded(progress.rate),
+        "left": None if progress.left_s is None else rounded(progress.left_s),
+    }

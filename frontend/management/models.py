@@ -32,6 +32,7 @@ from lmi_server.supervisor.replicas import Replicas
 _UNCHANGED = -1
 _ALL_DEVICES = "*"
 _MAX_DIGITS = 6  # of the number of a device; int() refuses very long texts
+LONGEST_WORK = 200  # characters of what a model does while it loads
 _DEFAULTS = ("0", "-1")  # numbers that mean "as configured" in a registration, as in LMI
 
 # Parameters of a registration that stand for a key of serving.properties.
@@ -303,6 +304,7 @@ def described(model: Model) -> dict[str, Any]:
         "requestInQueue": 0 if model.pool is None else model.pool.dispatcher.queued,
         "status": model.status.value,
         **reason,
+        **_loading(model),
         "loadedAtStartup": model.at_startup,
         **_environment(model),
         **_reload(model),
@@ -311,6 +313,24 @@ def described(model: Model) -> dict[str, Any]:
         if model.pool is None
         else [_replicas(replicas, model.pool) for replicas in model.pool.replica_sets],
     }
+
+
+def _loading(model: Model) -> dict[str, Any]:
+    """Return how far a model is that loads; nothing of another."""
+    progress = model.loading
+    if progress is None:
+        return {}
+    shown = {
+        "what": excerpt(SECRETS.masked(progress.what), LONGEST_WORK),
+        "startTime": _timestamp(model.registered_at),
+        "unit": progress.unit,
+        "done": progress.done,
+        "total": progress.total,
+        "percent": progress.percent,
+        "perSecond": None if progress.rate is None else round(progress.rate, 1),
+        "secondsLeft": None if progress.left_s is None else round(progress.left_s, 1),
+    }
+    return {"loading": {name: value for name, value in shown.items() if value is not None}}
 
 
 def _environment(model: Model) -> dict[str, Any]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils.logging import set_tqdm_hook
 
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
 from handlers.checkpoints.blocks.packed_checkpoints import as_packed_layers
@@ -42,8 +44,12 @@ from lmi_server.configuration.options import LONG_DTYPES
 from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, first_line, is_out_of_memory
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.memory import free_and_total
+from lmi_server.processes import load_progress
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_WEIGHTS = "Loading weights"  # what transformers writes beside its bar
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -193,7 +199,8 @@ def sampling_defaults(model: Any) -> dict[str, float]:
 def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
     """Call `loader.from_pretrained`. Raises ModelLoadError with the cause, and the damaged file if there is one."""
     try:
-        return loader.from_pretrained(path, **arguments)
+        with _weights_counted():
+            return loader.from_pretrained(path, **arguments)
     except SafetensorError as error:
         damaged = ", ".join(_damaged_weights(Path(path))) or path
         raise ModelLoadError(f"{damaged}: SafetensorError: {error}; the file is damaged, fetch it again") from error
@@ -207,6 +214,27 @@ def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
                 " option.tensor_parallel_degree, or use a machine with more memory"
             ) from error
         raise ModelLoadError(f"{loader.__name__} cannot load {source}: {error}") from error
+
+
+@contextmanager
+def _weights_counted() -> Iterator[None]:
+    """Report how many weights transformers has loaded, in place of the bar that it draws on stderr."""
+
+    def count(bar: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return _counted(*given) if named.get("desc") == _WEIGHTS else bar(*given, **named)
+
+    before = set_tqdm_hook(count)
+    try:
+        yield
+    finally:
+        set_tqdm_hook(before)
+
+
+def _counted(weights: Collection[_T]) -> Iterator[_T]:
+    for done, weight in enumerate(weights):
+        load_progress.report("loading weights", done, len(weights), "tensors")
+        yield weight
+    load_progress.report("loading weights", len(weights), len(weights), "tensors")
 
 
 def _damaged_weights(directory: Path) -> Iterator[str]:

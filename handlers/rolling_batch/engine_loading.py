@@ -42,7 +42,7 @@ from lmi_server.contract.errors import (
     is_out_of_memory,
 )
 from lmi_server.machine.environment import own_rank
-from lmi_server.processes import model_imports
+from lmi_server.processes import load_progress, model_imports
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     began = time.perf_counter()
     loaded = load()
     model, tokenizer = loaded.model, loaded.tokenizer
+    load_progress.report("preparing the KV cache")
     with _refusals(model):
         runner = loaded.runner()
         step = step_size(runner, loaded.max_len, options)
@@ -142,6 +143,7 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     engine.force_ends(forced_eos_token_ids(model))
     prompts = PromptEncoder(tokenizer, None if images is None else images.reader.placeholder)
     chats = ModelChats(tokenizer, options)
+    load_progress.report("warming up")
     with enough_for_steps(runner, limits.kv_tokens, step):
         warm_up(engine, prompts, 4 if runner.device.type == "cpu" else min(step.idle_chunk, max_len - 2))
     drafts = speculate(engine, runner, drafting, options)
@@ -233,8 +235,10 @@ def _speed_up_decoding(runner: ModelRunner, rows: int, options: RollingBatchOpti
     """Do what the options ask for, compilation first: graphs then record the compiled code. Return what was done."""
     done: dict[str, Any] = {}
     if options.enable_torch_compile:
+        load_progress.report("compiling the model with torch")
         done["compiled"] = runner.compile(rows)
     if records_graphs(runner, options):
+        load_progress.report("recording CUDA graphs")
         done["cuda_graphs"] = runner.capture(rows, CudaCapture)
     return done
 

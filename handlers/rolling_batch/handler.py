@@ -18,7 +18,7 @@ from lmi_server.contract.errors import ModelLoadError, RequestError
 from lmi_server.contract.generation import Delta, Feature, GenerationRequest
 from lmi_server.contract.handler import DeltaReceiver, LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
-from lmi_server.processes import model_imports
+from lmi_server.processes import load_progress, model_imports
 
 if TYPE_CHECKING:
     from handlers.chats.model import ModelChats
@@ -197,6 +197,7 @@ class RollingBatchHandler(SchedulingHandler):
         follow(self.load_model(model_dir, options))
 
     def load_engine(self, model_dir: str, options: Any) -> LoadedEngine:
+        load_progress.report("importing libraries")
         try:
             from handlers.rolling_batch.cpu import first_compilation
 
@@ -221,6 +222,7 @@ class RollingBatchHandler(SchedulingHandler):
                 compilation.close()
 
     def _load_with_template(self, model_dir: str, options: RollingBatchOptions) -> LoadedModel:
+        load_progress.report("reading the checkpoint")
         loaded = self.load_model(model_dir, options)
         if options.chat_template is not None:
             template = read_chat_template(options.chat_template, Path(model_dir))

@@ -30,13 +30,14 @@ from lmi_server.artifacts.location import (
     parse_location,
 )
 from lmi_server.artifacts.own_thread import in_own_thread
-from lmi_server.artifacts.progress import Activity, OnProgress, Progress
+from lmi_server.artifacts.progress import Activity, OnProgress
 from lmi_server.artifacts.requirements import Installer, install_requirements
 from lmi_server.artifacts.s3.clients import find_client
 from lmi_server.artifacts.s3.mirror import fetch_s3
 from lmi_server.artifacts.store import entry, file_errors, fill
 from lmi_server.artifacts.unpacking.limits import ArchiveLimits
 from lmi_server.contract.errors import ArtifactError
+from lmi_server.contract.progress import Progress
 
 _Result = TypeVar("_Result")
 

@@ -1,36 +1,29 @@
-"""Progress of a fetch, shown as bars on a terminal and as log lines elsewhere."""
+"""Progress of a fetch, or of a load, shown as bars on a terminal and as log lines elsewhere."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from lmi_server.contract.errors import ArtifactError
+from lmi_server.contract.progress import BYTES, Pace, Progress
 from lmi_server.contract.texts.log_fields import of_model
-from lmi_server.contract.texts.sizes import in_words
+from lmi_server.contract.texts.sizes import duration_in_words, in_words
 
 logger = logging.getLogger(__name__)
 
-_LOG_EVERY_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """`done` of `total` bytes of `what` are here; `total` is None if it is unknown, or if the work has no bytes."""
-
-    what: str
-    done: int = 0
-    total: int | None = None
-
+_LOG_EVERY_S = 5.0
+_MAX_WORKS = 8
+_T = TypeVar("_T")
 
 OnProgress = Callable[[Progress], None]
 
@@ -40,12 +33,18 @@ class Activity:
 
     def __init__(self, on_progress: OnProgress = lambda progress: None) -> None:
         self._on_progress = on_progress
+        self._pace = Pace()
         self._cancelled = threading.Event()
 
     def report(self, what: str, done: int = 0, total: int | None = None) -> None:
-        """Report progress. Raises ArtifactError if the fetch was cancelled."""
+        """Report progress; of reports of the same work in quick succession, most go no further.
+
+        Raises ArtifactError if the fetch was cancelled.
+        """
         self.check()
-        self._on_progress(Progress(what, done, total))
+        progress = self._pace.report(what, done, total)
+        if progress is not None:
+            self._on_progress(progress)
 
     def check(self) -> None:
         """Raise ArtifactError if the fetch was cancelled."""
@@ -62,53 +61,117 @@ class Activity:
 
 
 class LogProgress:
-    """Logs a line when the fetch of something starts and ends, and every ten seconds in between."""
+    """Logs a line when a piece of work begins and ends, and every five seconds in between.
 
-    def __init__(self, model_name: str, now: Callable[[], float] = time.monotonic) -> None:
+    With `at_once` false, work that is shorter than that has no line.
+    """
+
+    def __init__(self, model_name: str, at_once: bool = True, now: Callable[[], float] = time.monotonic) -> None:
         self._model_name = model_name
+        self._first_s = 0.0 if at_once else _LOG_EVERY_S
         self._now = now
-        self._next_at: dict[str, float] = {}
-        self._finished: set[str] = set()
+        self._times: dict[str, tuple[float, float]] = {}  # when a work began, and when its next line is due
 
     def __call__(self, progress: Progress) -> None:
-        now = self._now()
-        ended = progress.total is not None and progress.done >= progress.total
-        if progress.what in self._finished or (not ended and now < self._next_at.get(progress.what, now)):
+        now, what = self._now(), progress.what
+        began, due = self._times.setdefault(what, (now, now + self._first_s))
+        if due == math.inf or (now < due and not progress.ended):
             return
-        self._next_at[progress.what] = now + _LOG_EVERY_S
-        if ended:
-            self._finished.add(progress.what)
+        self._times[what] = (began, math.inf if progress.ended else now + _LOG_EVERY_S)
+        _forget_oldest(self._times)
+        if now < began + self._first_s:
+            return
         model = self._model_name
-        logger.info("[%s] %s%s", model, progress.what, _amount(progress), extra=of_model(model))
+        logger.info("[%s] %s%s", model, what, _amount(progress, now - began), extra=of_model(model))
+
+
+def _forget_oldest(works: dict[str, _T]) -> _T | None:
+    """Take the oldest of too many works away: a worker may name as many as it likes."""
+    return works.pop(next(iter(works))) if len(works) > _MAX_WORKS else None
 
 
 class TerminalProgress:
-    """Draws a bar for each thing that is fetched."""
+    """Draws a bar for each piece of work."""
 
     def __init__(self, bars: Bars) -> None:
         self._bars = bars
-        self._tasks = {task.description: task.id for task in bars.tasks}
+        self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, progress: Progress) -> None:
-        if progress.what not in self._tasks:
-            self._tasks[progress.what] = self._bars.add_task(progress.what, total=progress.total)
-        self._bars.update(self._tasks[progress.what], completed=progress.done, total=progress.total)
+        what = progress.what
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=progress.total, amount="")
+        oldest = _forget_oldest(self._tasks)
+        if oldest is not None:
+            self._bars.remove_task(oldest)
+        task = self._tasks[what]
+        amount = _amount(progress, 0.0).removeprefix(": ")
+        self._bars.update(task, completed=progress.done, total=progress.total, amount=amount)
+
+    def close(self) -> None:
+        """Remove the bars."""
+        for task in self._tasks.values():
+            self._bars.remove_task(task)
+
+
+class _Terminal:
+    """The bars of all models together: two displays on one terminal would write over each other."""
+
+    def __init__(self) -> None:
+        self._bars: Bars | None = None
+        self._users = 0
+
+    @contextmanager
+    def progress(self, stream: TextIO) -> Iterator[TerminalProgress]:
+        if self._bars is None:
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), _AMOUNT, TimeElapsedColumn())
+            # transient: the bars disappear at the end, so that only log lines stay on the terminal.
+            self._bars = Bars(*columns, console=Console(file=stream), transient=True)
+            self._bars.start()
+        self._users += 1
+        shown = TerminalProgress(self._bars)
+        try:
+            yield shown
+        finally:
+            shown.close()
+            self._users -= 1
+            if not self._users:
+                self._bars.stop()
+                self._bars = None
+
+
+_AMOUNT = TextColumn("{task.fields[amount]}", markup=False)
+_TERMINAL = _Terminal()
 
 
 @contextmanager
-def show_progress(model_name: str, stream: TextIO) -> Iterator[OnProgress]:
-    """Yield a callback for progress: bars if `stream` is a terminal, else log lines."""
+def show_progress(model_name: str, stream: TextIO, at_once: bool = True) -> Iterator[OnProgress]:
+    """Yield a callback for progress: bars if `stream` is a terminal, else log lines.
+
+    `at_once` is that of LogProgress.
+    """
     if not stream.isatty():
-        yield LogProgress(model_name)
+        yield LogProgress(model_name, at_once)
         return
-    # transient: the bars disappear at the end, so that only log lines stay on the terminal.
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Bars(*columns, TimeRemainingColumn(), console=Console(file=stream), transient=True) as bars:
-        yield TerminalProgress(bars)
+    with _TERMINAL.progress(stream) as shown:
+        yield shown
 
 
-def _amount(progress: Progress) -> str:
-    if progress.total is None:
-        return f": {in_words(progress.done)}" if progress.done else ""
-    percent = 100 if progress.total == 0 else 100 * progress.done // progress.total
-    return f": {in_words(progress.done)} of {in_words(progress.total)} ({percent} %)"
+def _amount(progress: Progress, seconds: float) -> str:
+    """Return how far the work is; of work without an amount, for how long it has gone on."""
+    done, total, rate, unit = progress.done, progress.total, progress.rate, progress.unit
+    if total is None and not done:
+        return f", for {duration_in_words(seconds)}" if seconds >= 1 else ""
+    words = _count(done, unit) if total is None else f"{_count(done, unit)} of {_count(total, unit)}"
+    words += f" {unit}" if unit != BYTES else ""
+    shown = [f": {words}" if total is None else f": {words} ({progress.percent} %)"]
+    if not progress.ended:
+        shown += [f"{_count(rate, unit)}/s"] if rate else []
+        shown += [f"{duration_in_words(progress.left_s)} left"] if progress.left_s else []
+    return ", ".join(shown)
+
+
+def _count(amount: float, unit: str) -> str:
+    if unit == BYTES:
+        return in_words(round(amount))
+    return f"{amount:.0f}" if amount == round(amount) else f"{amount:.1f}"

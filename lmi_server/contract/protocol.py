@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from lmi_server.contract.errors import LmiServerError, error_from_kind
+from lmi_server.contract.progress import Progress
 
 DEFAULT_PRIORITY = 3
 
@@ -359,10 +360,12 @@ class Stats(Message, frozen=True):
 
     `gauges` go into /metrics by their names. `progressed` are the ids of the requests for which the handler yielded
     something since the last Stats: of an answer that does not stream, the front end sees nothing else before its end.
+    `loading` says how far the load of the model is, until it is loaded.
     """
 
     gauges: dict[str, float]
     progressed: list[int] = []
+    loading: Progress | None = None
 
 
 class Leaving(Message, frozen=True):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lmi_server.contract.progress import Progress
     from lmi_server.supervisor.worker_process import WorkerProcess
 
 
@@ -56,6 +57,11 @@ class WorkerRoster:
     def gauges(self) -> dict[str, Mapping[str, float]]:
         """Return the gauges that each ready worker last reported, by the worker's name."""
         return {worker.name: worker.gauges for worker in self.ready}
+
+    @property
+    def loading(self) -> Progress | None:
+        """Return how far the load of a worker is that said so; None if there is none."""
+        return next((worker.loading for worker in self.numbers if worker.loading is not None), None)
 
     def free_number(self) -> int:
         """Return the lowest number that no worker has."""

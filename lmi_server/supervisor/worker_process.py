@@ -29,6 +29,7 @@ from lmi_server.contract.errors import (
 )
 from lmi_server.contract.link import worker_link
 from lmi_server.contract.metrics import MetricSink, unrecorded
+from lmi_server.contract.progress import Progress
 from lmi_server.contract.protocol import (
     Failed,
     Frame,
@@ -91,6 +92,7 @@ class WorkerProcess:
         self.load_s = 0.0  # from the start of the process until the model was loaded
         self.is_local = remote is None
         self.gauges: Mapping[str, float] = {}  # as the worker last reported them
+        self._loading: Progress | None = None
         self.is_ending = False
         self.lost = asyncio.Event()
         self.cause: LmiServerError = WorkerDiedError("The worker process ended while it held the request")
@@ -123,6 +125,11 @@ class WorkerProcess:
     def pid(self) -> int | None:
         """Return the process id, None before the process is there."""
         return self._child.pid
+
+    @property
+    def loading(self) -> Progress | None:
+        """Return how far the worker is in loading its model; None if it has not said so, or does not load it."""
+        return None if self._loaded.done() else self._loading
 
     # --- life ---
 
@@ -188,8 +195,9 @@ class WorkerProcess:
         match message:
             case Frames(items):
                 self._on_items(self, items)
-            case Stats(gauges, progressed):
+            case Stats(gauges, progressed, loading):
                 self.gauges = gauges
+                self._loading = None if loading is None else loading.bounded()
                 self._health.beat()
                 self.requests.note_progress(progressed)
             case Ready():

@@ -16,6 +16,7 @@ from lmi_server.contract.errors import (
     failure_of,
 )
 from lmi_server.contract.link import FrontendLink
+from lmi_server.contract.progress import Progress
 from lmi_server.contract.protocol import (
     Cancel,
     Control,
@@ -34,6 +35,7 @@ from lmi_server.contract.protocol import (
     ToWorker,
     Waiting,
 )
+from lmi_server.processes import load_progress
 from lmi_server.worker.answers.frame_buffer import ResponseWriter
 from lmi_server.worker.handler_loading import load_failure
 from lmi_server.worker.memory_limit import excess
@@ -148,10 +150,8 @@ class Worker:
     async def _send_stats(self) -> None:
         assert self._link is not None
         while not self.ending:
-            service = self._service
-            self._link.send(
-                Stats({}) if service is None else Stats(dict(service.gauges()), service.buffer.take_progressed())
-            )
+            is_loading = self._loading is None or not self._loading.done()
+            self._link.send(_stats(self._service, load_progress.last() if is_loading else None))
             await asyncio.sleep(_STATS_INTERVAL_S)
             if self._service is not None:
                 self._tick(self._service)
@@ -239,6 +239,12 @@ class Worker:
         if not task.cancelled() and task.exception() is not None:
             logger.error("the worker cannot go on", exc_info=task.exception())
             self.end(exit_code=1)
+
+
+def _stats(service: WorkerService | None, loading: Progress | None) -> Stats:
+    if service is None:
+        return Stats({}, loading=loading)
+    return Stats(dict(service.gauges()), service.buffer.take_progressed(), loading)
 
 
 def _command_failure(error: BaseException) -> LmiServerError:

@@ -28,9 +28,9 @@ from lmi_server.artifacts.fetch import (
     fetch_artifacts,
     fetch_model_directory,
 )
-from lmi_server.artifacts.progress import Progress
 from lmi_server.artifacts.unpacking.limits import ArchiveLimits
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
+from lmi_server.contract.progress import Progress
 from lmi_server.ray.deployments.model_files import deployments
 from lmi_server.serving.models.fetch_model import fetch_model
 

@@ -192,7 +192,7 @@ def test_failed_and_loading_models_stand_out_and_are_found(browser: Browser, ser
         )
         failing.get_by_text("Failed", exact=True).wait_for()
         gated.get_by_text("Loading", exact=True).wait_for()
-        gated.get_by_text(re.compile(r"starting its workers, \d+ s")).wait_for()
+        gated.get_by_text(re.compile(r"starting its workers; \d+ s so far")).wait_for()
         assert "the weights are missing" in failing.inner_text()
         ink = page.evaluate("getComputedStyle(document.body).color")
         healthy = page.locator(".state.Healthy").first
@@ -245,12 +245,20 @@ def test_a_registration_is_followed_to_its_end(browser: Browser, server: Server,
 
 
 def test_the_progress_of_a_download_is_shown(browser: Browser, server: Server) -> None:
-    loading = {"since": 40, "what": "fetching <i>a", "done": 3 << 20, "total": 6 << 20}
+    loading = {
+        "since": 40,
+        "what": "fetching <i>a",
+        "unit": "bytes",
+        "done": 3 << 20,
+        "total": 6 << 20,
+        "rate": 1 << 18,
+        "left": 12.0,
+    }
     row = {"label": "a", "name": "a", "version": None, "status": "PENDING", "reason": "", "handler": "",
            "loading": loading, "reloading": False}  # fmt: skip
     with opened(browser, server) as page:
         tell(page, {**MESSAGE, "time": 100, "models": [row]})
-        page.get_by_text("fetching <i>a: 3 MiB of 6 MiB (50 %), 60 s").wait_for()
+        page.get_by_text("fetching <i>a: 3 MiB of 6 MiB (50 %), 0.3 MiB/s, 12 s left; 60 s so far").wait_for()
         assert page.get_by_role("progressbar").evaluate("bar => bar.position") == 0.5
 
 

@@ -17,6 +17,7 @@ from lmi_server.contract.errors import ModelLoadError, RequestError
 from lmi_server.contract.generation import Delta, GenerationRequest, Usage
 from lmi_server.contract.handler import ModelInfo
 from lmi_server.contract.protocol import Adapter
+from lmi_server.processes import load_progress
 
 
 class FaultHandler(EchoHandler):
@@ -252,6 +253,14 @@ class GatedHandler(EchoHandler):
     async def start(self, model_dir: str, options: Any) -> ModelInfo:
         while not (Path(model_dir) / "go").exists():  # noqa: ASYNC110 - the gate is in another process
             await asyncio.sleep(0.01)
+        return await super().start(model_dir, options)
+
+
+class ReportingHandler(GatedHandler):
+    """Says how far it is in loading, in words that would be markup and another line of a log."""
+
+    async def start(self, model_dir: str, options: Any) -> ModelInfo:
+        load_progress.report("<img src=x onerror=alert(1)>\n" + 1000 * "x", 3, 4, "parts")
         return await super().start(model_dir, options)
 
 

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 from lmi_server.artifacts.location import S3Location
-from lmi_server.artifacts.progress import Activity, Progress
+from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.s3.clients import Boto3
 from lmi_server.artifacts.s3.mirror import fetch_s3
 from lmi_server.contract.errors import ArtifactError
+from lmi_server.contract.progress import Progress
 
 
 def main(url: str, root: str, cut: int, limit: int) -> int:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lmi_server.artifacts.progress import Activity, Progress
+from lmi_server.artifacts.progress import Activity
+from lmi_server.contract.progress import Progress
 
 BUCKET = "models"
 MIB = 1 << 20
@@ -78,16 +79,17 @@ def s3_server(home: Path) -> Iterator[S3]:
 
 
 class Recorder(Activity):
-    """An activity that keeps its reports, and is cancelled by the first report that contains `cancel_at`."""
+    """An activity that keeps every report, and is cancelled by the first report that contains `cancel_at`."""
 
     def __init__(self, cancel_at: str | None = None) -> None:
-        super().__init__(self._record)
+        super().__init__()
         self.seen: list[Progress] = []
         self._cancel_at = cancel_at
 
-    def _record(self, progress: Progress) -> None:
-        self.seen.append(progress)
-        if self._cancel_at is not None and self._cancel_at in progress.what and progress.done:
+    def report(self, what: str, done: int = 0, total: int | None = None) -> None:
+        self.check()
+        self.seen.append(Progress(what, done, total))
+        if self._cancel_at is not None and self._cancel_at in what and done:
             self.cancel()
 
 

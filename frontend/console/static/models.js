@@ -67,9 +67,16 @@ function State({ row }) {
 // How far the loading of a model is.
 export function Loading({ row }) {
   if (!row.loading) return null;
-  const { what, done, total, since } = row.loading;
-  const amount = total ? `: ${size(done)} of ${size(total)} (${number(100 * done / total)} %)` : done ? `: ${size(done)}` : "";
-  return html`<div class="note loading">${what}${amount}, ${elapsed(store.time - since)}
+  const { what, done, total, since, rate, left, unit } = row.loading;
+  const inBytes = unit === "bytes";
+  const amount = (count) => (inBytes ? size(count) : number(count));
+  const parts = [
+    total ? `${amount(done)} of ${amount(total)}${inBytes ? "" : ` ${unit}`} (${number(Math.floor(100 * done / total))} %)`
+      : done ? `${amount(done)}${inBytes ? "" : ` ${unit}`}` : "",
+    rate && done < (total ?? Infinity) ? `${inBytes ? size(rate) : number(rate, 1)}/s` : "",
+    left ? `${elapsed(left)} left` : "",
+  ].filter(Boolean).join(", ");
+  return html`<div class="note loading">${what}${parts && `: ${parts}`}; ${elapsed(store.time - since)} so far
     ${total ? html`<progress aria-label=${`Loading ${row.label}`} value=${done} max=${total}></progress>` : ""}</div>`;
 }
 

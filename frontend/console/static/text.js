@@ -9,7 +9,8 @@ export const number = (value, digits = 0) =>
   isMissing(value) ? "–" : value.toLocaleString("en", { maximumFractionDigits: digits });
 export const percent = (share) => (isMissing(share) ? "–" : `${number(share * 100, 1)} %`);
 export const gib = (bytes) => (isMissing(bytes) ? "unknown" : `${number(bytes / GIB, 2)} GiB`);
-export const size = (bytes) => (bytes >= GIB ? gib(bytes) : `${number(bytes / MIB, 1)} MiB`);
+export const size = (bytes) => (bytes >= GIB ? gib(bytes) : bytes >= MIB / 10 || !bytes ? `${number(bytes / MIB, 1)} MiB`
+  : `${number(bytes / 1024, 1)} KiB`);
 export const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 
 const two = (part) => String(part).padStart(2, "0");

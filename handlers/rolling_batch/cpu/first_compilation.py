@@ -36,6 +36,7 @@ from handlers.cpu_kernels.arguments import (
 from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.machine.environment import own_rank, process_environment
 from lmi_server.machine.inventory import shown_gpus
+from lmi_server.processes import load_progress
 from lmi_server.processes.parents import end_with_parent
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 # Types of elements of activations in the kernels, by option.dtype, and by what config.json says.
 _ELEMENTS = {"bf16": "uint16", "fp32": "float32", "bfloat16": "uint16", "float32": "float32"}
 _PACKED_ELEMENTS = {"int8": "int8", "fp8": "uint8"}  # of a KV cache, by option.kv_cache_dtype
+_COMPILING = "compiling kernels for this processor"
 PLAIN, BLOCKS = "plain", "blocks"
 """Types of weights: elements, or blocks of few bits."""
 Call = tuple[Any, tuple[Any, ...]]  # a kernel, and arguments of the types that it is called with
@@ -68,10 +70,11 @@ class FirstCompilation:
             weights,
             kept or element,
         ]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
 
     def wait(self) -> None:
         """Wait for the end. If a process fails, its remaining kernels are compiled by their callers."""
+        self._report_kernels()
         code = self._process.wait()
         seconds = time.monotonic() - self._began
         if code:
@@ -80,10 +83,21 @@ class FirstCompilation:
         logger.info("Kernels compiled after %.1f s", seconds)
         mark_compiled(self._marker)
 
+    def _report_kernels(self) -> None:
+        """Report how many kernels there are by now; each is a byte in the pipe, which ends with the processes."""
+        assert self._process.stdout is not None
+        done = 0
+        load_progress.report(_COMPILING)
+        while more := os.read(self._process.stdout.fileno(), 4096):
+            done += len(more)
+            load_progress.report(_COMPILING, done, unit="kernels")
+
     def close(self) -> None:
         """End the processes if they still run."""
+        assert self._process.stdout is not None
         self._process.kill()
         self._process.wait()
+        self._process.stdout.close()
 
 
 def start(model_dir: str, options: RollingBatchOptions) -> FirstCompilation | None:
@@ -221,6 +235,7 @@ def _compile(parent: int, kernels: Iterator[Call]) -> None:
         sys.exit(1)
     for kernel, arguments in kernels:
         kernel.compile(tuple(map(numba.typeof, arguments)))
+        os.write(sys.stdout.fileno(), b".")
 
 
 def main() -> int:

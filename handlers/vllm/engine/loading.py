@@ -35,7 +35,7 @@ from lmi_server.contract.errors import ModelLoadError, describe
 from lmi_server.contract.generation import Feature, GenerationRequest
 from lmi_server.contract.handler import ModelInfo
 from lmi_server.machine.environment import own_rank, process_environment
-from lmi_server.processes import model_imports
+from lmi_server.processes import load_progress, model_imports
 
 logger = logging.getLogger(__name__)
 
@@ -217,10 +217,12 @@ def _build_in_worker(model_dir: str, options: VllmEngineOptions, statistics: Sta
     is_group = bool(own_rank().directory)
     compilation = None if is_group else _prepare_compiled_code(model_dir, config, options, environment)
     make_engine = ranks.leading_engine if is_group else library.in_process_engine
+    load_progress.report("loading the model with vLLM")
     with load_errors(CANNOT_LOAD):
         engine = make_engine(config, [statistics.logger_factory])
     library.on_lost_worker(engine, end_process)
     if _can_warm_up(config):
+        load_progress.report("warming up")
         with _first_request(), library.without_metrics(engine):
             engine.add_request(_WARM_UP, *library.short_request())
             while engine.get_num_unfinished_requests():
@@ -249,12 +251,14 @@ async def _load_in_own_process(
     model_dir: str, options: VllmEngineOptions, statistics: Statistics
 ) -> tuple[Driver, library.AsyncLLM]:
     def build(config: Any) -> library.AsyncLLM:
+        load_progress.report("loading the model with vLLM")
         with load_errors(CANNOT_LOAD):
             return library.own_process_engine(config, [statistics.logger_factory])
 
     config = await asyncio.to_thread(create_engine_config, model_dir, options)
     engine = await asyncio.to_thread(build, config)
     if _can_warm_up(config):
+        load_progress.report("warming up")
         with _first_request():
             async for _ in engine.generate(*library.short_request(), _WARM_UP):
                 pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -12,11 +13,12 @@ from pathlib import Path
 
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
-from lmi_server.artifacts.progress import Progress, show_progress
+from lmi_server.artifacts.progress import show_progress
 from lmi_server.configuration.checks.secure_mode import secure_mode
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import ConfigurationError, ModelNotFoundError
 from lmi_server.contract.metrics import Metric, MetricSink
+from lmi_server.contract.progress import Progress
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.adapters.adapter_store import AdapterStore, fetch_from_store
 from lmi_server.serving.adapters.store_listing import StoreListing
@@ -28,6 +30,7 @@ from lmi_server.serving.pool.succession import successor_settings
 from lmi_server.serving.pool.worker_pool import WorkerPool
 
 ROLLING_BATCH = "option.rolling_batch"
+_LOOK_S = 0.5  # between two looks at how far workers are
 _STATIC = {ROLLING_BATCH: "disable"}
 
 
@@ -71,7 +74,7 @@ class ModelLoader:
         with show_progress(source.label, sys.stderr) as show:
 
             def on_progress(progress: Progress) -> None:
-                model.progress = progress
+                model.fetching = progress
                 show(progress)
 
             model.directory, more = await fetch_directory(location, source.url, self._artifacts, on_progress)
@@ -82,6 +85,15 @@ class ModelLoader:
             )
         self.measure("DownloadModel", model, began)
         return replace(fetched, resolved=replace(fetched.resolved, name=model.name))
+
+    async def until_settled(self, model: Model, pool: WorkerPool) -> None:
+        """Wait until a worker has loaded the model, or none can; show meanwhile how far they are."""
+        with show_progress(model.label, sys.stderr, at_once=False) as show:
+            while not pool.availability.settled.is_set():
+                if pool.roster.loading is not None:
+                    show(pool.roster.loading)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(pool.availability.settled.wait(), _LOOK_S)
 
     async def make_pool(self, model: Model, fetched: FetchedModel, before: WorkerPool | None) -> WorkerPool:
         """Return the pool of a fetched model, not started yet; `before` is the one whose place it takes."""

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lmi_server.artifacts.progress import Progress
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError
+from lmi_server.contract.progress import Progress
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.files.file_state import FileState
 from lmi_server.serving.models.model_store import ModelSource
@@ -26,7 +26,7 @@ class Model:
 
     `reload` is the last attempt to load it again, and `reloads` counts how they ended. `directory` is the local one
     with its configuration, None before it is there; `configured_by` is the state of that file when it was read.
-    `progress` is the last that a fetch of its files reported. `notes` return what features add to its description.
+    `fetching` is the last that a fetch of its files reported. `notes` return what features add to its description.
     """
 
     def __init__(self, source: ModelSource, at_startup: bool) -> None:
@@ -35,7 +35,7 @@ class Model:
         self.registered_at = time.time()
         self.directory: Path | None = None
         self.configured_by: FileState = None
-        self.progress: Progress | None = None
+        self.fetching: Progress | None = None
         self.notes: dict[str, Callable[[], Any]] = {}
         self.reload: Reload | None = None
         self.reloads: Counter[ReloadStatus] = Counter()
@@ -68,6 +68,15 @@ class Model:
     def failure(self) -> LmiServerError | None:
         """Return why the model is FAILED."""
         return self.failed or (None if self.pool is None else self.pool.availability.failure)
+
+    @property
+    def loading(self) -> Progress | None:
+        """Return how far the model is on its way to its first worker; None if it is not on that way."""
+        if self.status is not ModelStatus.PENDING:
+            return None
+        if self.pool is None:
+            return self.fetching or Progress("reading its configuration")
+        return self.pool.roster.loading or Progress("starting its workers")
 
     @property
     def is_idle(self) -> bool:

@@ -203,7 +203,7 @@ class ModelRegistry(ModelCatalog):
             model.pool = await self._make_pool(model)
             made_at = time.monotonic()
             model.pool.start()
-            await model.pool.availability.settled.wait()
+            await self._loader.until_settled(model, model.pool)
             if isinstance(model.failure, RollingBatchError):
                 await self._batch_statically(model, model.failure)
             if model.failure is None:
@@ -243,7 +243,7 @@ class ModelRegistry(ModelCatalog):
             model.label, refusal, ROLLING_BATCH,
         )  # fmt: skip
         model.pool.start()
-        await model.pool.availability.settled.wait()
+        await self._loader.until_settled(model, model.pool)
 
     async def _make_pool(self, model: Model, before: WorkerPool | None = None) -> WorkerPool:
         """Fetch `model` and return its pool, not started yet; `before` is the pool whose place it takes.
