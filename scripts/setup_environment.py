@@ -54,6 +54,9 @@ for (const name of ["chromium", "al2023.tar", "swiftshader.tar", "fonts.tar"])
 CHROMIUM_FONTS = f"""<?xml version="1.0"?>
 <fontconfig><dir>{CHROMIUM}/fonts</dir><cachedir>{CHROMIUM}/cache</cachedir></fontconfig>
 """
+# What finds faults of a page for people who use a screen reader: the tests of the console run it in Chromium.
+AXE = VENV / "axe-core" / "axe.min.js"
+AXE_PACKAGE = "axe-core@4.14.1"
 CLIENT_CONSTRAINTS = ROOT / "scripts" / "clients.txt"
 
 # Version and hashes of every package but torch, whose build depends on the machine; scripts/lock.py writes them.
@@ -127,6 +130,7 @@ def set_up_test(environment):
     unpack_prometheus()
     unpack_kubernetes(environment)
     unpack_chromium()
+    unpack_axe()
 
 
 def set_up_image(environment, *extras):
@@ -348,6 +352,18 @@ def unpack_chromium():
             (CHROMIUM / "fonts.conf").write_text(CHROMIUM_FONTS, encoding="utf-8")
         else:
             say("NOT INSTALLED: Chromium (`npm pack` failed); its tests need one of the machine, or are skipped")
+
+
+def unpack_axe():
+    """Unpack npm's package of axe-core; where npm is missing, the test with it is skipped."""
+    if AXE.exists():
+        return
+    script = (
+        f"npm pack --silent {AXE_PACKAGE} && tar xzf *.tgz && mkdir -p '{AXE.parent}' && cp package/axe.min.js '{AXE}'"
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        if subprocess.run(["sh", "-c", script], cwd=directory, check=False).returncode:
+            say("NOT INSTALLED: axe-core (`npm pack` failed); its test is skipped")
 
 
 def extra(name):

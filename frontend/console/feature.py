@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from frontend.console.feed import ConsoleFeed
 from frontend.console.pages import CHAT, PAGE, Console, is_for_people, to_console
+from frontend.console.requests import RecentRequests
 from frontend.console.settings import ConsoleSettings
 from frontend.features import ServerFeature, ServerParts
 from frontend.http.clients import Receive, Scope, Send
@@ -25,7 +26,9 @@ class _Feature(ServerFeature):
     def __init__(self, server: ServerParts) -> None:
         self._answer = server.answer
         self._feed = ConsoleFeed(lambda: server.models.models, server.metrics, server.log_tail)
-        self._console = Console(server.models, server.relay, server.access.guard, self._feed)
+        recent = RecentRequests()
+        server.relay.reports.listeners.append(recent.add)
+        self._console = Console(server.models, server.relay, server.access.guard, self._feed, recent)
         self.management_takers = {CHAT: self._chat, "/": self._root}
 
     def management_routes(self) -> list[Route]:

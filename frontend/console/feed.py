@@ -1,4 +1,4 @@
-"""What the console shows live: one sampler for all pages, which also keeps the last five minutes for the next page.
+"""What the console shows live: one sampler for all pages, which also keeps the last hour for the next page.
 
 While a page is open it reads the state of every model every 0.8 seconds, otherwise every four. A page gets everything
 first, then only the models that have changed since its last message: of a thousand idle models nothing is sent. A page
@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from importlib.metadata import version
 
 from frontend.console.figures import Row, Window, counts_of, rounded, sums
-from frontend.console.history import COLUMNS, SPAN_S, History
+from frontend.console.history import COLUMNS, HOUR_S, SPAN_S, History
 from frontend.management.models import LONGEST_WORK
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.server_log import LogTail
@@ -71,9 +71,13 @@ class ConsoleFeed:
         if not self._closed and (self._pages == 1 or not self._number):
             await self._sampled.wait()
 
-    def history(self, label: str) -> bytes:
-        """Return the last five minutes of a model, or of all under "", in JSON; `time` is that of time.time()."""
-        points = self._history.points(label, time.time() - SPAN_S)
+    def history(self, label: str, hour: bool) -> bytes:
+        """Return the last five minutes of a model, or of all under "", in JSON; `time` is that of time.time().
+
+        Of the last hour there are steps of ten seconds.
+        """
+        span_s = HOUR_S if hour else SPAN_S
+        points = self._history.points(label, time.time() - span_s, span_s)
         return json_bytes({"columns": COLUMNS, "points": points})
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ models by that API, and gets changes as server-sent events (`frontend/console/fe
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
@@ -20,11 +21,15 @@ from starlette.routing import Route
 
 from frontend.access.management_access import ManagementGuard, protected
 from frontend.console.feed import ConsoleFeed
+from frontend.console.requests import KEPT, RecentRequests
 from frontend.http.clients import Receive, Scope, Send
+from frontend.http.parameters import integer
 from frontend.http.responses import json_response
 from frontend.management.models import described
 from frontend.relay.relay import Relay
-from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.errors import LmiServerError, RouteNotFoundError
+from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.sendable import json_bytes
 from lmi_server.dialects.routes import CHAT_COMPLETIONS
 from lmi_server.explain.explanation import explain_values, memory_of_running
 from lmi_server.machine.environment import process_environment
@@ -36,8 +41,19 @@ from lmi_server.serving.models.registry import ModelRegistry
 PAGE = "/console"
 CHAT = "/console/chat/completions"
 
+_NUMBER = re.compile(r"[0-9]{1,15}")
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_OWN = ("console.css", "console.js", "connection.js", "live.js", "models.js", "chat.js", "text.js", "htm-preact.js")
+_OWN = (
+    "console.css",
+    "console.js",
+    "connection.js",
+    "live.js",
+    "models.js",
+    "requests.js",
+    "chat.js",
+    "text.js",
+    "htm-preact.js",
+)
 _PLOTS = ("language.js", "uPlot.iife.min.js", "uPlot.min.css")  # as in the reports of lmi-server bench
 # No inline script or style, nothing from elsewhere, no frame: what a model writes can at worst be read.
 _HEADERS = {
@@ -53,11 +69,14 @@ _HEADERS = {
 class Console:
     """The page and its endpoints, for clients that `guard` lets manage models."""
 
-    def __init__(self, models: ModelRegistry, relay: Relay, guard: ManagementGuard, feed: ConsoleFeed) -> None:
+    def __init__(
+        self, models: ModelRegistry, relay: Relay, guard: ManagementGuard, feed: ConsoleFeed, recent: RecentRequests
+    ) -> None:
         self._models = models
         self._relay = relay
         self._guard = guard
         self._feed = feed
+        self._recent = recent
 
     def routes(self) -> list[Route]:
         page = [
@@ -67,6 +86,8 @@ class Console:
         data = [
             Route(f"{PAGE}/live", self.live, methods=["GET"], include_in_schema=False),
             Route(f"{PAGE}/history", self.history, methods=["GET"], include_in_schema=False),
+            Route(f"{PAGE}/requests", self.requests, methods=["GET"], include_in_schema=False),
+            Route(f"{PAGE}/requests/{{number}}", self.request, methods=["GET"], include_in_schema=False),
             Route(f"{PAGE}/models/{{model}}", self.details, methods=["GET"], include_in_schema=False),
             Route(f"{PAGE}/models/{{model}}/{{version}}", self.details, methods=["GET"], include_in_schema=False),
         ]
@@ -97,9 +118,24 @@ class Console:
         return StreamingResponse(self._feed.events(), headers=_HEADERS, media_type="text/event-stream")
 
     async def history(self, request: Request) -> Response:
-        """Return the figures of the last five minutes, of all models or of the one that the query names."""
-        found = self._feed.history(request.query_params.get("model", ""))
+        """Return the figures of the last five minutes or the last hour, of all models or of one, as the query says."""
+        query = request.query_params
+        found = self._feed.history(query.get("model", ""), query.get("span") == "hour")
         return Response(found, headers=_HEADERS, media_type="application/json")
+
+    async def requests(self, request: Request) -> Response:
+        """Return a page of the requests that have ended, the newest first."""
+        query = request.query_params
+        number = max(0, integer(query, "page", 0))
+        return _json(self._recent.page(query.get("model", ""), query.get("id", ""), "failed" in query, number))
+
+    async def request(self, request: Request) -> Response:
+        """Return one request that has ended. Raises RouteNotFoundError if it is not kept any more."""
+        text = request.path_params["number"]
+        found = self._recent.details(int(text)) if _NUMBER.fullmatch(text) else None
+        if found is None:
+            raise RouteNotFoundError(f"request {excerpt(text)} is not kept; the console has the last {KEPT}")
+        return _json(found)
 
     async def details(self, request: Request) -> Response:
         """Return one version of a model: its workers, its values with their layers, and its memory."""
@@ -126,6 +162,10 @@ class Console:
     def close(self) -> None:
         """End the streams of all pages."""
         self._feed.close()
+
+
+def _json(value: object) -> Response:
+    return Response(json_bytes(value), headers=_HEADERS, media_type="application/json")
 
 
 def is_for_people(scope: Scope) -> bool:

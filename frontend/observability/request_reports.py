@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from frontend.http.clients import Scope
 from frontend.observability.error_rates import ErrorRates
@@ -21,7 +22,7 @@ _PROMPT_BYTES = 8192  # of a body, in the access log
 class RequestReports:
     """Counts requests, and logs and traces them as far as the settings ask for it.
 
-    `tracing` begins the traces of requests. It is None until something sets it.
+    `tracing` begins the traces of requests. It is None until something sets it. Each of `listeners` gets every record.
     """
 
     def __init__(self, settings: ServerSettings, metrics: Metrics, error_rates: ErrorRates) -> None:
@@ -30,6 +31,7 @@ class RequestReports:
         self._log = RequestLog.from_settings(settings)
         self.tracing: Tracer | None = None
         self._logs_prompts = settings.log_prompts
+        self.listeners: list[Callable[[RequestRecord], None]] = []
 
     def report_answer(
         self,
@@ -83,7 +85,7 @@ class RequestReports:
         error: str = "",
     ) -> None:
         """Log and trace a request that no worker saw; the relay has counted it. `error` is the kind of an error."""
-        if self._log is None and trace is None:
+        if self._log is None and trace is None and not self.listeners:
             return
         label = "" if model is None else model.label
         record = RequestRecord(code, arrived, time.monotonic(), request_id, label, route, _address(scope), error=error)
@@ -91,6 +93,8 @@ class RequestReports:
         self._write(record, trace)
 
     def _write(self, record: RequestRecord, trace: RequestTrace | None) -> None:
+        for listener in self.listeners:
+            listener(record)
         if self._log is not None:
             self._log.add(record)
         if trace is not None and self.tracing is not None:

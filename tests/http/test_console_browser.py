@@ -6,48 +6,30 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from paths import ROOT
+from console_browser import MESSAGE, NARROW, WIDE, ask, chromium, opened, tell
 from product_helpers import Server as Product
 from product_helpers import serving
 from server_helpers import Server, make_model, running
 from waiting import wait_until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, Route
+    from playwright.sync_api import Browser, Locator, Page, Request, Route
 
 pytestmark = pytest.mark.slow
 
-OWN = ROOT / ".venv" / "chromium" / "chromium"  # of scripts/setup_environment.py
-CHROMIUM = next(filter(None, map(shutil.which, (str(OWN), "chromium", "chromium-browser", "google-chrome"))), None)
-OWN_VARIABLES = {"LD_LIBRARY_PATH": str(OWN.parent / "lib"), "FONTCONFIG_PATH": str(OWN.parent)}
-LIMIT_MS = 120_000  # other tests keep the processors busy
 ADMIN = "key-of-the-admin"
-WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 800}
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine; make setup brings one where npm is, or: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        # The only pages are those of this server; the sandbox needs rights that a container has not.
-        chromium = playwright.chromium.launch(
-            executable_path=CHROMIUM,
-            args=["--no-sandbox"],
-            env={**os.environ, **(OWN_VARIABLES if OWN.exists() else {})},
-            timeout=LIMIT_MS,
-        )
-        yield chromium
-        chromium.close()
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -59,33 +41,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@contextlib.contextmanager
-def opened(browser: Browser, server: Server, part: str = "", **options: object) -> Iterator[Page]:
-    """Open the console; what the browser complains of fails the test: errors, and what the policy blocks.
-
-    That a call was refused is no fault of the page.
-    """
-    complaints: list[str] = []
-    with browser.new_context(**{"viewport": WIDE, "locale": "en-US", **options}) as context:  # type: ignore[arg-type]
-        context.set_default_timeout(LIMIT_MS)
-        page = context.new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda said: complaints.append(said.text) if is_complaint(said) else None)
-        page.goto(f"http://127.0.0.1:{server.port}/{part}")
-        page.get_by_role("status").filter(has_text=re.compile("models? can serve")).wait_for()
-        yield page
-    assert complaints == []
-
-
-def is_complaint(said: ConsoleMessage) -> bool:
-    return said.type == "error" and not said.text.startswith("Failed to load resource")
-
-
-def ask(page: Page, text: str) -> None:
-    page.get_by_role("textbox", name="Message").fill(text)
-    page.get_by_role("button", name="Send").click()
-
-
 # --- how it looks ---
 
 
@@ -95,7 +50,7 @@ def test_both_themes_on_wide_and_narrow_screens(
     browser: Browser, server: Server, scheme: str, viewport: dict[str, int]
 ) -> None:
     with opened(browser, server, color_scheme=scheme, viewport=viewport) as page:
-        for part in ("Models", "Live", "Chat"):
+        for part in ("Models", "Live", "Requests", "Chat"):
             page.get_by_role("link", name=part, exact=True).click()
             page.get_by_role("heading", name=part, exact=True).wait_for()
             assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"], part
@@ -147,7 +102,7 @@ def test_it_is_used_by_keyboard_alone(browser: Browser, server: Server) -> None:
     with opened(browser, server) as page:
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.textContent") == "Skip to content"
-        for _ in range(3):
+        for _ in range(4):
             page.keyboard.press("Tab")
         page.keyboard.press("Enter")
         page.get_by_role("heading", name="Chat", exact=True).wait_for()
@@ -162,7 +117,7 @@ def test_every_control_has_a_name(browser: Browser, server: Server) -> None:
     nameless = """() => [...document.querySelectorAll("input, select, textarea, button")].filter((control) =>
         !control.labels?.length && !control.getAttribute("aria-label") && !control.textContent.trim()).length"""
     with opened(browser, server) as page:
-        for part in ("#models", "#live", "#chat", "#model/model"):
+        for part in ("#models", "#live", "#requests", "#chat", "#model/model"):
             page.evaluate(f"location.hash = '{part}'")
             page.get_by_role("heading", level=2).first.wait_for()
             assert page.evaluate(nameless) == 0, part
@@ -778,15 +733,6 @@ def test_keys_are_found_in_any_case_and_stand_in_one_line(browser: Browser, serv
         for width in (1280, 1030, 900, 700):
             page.set_viewport_size({"width": width, "height": 900})
             assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-MESSAGE = {"server": {"version": "1", "since": 1}, "time": 1, "whole": True, "models": [], "totals": {}, "log": []}
-
-
-def tell(page: Page, message: dict[str, object]) -> None:
-    """Open the page again with this as what its server says."""
-    page.route("**/console/live", lambda route: route.fulfill(body=f"data: {json.dumps(message)}\n\n"))
-    page.reload()
 
 
 def test_the_page_asks_for_the_key_and_shows_nothing_without(browser: Browser, tmp_path: Path) -> None:

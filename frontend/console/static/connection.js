@@ -7,7 +7,7 @@ const RETRY_MS = 1000;
 const LINES = 500;  // of the log
 const SILENCE_MS = 5000;  // after which a server that sends a message each second counts as gone
 
-export const SPAN_S = 300;  // of the charts
+export const SPANS = { minutes: 300, hour: 3600 };  // of the charts, in seconds
 
 export const store = {
   state: "connecting",  // open, connecting, or key: the server wants one
@@ -20,6 +20,7 @@ export const store = {
   totals: {},
   log: [],
   charted: null,  // the label of the model that the charts show, "" for all
+  span: "minutes",  // of the charts
   points: [],  // of the charts
   outcome: null,  // of the last registration or unregistration: { label } or { text }
   listeners: new Set(),
@@ -109,15 +110,15 @@ export function announce(outcome) {
 // --- the charts ---
 
 // Chooses what the charts show (null: there are none), and gets the points that the server has of it.
-export async function chart(label) {
-  if (label !== store.charted) Object.assign(store, { charted: label, points: [] });
+export async function chart(label, span = "minutes") {
+  if (label !== store.charted || span !== store.span) Object.assign(store, { charted: label, span, points: [] });
   if (label === null) return;
   try {
-    const { columns, points } = await (await call("console/history", { query: { model: label } })).json();
-    if (label !== store.charted) return;
+    const { columns, points } = await (await call("console/history", { query: { model: label, span } })).json();
+    if (label !== store.charted || span !== store.span) return;
     const found = points.map((values) => Object.fromEntries(columns.map((name, index) => [name, values[index]])));
     const last = found.at(-1)?.time ?? 0;
-    store.points = [...found, ...store.points.filter((point) => point.time > last)];
+    store.points = span === "hour" ? found : [...found, ...store.points.filter((point) => point.time > last)];
     changed();
   } catch { /* the events say that the server is gone; with them the points come again */ }
 }
@@ -125,7 +126,7 @@ export async function chart(label) {
 function remember({ tokens, requests, running, queue, kv, hits, ttft, itl }, time) {
   const point = { time, tokens, requests, running, queue, kv, hits,
     ttft_p50: ttft?.[0], ttft_p95: ttft?.[1], ttft_p99: ttft?.[2], itl_p50: itl?.[0], itl_p95: itl?.[1], itl_p99: itl?.[2] };
-  store.points = [...store.points.filter((before) => before.time > time - SPAN_S), point];
+  store.points = [...store.points.filter((before) => before.time > time - SPANS.minutes), point];
 }
 
 // --- what changes ---
@@ -180,7 +181,7 @@ function take(message) {
   const last = store.log.at(-1)?.[0] ?? 0;
   const lines = message.log.filter(([number]) => number > last);
   if (lines.length) store.log = [...store.log, ...lines].slice(-LINES);
-  if (store.charted !== null) {
+  if (store.charted !== null && store.span === "minutes") {  // of the hour the server has the points
     remember(store.charted ? store.models.get(store.charted) ?? {} : store.totals, message.time);
   }
   changed();

@@ -5,10 +5,11 @@ import { connect, setKey, store } from "./connection.js";
 import { Chat } from "./chat.js";
 import { Live } from "./live.js";
 import { Model, Models, Outcome } from "./models.js";
+import { RequestPage, Requests } from "./requests.js";
 import { counted, moment, number } from "./text.js";
 
 const THEME = "lmi-server theme";
-const PARTS = [["models", "Models"], ["live", "Live"], ["chat", "Chat"]];
+const PARTS = [["models", "Models"], ["live", "Live"], ["requests", "Requests"], ["chat", "Chat"]];
 
 function useStore() {
   const [, update] = useReducer((count) => count + 1, 0);
@@ -84,7 +85,8 @@ function Stale() {
     moment(store.time)}.`}</p>`;
 }
 
-const SHOWN = { models: Models, model: Model, live: Live, chat: null };
+const SHOWN = { models: Models, model: Model, live: Live, requests: Requests, request: RequestPage, chat: null };
+const ABOVE = { model: "models", request: "requests" };  // the part that a page is in
 
 function decoded(text) {
   try {
@@ -110,7 +112,7 @@ function App() {
     <header>
       <h1>lmi-server <span class="quiet">${store.server?.version ?? ""}</span></h1>
       <nav aria-label="Parts">${PARTS.map(([name, title]) => html`<a href=${`#${name}`}
-        aria-current=${(part === "model" ? "models" : part) === name ? "page" : null}>${title}</a>`)}</nav>
+        aria-current=${(ABOVE[part] ?? part) === name ? "page" : null}>${title}</a>`)}</nav>
       <span class="spring"></span><${Status} /><${Theme} /><${Key} />
     </header>
     <main id="main" tabindex="-1" class=${stale ? "stale" : ""}>

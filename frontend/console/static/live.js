@@ -1,10 +1,11 @@
 // Charts of the last minutes, of all models or of one, and the end of the server's log.
 
 import { html, useEffect, useRef, useState } from "./htm-preact.js";
-import { SPAN_S, chart as follow, store } from "./connection.js";
+import { SPANS, chart as follow, store } from "./connection.js";
 import { clock, moment, number, percent } from "./text.js";
 
 const HEIGHT = 160;
+const HOUR_REFRESH_MS = 10000;  // a point of the hour is one of ten seconds
 const END_PX = 20;  // of the log, that count as its end
 const LATENCIES = ["p50", "p95", "p99"];
 const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];  // steps of an axis of counts
@@ -39,7 +40,7 @@ function options(chart, width) {
   return {
     width, height: HEIGHT, cursor: { drag: { x: false, y: false } },
     scales: {
-      x: { range: () => [store.time - SPAN_S, store.time] },
+      x: { range: () => [store.time - SPANS[store.span], store.time] },
       y: { range: (_, low, high) => [0, chart.most ?? ((high ?? 0) * 1.1 || 1)] },
     },
     axes: [
@@ -95,22 +96,31 @@ function Chart({ chart, points }) {
   const text = chart.series.map((name, index) => `${name} ${chart.shown(last[index])}`).join(", ");
   return html`<figure class="panel"><figcaption>${chart.title}</figcaption>
     <div role="img" aria-label=${`${chart.title}: ${text}`}>
-      <p class="nothing" hidden=${!empty}>Nothing in the last five minutes.</p>
+      <p class="nothing" hidden=${!empty}>${store.span === "hour" ? "Nothing in the last hour."
+        : "Nothing in the last five minutes."}</p>
       <div ref=${place} hidden=${empty}></div></div></figure>`;
 }
 
 export function Live({ label: fixed }) {
   const [label, setLabel] = useState(fixed ?? "");
-  useEffect(() => { follow(label); }, [label, store.connections]);
+  const [span, setSpan] = useState("minutes");
+  useEffect(() => {
+    follow(label, span);
+    if (span !== "hour") return undefined;
+    const timer = setInterval(() => { if (!document.hidden) follow(label, span); }, HOUR_REFRESH_MS);
+    return () => clearInterval(timer);
+  }, [label, span, store.connections]);
   useEffect(() => () => { follow(null); }, []);
-  const points = store.charted === label ? store.points : [];
+  const points = store.charted === label && store.span === span ? store.points : [];
   const row = label ? store.models.get(label) ?? {} : store.totals;
   const measured = [...store.models.values()].filter((each) => "tokens" in each || each.label === label)
     .map((each) => each.label);
   return html`<h2>Live</h2>
     <div class="row"><label>Model<select value=${label} onChange=${(event) => setLabel(event.target.value)}>
       <option value="">all models</option>${measured.map((name) => html`<option value=${name}>${name}</option>`)}
-    </select></label></div>
+    </select></label>
+    <label>Time<select value=${span} onChange=${(event) => setSpan(event.target.value)}>
+      <option value="minutes">last five minutes</option><option value="hour">last hour</option></select></label></div>
     <dl class="figures">
       <div><dt>Tokens/s</dt><dd>${number(row.tokens, 1)}</dd></div>
       <div><dt>Running</dt><dd>${number(row.running)}</dd></div><div><dt>Queue</dt><dd>${number(row.queue)}</dd></div>
@@ -118,8 +128,9 @@ export function Live({ label: fixed }) {
       <div><dt>Token gap p50</dt><dd>${row.itl ? `${number(row.itl[0], 1)} ms` : "–"}</dd></div>
       <div><dt>KV cache</dt><dd>${percent(row.kv)}</dd></div><div><dt>Prefix hits</dt><dd>${percent(row.hits)}</dd></div>
     </dl>
-    <p class="note">Times are percentiles of the requests that ended in the last ten seconds, exact to 2 %.</p>
-    <div class="plots">${CHARTS.map((chart) => html`<${Chart} key=${`${chart.title} ${label}`} chart=${chart} points=${points} />`)}</div>
+    <p class="note">Times are percentiles of the requests that ended in the last ten seconds, exact to 2 %.${span === "hour"
+      ? " A point is ten seconds: rates are their mean, numbers of requests and KV cache their peak." : ""}</p>
+    <div class="plots">${CHARTS.map((chart) => html`<${Chart} key=${`${chart.title} ${span} ${label}`} chart=${chart} points=${points} />`)}</div>
     <${Log} />`;
 }
 
