@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
+from lmi_server.artifacts.progress import TERMINAL
 from lmi_server.contract.texts import log_fields
 from lmi_server.contract.texts.quoting import LONGEST_RECORD, NOT_FOR_TERMINALS, as_record, shorten
 from lmi_server.contract.texts.secrets import SECRETS
@@ -278,6 +279,7 @@ class _DescriptorHandler(logging.Handler):
     def __init__(self, fd: int, tail: LogTail | None = None) -> None:
         super().__init__()
         self._fd = fd
+        self._is_terminal = os.isatty(fd)
         self._tail = tail
         self.setFormatter(LineFormatter(LOG_FORMAT))
 
@@ -291,7 +293,7 @@ class _DescriptorHandler(logging.Handler):
             text, count = f"{self.format(record)}\n".encode(errors="backslashreplace"), 1
         if self._tail is not None:
             self._tail.add(text, count)
-        left = memoryview(text)
+        left = memoryview(TERMINAL.around_lines(text) if self._is_terminal else text)
         with contextlib.suppress(OSError):  # the reader of the log is gone
             while left:
                 try:

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import TextIO, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, ProgressColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 
 from lmi_server.contract.errors import ArtifactError
 from lmi_server.contract.progress import BYTES, Pace, Progress
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 5.0
 _MAX_WORKS = 8
+_BAR_WIDTH = 12  # columns of a terminal
+_AMOUNT_WIDTH = 44
 _T = TypeVar("_T")
 
 OnProgress = Callable[[Progress], None]
@@ -105,8 +108,13 @@ class TerminalProgress:
         if oldest is not None:
             self._bars.remove_task(oldest)
         task = self._tasks[what]
-        amount = _amount(progress, 0.0).removeprefix(": ")
+        amount = _amount(progress, 0.0, with_share=False).removeprefix(": ")
         self._bars.update(task, completed=progress.done, total=progress.total, amount=amount)
+
+    @property
+    def size(self) -> int:
+        """The number of bars."""
+        return len(self._tasks)
 
     def close(self) -> None:
         """Remove the bars."""
@@ -114,34 +122,52 @@ class TerminalProgress:
             self._bars.remove_task(task)
 
 
-class _Terminal:
+class Terminal:
     """The bars of all models together: two displays on one terminal would write over each other."""
 
     def __init__(self) -> None:
         self._bars: Bars | None = None
-        self._users = 0
+        self._users: list[TerminalProgress] = []
+
+    def around_lines(self, lines: bytes) -> bytes:
+        """Return lines for the terminal with what takes the bars away before them, and leaves room for the next."""
+        drawn = sum(user.size for user in list(self._users))  # without the lock of the bars: it may be the log's thread
+        if not drawn:
+            return lines
+        above = drawn - 1
+        return b"\r\x1b[2K" + above * b"\x1b[1A\x1b[2K" + lines + above * b"\n"
 
     @contextmanager
     def progress(self, stream: TextIO) -> Iterator[TerminalProgress]:
         if self._bars is None:
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(), _AMOUNT, TimeElapsedColumn())
             # transient: the bars disappear at the end, so that only log lines stay on the terminal.
-            self._bars = Bars(*columns, console=Console(file=stream), transient=True)
+            self._bars = Bars(*_columns(), console=Console(file=stream), transient=True, expand=True)
             self._bars.start()
-        self._users += 1
         shown = TerminalProgress(self._bars)
+        self._users.append(shown)
         try:
             yield shown
         finally:
             shown.close()
-            self._users -= 1
+            self._users.remove(shown)
             if not self._users:
                 self._bars.stop()
                 self._bars = None
 
 
-_AMOUNT = TextColumn("{task.fields[amount]}", markup=False)
-_TERMINAL = _Terminal()
+def _columns() -> tuple[ProgressColumn, ...]:
+    what, amount = "{task.description}", "{task.fields[amount]}"
+    shortened = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    whole = Column(min_width=_AMOUNT_WIDTH, no_wrap=True)
+    return (
+        TextColumn(what, markup=False, table_column=shortened),
+        BarColumn(_BAR_WIDTH, table_column=Column(min_width=_BAR_WIDTH)),
+        TextColumn(amount, markup=False, table_column=whole),
+    )
+
+
+TERMINAL = Terminal()
+"""That of this process."""
 
 
 @contextmanager
@@ -153,18 +179,18 @@ def show_progress(model_name: str, stream: TextIO, at_once: bool = True) -> Iter
     if not stream.isatty():
         yield LogProgress(model_name, at_once)
         return
-    with _TERMINAL.progress(stream) as shown:
+    with TERMINAL.progress(stream) as shown:
         yield shown
 
 
-def _amount(progress: Progress, seconds: float) -> str:
+def _amount(progress: Progress, seconds: float, with_share: bool = True) -> str:
     """Return how far the work is; of work without an amount, for how long it has gone on."""
     done, total, rate, unit = progress.done, progress.total, progress.rate, progress.unit
     if total is None and not done:
         return f", for {duration_in_words(seconds)}" if seconds >= 1 else ""
     words = _count(done, unit) if total is None else f"{_count(done, unit)} of {_count(total, unit)}"
     words += f" {unit}" if unit != BYTES else ""
-    shown = [f": {words}" if total is None else f": {words} ({progress.percent} %)"]
+    shown = [f": {words} ({progress.percent} %)" if total is not None and with_share else f": {words}"]
     if not progress.ended:
         shown += [f"{_count(rate, unit)}/s"] if rate else []
         shown += [f"{duration_in_words(progress.left_s)} left"] if progress.left_s else []

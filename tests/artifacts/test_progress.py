@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress as Bars
 
-from lmi_server.artifacts.progress import Activity, LogProgress, TerminalProgress, show_progress
+from lmi_server.artifacts.progress import TERMINAL, Activity, LogProgress, TerminalProgress, show_progress
 from lmi_server.contract.progress import Pace, Progress
 
 MIB = 1 << 20
@@ -152,3 +152,19 @@ def test_bars_are_for_terminals_only(caplog: pytest.LogCaptureFixture) -> None:
             show(Progress("downloading", 5, 10))
     assert "downloading" in terminal.getvalue()
     assert (file.getvalue(), caplog.messages) == ("", ["[model] downloading: 5 bytes of 10 bytes (50 %)"])
+
+
+def test_models_that_come_at_once_share_the_terminal() -> None:
+    terminal = Terminal()
+    assert TERMINAL.around_lines(b"a line\n") == b"a line\n"
+    with show_progress("one", terminal) as first:
+        with show_progress("other", terminal) as second:
+            first(Progress("downloading", 5 * MIB, 10 * MIB, rate=MIB))
+            second(Progress("loading weights", 5, 10, rate=2.5, unit="tensors"))
+            assert TERMINAL.around_lines(b"a line\n") == b"\r\x1b[2K\x1b[1A\x1b[2Ka line\n\n"
+        first(Progress("downloading", 10 * MIB, 10 * MIB))
+        assert TERMINAL.around_lines(b"a line\n") == b"\r\x1b[2Ka line\n"
+    assert "downloading" in terminal.getvalue()
+    with show_progress("one", terminal):
+        pass  # a display begins anew
+    assert TERMINAL.around_lines(b"a line\n") == b"a line\n"

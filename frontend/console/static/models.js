@@ -176,7 +176,7 @@ export function Model({ label }) {
     return () => { controller.abort(); clearTimeout(timer); };
   }, [path, turn, row?.status]);
   if (!row) {
-    return html`<p><a href="#models">All models</a></p><p>There is no model ${label}.</p>`;
+    return html`<p><a href="#models">All models</a></p><h2>No such model</h2><p>There is no model ${label}.</p>`;
   }
   return html`<p><a href="#models">All models</a></p>
     <h2>${label} <${State} row=${row} /></h2>
