@@ -42,7 +42,7 @@ class Progress(msgspec.Struct, array_like=True, frozen=True):
         """The share that is complete, rounded down; None if the whole is unknown."""
         if self.total is None:
             return None
-        return 100 * self.done // self.total if self.total else 100
+        return min(100, 100 * self.done // self.total) if self.total else 100
 
     @property
     def left_s(self) -> float | None:
