@@ -52,11 +52,6 @@ def _live(page: Page) -> None:
     page.get_by_role("img", name="Tokens/s").locator("canvas").wait_for()
 
 
-def _requests(page: Page) -> None:
-    page.get_by_role("table").get_by_role("link").first.click()
-    page.get_by_role("heading", name="Where its time went").wait_for()
-
-
 def _chat(page: Page) -> None:
     page.get_by_text("Parameters").click()
     page.get_by_role("textbox", name="Temperature").fill("0")
@@ -71,7 +66,6 @@ def _chat(page: Page) -> None:
 PICTURES: Mapping[str, tuple[str, str, Callable[[Page], None]]] = {
     "console-model.png": ("light", "model/{model}", _model),
     "console-live.png": ("dark", "live", _live),
-    "console-request.png": ("light", "requests", _requests),
     "console-chat.png": ("light", "chat", _chat),
 }
 """By file: the theme, the part of the page, and what shows it."""

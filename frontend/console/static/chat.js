@@ -317,7 +317,7 @@ function Timings({ answer }) {
   const [open, setOpen] = useState(false);
   return html`<p class="note timings">${figures.join(" · ")}</p>
     <details onToggle=${(event) => setOpen(event.target.open)}><summary class="note">Tokens</summary>
-      ${open && html`<div class="scroll"><table><thead><tr><th scope="col">Token</th><th scope="col" class="number">ms</th>
+      ${open && html`<div class="scroll" tabindex="0" role="region" aria-label="Tokens"><table><thead><tr><th scope="col">Token</th><th scope="col" class="number">ms</th>
         <th scope="col" class="number">Probability</th><th scope="col">Others</th></tr></thead>
         <tbody>${answer.tokens.map((token) => html`<tr><td><code>${JSON.stringify(token.token)}</code></td>
           <td class="number">${number(token.ms, 1)}</td><td class="number">${likely(token)}</td>

@@ -37,7 +37,7 @@ export function Models() {
         <option value="">all</option>
         ${Object.entries(STATUSES).map(([name, title]) => html`<option value=${name}>${title}</option>`)}</select></label>
     </div>
-    <div class="scroll" ref=${place}><table>
+    <div class="scroll" ref=${place} tabindex="0" role="region" aria-label="Models"><table>
       <caption aria-live="polite">${counted(matching.length, "model")}${pages > 1 ? `, page ${here + 1} of ${pages}` : ""}</caption>
       <thead><tr><th scope="col">Model</th><th scope="col">State</th><th scope="col" class="number less">Workers</th>
         <th scope="col" class="number less">Running</th><th scope="col" class="number less">Queue</th>
@@ -200,7 +200,7 @@ export function Model({ label }) {
 function Workers({ found }) {
   const workers = found.workerGroups.flatMap((group) => group.workers.map((worker) => ({ ...worker, ...group.device })));
   const bounds = found.workerGroups.map((group) => `${group.minWorkers} to ${group.maxWorkers}`).join(", ");
-  return html`<h3>Workers</h3><div class="scroll"><table>
+  return html`<h3>Workers</h3><div class="scroll" tabindex="0" role="region" aria-label="Workers"><table>
     <caption>Wanted: ${bounds || "not known yet"}</caption>
     <thead><tr><th scope="col">Worker</th><th scope="col">State</th><th scope="col">Device</th>
       <th scope="col" class="number">Process</th><th scope="col" class="number">In flight</th>
