@@ -62,15 +62,22 @@ def _comma_separated(value: Any) -> Any:
     return value
 
 
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def _json_texts(value: Any) -> Any:
     if isinstance(value, str):
-        decoded = json.loads(value or "[]")
+        decoded = _decoded(value or "[]")
         return tuple(decoded) if isinstance(decoded, list) else value
     return value
 
 
 def _json_object(value: Any) -> Any:
-    if isinstance(value, str) and not isinstance(json.loads(value), dict):
+    if isinstance(value, str) and not isinstance(_decoded(value), dict):
         raise ValueError("not a JSON object")
     return value
 

@@ -60,6 +60,8 @@ def check_text(path: Path, text: str, around: Surroundings) -> Checked:
         )
     try:
         return _check_properties(path.parent, text, around) if is_properties(path) else _check_yaml(path, text, around)
+    except OSError as error:
+        return Checked((Finding("error", f"{error.filename}: cannot be read: {error.strerror}"),))
     except ConfigurationError as error:
         lines = SECRETS.masked(error.message).splitlines()
         return Checked(tuple(finding("error", line) for line in lines))

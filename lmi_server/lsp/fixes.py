@@ -11,6 +11,7 @@ from lmi_server.lsp.offers import Edit
 _NEAREST = re.compile(r"(?:, |; )?did you mean ([^?\n]+)\?$")
 _UNKNOWN = re.compile(r"unknown key (\S+?)[,;]")
 _WRONG = re.compile(r'\S+ = "([^"\n]*)" is not allowed; ')
+_LONGEST = 5000  # characters of a message that is searched
 _COMMENT = "; a comment needs a line of its own"
 _BEHIND = re.compile(r"[ \t]([#!])")
 
@@ -18,7 +19,7 @@ _BEHIND = re.compile(r"[ \t]([#!])")
 def fix(found: Finding, lines: Sequence[str]) -> Edit | None:
     """Return the edit that does what a finding advises; None if it advises nothing that an editor can do."""
     number = (found.line or 0) - 1
-    if not 0 <= number < len(lines):
+    if not 0 <= number < len(lines) or len(found.text) > _LONGEST:
         return None
     line = lines[number]
     if found.text.endswith(_COMMENT):

@@ -28,6 +28,7 @@ from lmi_server.lsp.offers import Offer, lines_of
 
 _DELAY = 0.25  # seconds without a key stroke before a document is checked
 _MOST_FINDINGS = 500  # that an editor shows of one document
+_LONGEST_TEXT = 2000  # characters of a finding
 _SEVERITIES: dict[Severity, types.DiagnosticSeverity] = {
     "error": types.DiagnosticSeverity.Error,
     "warning": types.DiagnosticSeverity.Warning,
@@ -146,7 +147,8 @@ def _diagnostic(document: TextDocument, lines: Sequence[str], found: Finding) ->
     line = min(max((found.line or 1) - 1, 0), len(lines) - 1)
     start = len(lines[line]) - len(lines[line].lstrip())
     place = _range(document, lines, line, start, len(lines[line]))
-    return types.Diagnostic(place, found.text, severity=_SEVERITIES[found.severity], source=_SOURCE)
+    text = found.text if len(found.text) <= _LONGEST_TEXT else f"{found.text[:_LONGEST_TEXT]}..."
+    return types.Diagnostic(place, text, severity=_SEVERITIES[found.severity], source=_SOURCE)
 
 
 def _completion(

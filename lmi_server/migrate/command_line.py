@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.texts.secrets import is_secret
 
 LONGEST = 262144
 """Characters of a command line."""
@@ -67,7 +68,9 @@ class Flag:
 
     @property
     def origin(self) -> str:
-        return " ".join((self.written, *self.values))
+        """Return the option as it was written, without a value that is secret by its name."""
+        shown = ("***",) if self.values and is_secret(self.name) else self.values
+        return " ".join((self.written, *shown)).strip()
 
 
 def split_commands(text: str) -> list[list[str]]:

@@ -56,7 +56,7 @@ class Migration:
         text = "true" if value is True else "false" if value is False else str(value).strip()
         if _KEY.fullmatch(key) is None or len(text) > _LONGEST_VALUE:
             self.drop(origin, "is no name of a setting, or its value is too long")
-        elif is_secret(key) or holds_secret(text):
+        elif is_secret(key) or holds_secret(text) or (key == "option.env" and _names_secret(text)):
             self.drop(origin, "it holds a secret, which no file should; give it in a variable of the server")
         elif _SUBSTITUTION.search(text):
             self.drop(origin, "the shell or docker compose puts in its value; write the value itself")
@@ -124,6 +124,11 @@ class Migration:
 def holds_secret(text: str) -> bool:
     """Return whether a text holds a token, or a URL with a password or a signature."""
     return _TOKENS.search(text) is not None or SECRETS.masked(text) != text
+
+
+def _names_secret(pairs: str) -> bool:
+    """Return whether one of the variables in A=1,B=2 is secret by its name."""
+    return any(is_secret(pair.partition("=")[0].strip()) for pair in pairs.split(","))
 
 
 def shown(text: str) -> str:

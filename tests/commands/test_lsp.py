@@ -79,6 +79,19 @@ def test_a_huge_document_is_not_checked(tmp_path: Path) -> None:
     assert "is larger than" in found.text
 
 
+def test_deep_json_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    text = f"option.stop_sequence={'[' * 100_000}\noption.model_id=.\n"
+    assert any("option.stop_sequence" in each.text for each in checked(tmp_path, text).findings)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    [found] = checked(tmp_path, "").findings
+    assert "config.json: is not valid JSON" in found.message
+
+
+def test_a_message_of_a_megabyte_is_not_searched() -> None:
+    hostile = Finding("error", 'x = "' + "did you mean " * 80_000, "f", 1)
+    assert fix(hostile, ["x=y"]) is None
+
+
 def test_secrets_are_hidden(tmp_path: Path) -> None:
     text = "option.hf_token=hf_verysecret1\noption.model_id=x\noption.dtype=hf_verysecret1\n"
     assert "verysecret" not in str(checked(tmp_path, text).findings)

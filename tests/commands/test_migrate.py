@@ -379,6 +379,24 @@ def test_the_command_writes_and_reports(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, [*arguments[:1], "--force", *arguments[1:]]).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "vllm serve a/b --api-key zq7",
+        "vllm serve a/b --api-key=zq7",
+        "vllm serve a/b --unknown-token zq7",
+        "docker run -e OPTION_ENV=HF_TOKEN=zq7 -e HF_TOKEN=zq7 vllm/vllm-openai --model a/b",
+        "docker run -e OPTION_API_KEY=zq7 vllm/vllm-openai --model a/b",
+        "vllm serve a/b --tokenizer https://user:zq7@host/x",
+        "MY_PASSWORD=zq7 python -m sglang.launch_server --model-path a/b --admin-api-key zq7",
+    ],
+)
+def test_even_a_short_secret_is_neither_written_nor_reported(command: str) -> None:
+    migration = migration_of([command])
+    assert "zq7" not in migration.text() + str(migration.notes)
+    assert migration.values["option.model_id"] == "a/b"
+
+
 def test_many_wrong_options_take_time_in_proportion(tmp_path: Path) -> None:
     options = " ".join(f"--max-num-seqs=x{number} --no-such-{number}=1 -tp=y" for number in range(1500))
     migration = migration_of([f"vllm serve a/b {options}"])

@@ -112,7 +112,7 @@ def read_config(location: str) -> Mapping[str, Any]:
         raise ConfigurationError(f"{path}: {IS_POINTER}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigurationError(f"{path}: is not a JSON object")
