@@ -1,6 +1,6 @@
 """Compares weights of 8 and 4 bits with bfloat16 on this CPU: decoded tokens per second, and perplexity.
 
-    python -m benchmarks.few_bits [--model DIR | --wide] [--turns 7]
+    python -m benchmarks.few_bits [--model DIR | --wide] [--turns 7] [--kinds q8_0,q4_0]
 
 The demo model is loaded once for each value of option.quantize. The engines run in this process and take turns, so that
 whatever else the machine does meets all of them; the table has the median of the turns, and its ratio to bfloat16.
@@ -13,6 +13,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
 from lmi_server.contract.generation import SamplingParameters
 
-KINDS = (None, "q8_0", "q4_0", "q4_k", "int8")
+KINDS = ("q8_0", "q4_0", "q4_k", "int8")
 REQUESTS = (1, 8, 32, 64)
 TOKENS = 24
 _WIDE = {
@@ -93,17 +94,18 @@ def random_model(directory: str) -> str:
     return directory
 
 
-def compare(path: str, turns: int) -> Table:
-    engines = {kind: load(path, kind) for kind in KINDS}
+def compare(path: str, turns: int, values: Sequence[str]) -> Table:
+    kinds = (None, *values)
+    engines = {kind: load(path, kind) for kind in kinds}
     table = Table("weights", *(f"{requests} requests" for requests in REQUESTS), "perplexity")
     found: dict[tuple[str | None, int], float] = {}
     for requests in REQUESTS:
-        seen: dict[str | None, list[float]] = {kind: [] for kind in KINDS}
+        seen: dict[str | None, list[float]] = {kind: [] for kind in kinds}
         for _ in range(turns):
             for kind, loaded in engines.items():
                 seen[kind].append(tokens_per_second(loaded, requests))
         found |= {(kind, requests): statistics.median(rates) for kind, rates in seen.items()}
-    for kind in KINDS:
+    for kind in kinds:
         rates = (f"{found[kind, n]:.0f} tokens/s, {found[kind, n] / found[None, n]:.2f} x" for n in REQUESTS)
         table.add_row(kind or "bf16", *rates, f"{perplexity(path, kind):.2f}")
     return table
@@ -114,10 +116,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--kinds", default=",".join(KINDS))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = random_model(directory) if options.wide else str(options.model)
-        Console(width=140).print(compare(path, options.turns))
+        Console(width=140).print(compare(path, options.turns, options.kinds.split(",")))
 
 
 if __name__ == "__main__":
