@@ -154,7 +154,7 @@ class TransformersOptions(ModelOptions):
                 ("option.device_map",), f"GPUs 0 to {gpus - 1}, because option.tensor_parallel_degree gives {gpus}"
             )
 
-        if self.quantize in (*BLOCK_FORMATS, FP8) and self.save_mp_checkpoint_path is not None:
+        if self.quantize == FP8 and self.save_mp_checkpoint_path is not None:
             reason = f"no path with {self.quantize}, which quantises whenever the model loads"
             yield Conflict(("option.save_mp_checkpoint_path", "option.quantize"), reason)
 
@@ -203,7 +203,10 @@ class TransformersEngine(EngineDescription[TransformersOptions]):
         )
 
     def partition(self) -> Mapping[str, str | None] | str:
-        if self.options.quantization_config() is None:
-            return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
+        if self.options.quantization_config() is None and self.options.quantize not in BLOCK_FORMATS:
+            return (
+                "set option.quantize=bitsandbytes4 or bitsandbytes8, or on CPUs one of"
+                f" {', '.join(BLOCK_FORMATS)}; weights as they are need no preparation"
+            )
         quantization = ("quantize", "load_in_4bit", "load_in_8bit")
         return without_keys("model_id", "revision", "save_mp_checkpoint_path", *quantization)

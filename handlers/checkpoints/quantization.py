@@ -26,7 +26,7 @@ def quantization_arguments(options: TransformersOptions, config: Any, dtype: tor
     Raises ModelLoadError if the options contradict the checkpoint, or if a package is missing.
     """
     check_quantization(options.quantize, config)
-    checkpoint = _checkpoint_method(config)
+    checkpoint = checkpoint_method(config)
     _refuse_missing_packages(checkpoint or ("bitsandbytes" if options.quantize in QUANTIZATION else None))
     wanted = options.quantization_config()
     if wanted is None or checkpoint is not None:
@@ -42,7 +42,7 @@ def quantization_arguments(options: TransformersOptions, config: Any, dtype: tor
 
 def check_quantization(wanted: str | None, config: Any) -> None:
     """Raise ModelLoadError if option.quantize contradicts the checkpoint."""
-    checkpoint = _checkpoint_method(config)
+    checkpoint = checkpoint_method(config)
     if checkpoint is None and wanted in ("gptq", "awq"):
         raise ModelLoadError(
             f"option.quantize={wanted} needs a checkpoint that is quantised with {wanted}, and config.json has no"
@@ -56,7 +56,8 @@ def check_quantization(wanted: str | None, config: Any) -> None:
         )
 
 
-def _checkpoint_method(config: Any) -> str | None:
+def checkpoint_method(config: Any) -> str | None:
+    """Return the method with which a checkpoint is quantised, as its config.json says."""
     declared = getattr(config, "quantization_config", None)
     if declared is None:
         return None
@@ -85,7 +86,7 @@ def _refuse_missing_packages(method: str | None) -> None:
 
 def quantization_details(model: Any) -> dict[str, Any]:
     """Return how the weights of `model` are quantised, and their MiB with and without; nothing if they are not."""
-    method = _checkpoint_method(model.config)
+    method = checkpoint_method(model.config)
     if method in (None, "gguf"):  # weights in GGUF are unpacked
         return {}
     plain = type(model.config).from_dict({**model.config.to_dict(), "quantization_config": None})

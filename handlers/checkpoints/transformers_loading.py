@@ -14,10 +14,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import set_tqdm_hook
 
+from handlers.checkpoints.blocks.formats import StoredWeight
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
 from handlers.checkpoints.blocks.packed_checkpoints import as_packed_layers
 from handlers.checkpoints.blocks.packed_layers import keep_packed
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
+from handlers.checkpoints.blocks.saved_blocks import BLOCKS, save_blocks
 from handlers.checkpoints.fp8.layers import quantize_to_fp8
 from handlers.checkpoints.gguf import (
     gguf_arguments,
@@ -33,6 +35,7 @@ from handlers.checkpoints.options import BLOCK_FORMATS, FP8, STRATEGIES, Transfo
 from handlers.checkpoints.placement import main_device, memory_limits, refuse_divided_layers
 from handlers.checkpoints.quantization import (
     check_quantization,
+    checkpoint_method,
     keep_activations,
     quantization_arguments,
     quantization_details,
@@ -117,13 +120,19 @@ def quantize_blocks(model: Any, options: TransformersOptions) -> dict[str, Any]:
         )
     if model.dtype not in (torch.bfloat16, torch.float32):
         raise ModelLoadError(f"option.quantize={options.quantize}: set option.dtype=bf16 or fp32, not {options.dtype}")
-    return quantize_to_blocks(model, options.quantize)
+    directory = options.save_mp_checkpoint_path
+    kept: dict[str, StoredWeight] | None = None if directory is None else {}
+    details = quantize_to_blocks(model, options.quantize, kept)
+    if directory is not None and kept is not None:
+        with saving(directory):
+            save_blocks(model, kept, Path(directory))
+    return details
 
 
 def save_weights(model: Any, options: TransformersOptions) -> None:
     """Write the weights to option.save_mp_checkpoint_path, if it is set. Raises ModelLoadError."""
     directory = options.save_mp_checkpoint_path
-    if directory is None:
+    if directory is None or options.quantize in BLOCK_FORMATS:  # blocks are saved when there are any
         return
     with saving(directory):
         model.save_pretrained(directory)
@@ -152,6 +161,11 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
     if is_whole and (packed := as_packed_layers(config, path)) is not None and arguments["dtype"] in _BLOCK_DTYPES:
         check_quantization(options.quantize, config)
         return {**arguments, "config": packed}
+    if checkpoint_method(config) == BLOCKS:
+        raise ModelLoadError(
+            f"{path}: weights in blocks are for one process on a CPU in bf16 or fp32, and are not saved again; use the"
+            " checkpoint that they were made from"
+        )
     return arguments | quantization_arguments(options, config, arguments["dtype"])
 
 

@@ -129,6 +129,7 @@ def same_tokens(one: Any, other: Any) -> bool:
     ("text", "changes"),
     [
         (BITSANDBYTES, {"option.model_id": None, "option.quantize": None}),
+        (BITSANDBYTES.replace("bitsandbytes8", "q4_0"), {"option.model_id": None, "option.quantize": None}),
         (SMOOTH, {"option.quantize": None, "option.smoothquant_alpha": None, "option.tensor_parallel_degree": "1"}),
     ],
 )

@@ -1,8 +1,10 @@
 """Reads checkpoints in gptq and awq for the CPU as blocks of few bits, without the packages of these formats.
 
-A packed layer has `qweight`, `qzeros` and `scales` in place of its weight. A weight is scale * (number - zero), with a
-scale and a zero for each group of inputs and each output. transformers loads everything else: its quantizer here only
-takes such layers out of the empty model, and puts layers of blocks in their place.
+It reads checkpoints of blocks, too, which saved_blocks.py writes: their layers have `blocks` in place of a weight.
+
+Packed layers of the others have `qweight`, `qzeros` and `scales` in place of a weight. A weight is
+scale * (number - zero), with a scale and a zero for each group of inputs and each output. transformers loads everything
+else: its quantizer here only takes such layers out of the empty model, and puts layers of blocks in their place.
 
 - gptq (AutoGPTQ, GPTQModel): words of 32 bits hold numbers of consecutive inputs. Format `gptq` stores zeros less one,
   `gptq_v2` as they are. With act-order `g_idx` has the group of each input: inputs are brought into the order of their
@@ -32,6 +34,7 @@ from handlers.checkpoints.blocks.formats import INPUTS, Q4_0, Q4_ZERO, Q8_0, Sto
 from handlers.checkpoints.blocks.layers import BlockLinear, OrderedBlockLinear
 from handlers.checkpoints.blocks.packed_layers import as_blocks
 from handlers.checkpoints.blocks.rounding import halves
+from handlers.checkpoints.blocks.saved_blocks import BLOCKS, SHARED, saved_layer
 from lmi_server.contract.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,8 @@ def as_packed_layers(config: Any, path: str) -> Any:
 
 
 def _is_known(declared: Mapping[str, Any]) -> bool:
+    if declared.get("quant_method") == BLOCKS:
+        return True
     if declared.get("quant_method") == "awq":
         form = declared.get("version", declared.get("format", "gemm"))
         return str(form).lower() == "gemm" and declared.get("bits", declared.get("w_bit", 4)) == 4
@@ -101,13 +106,13 @@ class _Tensors:
                 for key in file.keys():  # noqa: SIM118 - it is no mapping
                     layer, _, part = key.rpartition(".")
                     by_layer.setdefault(layer, {})[part] = path
-        found.places = {layer: parts for layer, parts in by_layer.items() if "qweight" in parts}
+        found.places = {layer: parts for layer, parts in by_layer.items() if "qweight" in parts or "blocks" in parts}
         return found
 
     def read(self, layer: str) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer by their names in it. Raises ModelLoadError if one is missing."""
         places = self.places[layer]
-        for part in _PARTS:
+        for part in () if "blocks" in places else _PARTS:
             if part not in places:
                 raise ModelLoadError(f"{self.directory}: {layer} has a qweight, but no {part}; fetch the files again")
         tensors = {}
@@ -120,9 +125,12 @@ class _Tensors:
 class _PackedLayer(nn.Module):
     """Stands for a layer whose tensors transformers does not read."""
 
-    def __init__(self, linear: nn.Linear, stored_as: str) -> None:
+    def __init__(self, module: nn.Module, stored_as: str) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.stored_as = linear.in_features, linear.out_features, stored_as
+        self.is_embedding = isinstance(module, nn.Embedding)
+        weight: Any = module.weight
+        self.out_features, self.in_features = weight.shape
+        self.stored_as = stored_as
 
 
 @register_quantizer(_METHOD)
@@ -145,6 +153,9 @@ class _PackedQuantizer(HfQuantizer):
                     f" {type(model).__name__}; use another handler, or a checkpoint that is not quantised"
                 )
             model.set_submodule(name, _PackedLayer(model.get_submodule(name), stored_as))
+        shared = self.quantization_config.declared.get(SHARED)
+        if shared in self._tensors.places:
+            model.set_input_embeddings(_PackedLayer(model.get_input_embeddings(), shared))
         names = "|".join(map(re.escape, self._tensors.places))
         own = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*own, rf"^({names})\."}
@@ -186,6 +197,8 @@ def _layer(
     packed: _PackedLayer, tensors: Mapping[str, torch.Tensor], declared: Mapping[str, Any], dtype: torch.dtype
 ) -> nn.Module:
     """Return a layer of blocks, or a plain one if blocks cannot hold the weights. Raises ModelLoadError."""
+    if "blocks" in tensors:
+        return saved_layer(packed, tensors, declared, dtype)
     try:
         weights = _unpack(packed, tensors, declared)
     except (RuntimeError, IndexError, ValueError, ZeroDivisionError) as error:

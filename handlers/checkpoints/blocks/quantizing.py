@@ -17,20 +17,22 @@ logger = logging.getLogger(__name__)
 _OF_HEAD = {"q8_0": "q8_0", "q4_0": "q8_0", "q4_k": "q8_0", "int8": "int8"}
 
 
-def quantize_to_blocks(model: Any, name: str) -> dict[str, Any]:
+def quantize_to_blocks(model: Any, name: str, kept: dict[str, StoredWeight] | None = None) -> dict[str, Any]:
     """Quantise the plain linear layers of `model` in place, and its head and embeddings; return details for the log.
 
-    Of a model that is split over ranks, it does so with the part of this rank.
+    Of a model that is split over ranks, it does so with the part of this rank. `kept` gets what layers store, by name.
     """
     before = model.get_memory_footprint()
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     head = getattr(head, "linear", head)  # the part of a rank
     left = 0
-    for module in list(model.modules()):
+    for module_name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
             if type(child) is nn.Linear and _fits(child):
                 stored = quantize(child.weight, _OF_HEAD[name] if child is head else _name_for(child, name))
                 setattr(module, child_name, _block_linear(child, stored))
+                if kept is not None:
+                    kept[f"{module_name}.{child_name}".removeprefix(".")] = stored
                 if child is head and type(embeddings) is nn.Embedding and embeddings.weight is head.weight:
                     model.set_input_embeddings(StoredEmbedding(stored, head.weight.dtype))
             elif isinstance(child, nn.Linear):

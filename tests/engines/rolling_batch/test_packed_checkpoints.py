@@ -12,9 +12,10 @@ import torch
 from packed_models import packed_llama
 from rolling_batch_helpers import Engine, generated, prompts
 from safetensors.torch import load_file, save_file
+from tiny_models import llama_of_whole_blocks
 from transformers import AutoModelForCausalLM
 
-from handlers.checkpoints.blocks.layers import BlockLinear, OrderedBlockLinear
+from handlers.checkpoints.blocks.layers import BlockLinear, OrderedBlockLinear, StoredEmbedding
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.contract.errors import ModelLoadError
@@ -115,4 +116,45 @@ def test_packed_tensors_of_no_linear_layer_are_named(tmp_path: Path) -> None:
     tensors["model.layers.7.mlp.up_proj.qweight"] = tensors["model.layers.1.mlp.up_proj.qweight"].clone()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelLoadError, match=r"layers\.7\.mlp\.up_proj\.qweight belongs to no linear layer of Llama"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_k", "int8"])
+def test_saved_blocks_are_those_that_were_quantised(tmp_path: Path, kind: str, is_tied: bool) -> None:
+    plain = llama_of_whole_blocks()
+    if is_tied:
+        plain.config.tie_word_embeddings = True
+        plain.tie_weights()
+    plain.save_pretrained(tmp_path / "plain")
+    quantised = load(tmp_path / "plain", quantize=kind, save_mp_checkpoint_path=str(tmp_path / "saved"))
+    saved = load(tmp_path / "saved")
+    assert isinstance(saved.model.layers[0].mlp.up_proj, BlockLinear)
+    assert isinstance(saved.get_input_embeddings(), StoredEmbedding) == is_tied
+    ids = torch.tensor([[5, 70, 11, 200]])
+    with torch.inference_mode():
+        assert torch.equal(saved(ids).logits, quantised(ids).logits)
+    before, after = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("plain", "saved"))
+    assert after < 0.62 * before
+    with pytest.raises(ModelLoadError, match=r"option\.quantize=q8_0, but the checkpoint is quantised with blocks"):
+        load(tmp_path / "saved", quantize="q8_0")
+    with pytest.raises(ModelLoadError, match="weights in blocks are for one process on a CPU in bf16 or fp32"):
+        load(tmp_path / "saved", dtype="fp16")
+
+
+@pytest.mark.parametrize(
+    ("form", "columns", "message"),
+    [("q4_0", None, "blocks of q4_0 .* are no weights"), ("q9", None, "no format"), ("q8_0", 33, "are no weights")],
+)
+def test_damaged_blocks_are_named(tmp_path: Path, form: str, columns: int | None, message: str) -> None:
+    llama_of_whole_blocks().save_pretrained(tmp_path / "plain")
+    load(tmp_path / "plain", quantize="q8_0", save_mp_checkpoint_path=str(tmp_path))
+    name = "model.layers.1.mlp.up_proj"
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["formats"][name] = form
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{name}.blocks"] = tensors[f"{name}.blocks"][:, :columns].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.1\.mlp\.up_proj: .*" + message):
         load(tmp_path)
