@@ -221,7 +221,7 @@ def test_every_bad_value_is_reported_in_a_line_of_its_own(write: Write) -> None:
     assert sorted(refusal(directory, {"OPTION_THREADS": "many"})) == sorted(
         [
             f'{file}:1: option.dtype = "fp64" is not allowed; '
-            "allowed: auto, fp32 (float32), fp16 (float16), bf16 (bfloat16), int8",
+            "allowed: auto, fp32 (float32), fp16 (float16), bf16 (bfloat16), int8; did you mean fp16?",
             f'{file}:3: job_queue_size = "none" is not allowed; allowed: an integer from 1 to 2147483647',
             f'{file}:4: option.revision = "a b" is not allowed; allowed: the name of a branch or tag, or a commit',
             'variable OPTION_THREADS: option.threads = "many" is not allowed; allowed: an integer of 1 or more',
