@@ -31,6 +31,11 @@ class FeatureSpec:
 
 FEATURES = (
     FeatureSpec(
+        name="capture",
+        settings=("frontend.capture.settings:CaptureSettings",),
+        server="frontend.capture.feature:attach",
+    ),
+    FeatureSpec(
         name="sagemaker",
         settings=("frontend.sagemaker.settings:SignatureSettings", "frontend.sagemaker.settings:JobSettings"),
         server="frontend.sagemaker.feature:attach",
@@ -97,7 +102,11 @@ FEATURES = (
         name="bench",
         commands={"bench": "lmi_server.bench.command:bench"},
     ),
-    # These two measure with what bench measures with.
+    # These measure with what bench measures with.
+    FeatureSpec(
+        name="verify",
+        commands={"verify": "lmi_server.verify.command:verify"},
+    ),
     FeatureSpec(
         name="tune",
         commands={"tune": "lmi_server.tune.command:tune"},

@@ -16,12 +16,13 @@ from lmi_server.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Replay
 from lmi_server.bench.client import Target
 from lmi_server.bench.observation import Measured, Observer
 from lmi_server.bench.progress import show_progress
+from lmi_server.bench.prompts.prompt_files import read_prompts
 from lmi_server.bench.records import LATENCIES
 from lmi_server.bench.reports import terminal_report as report
 from lmi_server.bench.reports.html_report import html_report
 from lmi_server.bench.run import Run, RunLength
 from lmi_server.bench.server_metrics import fetch
-from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer, Workload, read_prompts, with_adapters
+from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer, Workload, with_adapters
 from lmi_server.client.server_calls import Headers, address, parse_headers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
@@ -49,7 +50,12 @@ def bench(
     ] = 1.0,
     ramp_to: Annotated[float | None, typer.Option(help="Rate at the end of --duration, from --rate on.")] = None,
     replay: Annotated[
-        float | None, typer.Option(help="Open loop: send the prompts of --data at their times, so many times as fast.")
+        str | None,
+        typer.Option(
+            metavar="FILE|SPEED",
+            help="Open loop: send the prompts of a captured file at their times, or those of --data so many times as "
+            "fast.",
+        ),
     ] = None,
     requests: Annotated[
         int | None, typer.Option(help="Requests, or chats, of each run; 200 without --duration.")
@@ -91,9 +97,10 @@ def bench(
 ) -> None:
     """Put a load on a server, this one or another, and print how fast it answers."""
     with plain_configuration_errors():
+        data, speed = _replayed(data, replay)
         workload = _workload(data, input_tokens, output_tokens, shared_prefix, tokenizer, turns)
-        runs = _arrivals(concurrency, rate, burstiness, ramp_to, duration, replay, workload)
-        length = RunLength(_requests(requests, duration, replay), duration, timeout)
+        runs = _arrivals(concurrency, rate, burstiness, ramp_to, duration, speed, workload)
+        length = RunLength(_requests(requests, duration, speed), duration, timeout)
         target = bench_target(url, api, model, stream, header or ())
         observer = observer_of(target, metrics)
         weights, limits = parse_weights(adapters), _limits(slo)
@@ -170,6 +177,21 @@ def observer_of(target: Target, metrics: str | None) -> Observer:
     return Observer(metrics or f"{target.url}/metrics", headers, pid, process_environment() if pid else None)
 
 
+def _replayed(data: Path | None, replay: str | None) -> tuple[Path | None, float | None]:
+    """Return the file of the prompts, and how many times as fast as recorded they are sent; None for their own times.
+
+    Raises ConfigurationError if --replay is a file beside --data.
+    """
+    if replay is None:
+        return data, None
+    try:
+        return data, _positive("--replay", str(float(replay)))
+    except ValueError:
+        if data is not None:
+            raise ConfigurationError(f'--replay "{replay}" is a file beside --data; give one, or a speed') from None
+        return Path(replay), 1.0
+
+
 def _workload(
     data: Path | None,
     input_tokens: int,
@@ -221,7 +243,7 @@ def _arrivals(
     if burstiness <= 0:
         raise ConfigurationError(f"--burstiness {burstiness:g} is not allowed; allowed: more than 0")
     if replay is not None:
-        return {"replay": Replay(_times(workload), _positive("--replay", str(replay)))}
+        return {"replay": Replay(_times(workload), replay)}
     if rate is not None:
         rates = [_positive("--rate", text) for text in rate.split(",")]
         return {f"{each:g} requests/s": OpenLoop(each, burstiness, ramp_to, duration or 0.0) for each in rates}

@@ -1,16 +1,12 @@
-"""What is asked: random prompts of given lengths, or the prompts of a file."""
+"""What is asked: random prompts of given lengths, or recorded ones."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
-
-from lmi_server.contract.errors import ConfigurationError
 
 # Common words that most tokenizers have as one token each, with the space before it.
 _COMMON = """
@@ -21,7 +17,6 @@ game line end member law car city community name president team minute idea body
 level office door health person art war history party result change morning reason
 """
 _WORDS = _COMMON.split()
-_USERS = ("human", "user")  # as ShareGPT's files name them
 
 
 class Tokenizer(Protocol):
@@ -145,77 +140,3 @@ def with_adapters(prompts: Iterator[Prompt], weights: Mapping[str, float], seed:
 
 def _adapter(name: str) -> str | None:
     return None if name == "base" else name
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Return the prompts of a file: JSON lines, or ShareGPT's JSON.
-
-    A line has `prompt`, `messages`, or the `turns` of a user. It may have `max_tokens`, `adapter`, and `at`, the second
-    in which it is sent.
-    Raises ConfigurationError if the file is neither, or has none.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--data {path}: {error}") from error
-    prompts = _share_gpt(text, path) if text.lstrip().startswith("[") else _lines(text, path)
-    if not prompts:
-        raise ConfigurationError(f"--data {path} has no prompts")
-    return prompts
-
-
-def _lines(text: str, path: Path) -> list[Prompt]:
-    prompts = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(_of_line(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigurationError(
-                f'--data {path}, line {number}: {error}; a line is {{"prompt": "..."}}, {{"messages": [...]}} or '
-                '{"turns": ["...", ...]}'
-            ) from error
-    return prompts
-
-
-def _of_line(value: dict[str, Any]) -> Prompt:
-    if not isinstance(value, dict) or not ("prompt" in value or value.get("messages") or value.get("turns")):
-        raise ValueError("it has neither prompt, messages nor turns")
-    at = value.get("at")
-    tokens = None if value.get("max_tokens") is None else int(value["max_tokens"])
-    first, *later = value.get("turns") or [value.get("prompt", "")]
-    return Prompt(
-        str(first),
-        tuple(value.get("messages") or ()),
-        tokens,
-        adapter=value.get("adapter"),
-        at=None if at is None else float(at),
-        later=tuple(Turn(str(text), tokens) for text in later),
-    )
-
-
-def _share_gpt(text: str, path: Path) -> list[Prompt]:
-    """Return the questions of each conversation; an answer's length in words is what may be generated for it."""
-    try:
-        chats = [_questions(entry["conversations"]) for entry in json.loads(text)]
-        return [_chat(turns) for turns in chats if turns]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigurationError(
-            f'--data {path}: {error!r}; ShareGPT\'s form is [{{"conversations": [{{"from": ..., "value": ...}}]}}]'
-        ) from error
-
-
-def _questions(entries: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """Return the turns of the user that have an answer; some conversations begin with the model, or the system."""
-    is_users = [entry.get("from", ("human", "gpt")[number % 2]) in _USERS for number, entry in enumerate(entries)]
-    return [
-        Turn(str(question["value"]), max(len(str(answer["value"]).split()), 1))
-        for (question, asks), (answer, asks_too) in itertools.pairwise(zip(entries, is_users, strict=True))
-        if asks and not asks_too
-    ]
-
-
-def _chat(turns: Sequence[Turn]) -> Prompt:
-    first, *later = turns
-    return Prompt(first.text, output_tokens=first.output_tokens, later=tuple(later))

@@ -7,15 +7,12 @@ changes slowly, such as the processor's clock or other programs, is the same for
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lmi_server.bench.paired import PairedRatios
 from lmi_server.tune.outcome import Measure, Trial, best_of
-
-_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +28,24 @@ class Confirmation:
     reasons: Sequence[str] = ()
 
     @property
-    def ratios(self) -> list[float]:
-        """Return the setting's value in each pair, as a multiple of the other one, in increasing order."""
-        return sorted(setting / before for setting, before in self.pairs if setting is not None and before)
+    def ratios(self) -> PairedRatios:
+        """Return the setting's value in each pair, as a multiple of the other one."""
+        return PairedRatios.from_values(setting / before for setting, before in self.pairs if setting and before)
 
     @property
     def ratio(self) -> float | None:
         """Return the median of the ratios; None if a run had no value."""
-        return statistics.median(self.ratios) if self._is_whole else None
+        return self.ratios.median if self._is_whole else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """Return the narrowest bounds that hold the true median with `confidence`; None if a run had no value."""
-        left_out = self._left_out
-        return (self.ratios[left_out], self.ratios[-1 - left_out]) if self._is_whole else None
+        return self.ratios.interval if self._is_whole else None
 
     @property
     def confidence(self) -> float:
-        """Return the probability that the interval holds the true median.
-
-        Each ratio is above the true median with probability one half, for any distribution of the runs. So the interval
-        from the k-th lowest to the k-th highest ratio misses it with a binomial probability. From the lowest to the
-        highest of 6 ratios the confidence is 97 %; with fewer it is below 95 %.
-        """
-        return _held(len(self.ratios), self._left_out)
+        """Return the probability that the interval holds the true median."""
+        return self.ratios.confidence
 
     @property
     def is_better(self) -> bool:
@@ -63,18 +54,7 @@ class Confirmation:
 
     @property
     def _is_whole(self) -> bool:
-        return bool(self.pairs) and len(self.ratios) == len(self.pairs)
-
-    @property
-    def _left_out(self) -> int:
-        """Return how many ratios at each end can be left out of the interval."""
-        count = len(self.ratios)
-        return max((k for k in range((count + 1) // 2) if _held(count, k) >= _CONFIDENCE), default=0)
-
-
-def _held(count: int, left_out: int) -> float:
-    """Return the probability that the median lies between `count` values, without `left_out` at each end."""
-    return 1 - 2 * sum(math.comb(count, k) for k in range(left_out + 1)) / 2**count if count else 0.0
+        return bool(self.pairs) and len(self.ratios.values) == len(self.pairs)
 
 
 def candidate_of(trials: Sequence[Trial]) -> Trial | None:

@@ -41,6 +41,7 @@ PATHS = {
     "vllm_calls": "/sleep",
 }
 KEYS = {
+    "capture": "capture_to",
     "sagemaker": "async_jobs_size",
     "batches": "batches_store",
     "stored_responses": "responses_store",

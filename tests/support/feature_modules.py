@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 FEATURE_MODULES: Mapping[str, Sequence[str]] = {
+    "capture": ("frontend.capture",),
     "sagemaker": ("frontend.sagemaker",),
     "batches": ("frontend.batches", "lmi_server.batches"),
     "stored_responses": ("frontend.stored_responses",),
@@ -19,6 +20,7 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
     "ray": ("frontend.ray", "lmi_server.ray"),
     "route": ("frontend.route", "lmi_server.route"),
     "bench": ("lmi_server.bench",),
+    "verify": ("lmi_server.verify",),
     "tune": ("lmi_server.tune",),
     "advise": ("lmi_server.advise",),
     "schema": ("lmi_server.schema",),
@@ -26,7 +28,11 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
     "migrate": ("lmi_server.migrate",),
 }
 
-BUILT_ON: Mapping[str, Sequence[str]] = {"tune": ("bench",), "advise": ("bench",)}
+BUILT_ON: Mapping[str, Sequence[str]] = {
+    "verify": ("bench",),
+    "tune": ("bench",),
+    "advise": ("bench",),
+}
 """The features that a feature uses: without these it cannot be there."""
 
 

@@ -44,7 +44,8 @@ _ENGINE_SPELLINGS = {"vllm": vllm_families}
 class Metrics:
     """The metrics of one server; `models` returns the models that are registered at the moment.
 
-    With a `log`, every event is also a line there. `names` says whose names are shown beside the own ones.
+    With a `log`, every event is also a line there. `names` says whose names are shown beside the own ones. `sources`
+    return further families at each scrape.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Metrics:
         log: MetricLog | None = None,
         names: Collection[str] = ("djl_serving", "vllm"),
     ) -> None:
+        self.sources: list[Callable[[], Iterable[Family]]] = []
         self._models = models
         self._log = log
         self._names = names
@@ -123,6 +125,8 @@ class Metrics:
             by_code = self._of_removed_models + sum((Counter(series.by_code) for series in self._all()), Counter())
             yield from djl_families(by_code, self._errors, list(self._series.values()))
         yield from self._recorded.families()
+        for source in self.sources:
+            yield from source()
 
     def _engine_families(self, pools: Sequence[WorkerPool], texts: Sequence[Mapping[str, bytes]]) -> Iterator[Family]:
         """Yield what engines report, by model and worker; for models whose engines do not, what an engine would."""

@@ -1,0 +1,64 @@
+"""Prompts of requests that a server has captured, in the lines of SageMaker's data capture."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from lmi_server.bench.workload import Prompt
+
+logger = logging.getLogger(__name__)
+
+MARK = '"captureData"'
+"""What every line of such a file has."""
+
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+
+
+def captured_prompts(lines: Iterable[str]) -> list[Prompt]:
+    """Return the prompts that the lines have, in the order of their times; the first one is at second 0.
+
+    A request that is no prompt (embeddings, bytes, a body that was cut off or withheld) is left out, with a warning.
+    """
+    found: list[tuple[float, Prompt]] = []
+    left_out = 0
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            found.append(_of_line(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            left_out += 1
+    if left_out:
+        logger.warning("%d of %d captured requests are no prompts, and are left out", left_out, left_out + len(found))
+    found.sort(key=lambda each: each[0])
+    begin = found[0][0] if found else 0.0
+    return [_at(prompt, time - begin) for time, prompt in found]
+
+
+def _at(prompt: Prompt, second: float) -> Prompt:
+    return Prompt(prompt.text, prompt.messages, prompt.output_tokens, adapter=prompt.adapter, at=second)
+
+
+def _of_line(line: Mapping[str, Any]) -> tuple[float, Prompt]:
+    """Return the time and the prompt of a line. Raises ValueError, KeyError, TypeError or AttributeError."""
+    time = datetime.fromisoformat(line["eventMetadata"]["inferenceTime"]).timestamp()
+    given = line["captureData"]["endpointInput"]
+    data = given["data"]
+    body = json.loads(base64.b64decode(data, validate=True) if given.get("encoding") == "BASE64" else data)
+    return time, _of_body(body)
+
+
+def _of_body(body: Mapping[str, Any]) -> Prompt:
+    parameters = {**body, **(body.get("parameters") or {})}
+    tokens = next((int(parameters[name]) for name in _LENGTHS if parameters.get(name) is not None), None)
+    messages, text, adapter = body.get("messages"), body.get("prompt", body.get("inputs")), body.get("adapters")
+    if isinstance(messages, list) and messages:
+        return Prompt("", tuple(dict(message) for message in messages), tokens)
+    if not isinstance(text, str) or not text:
+        raise ValueError("the body has neither messages nor the text of a prompt")
+    return Prompt(text, output_tokens=tokens, adapter=adapter if isinstance(adapter, str) else None)

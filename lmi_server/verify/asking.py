@@ -1,0 +1,91 @@
+"""Asks a server for greedy answers with their log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from lmi_server.bench.workload import Prompt
+from lmi_server.client.server_calls import ServerCalls
+from lmi_server.contract.errors import ConfigurationError
+
+_TOP = 5  # tokens at each place whose log-probabilities are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of an answer, its log-probability, and those of the likeliest tokens at its place."""
+
+    text: str
+    logprob: float
+    top: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a prompt, and the seconds until it was complete; `error` says why there is none."""
+
+    text: str = ""
+    tokens: tuple[Token, ...] = ()
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two that are compared: a model of a server, or one version of it."""
+
+    title: str
+    server: ServerCalls
+    model: str
+    version: str | None = None
+
+    def ask(self, prompt: Prompt, output_tokens: int, timeout_s: float) -> Answer:
+        """Return the greedy answer to a prompt; a failure is an answer, too."""
+        is_chat = bool(prompt.messages)
+        query = "" if self.version is None else f"?{urlencode({'model_version': self.version})}"
+        path = f"/v1/{'chat/completions' if is_chat else 'completions'}{query}"
+        began = time.perf_counter()
+        try:
+            with self.server.open("POST", path, timeout_s, self._body(prompt, output_tokens)) as response:
+                data = response.read()
+            seconds = time.perf_counter() - began
+            choice = json.loads(data)["choices"][0]
+            return _of_chat(choice, seconds) if is_chat else _of_completion(choice, seconds)
+        except ConfigurationError as error:
+            return Answer(error=error.message)
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            return Answer(error=f"the answer cannot be read: {error!r}"[:300])
+
+    def _body(self, prompt: Prompt, output_tokens: int) -> dict[str, Any]:
+        tokens = min(prompt.output_tokens or output_tokens, output_tokens)
+        body = {"model": prompt.adapter or self.model, "max_tokens": tokens, "temperature": 0}
+        if prompt.messages:
+            return {**body, "messages": prompt.chat, "logprobs": True, "top_logprobs": _TOP}
+        return {**body, "prompt": prompt.text, "logprobs": _TOP}
+
+
+def _of_completion(choice: Mapping[str, Any], seconds: float) -> Answer:
+    found = choice["logprobs"] or {}
+    tops = found.get("top_logprobs") or [{}] * len(found.get("tokens", ()))
+    tokens = zip(found.get("tokens", ()), found.get("token_logprobs", ()), tops, strict=True)
+    return Answer(
+        str(choice["text"]), tuple(Token(text, float(value), dict(top or {})) for text, value, top in tokens), seconds
+    )
+
+
+def _of_chat(choice: Mapping[str, Any], seconds: float) -> Answer:
+    entries = (choice.get("logprobs") or {}).get("content") or ()
+    tokens = tuple(
+        Token(
+            entry["token"],
+            float(entry["logprob"]),
+            {top["token"]: float(top["logprob"]) for top in entry["top_logprobs"]},
+        )
+        for entry in entries
+    )
+    return Answer(str(choice["message"].get("content") or ""), tokens, seconds)

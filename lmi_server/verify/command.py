@@ -1,0 +1,111 @@
+"""`lmi-server verify`: asks two versions of a model the same, and says what changed."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmi_server.bench.prompts.prompt_files import read_prompts
+from lmi_server.bench.workload import Prompt, RandomPrompts
+from lmi_server.client.server_calls import Headers, parse_headers
+from lmi_server.client.terminal import plain_configuration_errors
+from lmi_server.contract.errors import ConfigurationError
+from lmi_server.files.whole_files import write_text
+from lmi_server.verify import report
+from lmi_server.verify.asking import Side
+from lmi_server.verify.comparison import Pair, Summary, compare, summarize
+from lmi_server.verify.sides import NEW, OLD, Given, opened
+
+_WORDS = 48  # of a random prompt
+
+
+def verify(
+    old: Annotated[str, typer.Argument(help="URL of a server, model directory, or with --server a version.")],
+    new: Annotated[str, typer.Argument(help="The same of what is to take its place.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Prompts: a file for bench, or a captured one; random words without it.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(help="Server of a model in two versions, which OLD and NEW name then.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Name of the model on servers.")] = "lmi",
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value in place of that in the serving.properties of NEW.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 50,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 64,
+    max_changed: Annotated[
+        float | None, typer.Option(help="Percent of answers that may change; the exit code is 1 beyond that.")
+    ] = None,
+    max_slower: Annotated[
+        float | None, typer.Option(help="Times as slow as before that new may be, at the lower end of the interval.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for an answer.")] = 600,
+    load_timeout: Annotated[float | None, typer.Option(help="Seconds for loading a model directory.")] = None,
+    header: Headers = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for all answers and figures.")] = None,
+) -> None:
+    """Ask two versions of a model the same, greedily, and print which answers changed, by how much, and the speed."""
+    with plain_configuration_errors(), tempfile.TemporaryDirectory() as directory:
+        prompts = _prompts(data, requests)
+        sides = Given(OLD, old, {}), Given(NEW, new, _settings(changes or ()))
+        headers = dict(parse_headers(header or ()))
+        log = Path(directory, "server.log")
+        with opened(*sides, server, model, headers, log, load_timeout) as (before, after):
+            pairs = list(_ask(prompts, before, after, output_tokens, timeout))
+    summary = summarize(pairs)
+    for line in report.lines(summary, pairs):
+        typer.echo(line)
+    if json_file is not None:
+        with plain_configuration_errors():
+            write_text(json_file, report.as_json(summary, pairs))
+    complaints = list(_complaints(summary, max_changed, max_slower))
+    for complaint in complaints:
+        typer.echo(f"not as it should be: {complaint}", err=True)
+    if complaints:
+        raise typer.Exit(1)
+
+
+def _ask(prompts: Sequence[Prompt], old: Side, new: Side, output_tokens: int, timeout_s: float) -> Iterator[Pair]:
+    """Yield the pair of each prompt. The one that is asked first changes from prompt to prompt."""
+    for side in (old, new):  # the first answer pays for what is made then
+        side.ask(prompts[0], 2, timeout_s)
+    for number, prompt in enumerate(prompts):
+        first, second = (new, old) if number % 2 else (old, new)
+        answers = {side.title: side.ask(prompt, output_tokens, timeout_s) for side in (first, second)}
+        yield compare(_shown(prompt), answers[old.title], answers[new.title])
+
+
+def _shown(prompt: Prompt) -> str:
+    return prompt.text or str(prompt.messages[-1].get("content", ""))
+
+
+def _prompts(data: Path | None, count: int) -> list[Prompt]:
+    if data is None:
+        return list(itertools.islice(RandomPrompts(_WORDS, 64).prompts(0), count))
+    return read_prompts(data)[:count]
+
+
+def _settings(changes: Sequence[str]) -> dict[str, str]:
+    pairs = [change.partition("=") for change in changes]
+    for key, separator, _ in pairs:
+        if not (key and separator):
+            raise ConfigurationError(f'--set "{key}" is not allowed; allowed: key=value')
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _complaints(summary: Summary, max_changed: float | None, max_slower: float | None) -> Iterator[str]:
+    if summary.failed_new > summary.failed_old:
+        yield f"{summary.failed_new} requests failed, and {summary.failed_old} before"
+    if summary.failed_old == summary.prompts:
+        yield "no request was answered before, so that nothing was compared"
+    if max_changed is not None and summary.changed * 100 > max_changed * summary.compared:
+        yield f"{summary.changed} of {summary.compared} answers changed; --max-changed {max_changed:g} percent"
+    if max_slower is not None and summary.latency is not None and summary.latency.interval[0] > max_slower:
+        low = summary.latency.interval[0]
+        yield f"a token takes {low:.3f} times as long at least; --max-slower {max_slower:g}"

@@ -1,0 +1,107 @@
+"""`lmi-server verify`: which answers changed, by how much, and how the speed did."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+from forked_servers import run_command
+from paths import ROOT
+from server_helpers import make_model, running
+
+from lmi_server.bench.paired import PairedRatios
+from lmi_server.verify.asking import Answer, Token
+from lmi_server.verify.comparison import compare, summarize
+from lmi_server.verify.report import as_json, lines
+
+
+def verify(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return run_command("verify", *map(str, arguments), env=os.environ, cwd=ROOT)
+
+
+def answer(*texts: str, logprob: float = -0.5, seconds: float = 1.0, **tops: float) -> Answer:
+    tokens = tuple(Token(text, logprob, {text: logprob, **tops}) for text in texts)
+    return Answer("".join(texts), tokens, seconds)
+
+
+def test_a_tie_is_told_from_a_change_of_mind() -> None:
+    tie = compare("p", answer("a", "b", c=-0.55), answer("a", "c", logprob=-0.6))
+    assert (tie.changed, tie.place, tie.is_beyond) == (True, 1, False)
+    assert tie.gap == pytest.approx(0.05)
+    assert tie.shifts == pytest.approx((-0.1,))
+    change = compare("p", answer("a", "b", c=-9.0), answer("a", "d"))
+    assert (change.place, change.is_beyond, change.gap) == (1, True, 8.5)
+    shorter = compare("p", answer("a", "b"), answer("a"))
+    assert (shorter.changed, shorter.place, shorter.gap) == (True, 1, None)
+    summary = summarize([tie, change, shorter, compare("p", answer("a"), answer("a"))])
+    assert (summary.prompts, summary.changed, summary.ties) == (4, 3, 1)
+
+
+def test_errors_are_counted_and_compare_nothing() -> None:
+    pairs = [compare("p", answer("a"), Answer(error="no")), compare("p", Answer(error="no"), Answer(error="no"))]
+    summary = summarize(pairs)
+    assert (summary.failed_old, summary.failed_new, summary.changed, summary.latency) == (1, 2, 0, None)
+    assert json.loads(as_json(summary, pairs))["pairs"][0]["error"] == "no"
+
+
+def test_a_report_forges_no_line_and_controls_no_terminal() -> None:
+    hostile = "\x1b[2J\nchanged      0 of 9 answers\u202e"
+    pairs = [
+        compare(hostile, answer("a", hostile), answer("a", "b")),
+        compare(hostile, answer("a"), Answer(error=hostile)),
+    ]
+    printed = "\n".join(lines(summarize(pairs), pairs))
+    assert "\x1b" not in printed
+    assert "\u202e" not in printed
+    assert sum(line.startswith("changed ") for line in printed.splitlines()) == 1
+
+
+def test_the_interval_of_paired_ratios_holds_the_true_median_as_often_as_it_says() -> None:
+    chance = random.Random(3)
+    held = 0
+    for _ in range(400):
+        found = PairedRatios.from_values(chance.lognormvariate(0.2, 0.5) for _ in range(30))
+        low, high = found.interval
+        held += low <= 2.718281828**0.2 <= high
+        assert found.confidence >= 0.95
+    assert held >= 370
+    assert PairedRatios.from_values([1.0, 2.0]).interval == (1.0, 2.0)
+    assert len(PairedRatios.from_values(range(1, 3001)).values) == 3000
+
+
+def test_servers_directories_and_versions_are_compared(tmp_path: Path) -> None:
+    one, two = make_model(tmp_path / "one"), make_model(tmp_path / "two", echo_delay_ms=5)
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"word{number} b", "max_tokens": 4}) + "\n" for number in range(8)))
+    with running(one) as server:
+        server.log_line(r"\] ready: process")
+        url = f"http://127.0.0.1:{server.port}"
+        for version in ("1", "2"):
+            registered = {"url": str(two), "model_name": "pair", "model_version": version}
+            assert server.http.post("/models", params=registered).status_code == 200
+        same = verify(url, url, "--model", "one", "--data", str(data), "--max-changed", "0")
+        assert same.returncode == 0, same.stderr
+        assert "changed      0 of 8 answers" in same.stdout
+        versions = ("1", "2", "--server", url, "--model", "pair", "--data", str(data))
+        found = verify(*versions, "--json", str(tmp_path / "found.json"))
+        assert found.returncode == 0, found.stderr
+        assert json.loads((tmp_path / "found.json").read_text())["summary"]["changed"] == 0
+        slower = verify(url, url, "--model", "nobody", "--data", data)
+        assert slower.returncode == 1
+        assert "no request was answered before" in slower.stderr
+        wrong = verify(url, url, "--set", "option.x=1", "--data", str(data))
+        assert "changes a model directory" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_a_directory_that_became_slower_is_found(tmp_path: Path) -> None:
+    one = make_model(tmp_path / "one")
+    arguments = ("--set", "option.echo_delay_ms=30", "--requests", "8", "--output-tokens", "4", "--max-slower", "1.5")
+    found = verify(str(one), str(one), *arguments)
+    assert found.returncode == 1, found.stdout
+    assert "--max-slower 1.5" in found.stderr
+    assert "changed      0 of 8 answers" in found.stdout
