@@ -182,12 +182,7 @@ def _freeing(runner: ModelRunner) -> Callable[[], None] | None:
     cache = runner.cache
     if not isinstance(cache, KVCache) or runner.device.type != "cpu" or own_rank().size > 1:
         return None
-
-    def free() -> None:
-        for slot in range(cache.slots):
-            cache.trim(slot, 0)
-
-    return free
+    return cache.give_back
 
 
 def _checked_images(loaded: LoadedModel, runner: ModelRunner) -> ImageModel | None:

@@ -141,6 +141,11 @@ class KVCache:
                 if begin < end:
                     area.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
+    def give_back(self) -> None:
+        """Give all memory back to the system where it is pages of the host; every slot holds zeros then."""
+        for area in self._maps:
+            area.madvise(mmap.MADV_DONTNEED)
+
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)

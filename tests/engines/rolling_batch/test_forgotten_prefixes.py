@@ -50,6 +50,5 @@ def test_a_cache_whose_memory_was_given_back_serves_again() -> None:
     for _ in range(3):
         assert engine.generate(prompt, max_new_tokens=6).tokens == expected
         engine.engine.forget_prefixes()
-        for slot in range(engine.runner.cache.slots):
-            engine.runner.cache.trim(slot, 0)
+        engine.runner.cache.give_back()
         assert not any(area.any() for area in (*engine.runner.cache.keys, *engine.runner.cache.values))
