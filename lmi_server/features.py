@@ -19,7 +19,8 @@ class FeatureSpec:
     - `settings`: classes derived from FeatureSettings, whose keys the settings of the server get.
     - `dialect`: an OptionalDialect, by which requests of another API are read.
     - `server`: a function that takes ServerParts, and returns the ServerFeature of one server (frontend/features.py).
-    - `commands`: for each command of `lmi-server` its function, or its Typer if it has commands of its own.
+    - `commands`: for each command of `lmi-server` its function, or its Typer if it has commands of its own. One
+      with the name of a command of the core takes its place.
     """
 
     name: str
@@ -106,6 +107,11 @@ FEATURES = (
     FeatureSpec(
         name="verify",
         commands={"verify": "lmi_server.verify.command:verify"},
+    ),
+    FeatureSpec(
+        name="canary",
+        server="frontend.canary.feature:attach",
+        commands={"reload": "lmi_server.canary.command:reload_model"},
     ),
     FeatureSpec(
         name="tune",

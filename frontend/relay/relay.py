@@ -72,7 +72,7 @@ class Relay:
                 request.read_query()
                 model = await self._find_model(request, name, version, held)
                 submission = request.submission()
-                pool = model.loaded()
+                pool = model.serving(submission[0])
                 if pool.on_demand is None and pool.gate is None:
                     job = pool.submit(*submission)
                 else:
@@ -158,6 +158,8 @@ class Relay:
             if pool.on_demand is not None:
                 pool.on_demand.release(job.request)
         arrived, body, trace = request.arrived, request.body or b"", request.trace
+        if model.trial is not None:
+            model.trial.note(pool, job, status)
         traceparent = request.properties.get("traceparent")
         self.reports.report_answer(status, arrived, model, job, body, request.scope, trace, traceparent)
 
@@ -193,10 +195,10 @@ class Relay:
 async def _submit_holding(model: Model, received: Input, *limits: Any) -> tuple[WorkerPool, Job]:
     """Have `model` accept a request once its gate and its adapter are there; meanwhile it may get another pool."""
     while True:
-        pool = model.loaded()
+        pool = model.serving(received)
         if pool.gate is not None:
             await pool.gate()
-            if pool is not model.pool:
+            if pool is not model.serving(received):
                 continue
         if pool.on_demand is None:
             return pool, pool.submit(received, *limits)
@@ -205,5 +207,5 @@ async def _submit_holding(model: Model, received: Input, *limits: Any) -> tuple[
         try:
             return pool, await pool.submit_holding(pool.on_demand, named, *limits)
         except ModelNotReadyError:
-            if pool is model.pool:
+            if pool is model.serving(received):
                 raise

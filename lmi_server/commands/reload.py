@@ -29,14 +29,14 @@ def reload_model(
     """
     with plain_configuration_errors():
         server = ServerCalls(url, dict(parse_headers(header or ())))
-        name = model or _only_model(server)
+        name = model or only_model(server)
         path = "/".join(quote(part, safe="") for part in name.split(":", 1))
         began = time.monotonic()
         server.json("POST", f"/models/{path}/reload", None)
     typer.echo(f"{name}: loaded again in {time.monotonic() - began:.1f} s")
 
 
-def _only_model(server: ServerCalls) -> str:
+def only_model(server: ServerCalls) -> str:
     """Return the name of the one model. Raises ConfigurationError if there is another number of them."""
     rows = server.json("GET", "/models", _LIST_S)["models"]
     labels = [":".join(filter(None, (row["modelName"], row.get("version")))) for row in rows]

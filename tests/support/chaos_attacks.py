@@ -40,13 +40,15 @@ class Attacks:
     async def run(self, stopping: asyncio.Event) -> None:
         """Attack again and again. A real model takes seconds to load, so that it is hit seldom."""
         attacks = [*[self._hit] * 3, self._hit_group, self._hit_any, self._freeze, self._cut_link, self._scale]
-        attacks.append(self._register)
+        attacks += [self._register, self._nap, self._try_version]
         while not stopping.is_set():
             self.done.append(await self._chance.choice(attacks)())
             await asyncio.sleep(_PAUSE_S * (0.5 + self._chance.random()))
 
     async def settle(self) -> None:
-        """Take back what scaling has changed."""
+        """Take back what scaling has changed, and what sleeps or is tried."""
+        await self._take_back()
+        assert (await self._http.post("/wake_up", params={"model": "echo"})).status_code in (200, 500, 503)
         await self._put_workers("echo", 2, 2)
 
     # --- processes ---
@@ -112,6 +114,28 @@ class Attacks:
     async def _put_workers(self, model: str, least: int, most: int) -> None:
         answer = await self._http.put(f"/models/{model}", params={"min_worker": least, "max_worker": most})
         assert answer.status_code in (200, 500, 503), answer.text  # a new worker may have been hit while it loaded
+
+    async def _nap(self) -> str:
+        """Put a model to sleep while it is asked, and wake it."""
+        level, mode = self._chance.randrange(3), self._chance.choice(["abort", "wait"])
+        await self._take_back()  # a model that is loaded again falls asleep after that
+        slept = await self._http.post("/sleep", params={"model": "echo", "level": level, "mode": mode})
+        assert slept.status_code in (200, 500, 503), slept.text  # a worker may have been hit meanwhile
+        woken = await self._http.post("/wake_up", params={"model": "echo"})
+        assert woken.status_code in (200, 500, 503), woken.text
+        return f"echo slept at level {level}, {mode}"
+
+    async def _try_version(self) -> str:
+        """Have a new version tried for a while, on requests or on copies."""
+        shadow = self._chance.choice(["true", "false"])
+        rules = {"requests": 200, "duration": 2, "synchronous": "false", "max_slower": 1000}
+        answer = await self._http.post("/models/echo/canary", params={"share": "50%", "shadow": shadow, **rules})
+        assert answer.status_code in (202, 409, 503), answer.text
+        return f"a version of echo is tried, shadow={shadow}"
+
+    async def _take_back(self) -> None:
+        answer = await self._http.post("/models/echo/canary/take_back")
+        assert answer.status_code in (200, 404, 409), answer.text
 
     async def _register(self) -> str:
         """Register a model, ask it, and take it away while it is asked."""

@@ -21,6 +21,7 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
     "route": ("frontend.route", "lmi_server.route"),
     "bench": ("lmi_server.bench",),
     "verify": ("lmi_server.verify",),
+    "canary": ("frontend.canary", "lmi_server.canary"),
     "tune": ("lmi_server.tune",),
     "advise": ("lmi_server.advise",),
     "schema": ("lmi_server.schema",),
@@ -30,6 +31,7 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
 
 BUILT_ON: Mapping[str, Sequence[str]] = {
     "verify": ("bench",),
+    "canary": ("bench",),
     "tune": ("bench",),
     "advise": ("bench",),
 }

@@ -33,7 +33,7 @@ from lmi_server.serving.adapters.adapter_store import OnDemand
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.model_store import ModelSource
-from lmi_server.serving.models.registry import ModelRegistry
+from lmi_server.serving.models.registry import ModelRegistry, Proof
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
 
@@ -110,7 +110,7 @@ class ClusterRegistry(ModelRegistry):
     async def unregister(self, name: str, version: str | None = None) -> None:
         raise BadParameterError(_ELSEWHERE)
 
-    async def reload_model(self, model: Model) -> None:
+    async def reload_model(self, model: Model, prove: Proof | None = None) -> None:
         raise BadParameterError(_ELSEWHERE)
 
     async def _make_pool(self, model: Model, before: WorkerPool | None = None) -> WorkerPool:

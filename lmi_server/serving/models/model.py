@@ -7,18 +7,30 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import LmiServerError, ModelNotFoundError, ModelNotReadyError
 from lmi_server.contract.progress import Progress
+from lmi_server.contract.protocol import Input
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.files.file_state import FileState
 from lmi_server.serving.models.model_store import ModelSource
 from lmi_server.serving.models.reload import Reload, ReloadStatus
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
+from lmi_server.supervisor.job import Job
+
+
+class Trial(Protocol):
+    """Another pool that gets a part of a model's requests until it is known whether it takes the place of the first."""
+
+    def choose(self, pool: WorkerPool, request: Input) -> WorkerPool:
+        """Return the pool that gets a request, which would go to `pool`; the same for the same request."""
+
+    def note(self, pool: WorkerPool, job: Job, status: int) -> None:
+        """Take note of a request that has ended, with the status under which it counts."""
 
 
 class Model:
@@ -27,6 +39,7 @@ class Model:
     `reload` is the last attempt to load it again, and `reloads` counts how they ended. `directory` is the local one
     with its configuration, None before it is there; `configured_by` is the state of that file when it was read.
     `fetching` is the last that a fetch of its files reported. `notes` return what features add to its description.
+    While there is a `trial`, it chooses where requests go.
     """
 
     def __init__(self, source: ModelSource, at_startup: bool) -> None:
@@ -37,6 +50,7 @@ class Model:
         self.configured_by: FileState = None
         self.fetching: Progress | None = None
         self.notes: dict[str, Callable[[], Any]] = {}
+        self.trial: Trial | None = None
         self.reload: Reload | None = None
         self.reloads: Counter[ReloadStatus] = Counter()
         self.resolved: ResolvedModel | None = None
@@ -135,6 +149,11 @@ class Model:
             reason = "it is loading" if self.failed is None else self.failed.message
             raise ModelNotReadyError(f"Model is not ready: {self.name}: {reason}")
         return self.pool
+
+    def serving(self, request: Input) -> WorkerPool:
+        """Return the pool that gets a request. Raises ModelNotReadyError as `loaded` does."""
+        pool = self.loaded()
+        return pool if self.trial is None else self.trial.choose(pool, request)
 
 
 class Endpoint:

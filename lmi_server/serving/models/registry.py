@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.configuration.layers import DERIVED
@@ -35,6 +35,9 @@ from lmi_server.serving.pool.worker_pool import SHUTTING_DOWN, WORKER_STOP_S, Wo
 from lmi_server.supervisor.log import LEVELS
 
 logger = logging.getLogger(__name__)
+
+Proof = Callable[[Model], Awaitable[None]]
+"""Returns once a model that was loaded beside another one may take its place; raises LmiServerError if it may not."""
 
 _RELOAD_DRAIN_S = 600.0  # for the requests of the workers that a reload replaces; as when a model is scaled down
 
@@ -131,20 +134,23 @@ class ModelRegistry(ModelCatalog):
             await self.reload_model(model)
         return models
 
-    async def reload_model(self, model: Model) -> None:
-        """Load one version of a model again as `reload` does; after a load that has begun already."""
+    async def reload_model(self, model: Model, prove: Proof | None = None) -> None:
+        """Load one version of a model again as `reload` does; after a load that has begun already.
+
+        With `prove` the new workers get the requests once that has returned. Its error is why they do not.
+        """
         await model.settled.wait()
         await model.until_reloaded()
         if model not in self.models:
             raise _unregistered_error(model)
         self._refuse_if_draining()
         model.reload = reload = Reload()
-        model.task = asyncio.create_task(self._reload(model, reload))
+        model.task = asyncio.create_task(self._reload(model, reload, prove))
         await reload.wait()
         if reload.failure is not None:
             raise reload.failure
 
-    async def _reload(self, model: Model, reload: Reload) -> None:
+    async def _reload(self, model: Model, reload: Reload, prove: Proof | None) -> None:
         logger.info("model %s: loading it again beside its workers", model.label)
         self._coming[model.label] = after = Model(model.source, model.at_startup)
         failure: LmiServerError | None = _unregistered_error(model)  # unless something else happens
@@ -156,6 +162,8 @@ class ModelRegistry(ModelCatalog):
             except RollingBatchError as error:
                 await self._batch_statically(after, error, model.pool)
                 await after.pool.complete()
+            if prove is not None:
+                await prove(after)
             self._replace(model, after)
             failure = None
         except LmiServerError as error:

@@ -1,0 +1,133 @@
+"""Copies of requests for a new version: their answers go nowhere but into a comparison."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+from frontend.canary.comparison import Compared
+from frontend.canary.figures import Figures
+from frontend.http.clients import Send
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.protocol import Error, Input, Reply
+from lmi_server.dialects.errors import error_reply
+from lmi_server.serving.pool.worker_pool import WorkerPool
+from lmi_server.supervisor.job import Job
+
+MAX_ANSWER = 1 << 18  # bytes of an answer that are compared; a longer one is not
+_MAX_COPIES = 64  # at a time
+
+
+class SentAnswer:
+    """The answer that a client gets, up to a bound, and when it was complete."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.began = time.monotonic()
+        self.seconds = 0.0
+        self.is_good = False
+        self.ended: asyncio.Future[None] | None = None  # of the copy that waits for it
+
+    def sending(self, send: Send) -> Send:
+        """Return what takes down the answer that goes to `send`."""
+
+        async def take(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self.is_good = message["status"] == 200
+            elif self.ended is not None and len(self.data) <= MAX_ANSWER:
+                self.data += message.get("body", b"")[: MAX_ANSWER + 1]
+            await send(message)
+
+        return take
+
+    def end(self) -> None:
+        """Note that the request has ended, well or not."""
+        self.seconds = time.monotonic() - self.began
+        if self.ended is not None and not self.ended.done():
+            self.ended.set_result(None)
+
+
+SENT: ContextVar[SentAnswer | None] = ContextVar("SENT", default=None)
+"""The answer to the request that the running task serves, while any model has copies made."""
+
+
+class Copies:
+    """Has a new version answer copies of requests. No request waits for its copy; the number of copies is bounded."""
+
+    def __init__(self, pool: WorkerPool, figures: Figures, compared: Compared) -> None:
+        self._compared = compared
+        self._pool = pool
+        self._figures = figures
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def make(self, request: Input) -> None:
+        """Make a copy of the request that the running task is about to serve."""
+        sent = SENT.get()
+        if sent is None or sent.ended is not None or len(self._tasks) >= _MAX_COPIES:
+            self._compared.skipped += 1
+            return
+        sent.ended = asyncio.get_running_loop().create_future()
+        try:
+            job = self._pool.submit(request, _nothing)
+        except LmiServerError as error:
+            self._figures.add(error_reply(request.route, error)[0], 0.0)
+            return
+        task = asyncio.create_task(self._follow(job, sent))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Drop the copies that run."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, job: Job, sent: SentAnswer) -> None:
+        try:
+            answer = await _whole(job)
+            seconds = time.monotonic() - job.queued_at
+            terminal = job.reply.terminal
+            status = _status(job)
+            tokens = 0 if terminal is None or isinstance(terminal, Error) or not terminal.summary else (
+                terminal.summary.output_tokens
+            )  # fmt: skip
+            self._figures.add(status, seconds / max(tokens, 1))
+            assert sent.ended is not None
+            await sent.ended
+            if status != 200 or not sent.is_good or max(len(answer), len(sent.data)) > MAX_ANSWER:
+                self._compared.skipped += 1
+            else:
+                self._compared.add(bytes(sent.data), answer, seconds / max(sent.seconds, 1e-6))
+        finally:
+            self._pool.dispatcher.cancel(job)
+
+
+async def _whole(job: Job) -> bytes:
+    """Return an answer, up to a byte more than the bound, once it is complete."""
+    data, reply = bytearray(), job.reply
+    while True:
+        await reply.wait()
+        terminal, piece = reply.terminal, reply.take()
+        data += piece[: max(MAX_ANSWER + 1 - len(data), 0)]
+        if terminal is not None and not reply.unread:
+            return bytes(data) + (terminal.data[: MAX_ANSWER + 1] if isinstance(terminal, Reply) else b"")
+        if reply.is_held:
+            job.release()
+
+
+def _status(job: Job) -> int:
+    terminal = job.reply.terminal
+    if isinstance(terminal, Error):
+        return error_reply(job.request.route, terminal.exception())[0]
+    if isinstance(terminal, Reply):
+        return terminal.status
+    assert terminal is not None
+    return job.reply.head.status if terminal.status == 200 and job.reply.head is not None else terminal.status
+
+
+def _nothing() -> None:
+    """Do nothing: a copy has no connection to close."""

@@ -1,0 +1,46 @@
+"""How the requests of one version of a model ended, and how long they took."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmi_server.bench.paired import PairedRatios
+
+FAILED = 500
+LMI_FAILED = 424  # LMI's status of a request that its handler has failed
+_KEPT = 2000  # latencies
+
+
+@dataclass
+class Figures:
+    """Counts and latencies. `seconds` are the latest seconds per output token, or per answer without a text."""
+
+    requests: int = 0
+    errors: int = 0
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def add(self, status: int, seconds: float) -> None:
+        """Count a request that has ended; only answers have a latency."""
+        self.requests += 1
+        if status >= FAILED or status == LMI_FAILED:
+            self.errors += 1
+        elif status < 400:
+            self.seconds.append(seconds)
+
+    @property
+    def error_rate(self) -> float:
+        return self.errors / self.requests if self.requests else 0.0
+
+    @property
+    def latency(self) -> PairedRatios | None:
+        """Return the latencies with an interval of their median; None without any."""
+        return PairedRatios.from_values(self.seconds) if self.seconds else None
+
+    def described(self) -> dict[str, Any]:
+        """Return what the management API says."""
+        latency = self.latency
+        median = {} if latency is None else {"medianMs": latency.median * 1000}
+        interval = {} if latency is None else {"intervalMs": [bound * 1000 for bound in latency.interval]}
+        return {"requests": self.requests, "errors": self.errors, **median, **interval}

@@ -1,0 +1,80 @@
+"""`lmi-server reload` with a share of the requests first (`--canary`), or with copies of them (`--shadow`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+from urllib.parse import quote, urlencode
+
+import typer
+
+from lmi_server.client.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
+from lmi_server.client.terminal import plain_configuration_errors
+from lmi_server.commands import reload as plain
+from lmi_server.contract.errors import ConfigurationError
+
+
+def reload_model(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Name of the model, or name:version; it may be left out if it is one."),
+    ] = None,
+    url: Annotated[str, typer.Option(help="The server.")] = DEFAULT_URL,
+    header: Headers = None,
+    canary: Annotated[
+        str | None, typer.Option(help="Share of the requests that the new version gets at first, such as 5%.")
+    ] = None,
+    shadow: Annotated[
+        bool, typer.Option(help="Copies of requests go to the new version; clients get the answers of the old one.")
+    ] = False,
+    requests: Annotated[int | None, typer.Option(help="Requests after which the new version is judged.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds within which so many must have come.")] = None,
+    max_errors: Annotated[
+        float | None, typer.Option(help="Percent points by which the share of errors may be higher.")
+    ] = None,
+    max_slower: Annotated[
+        float | None, typer.Option(help="Times as slow as before that the new version may be.")
+    ] = None,
+    max_changed: Annotated[
+        float | None, typer.Option(help="With --shadow: percent of the answers that may be others.")
+    ] = None,
+    promote: Annotated[bool, typer.Option(help="Let the version that is being tried take the place now.")] = False,
+    take_back: Annotated[bool, typer.Option(help="End the version that is being tried.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait for the outcome.")] = True,
+) -> None:
+    """Load a model of a running server again, with its files as they are now, and switch without losing a request.
+
+    The model serves on while it is loaded beside itself. If that fails, it serves on as before, and the exit code is 1.
+    With --canary or --shadow the new version must first be as good as the old one.
+    """
+    rules = {
+        "requests": requests,
+        "duration": duration,
+        "max_errors": max_errors,
+        "max_slower": max_slower,
+        "max_changed": max_changed,
+    }
+    given = {name: str(value) for name, value in rules.items() if value is not None}
+    if canary is None and not (shadow or promote or take_back):
+        with plain_configuration_errors():
+            if given:
+                raise ConfigurationError(f"--{next(iter(given)).replace('_', '-')} needs --canary or --shadow")
+        plain.reload_model(model, url, header)
+        return
+    with plain_configuration_errors():
+        if len([each for each in (canary is not None and not shadow, shadow, promote, take_back) if each]) != 1:
+            raise ConfigurationError("--canary, --shadow, --promote and --take-back exclude each other: give one")
+        server = ServerCalls(url, dict(parse_headers(header or ())))
+        name = model or plain.only_model(server)
+        if promote or take_back:
+            _call(server, name, "/promote" if promote else "/take_back", {})
+            typer.echo(f"{name}: {'promoted' if promote else 'taken back'}")
+            return
+        given |= {"shadow": str(shadow).lower(), "synchronous": str(wait).lower()}
+        answer = _call(server, name, "", given | ({} if canary is None else {"share": canary}))
+    typer.echo(f"{name}: {answer['status']}")
+
+
+def _call(server: ServerCalls, name: str, action: str, parameters: dict[str, str]) -> Any:
+    model, _, version = name.partition(":")
+    query = urlencode(parameters | ({"model_version": version} if version else {}))
+    return server.json("POST", f"/models/{quote(model, safe='')}/canary{action}?{query}", None)
