@@ -13,7 +13,7 @@ from lmi_server.route.limits import Accounts
 from lmi_server.route.pool import RoutePool, RouteSettings
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.model_store import ModelSource
-from lmi_server.serving.models.registry import ModelRegistry
+from lmi_server.serving.models.registry import ModelRegistry, Proof
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 
@@ -134,5 +134,5 @@ class RouteRegistry(ModelRegistry):
     async def unregister(self, name: str, version: str | None = None) -> None:
         raise BadParameterError(_ELSEWHERE)
 
-    async def reload_model(self, model: Model) -> None:
+    async def reload_model(self, model: Model, prove: Proof | None = None) -> None:
         raise BadParameterError(_ELSEWHERE)
