@@ -13,7 +13,7 @@ from lmi_server.bench.paired import PairedRatios
 
 _TEXTS = frozenset({"content", "text", "generated_text", "reasoning_content", "output_text", "delta", "partial_json"})
 _DEEPEST = 32
-_KEPT = 2000  # ratios
+_KEPT = 500  # ratios
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
@@ -45,7 +44,7 @@ class CanaryFeature(ServerFeature):
         self._models = server.models
         self._guard = server.access.guard
         self._drain_timeout_s = server.settings.drain_timeout
-        self._trials: WeakKeyDictionary[Model, CanaryTrial] = WeakKeyDictionary()  # the last one of each model
+        self._trials: dict[Model, CanaryTrial] = {}  # the last one of each model
         self._shadows: set[CanaryTrial] = set()  # those of them that have copies made
         self._reloads: set[asyncio.Task[None]] = set()
 
@@ -83,6 +82,7 @@ class CanaryFeature(ServerFeature):
         refuse_if_not_loaded(model)
         if shadow and model.loaded().on_demand is not None:
             raise BadParameterError("Parameter shadow is true; a model with a store of adapters gets no copies")
+        self._drop_removed_models()
         before = self._trials.get(model)
         if before is not None and not before.is_over:
             raise ModelExistsError(f"A new version of model {model.label} is being tried already")
@@ -139,6 +139,10 @@ class CanaryFeature(ServerFeature):
     def _model(self, request: Request, given: Mapping[str, str]) -> Model:
         return managed_model(self._models, request.path_params["model"], given.get("model_version"), "in the path")
 
+    def _drop_removed_models(self) -> None:
+        present = self._models.models
+        self._trials = {model: trial for model, trial in self._trials.items() if model in present or not trial.is_over}
+
     def families(self) -> Iterator[Family]:
         """Yield the requests of both versions while a new one is tried, and after that until the next one."""
         share = GaugeMetricFamily(
@@ -149,10 +153,8 @@ class CanaryFeature(ServerFeature):
         latency = GaugeMetricFamily(
             "lmi_canary_latency_seconds", "Median latency, of a token or of an answer.", None, labels[:2]
         )
-        for model in self._models.models:
-            trial = self._trials.get(model)
-            if trial is None:
-                continue
+        self._drop_removed_models()
+        for model, trial in self._trials.items():
             share.add_metric([model.label], trial.share if trial.verdict is Verdict.RUNNING else 0.0)
             for version, figures in (("old", trial.old), ("new", trial.new)):
                 requests.add_metric([model.label, version, "error"], figures.errors)

@@ -10,7 +10,7 @@ from lmi_server.bench.paired import PairedRatios
 
 FAILED = 500
 LMI_FAILED = 424  # LMI's status of a request that its handler has failed
-_KEPT = 2000  # latencies
+_KEPT = 500  # latencies
 
 
 @dataclass

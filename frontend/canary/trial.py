@@ -138,7 +138,7 @@ class CanaryTrial:
     async def _judge(self, pool: WorkerPool) -> None:
         """Return when the new version is to be promoted. Raises TakenBackError."""
         while True:
-            if self._asked is Verdict.PROMOTED:
+            if self._asked is Verdict.PROMOTED and pool.availability.failure is None:
                 self.reason = "a call asked for it"
                 return
             objection = self._objection(pool)

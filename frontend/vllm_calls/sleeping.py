@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from lmi_server.contract.errors import AbortedError, BadParameterError, LmiServerError, ModelNotReadyError, RequestError
 from lmi_server.contract.protocol import Command, Sleep, WakeUp
@@ -42,7 +42,7 @@ class _Rest:
 
     level: int
     since: float = field(default_factory=time.time)
-    told: set[WorkerProcess] = field(default_factory=set)
+    told: WeakSet[WorkerProcess] = field(default_factory=WeakSet)  # workers know their pool, which must not be kept
 
 
 class Sleepers:

@@ -7,7 +7,7 @@ confidence is 97 %; with fewer it is below 95 %.
 
 from __future__ import annotations
 
-import math
+import functools
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class PairedRatios:
     def from_values(cls, values: Iterable[float]) -> PairedRatios:
         """Return them with the narrowest interval whose confidence is 95 % or more, or with all of them."""
         ordered = tuple(sorted(values))
-        return cls(ordered, _left_out(len(ordered)))
+        return cls(ordered, _bounds(len(ordered))[0])
 
     @property
     def median(self) -> float:
@@ -40,15 +40,19 @@ class PairedRatios:
     @property
     def confidence(self) -> float:
         """Return the probability that the interval holds the true median."""
-        count = len(self.values)
-        return 1 - 2 * sum(math.comb(count, k) for k in range(self.left_out + 1)) / 2**count if count else 0.0
+        return _bounds(len(self.values))[1]
 
 
-def _left_out(count: int) -> int:
-    """Return how many of `count` values at each end can be left out of the interval."""
-    missed = 0
-    for k in range((count + 1) // 2):
-        missed += math.comb(count, k)
-        if 1 - 2 * missed / 2**count < _CONFIDENCE:
-            return max(k - 1, 0)
-    return 0
+@functools.lru_cache(4096)
+def _bounds(count: int) -> tuple[int, float]:
+    """Return how many of `count` values at each end can be left out of the interval, and its confidence."""
+    ways, missed = 1, 1  # of k values above the true median, and of up to k
+    left_out, confidence = 0, 1 - 2 / 2**count if count else 0.0
+    for k in range(1, (count + 1) // 2):
+        ways = ways * (count - k + 1) // k
+        missed += ways
+        held = 1 - 2 * missed / 2**count
+        if held < _CONFIDENCE:
+            break
+        left_out, confidence = k, held
+    return left_out, confidence
