@@ -83,7 +83,10 @@ def _files(directory: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         return []
-    names = set(json.loads(index.read_bytes())["weight_map"].values())
+    try:
+        names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index} has no weight_map of files ({error}); fetch it again") from error
     for name in names:
         if Path(name).name != name:
             raise ModelLoadError(f"{index}: {name!r} is no name of a file in its directory")

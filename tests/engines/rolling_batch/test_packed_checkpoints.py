@@ -84,6 +84,10 @@ def test_a_checkpoint_in_several_files_is_read(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
     with pytest.raises(ModelLoadError, match=r"'\.\./model\.safetensors' is no name of a file"):
         load(tmp_path)
+    for text in ("[]", "{", '{"weight_map": 3}'):
+        index.write_text(text)
+        with pytest.raises(ModelLoadError, match="has no weight_map of files"):
+            load(tmp_path)
 
 
 @pytest.mark.parametrize(
