@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from handlers import torch_operators
 from handlers.checkpoints.options import QUANTIZATION, QUANTIZATION_PACKAGES, TransformersOptions
 from lmi_server.contract.errors import ModelLoadError
 
@@ -179,7 +180,8 @@ class Int8Linear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
         rows = hidden.reshape(-1, self.in_features)
-        if hidden.dtype == torch.bfloat16 and rows.shape[0] <= _INT8_KERNEL_ROWS:
+        is_small = hidden.dtype == torch.bfloat16 and rows.shape[0] <= _INT8_KERNEL_ROWS
+        if is_small and torch_operators.multiplies_int8_weights():
             out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)  # widens weights on the fly
         else:
             out = nn.functional.linear(rows, self.weight.to(hidden.dtype)).mul_(self.scales)

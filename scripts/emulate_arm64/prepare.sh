@@ -3,7 +3,7 @@
 # DIR, and writes DIR/python, which runs them. It takes Debian's and Python's package indexes, 2 GB and no rights of root.
 # MIRROR is a mirror of Debian; without it, the first one of this machine's apt.
 #
-# The emulator runs one program: it starts no other of its kind, so there are no worker processes and no server.
+# The emulator runs one program, which starts no other of its kind but by DIR/python (EMULATED_PYTHON). No server runs.
 set -euo pipefail
 directory=$(mkdir -p "$1" && cd "$1" && pwd)
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -51,6 +51,7 @@ grep -E '^[A-Za-z0-9._-]+==' all.txt | grep -v -i -E '^(nvidia|cuda|triton)' | s
 cat > python <<P
 #!/usr/bin/env bash
 export PYTHONPATH=$(printf %q "$directory/site:$root") NUMBA_CACHE_DIR=$(printf %q "$directory/kernels")
+export EMULATED_PYTHON=$(printf %q "$directory/python")
 directory=$(printf %q "$directory")
 exec "\$directory/tools/usr/bin/qemu-aarch64-static" -cpu max -L "\$directory/debian" "\$directory/debian/usr/bin/python3.11" "\$@"
 P

@@ -6,6 +6,7 @@ a model computes what, and with which result. It cannot show speed, or what only
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ _aten = torch.ops.aten
 # These take tensors of two devices: copies between them, and rows chosen by indices on the CPU.
 _CROSSING = {_aten.copy_, _aten._to_copy}
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
+# These make tensors of values in Python, by no operation that a mode sees.
+_FROM_VALUES = {"tensor": torch.tensor, "as_tensor": torch.as_tensor}
 _MATH = 0  # torch's attention of plain operators; the kernels for GPUs are not there
 
 
@@ -48,15 +51,28 @@ class SimulatedDevices(TorchDispatchMode):
     """Makes the tensors of operations that name a `meta` device simulated ones."""
 
     def __enter__(self) -> SimulatedDevices:
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) builds on the CPU, and copies
+        for name, function in _FROM_VALUES.items():
+            setattr(torch, name, _copied_from_cpu(function))
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch._C._set_only_lift_cpu_tensors(False)
+        for name, function in _FROM_VALUES.items():
+            setattr(torch, name, function)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
+
+
+def _copied_from_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return `function` such that it builds on the CPU, and copies: torch drops the values of a `meta` tensor."""
+
+    def build(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != "meta":
+            return function(*args, device=device, **kwargs)
+        return function(*args, device="cpu", **kwargs).to(device)
+
+    return build
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

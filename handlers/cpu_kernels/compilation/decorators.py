@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from numba import njit
-from numba.core import registry
 
 from handlers.cpu_kernels import amx
-from handlers.cpu_kernels.compilation import kernel_cache
-from handlers.cpu_kernels.compilation.part_compiler import PartCompiler
+from handlers.cpu_kernels.compilation import private_layer
 
 
 def sources_digest(folder: Path) -> str:
@@ -25,12 +23,13 @@ def sources_digest(folder: Path) -> str:
 
 _KERNELS = Path(__file__).parent.parent
 SOURCES = sources_digest(_KERNELS)
-IS_KEPT = kernel_cache.find_place(_KERNELS)
+IS_KEPT = private_layer.find_place(_KERNELS)
 """Whether later starts, and other processes, find what is compiled."""
 
 _CHOSEN = "amx" if amx.IS_USABLE else "vectors"  # not by the processor's features alone, as numba thinks
 # C code does not call kernels, and a division by zero raises no error. Code for both takes long to compile.
 _COMPACT = {"no_cfunc_wrapper": True, "error_model": "numpy"}
+_PART = {**private_layer.part_options(), **_COMPACT}
 
 
 def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -38,8 +37,7 @@ def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     Without what Python would need to call it, and without machine code of its own, numba has much less to compile.
     """
-    least = {"no_cpython_wrapper": True, "pipeline_class": PartCompiler, **_COMPACT}
-    decorate: Callable[[Callable[..., Any]], Any] = njit(**least, **options)
+    decorate: Callable[[Callable[..., Any]], Any] = njit(**_PART, **options)
     return decorate
 
 
@@ -62,5 +60,5 @@ def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., No
 
 def target() -> tuple[str, str, str]:
     """Return what is compiled for: the kind of machine, and the name of its processor and what is used of it."""
-    kind, name, features = registry.cpu_target.target_context.codegen().magic_tuple()
+    kind, name, features = private_layer.target()
     return kind, name, f"{features},{_CHOSEN}"

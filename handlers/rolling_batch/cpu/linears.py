@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from handlers import torch_operators
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 from handlers.rolling_batch.fused.modules import is_plain
@@ -34,7 +35,7 @@ def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection
 
     The modules in `spared` have their weights read directly.
     """
-    packs = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    packs = torch_operators.packs_linears()
     places: dict[tuple[int, int, bool], list[tuple[nn.Module, str]]] = {}
     for module in list(model.modules()):
         kind_of_module: Any = type(module)  # mypy takes a type of modules for unhashable
