@@ -119,6 +119,7 @@ USED: Mapping[tuple[str, str], Members] = {
     ("outputs.py", "ScoringRequestOutput"): {"from_base": ()},
     ("engine/arg_utils.py", "AsyncEngineArgs"): {"add_cli_args": ()},
     ("engine/arg_utils.py", "EngineArgs"): {"create_engine_config": ()},
+    ("config/model.py", "ModelConfig"): {"get_num_experts": ()},
     ("multimodal/media/connector.py", "MediaConnector"): {
         "__init__": ("connection",),
         **dict.fromkeys(("load_from_url", "load_from_url_async", "_assert_url_in_allowed_media_domains"), ()),

@@ -47,7 +47,7 @@ class LmiDistOptions(InWorkerOptions):
     mpi_mode: bool = Field(False, description=MPI_MODE_DESCRIPTION)
     rolling_batch: Annotated[Literal["auto", "lmi-dist"], BeforeValidator(lower)] = "auto"
     """vLLM batches by itself with any of these values."""
-    dtype: Annotated[Dtype, Key(also=("option.data_type",)), DTYPE_NOTE] = Field(  # type: ignore[assignment]
+    dtype: Annotated[Dtype, Key(also=("option.data_type",)), DTYPE_NOTE] = Field(
         "auto",
         description="Data type of weights and KV cache; auto is the checkpoint's own, and int8 what LMI-Dist made of"
         " it: weights in 8 bits, as option.quantize=bitsandbytes8.",

@@ -17,14 +17,14 @@ from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
 from handlers.generation.media_options import MediaOptions
 from handlers.structured_output.options import WhiteSpaceLimit
 from handlers.vllm import engine_fields
-from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect
+from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
 from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     LONG_DTYPES,
     NGRAM,
     STOP_SEQUENCE_DESCRIPTION,
-    FloatDtype,
+    Dtype,
     JsonObject,
     NonNegativeFloat,
     ParallelDegree,
@@ -85,7 +85,16 @@ class VllmEngineOptions(MediaOptions):
     """GPUs that one model is split over; max is all GPUs of the machine."""
     pipeline_parallel_degree: Annotated[PositiveInt, Key(also=("option.pipeline_parallel_size",), must_agree=True)] = 1
     """Stages that the layers of one model are split into, each on its own devices."""
-    dtype: Annotated[FloatDtype, Key(also=("option.data_type",)), DTYPE_NOTE] = "auto"
+    dtype: Annotated[
+        Dtype,
+        Key(also=("option.data_type",)),
+        DTYPE_NOTE,
+        Unavailable.values(
+            "int8",
+            instead="use option.rolling_batch=scheduler with it, or option.quantize=int8_per_channel_weight_only"
+            " for a mixture of experts",
+        ),
+    ] = "auto"
     """Data type of weights and KV cache; auto is that of the checkpoint, or fp16 if that is fp32."""
     task: Annotated[str | None, NAMES_NOTHING] = None
     """Task of the model: text-generation, text-embedding, classify, ..."""

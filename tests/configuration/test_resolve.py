@@ -850,6 +850,20 @@ def test_arguments_by_the_names_of_vllm_reach_the_engine(write: Write) -> None:
     assert given.items() <= found.options.engine_arguments().items()
 
 
+def test_vllm_refuses_int8_with_what_has_8_bits(write: Write) -> None:
+    (said,) = refusal(write("option.rolling_batch=vllm\noption.dtype=int8"))
+    assert said.endswith(
+        "use option.rolling_batch=scheduler with it, or option.quantize=int8_per_channel_weight_only for a mixture of"
+        " experts"
+    )
+    for remedy in (
+        "option.rolling_batch=scheduler\noption.dtype=int8",
+        "option.rolling_batch=vllm\noption.quantize=int8_per_channel_weight_only",
+    ):
+        found = inspect_model(write(remedy), {}, machine=NO_GPU)
+        assert (found.problems, found.unavailable) == ((), ())
+
+
 @pytest.mark.parametrize("line", ["option.dtype=int8", "option.quantize=bitsandbytes8", "option.quantize=bitsandbytes"])
 @pytest.mark.parametrize("rolling_batch", ["lmi-dist", "auto"])
 def test_8_bits_for_lmi_dist_are_those_of_the_rolling_batch(write: Write, line: str, rolling_batch: str) -> None:

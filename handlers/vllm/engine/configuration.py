@@ -28,6 +28,7 @@ _LOAD_ERRORS: tuple[type[Exception], ...] = (
     AssertionError,
     RuntimeError,
 )
+_OF_EXPERTS = ("experts_int8", "int8_per_channel_weight_only")
 IN_STATIC_BATCHES = "; option.rolling_batch=disable serves a model of transformers in static batches"
 
 
@@ -63,6 +64,11 @@ def create_engine_config(model_dir: str, options: VllmEngineOptions) -> Any:
     arguments = engine_arguments(model_dir, options)
     with load_errors("vLLM refuses the configuration"):
         config = library.AsyncEngineArgs(**arguments).create_engine_config()
+    if arguments.get("quantization") in _OF_EXPERTS and not config.model_config.get_num_experts():
+        raise ModelLoadError(
+            f"option.quantize={arguments['quantization']}: vLLM quantises the experts of a mixture with it, and this"
+            " model has none; remove it, or use option.rolling_batch=scheduler with option.dtype=int8 in its place"
+        )
     if library.is_on_cpu() and config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = _kv_cache_bytes(config, options)
     return config

@@ -27,7 +27,7 @@ from relay_helpers import on_loop
 from rolling_batch_helpers import generated
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, byte_tokenizer, random_model
-from transformers import MambaConfig
+from transformers import MambaConfig, MixtralConfig
 from vllm_helpers import SETTINGS, Loader, make_tiny_model, tiny_llama
 from waiting import wait_until
 
@@ -538,6 +538,7 @@ def test_a_sample_runs(name: str, loader: Loader, tiny_model: Path, tmp_path: Pa
         ({"quantize": "awq"}, "awq"),
         ({"quantize": "fp8"}, "fp8"),
         ({"quantize": "nonsense"}, "nonsense"),
+        ({"quantize": "int8_per_channel_weight_only"}, "option.rolling_batch=scheduler with option.dtype=int8"),
         ({"chat_template": "missing.jinja"}, "missing.jinja"),
         ({"kv_cache_memory_gb": "0.0001"}, "No available memory for the cache blocks"),
         ({"kv_cache_memory_gb": "0.0002"}, "max seq len"),
@@ -549,6 +550,19 @@ def test_a_failed_load_says_why(options: dict[str, str], message: str, loader: L
     outcome = str(loader.load(options={**SETTINGS, "model_id": str(tiny_model), **options}))
     assert outcome.startswith("ModelLoadError: ")
     assert message in outcome
+
+
+def test_the_experts_of_a_mixture_have_8_bits(loader: Loader, tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, bos_token_id=257, eos_token_id=258,
+        pad_token_id=0,
+    )  # fmt: skip
+    random_model(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    settings = {**UNCOMPILED, "model_id": str(tmp_path), "max_model_len": "64", "dtype": "bf16"}
+    loaded = loader.load(options={**settings, "quantize": "int8_per_channel_weight_only"})
+    assert [len(tokens) for tokens in loaded["answers"]] == [4]
 
 
 def test_a_model_without_a_kernel_for_the_device_fails_to_load(loader: Loader, tmp_path: Path) -> None:
