@@ -851,7 +851,8 @@ def test_arguments_by_the_names_of_vllm_reach_the_engine(write: Write) -> None:
 
 
 def test_vllm_refuses_int8_with_what_has_8_bits(write: Write) -> None:
-    (said,) = refusal(write("option.rolling_batch=vllm\noption.dtype=int8"))
+    directory = write("option.rolling_batch=vllm\noption.dtype=int8")
+    (said,) = refusal(directory)
     assert said.endswith(
         "use option.rolling_batch=scheduler with it, or option.quantize=int8_per_channel_weight_only for a mixture of"
         " experts"
@@ -860,7 +861,8 @@ def test_vllm_refuses_int8_with_what_has_8_bits(write: Write) -> None:
         "option.rolling_batch=scheduler\noption.dtype=int8",
         "option.rolling_batch=vllm\noption.quantize=int8_per_channel_weight_only",
     ):
-        found = inspect_model(write(remedy), {}, machine=NO_GPU)
+        (directory / "serving.properties").write_text(remedy)
+        found = inspect_model(directory, {}, machine=NO_GPU)
         assert (found.problems, found.unavailable) == ((), ())
 
 
