@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers import torch_operators
 from handlers.checkpoints.options import QUANTIZATION, QUANTIZATION_PACKAGES, TransformersOptions
+from handlers.torch_operators import probes
 from lmi_server.contract.errors import ModelLoadError
 
 _MIB = 2**20
@@ -181,7 +181,7 @@ class Int8Linear(nn.Module):
         """(..., in_features) -> (..., out_features)."""
         rows = hidden.reshape(-1, self.in_features)
         is_small = hidden.dtype == torch.bfloat16 and rows.shape[0] <= _INT8_KERNEL_ROWS
-        if is_small and torch_operators.multiplies_int8_weights():
+        if is_small and probes.multiplies_int8_weights():
             out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)  # widens weights on the fly
         else:
             out = nn.functional.linear(rows, self.weight.to(hidden.dtype)).mul_(self.scales)

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers import torch_operators
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.ranks.sharding import local_bytes
+from handlers.torch_operators import probes
 from lmi_server.contract.errors import ModelLoadError
 
 _ALPHA = 0.5  # the paper's default
@@ -134,7 +134,7 @@ class DynamicInt8Linear(nn.Module):
 
 def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """(n, in) int8 by (out, in) int8 -> (n, out) int32: exact for up to 133,000 inputs, 2 ** 31 / 127 ** 2."""
-    if rows.device.type == "cpu" and not torch_operators.multiplies_integers():
+    if rows.device.type == "cpu" and not probes.multiplies_integers():
         return (rows.double() @ weight.double().t()).to(torch.int32)
     return torch._int_mm(rows, weight.t())
 

@@ -168,6 +168,7 @@ SHARED = {
     "step_loop",
     "structured_output",
     "tasks",
+    "torch_operators",
     "user_code",
     "user_modules",
 }

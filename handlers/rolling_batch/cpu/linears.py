@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from handlers import torch_operators
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 from handlers.rolling_batch.fused.modules import is_plain
+from handlers.torch_operators import probes
 
 _DECODE_ROWS = 32  # the number of rows that oneDNN lays weights out for; it computes others with the same layout
 # Bytes of weights that are measured: more than caches hold if reading them counts, fewer from _MANY_ROWS rows on.
@@ -35,7 +35,7 @@ def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection
 
     The modules in `spared` have their weights read directly.
     """
-    packs = torch_operators.packs_linears()
+    packs = probes.packs_linears()
     places: dict[tuple[int, int, bool], list[tuple[nn.Module, str]]] = {}
     for module in list(model.modules()):
         kind_of_module: Any = type(module)  # mypy takes a type of modules for unhashable

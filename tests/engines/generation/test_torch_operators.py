@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from handlers import torch_operators
 from handlers.checkpoints.quantization import Int8Linear
 from handlers.deepspeed import int8
+from handlers.torch_operators import probes
 
 Probe = Callable[[], bool]
 PROBES = (
-    torch_operators.packs_linears,
-    torch_operators.multiplies_int8_weights,
-    torch_operators.multiplies_integers,
+    probes.packs_linears,
+    probes.multiplies_int8_weights,
+    probes.multiplies_integers,
 )
 
 
@@ -36,9 +36,9 @@ def probed_anew() -> Iterator[None]:
 
 def test_the_installed_torch_has_them(caplog: pytest.LogCaptureFixture) -> None:
     """A processor without bfloat16 packs no weights, and that is no warning."""
-    assert torch_operators.multiplies_int8_weights()
-    assert torch_operators.multiplies_integers()
-    torch_operators.packs_linears()
+    assert probes.multiplies_int8_weights()
+    assert probes.multiplies_integers()
+    probes.packs_linears()
     assert not caplog.records
 
 
@@ -54,8 +54,8 @@ def zeros(rows: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("place", "name", "probe"),
     [
-        (torch.ops.aten, "_weight_int8pack_mm", torch_operators.multiplies_int8_weights),
-        (torch, "_int_mm", torch_operators.multiplies_integers),
+        (torch.ops.aten, "_weight_int8pack_mm", probes.multiplies_int8_weights),
+        (torch, "_int_mm", probes.multiplies_integers),
     ],
 )
 def test_another_operator_of_that_name_is_not_used(
@@ -78,7 +78,7 @@ def test_weights_are_not_packed_without_the_operators(name: str, monkeypatch: py
     if hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported"):
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, name, fails)
-    assert not torch_operators.packs_linears()
+    assert not probes.packs_linears()
 
 
 def test_layers_compute_the_same_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""torch's private operators, which handlers use where the installed torch has them."""
