@@ -219,7 +219,7 @@ export function Chat() {
     </div>
     <${Settings} settings=${settings} change=${(more) => setSettings({ ...settings, ...more })} />
     <div class="panes">${(both ? [0, 1] : [0]).map((index) => html`<section key=${index} class="pane"
-      aria-label=${`Chat with ${models[index]}`}>${both && html`<h3>${models[index]}</h3>`}
+      aria-label=${`${both ? `Chat ${index + 1}` : "Chat"} with ${models[index]}`}>${both && html`<h3>${models[index]}</h3>`}
       ${chats.current[index].map((entry, place) => html`<${Message} key=${place} entry=${entry}
         logprobs=${settings.logprobs} />`)}</section>`)}</div>
     <p class="skip" role="status">${running.current ? "Answering" : "Ready"}</p>
