@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 from urllib.parse import urlencode
@@ -29,6 +30,8 @@ from lmi_server.route.headers import request_lines
 from lmi_server.supervisor.control_calls import ControlCalls
 from lmi_server.supervisor.launch.remote import RemoteLaunch, RemotePlace
 from lmi_server.supervisor.worker_requests import WorkerRequests
+
+logger = logging.getLogger(__name__)
 
 _MOST_TRIES = 10
 
@@ -113,7 +116,15 @@ class Backend:
             connection.send(self._head(request), request.body(), exchange)
             return
         self._opening[number] = task = self._loop.create_task(self._open(exchange, request))
-        task.add_done_callback(lambda _: self._opening.pop(number, None))
+        task.add_done_callback(lambda task: self._opened(exchange, task))
+
+    def _opened(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
+        """End a request that an error of this router has stopped: it would wait for ever."""
+        self._opening.pop(exchange.id, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("request %d could not be sent to %s", exchange.id, self.name, exc_info=error)
+            exchange.fail("was not reached, because of an error of the router")
 
     async def _open(self, exchange: Exchange, request: Input) -> None:
         try:

@@ -215,6 +215,8 @@ class Connections:
             _, connection = await asyncio.get_running_loop().create_connection(
                 lambda: Connection(self), peer.address, peer.port, ssl=peer.context, server_hostname=peer.name
             )
+        if not connection.is_open:  # it was reset before this task went on
+            raise ConnectionResetError("the server closed the connection at once")
         return connection
 
     def keep(self, connection: Connection) -> None:
