@@ -54,6 +54,7 @@ class Server:
         self.site = site
         self.peer = peer
         self.connections = Connections(peer)
+        self._checks = Connections(peer)  # apart: these are closed after each answer, and no request may have one then
         self.is_healthy = False
         self.reason = "it was not asked yet"
         self.models: Mapping[str, frozenset[str]] = {}
@@ -111,7 +112,7 @@ class Server:
     async def _get(self, path: str) -> tuple[int, bytes]:
         """Return status and body. Raises OSError and CheckError."""
         answer = _Answer()
-        connection = await self.connections.open()  # a server that takes no new connections cannot serve
+        connection = await self._checks.open()  # a server that takes no new connections cannot serve
         key = "" if self.site.key is None else f"authorization: Bearer {self.site.key}\r\n"
         head = f"GET {self.site.base}{path} HTTP/1.1\r\nhost: {self.site.host}\r\n{key}via: 1.1 lmi-server\r\n\r\n"
         connection.send(head.encode("latin-1"), b"", answer)

@@ -25,6 +25,28 @@ class FakePlace:
         return None if self.addresses is None else {Peer(address, 8000) for address in self.addresses}
 
 
+class ListingServer(asyncio.Protocol):
+    """Answers everything with a list of models; `closed` is set while it has no connection."""
+
+    def __init__(self, connections: set[asyncio.BaseTransport], closed: asyncio.Event) -> None:
+        self._connections = connections
+        self._closed = closed
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._connections.add(transport)
+        self._closed.clear()
+
+    def data_received(self, data: bytes) -> None:
+        body = b'{"data": [{"id": "m"}]}'
+        self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self._transport)
+        if not self._connections:
+            self._closed.set()
+
+
 def test_addresses_come_and_go() -> None:
     async def follow() -> list[set[str]]:
         fleet = Fleet([URL], None, 1.0)
@@ -50,6 +72,28 @@ def test_an_address_in_digits_is_one_server() -> None:
     fleet = Fleet(["http://127.0.0.1:8000/base/v1/"], "key", 1.0)
     assert asyncio.run(fleet._places[0].peers()) == {Peer("127.0.0.1", 8000)}
     assert fleet._places[0].site[1:] == ("127.0.0.1:8000", "/base", "key")
+
+
+def test_no_request_gets_the_connection_of_a_check() -> None:
+    """It is closed once the answer of the check is read, which would be in the middle of the request."""
+
+    async def check() -> None:
+        connections, closed = set[asyncio.BaseTransport](), asyncio.Event()
+        listening = await asyncio.get_running_loop().create_server(
+            lambda: ListingServer(connections, closed), "127.0.0.1", 0
+        )
+        async with listening:
+            fleet = Fleet([f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"], None, 1.0)
+            await fleet._follow(fleet._places[0])
+            [server] = fleet.servers.values()
+            checking = asyncio.create_task(server.check())
+            while not checking.done():
+                assert server.connections.idle() is None
+                await asyncio.sleep(0)
+            assert server.models == {"m": frozenset()}
+            await asyncio.wait_for(closed.wait(), 60)
+
+    asyncio.run(check())
 
 
 @pytest.mark.parametrize(
