@@ -96,9 +96,12 @@ class BatchRunner:
     async def _begin(self, owner: str, tenant: bytes, batch_id: str) -> None:
         try:
             journal = await self._parts.threads.run(self._parts.records.store.journal, journal_key(owner, batch_id))
+            record = await self._parts.threads.run(self._unfinished, owner, batch_id, journal)
         except TakenError:
             return
-        record = await self._parts.threads.run(self._unfinished, owner, batch_id, journal)
+        except OSError as error:  # the others do not wait for this one
+            logger.error("batch %s waits, because the store fails: %s", batch_id, error)
+            return
         if record is None:
             return
         run = BatchRun(self._parts, owner, tenant, record, journal)
@@ -111,7 +114,11 @@ class BatchRunner:
 
     def _unfinished(self, owner: str, batch_id: str, journal: Journal) -> BatchRecord | None:
         """Return the record as its last server has left it; None, and close the journal, if there is nothing to do."""
-        record = self._parts.records.batch(owner, batch_id)
+        try:
+            record = self._parts.records.batch(owner, batch_id)
+        except OSError:
+            journal.close()
+            raise
         if record is not None and not record.has_ended:
             return record
         journal.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -28,16 +29,14 @@ class FileJournal:
     def __init__(self, path: Path) -> None:
         """Raise TakenError if another process has it."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            raise TakenError(f"another process has {path.name}") from error
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        synchronize(path.parent)
-        self._guard = threading.Lock()
-        self._size = self._whole_size()
+        with contextlib.ExitStack() as opened:  # closes what is open if the next step fails
+            self._lock = _opened(_lock_of(path), opened)
+            _take(self._lock, path.name)
+            self._file = _opened(path, opened)
+            synchronize(path.parent)
+            self._guard = threading.Lock()
+            self._size = self._whole_size()
+            opened.pop_all()
 
     def _whole_size(self) -> int:
         """Return where the last whole line ends: what follows was not written as a whole, and is written over."""
@@ -91,6 +90,20 @@ def synchronize(directory: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def _opened(path: Path, opened: contextlib.ExitStack) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    opened.callback(os.close, file)
+    return file
+
+
+def _take(lock: int, name: str) -> None:
+    """Lock a file. Raises TakenError if another process has it, other OSErrors if the file system has no locks."""
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise TakenError(f"another process has {name}") from error
 
 
 def _lock_of(path: Path) -> Path:

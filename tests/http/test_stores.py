@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -138,6 +139,21 @@ def test_a_journal_belongs_to_one_process_until_that_is_killed(tmp_path: Path) -
         other.kill()
         other.wait(60)
     FileJournal(path).close()
+
+
+@pytest.mark.parametrize("what", ["there are no locks", "the disk is full"])
+def test_a_journal_that_cannot_be_opened_says_why_and_leaves_no_file_open(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, what)
+
+    monkeypatch.setattr(*(("fcntl.lockf", fail) if "locks" in what else ("os.fsync", fail)))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=what) as raised:
+        FileJournal(tmp_path / "journal")
+    assert not isinstance(raised.value, TakenError)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_lease_ends_by_itself_and_a_late_owner_finds_out(
