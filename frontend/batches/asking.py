@@ -87,7 +87,10 @@ class Asking:
         if model is None:  # which the relay refuses
             return await self._run(line, line_id, tenant, held, Line())
         async with self._pace.turn(model) as turn:
-            return await self._run(line, line_id, tenant, held, turn)
+            answer = await self._run(line, line_id, tenant, held, turn)
+            return (
+                KeptAnswer() if turn.was_taken else answer
+            )  # which may be a part: one in chunks begins before its end
 
     def _model(self, line: BatchLine) -> Model | None:
         """Return the model that is to answer, None if there is none."""

@@ -5,20 +5,33 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from relay_helpers import on_loop
 
+from frontend.batches import pace as pace_module
 from frontend.batches.asking import Asking, Outcome
-from frontend.batches.records import BATCH_PREFIX, BatchRecord, OwnedRecords, content_key, new_batch
-from frontend.batches.run import RunParts
+from frontend.batches.pace import Pace
+from frontend.batches.records import (
+    BATCH_PREFIX,
+    BatchRecord,
+    OwnedRecords,
+    content_key,
+    journal_key,
+    new_batch,
+)
+from frontend.batches.run import BatchRun, RunParts
 from frontend.batches.runner import BatchRunner
 from frontend.batches.settings import BatchSettings
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
-from frontend.storage.objects import open_store
+from frontend.http.protocol import connection_of
+from frontend.storage.objects import Journal, open_store
 from frontend.storage.owners import EVERYONE, new_id
 from frontend.storage.threads import StoreThreads
 from lmi_server.batches.lines import BatchLine
+from lmi_server.supervisor.job import ReplySlot
 
 COMPLETIONS = "/v1/completions"
 INPUT = "file-" + "0" * 31
@@ -81,3 +94,64 @@ async def test_a_batch_that_cannot_be_read_keeps_no_other_one_waiting_and_no_fil
     for _ in range(5):
         await runner._begin_all()
     assert open_files() == before
+
+
+@on_loop
+async def test_the_lines_of_an_expired_batch_are_written_some_at_a_time(tmp_path: Path) -> None:
+    """Each write waits for the disk, or for S3: one for each line would take longer than the lease of a journal."""
+    parts = parts_of(tmp_path, FakeAsking(is_silent=True))
+    record = begun(parts.records, 1000, window_s=0)
+    journal = CountingJournal(parts.records.store.journal(journal_key(EVERYONE, record.id)))
+    await BatchRun(parts, EVERYONE, b"", record, cast("Journal", journal)).run()
+    done = await until_ended(parts.records, record)
+    assert (done.status, done.counts.failed, done.counts.total) == ("expired", 1000, 1000)
+    assert journal.appends <= 1000 // 10
+    assert journal.keeps >= journal.appends // 2
+
+
+class CountingJournal:
+    """Counts what a journal is asked."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.appends = self.keeps = 0
+        self._journal = journal
+        self.blocks, self.close = journal.blocks, journal.close
+
+    def append(self, data: bytes) -> None:
+        self.appends += 1
+        self._journal.append(data)
+
+    def keep(self) -> None:
+        self.keeps += 1
+
+
+def chunk(body: bytes, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+@on_loop
+async def test_an_answer_in_chunks_that_was_taken_back_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace_module, "_QUIET_S", (0.001, 0.001))
+    dispatcher = SimpleNamespace(in_flight=0, queued=0)
+    pool = SimpleNamespace(dispatcher=dispatcher, settings=SimpleNamespace(job_queue_size=100))
+    model = type("FakeModel", (), {"pool": pool})()  # which has a hash
+    models: Any = SimpleNamespace(only=SimpleNamespace(choose=lambda version: model))
+    pace = Pace(1, 0)
+    tries: list[int] = []
+
+    async def infer(route: str, name: str | None, version: str | None, scope: Any, receive: Any, send: Any) -> None:
+        tries.append(1)
+        gone = asyncio.Event()
+        connection_of(scope).watch(gone.set, ReplySlot())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send(chunk(b'{"whole": ', more=True))
+        if len(tries) == 1:
+            pace.note_live()
+            await gone.wait()
+        await send(chunk(b"false" if gone.is_set() else b"true}", more=False))
+        connection_of(scope).unwatch()
+
+    line = BatchLine(1, "a", COMPLETIONS, b"{}")
+    outcome = await Asking(infer, models, pace, "x-request-id").answer(line, "b", b"")
+    assert (len(tries), outcome.is_answered) == (2, True)
+    assert b'{"whole":true}' in outcome.line
