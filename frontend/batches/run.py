@@ -214,10 +214,11 @@ class BatchRun:
         message = "This request could not be executed before the completion window expired."
         lines = self._input.lines()
         while taken := await self._parts.threads.run(take, lines):
-            for line in taken:
-                if not self._done[line.number]:
-                    text = error_line(self._line_id(line), line.custom_id, "batch_expired", message)
-                    await self._log.add(KeptLine(line.number, False, text))
+            rest = [line for line in taken if not self._done[line.number]]
+            texts = [error_line(self._line_id(line), line.custom_id, "batch_expired", message) for line in rest]
+            added = [self._log.add(KeptLine(line.number, False, text)) for line, text in zip(rest, texts, strict=True)]
+            await asyncio.gather(*added)  # written at once
+            await self._parts.threads.run(self._journal.keep)
 
     # --- the end ---
 

@@ -158,6 +158,7 @@ class S3Journal:
     def blocks(self) -> Iterator[bytes]:
         with ThreadPoolExecutor(_READERS) as readers:
             for start in range(0, len(self._names), _READERS):
+                self.keep()  # a long journal takes longer to read than the lease lasts
                 yield from readers.map(self._part, self._names[start : start + _READERS])
 
     def _part(self, name: str) -> bytes:

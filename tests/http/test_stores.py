@@ -175,6 +175,21 @@ def test_a_lease_ends_by_itself_and_a_late_owner_finds_out(
     assert b"".join(store.journal("j").blocks()) == b"1\n2\n"
 
 
+def test_a_lease_is_renewed_while_a_journal_is_read(
+    s3: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(s3_module, "_RENEWED_S", 0.0)
+    store = open_store(f"s3://{BUCKET}/{tmp_path.name}", "some_setting")
+    journal = store.journal("j")
+    journal.append(b"1\n")
+    before = store.get("j/lease")
+    assert b"".join(journal.blocks()) == b"1\n"
+    assert store.get("j/lease") != before
+    journal.close()
+
+
 @pytest.mark.parametrize("place", ["gs://bucket", "http://x/y"])
 def test_other_places_are_refused(place: str) -> None:
     with pytest.raises(ConfigurationError, match="some_setting"):
