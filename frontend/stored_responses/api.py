@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -65,17 +66,8 @@ class ResponsesApi:
 
     async def input_items(self, request: Request) -> Response:
         """OpenAI: list the input of a response."""
-        record, query = await self._record(request), request.query_params
-        items = [_listed(record.id, number, item) for number, item in enumerate(_items(record))]
-        if query.get("order", "desc") == "desc":
-            items.reverse()
-        known = [item["id"] for item in items]
-        after = query.get("after")
-        if after is not None and after not in known:
-            raise BadParameterError(f"Parameter after is {excerpt(after)}; it takes the id of an item")
-        start = known.index(after) + 1 if after is not None else 0
-        limit = _limit(query.get("limit"))
-        return json_response(list_object(items[start : start + limit], len(items) > start + limit))
+        record = await self._record(request)
+        return json_response(await self._threads.serve(_page, record, request.query_params))
 
     async def _record(self, request: Request) -> StoredResponse:
         """Return the response of the path. Raises ObjectNotFoundError if this API key has no such response."""
@@ -87,6 +79,21 @@ class ResponsesApi:
         if record.is_running and is_gone(record.process, self._background.process):
             end_early(record.response, "failed", "server_error", "the server ended while it made the response")
         return record
+
+
+def _page(record: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the list that a query asks for. Only what is on it makes objects: an input may have a million items."""
+    items, limit = _items(record), _limit(query.get("limit"))
+    numbers = range(len(items))[:: -1 if query.get("order", "desc") == "desc" else 1]
+    after = query.get("after")
+    if after is not None:
+        places = (place for place, number in enumerate(numbers) if _item_id(record.id, number, items[number]) == after)
+        start = next(places, None)
+        if start is None:
+            raise BadParameterError(f"Parameter after is {excerpt(after)}; it takes the id of an item")
+        numbers = numbers[start + 1 :]
+    listed = [_listed(record.id, number, items[number]) for number in numbers[:limit]]
+    return list_object(listed, len(numbers) > limit)
 
 
 def _items(record: StoredResponse) -> list[Any]:
@@ -108,10 +115,15 @@ def _limit(text: str | None) -> int:
     return int(text)
 
 
+def _item_id(response_id: str, number: int, item: Any) -> Any:
+    own = item.get("id") if isinstance(item, dict) else None
+    return f"msg_{response_id.removeprefix(PREFIX)}_{number}" if own is None else own
+
+
 def _listed(response_id: str, number: int, item: Any) -> dict[str, Any]:
     """Return an item of an input as the API lists it: with an id, a type, and its content in parts."""
     given = item if isinstance(item, dict) else {}
-    listed = {"id": f"msg_{response_id.removeprefix(PREFIX)}_{number}", "type": "message", **given}
+    listed = {"type": "message", **given, "id": _item_id(response_id, number, item)}
     if isinstance(listed.get("content"), str):
         kind = "output_text" if listed.get("role") == "assistant" else "input_text"
         listed["content"] = [{"type": kind, "text": listed["content"]}]

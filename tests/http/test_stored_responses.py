@@ -10,12 +10,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from server_helpers import Server, make_model, running
 from waiting import wait_until
 
 from frontend.storage.objects import open_store
 from frontend.storage.owners import new_id
+from frontend.stored_responses import api as api_module
 from frontend.stored_responses.capture import ResponseCapture
 from frontend.stored_responses.conversation import ResponseRequest
 from frontend.stored_responses.records import PREFIX, ResponseStore, StoredResponse
@@ -254,6 +256,28 @@ def test_the_oldest_responses_of_an_owner_go(tmp_path: Path) -> None:
     assert store.load("b", old) is None
     store.sweep()
     assert not (tmp_path / "b" / "responses" / old).exists()
+
+
+@pytest.mark.parametrize(
+    ("query", "numbers", "has_more"),
+    [
+        ({"limit": "2"}, [999, 998], True),
+        ({"limit": "2", "order": "asc", "after": "own"}, [501, 502], True),
+        ({"after": "msg_x_1"}, [0], False),
+    ],
+)
+def test_a_page_of_an_input_makes_no_objects_of_other_items(
+    query: dict[str, str], numbers: list[int], has_more: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    listed = api_module._listed
+    monkeypatch.setattr(api_module, "_listed", lambda *given: (made.append(given[1]), listed(*given))[1])
+    items: list[Any] = list(range(1000))
+    items[500] = {"id": "own", "role": "user", "content": "x"}
+    record = StoredResponse({"id": f"{PREFIX}x"}, msgspec.Raw(json.dumps(items).encode()))
+    page = api_module._page(record, query)
+    assert (made, page["has_more"]) == (numbers, has_more)
+    assert [item["id"] for item in page["data"]] == [f"msg_x_{number}" for number in numbers]
 
 
 def captured(pieces: list[bytes], content_type: str, kept: list[dict[str, Any]]) -> bytes:
