@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from frontend.storage.objects import ObjectStore
-from frontend.storage.owners import created_at, new_id
+from frontend.storage.owners import created_at, is_owner, new_id
 
 FILE_PREFIX = "file-"
 BATCH_PREFIX = "batch_"
@@ -133,6 +133,9 @@ class OwnedRecords:
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
+
+    def owners(self) -> list[str]:
+        return [folder for folder in self.store.folders() if is_owner(folder)]
 
     def save_file(self, owner: str, record: FileRecord) -> None:
         self.store.put(f"{owner}/files/{record.id}", msgspec.json.encode(record))

@@ -11,7 +11,7 @@ from frontend.access.api_keys import KeyRing
 from frontend.batches.records import BatchRecord, journal_key
 from frontend.batches.run import BatchRun, RunParts
 from frontend.storage.objects import Journal
-from frontend.storage.owners import created_at, tenant_of
+from frontend.storage.owners import created_at, tenants
 from lmi_server.files.journal import TakenError
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,9 @@ class BatchRunner:
 
     async def _begin_all(self) -> None:
         records, threads = self._parts.records, self._parts.threads
-        for owner in await threads.run(records.store.folders):
-            tenant = tenant_of(owner, self._keys)
+        by_owner = tenants(self._keys)
+        for owner in await threads.run(records.owners):
+            tenant = by_owner.get(owner)
             waiting = [each for each in await threads.run(records.unfinished, owner) if each not in self._runs]
             if tenant is None:
                 self._note_keyless(owner, waiting)
@@ -139,7 +140,7 @@ class BatchRunner:
         """Remove files that have expired, and batches that have ended long ago."""
         records = self._parts.records
         oldest = time.time() - self._parts.settings.batches_lifetime
-        for owner in records.store.folders():
+        for owner in records.owners():
             for file_id in records.file_ids(owner):
                 records.remove_if_expired(owner, file_id)
             unfinished = set(records.unfinished(owner))

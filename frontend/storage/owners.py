@@ -17,6 +17,7 @@ from frontend.http.clients import Scope
 EVERYONE = "all"
 """The folder of a server without keys."""
 
+_FOLDER = re.compile(r"[0-9a-f]{32}")
 _ID = re.compile(r"(?:file-|batch_|resp_)[0-9a-f]{31}")
 
 
@@ -30,11 +31,14 @@ def _folder(digest: bytes) -> str:
     return hashlib.sha256(b"owner" + digest).hexdigest()[:32] if digest else EVERYONE
 
 
-def tenant_of(owner: str, keys: KeyRing | None) -> bytes | None:
-    """Return the tenant for the job queue whose folder is `owner`; None if its key is not valid any more."""
-    if keys is None:
-        return b"" if owner == EVERYONE else None
-    return next((digest for digest in keys.digests if _folder(digest) == owner), None)
+def is_owner(folder: str) -> bool:
+    """Return whether a folder of a store could be an owner's; a file system may have others, such as lost+found."""
+    return folder == EVERYONE or _FOLDER.fullmatch(folder) is not None
+
+
+def tenants(keys: KeyRing | None) -> dict[str, bytes]:
+    """Return the tenant for the job queue of each folder whose key is valid."""
+    return {EVERYONE: b""} if keys is None else {_folder(digest): digest for digest in keys.digests}
 
 
 def new_id(prefix: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from relay_helpers import on_loop
 
+from frontend.access.api_keys import TENANT, KeyRing
 from frontend.batches import pace as pace_module
 from frontend.batches.asking import Asking, Outcome
 from frontend.batches.pace import Pace
@@ -27,8 +28,9 @@ from frontend.batches.runner import BatchRunner
 from frontend.batches.settings import BatchSettings
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import connection_of
+from frontend.storage import owners as owners_module
 from frontend.storage.objects import Journal, open_store
-from frontend.storage.owners import EVERYONE, new_id
+from frontend.storage.owners import EVERYONE, new_id, owner_of
 from frontend.storage.threads import StoreThreads
 from lmi_server.batches.lines import BatchLine
 from lmi_server.supervisor.job import ReplySlot
@@ -94,6 +96,29 @@ async def test_a_batch_that_cannot_be_read_keeps_no_other_one_waiting_and_no_fil
     for _ in range(5):
         await runner._begin_all()
     assert open_files() == before
+
+
+@on_loop
+async def test_many_keys_and_folders_of_others_cost_one_digest_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = parts_of(tmp_path, FakeAsking())
+    digests = [bytes([number]) * 32 for number in range(20)]
+    owners = [owner_of({TENANT: digest}) for digest in digests]
+    batches = [begun(parts.records, 1, owner=owner) for owner in owners[:3]]
+    for owner in owners[3:]:
+        (tmp_path / owner).mkdir()
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "lost+found" / "unfinished").write_text("which is no folder that can be read")
+    hashed: list[bytes] = []
+    folder = owners_module._folder
+    monkeypatch.setattr(owners_module, "_folder", lambda digest: (hashed.append(digest), folder(digest))[1])
+    runner: Any = BatchRunner(parts, cast("KeyRing", SimpleNamespace(digests=digests)))
+    await runner._begin_all()
+    runner._sweep()
+    for owner, batch in zip(owners[:3], batches, strict=True):
+        assert (await until_ended(parts.records, batch, owner)).status == "completed"
+    assert hashed == digests
 
 
 @on_loop
