@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ from frontend.batches.settings import BatchSettings
 from frontend.http.parameters import json_fields
 from frontend.http.responses import json_response
 from frontend.management.models import WholePathRoute
-from frontend.storage.listing import list_object, page_of
+from frontend.storage.listing import first_of, list_object, page_of
 from frontend.storage.owners import is_id, owner_of
 from frontend.storage.threads import StoreThreads
 from lmi_server.batches.lines import ROUTES
@@ -93,9 +94,9 @@ class BatchesApi:
         """OpenAI: list the batches of this API key."""
         owner = owner_of(request.scope)
         ids = await self._threads.serve(self._records.batch_ids, owner)
-        page, has_more = page_of(ids, request.query_params, *_PAGE)
-        records = await self._threads.serve(lambda: [self._records.batch(owner, each) for each in page])
-        shown = [(self._runner.running(each.id) or each).as_object() for each in records if each is not None]
+        asked = page_of(ids, request.query_params, *_PAGE)
+        records, has_more = await self._threads.serve(first_of, *asked, partial(self._records.batch, owner))
+        shown = [(self._runner.running(each.id) or each).as_object() for each in records]
         return json_response(list_object(shown, has_more))
 
     async def retrieve(self, request: Request) -> Response:

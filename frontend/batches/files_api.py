@@ -16,7 +16,7 @@ from frontend.batches.upload import Upload, read_upload
 from frontend.http.protocol import held_by
 from frontend.http.responses import json_response
 from frontend.management.models import WholePathRoute
-from frontend.storage.listing import list_object, page_of
+from frontend.storage.listing import first_of, list_object, page_of
 from frontend.storage.owners import is_id, new_id, owner_of
 from frontend.storage.threads import StoreThreads
 from lmi_server.contract.errors import (
@@ -113,11 +113,14 @@ class FilesApi:
         """OpenAI: list the files of this API key."""
         owner, query = owner_of(request.scope), request.query_params
         ids = await self._threads.serve(self._records.file_ids, owner)
-        page, has_more = page_of(ids, query, _MAX_FILES, _MAX_FILES)
-        records = await self._threads.serve(lambda: [self._records.file(owner, each) for each in page])
-        purpose = query.get("purpose")
-        shown = [each for each in records if each is not None and purpose in (None, each.purpose)]
-        return json_response(list_object([each.as_object() for each in shown], has_more))
+        asked, purpose = page_of(ids, query, _MAX_FILES, _MAX_FILES), query.get("purpose")
+
+        def load(file_id: str) -> FileRecord | None:
+            record = self._records.file(owner, file_id)
+            return None if record is None or purpose not in (None, record.purpose) else record
+
+        records, has_more = await self._threads.serve(first_of, *asked, load)
+        return json_response(list_object([each.as_object() for each in records], has_more))
 
     async def retrieve(self, request: Request) -> Response:
         """OpenAI: describe a file."""

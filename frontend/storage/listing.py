@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
 
 from frontend.http.parameters import integer
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.texts.quoting import excerpt
 
+_Record = TypeVar("_Record")
 
-def page_of(ids: Sequence[str], query: Mapping[str, str], largest: int, default: int) -> tuple[list[str], bool]:
-    """Return the ids of the page that `after`, `limit` and `order` of a query ask for, and whether more follow.
+
+def page_of(ids: Sequence[str], query: Mapping[str, str], largest: int, default: int) -> tuple[list[str], int]:
+    """Return the ids that `after` and `order` of a query ask for, and how many of them a page has at most.
 
     Raises BadParameterError.
     """
@@ -25,7 +28,16 @@ def page_of(ids: Sequence[str], query: Mapping[str, str], largest: int, default:
     after = query.get("after", "")
     if after:
         ordered = [each for each in ordered if (each < after if order == "desc" else each > after)]
-    return ordered[:limit], len(ordered) > limit
+    return ordered, limit
+
+
+def first_of(ids: Iterable[str], limit: int, load: Callable[[str], _Record | None]) -> tuple[list[_Record], bool]:
+    """Return the first records that `load` finds for the ids, and whether it finds more than `limit`.
+
+    What it does not find takes no place: a client would take a page without records for the last one.
+    """
+    found = list(islice((record for each in ids if (record := load(each)) is not None), limit + 1))
+    return found[:limit], len(found) > limit
 
 
 def list_object(objects: Sequence[Mapping[str, Any]], has_more: bool) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""Lists of files, and what one API key may have, without a server around the routes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from relay_helpers import on_loop
+from starlette.requests import Request
+
+from frontend.batches.files_api import FilesApi
+from frontend.batches.records import FILE_PREFIX, BatchRecord, FileRecord, OwnedRecords, content_key
+from frontend.batches.settings import BatchSettings
+from frontend.storage.objects import open_store
+from frontend.storage.owners import EVERYONE, new_id
+from frontend.storage.threads import StoreThreads
+
+
+class FakeRunner:
+    """Runs nothing."""
+
+    def wake(self) -> None:
+        pass
+
+    def running(self, batch_id: str) -> BatchRecord | None:
+        return None
+
+
+def records_of(directory: Path) -> OwnedRecords:
+    return OwnedRecords(open_store(str(directory), "batches_store"))
+
+
+def stored_file(records: OwnedRecords, purpose: str = "batch", expires_at: int | None = None) -> str:
+    file_id = new_id(FILE_PREFIX)
+    records.store.put(content_key(EVERYONE, file_id), b"0123456789")
+    records.save_file(EVERYONE, FileRecord(file_id, 10, 0, "name", purpose, expires_at))
+    return file_id
+
+
+def request(body: bytes = b"", query: str = "") -> Request:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return Request({"type": "http", "method": "GET", "headers": [], "query_string": query.encode()}, receive)
+
+
+@on_loop
+async def test_files_that_are_not_shown_take_no_place_on_a_page(tmp_path: Path) -> None:
+    """A client takes an empty page for the last one."""
+    records = records_of(tmp_path)
+    files = [stored_file(records) for _ in range(3)]
+    for number in range(5):
+        stored_file(records, "batch_output", expires_at=1 if number % 2 else None)
+    api = FilesApi(records, StoreThreads(2, "test"), BatchSettings())
+    found: list[str] = []
+    after, has_more = "", True
+    while has_more:
+        page = json.loads(bytes((await api.list(request(query=f"purpose=batch&limit=1&after={after}"))).body))
+        found += [each["id"] for each in page["data"]]
+        after, has_more = page["last_id"], page["has_more"]
+    assert found == sorted(files, reverse=True)
