@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.batches.files_api import find_file, lifetime_s
+from frontend.batches.files_api import check_room, find_file, lifetime_s
 from frontend.batches.records import BATCH_PREFIX, BatchRecord, OwnedRecords, new_batch
 from frontend.batches.settings import BatchSettings
 from frontend.http.parameters import json_fields
@@ -58,6 +59,7 @@ class BatchesApi:
         self._threads = threads
         self._settings = settings
         self._runner = runner
+        self._beginning = asyncio.Lock()
 
     def routes(self) -> list[Route]:
         return [
@@ -74,15 +76,18 @@ class BatchesApi:
         if asked.endpoint not in ROUTES:
             raise BadParameterError(f"endpoint is {excerpt(asked.endpoint)}; send one of {', '.join(ROUTES)}")
         await find_file(self._records, self._threads, owner, asked.input_file_id)
-        await self._check_room(owner)
         record = new_batch(asked.endpoint, asked.input_file_id, asked.completion_window, window_s)
         record.metadata = _checked_metadata(asked.metadata)
         record.output_lifetime_s = _output_lifetime_s(asked.output_expires_after)
-        await self._threads.serve(self._records.begin_batch, owner, record)
+        async with self._beginning:  # else requests at the same time would not count each other's
+            await self._check_room(owner)
+            await self._threads.serve(self._records.begin_batch, owner, record)
         self._runner.wake()
         return json_response(record.as_object())
 
     async def _check_room(self, owner: str) -> None:
+        """Raise KeyBusyError or PayloadTooLargeError if the key may not have another batch, which makes files."""
+        await check_room(self._records, self._threads, self._settings, owner)
         waiting = await self._threads.serve(self._records.unfinished, owner)
         if len(waiting) >= self._settings.batches_max_unfinished:
             raise KeyBusyError(

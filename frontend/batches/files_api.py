@@ -54,21 +54,11 @@ class FilesApi:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise UnsupportedEncodingError("a file is uploaded without Content-Encoding; send it as it is")
         owner = owner_of(request.scope)
-        await self._check_room(owner)
+        await check_room(self._records, self._threads, self._settings, owner)
         file_id = new_id(FILE_PREFIX)
         record = await self._receive(request, owner, file_id)
         await self._threads.serve(self._records.save_file, owner, record)
         return json_response(record.as_object())
-
-    async def _check_room(self, owner: str) -> None:
-        """Raise PayloadTooLargeError if the key may not have another file."""
-        sizes = await self._threads.serve(self._records.sizes, owner)
-        if len(sizes) >= _MAX_FILES:
-            raise PayloadTooLargeError(f"this API key has {len(sizes)} files, and may have {_MAX_FILES}; delete some")
-        if sum(sizes) >= self._settings.batches_max_size:
-            raise PayloadTooLargeError(
-                f"the files of this API key take batches_max_size={self._settings.batches_max_size} bytes; delete some"
-            )
 
     async def _receive(self, request: Request, owner: str, file_id: str) -> FileRecord:
         """Store the content as it arrives, and return its record. Nothing is stored if this raises."""
@@ -155,6 +145,17 @@ class FilesApi:
         """Return the file of the path. Raises ObjectNotFoundError if this API key has no such file."""
         file_id = request.path_params["file_id"]
         return await find_file(self._records, self._threads, owner_of(request.scope), file_id)
+
+
+async def check_room(records: OwnedRecords, threads: StoreThreads, settings: BatchSettings, owner: str) -> None:
+    """Raise PayloadTooLargeError if an owner may not have another file."""
+    sizes = await threads.serve(records.sizes, owner)
+    if len(sizes) >= _MAX_FILES:
+        raise PayloadTooLargeError(f"this API key has {len(sizes)} files, and may have {_MAX_FILES}; delete some")
+    if sum(sizes) >= settings.batches_max_size:
+        raise PayloadTooLargeError(
+            f"the files of this API key take batches_max_size={settings.batches_max_size} bytes; delete some"
+        )
 
 
 async def find_file(records: OwnedRecords, threads: StoreThreads, owner: str, file_id: str) -> FileRecord:

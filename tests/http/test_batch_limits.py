@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from relay_helpers import on_loop
 from starlette.requests import Request
 
+from frontend.batches.batches_api import BatchesApi
 from frontend.batches.files_api import FilesApi
 from frontend.batches.records import FILE_PREFIX, BatchRecord, FileRecord, OwnedRecords, content_key
 from frontend.batches.settings import BatchSettings
 from frontend.storage.objects import open_store
 from frontend.storage.owners import EVERYONE, new_id
 from frontend.storage.threads import StoreThreads
+from lmi_server.contract.errors import KeyBusyError, PayloadTooLargeError
 
 
 class FakeRunner:
@@ -60,3 +64,28 @@ async def test_files_that_are_not_shown_take_no_place_on_a_page(tmp_path: Path) 
         found += [each["id"] for each in page["data"]]
         after, has_more = page["last_id"], page["has_more"]
     assert found == sorted(files, reverse=True)
+
+
+def creation(file_id: str) -> Request:
+    body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    return request(json.dumps(body).encode())
+
+
+@on_loop
+async def test_requests_at_the_same_time_begin_no_more_batches_than_a_key_may_have(tmp_path: Path) -> None:
+    records = records_of(tmp_path)
+    file_id = stored_file(records)
+    api = BatchesApi(records, StoreThreads(8, "test"), BatchSettings(batches_max_unfinished=3), FakeRunner())
+    answers = await asyncio.gather(*(api.create(creation(file_id)) for _ in range(20)), return_exceptions=True)
+    assert sum(isinstance(answer, KeyBusyError) for answer in answers) == 17
+    assert len(records.unfinished(EVERYONE)) == 3
+
+
+@on_loop
+async def test_a_key_whose_files_take_all_its_room_begins_no_batch_that_makes_more(tmp_path: Path) -> None:
+    records = records_of(tmp_path)
+    file_id = stored_file(records)
+    api = BatchesApi(records, StoreThreads(2, "test"), BatchSettings(batches_max_size=10), FakeRunner())
+    with pytest.raises(PayloadTooLargeError, match="batches_max_size=10"):
+        await api.create(creation(file_id))
+    assert records.batch_ids(EVERYONE) == []
