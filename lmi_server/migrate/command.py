@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,14 +71,27 @@ def migration_of(source: Sequence[str], service: str | None = None) -> Migration
     if len(source) > 1:
         return from_words(source)
     path = Path(source[0])
-    if len(source[0]) < _LONGEST_PATH and path.exists():
+    if _exists(path):
         return from_triton(path) if path.is_dir() else _of_file(path, service)
     return from_command(source[0])
 
 
+def _exists(path: Path) -> bool:
+    """Return whether there is this file; a command without a slash may be too long for the name of one."""
+    try:
+        return path.exists()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def _of_file(path: Path, service: str | None) -> Migration:
-    with path.open("rb") as file:
-        head = file.read(len(_ZIP))
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(_ZIP))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
     if head == _ZIP:
         return from_torchserve(path)
     text = read_text(path)
@@ -119,6 +133,3 @@ def _report(migration: Migration, said: Sequence[str]) -> None:
         console.print(line, style=_STYLES[note.kind], markup=False, highlight=False, soft_wrap=True)
     for text in said:
         console.print(f"{'check':<12} {shown(text)}", markup=False, highlight=False, soft_wrap=True)
-
-
-_LONGEST_PATH = 4096

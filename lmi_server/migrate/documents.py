@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from lmi_server.migrate.variables import carry_variables
 LARGEST = 1048576
 """Bytes of a file that is read."""
 _MOST_MEMBERS = 10_000  # of an archive
+_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # others may ask for gigabytes
 _OWN_CODE = "write a model.py with a function handle: docs/own-code.md"
 _FOR_REQUESTS = "requests name it, or generation_config.json of the model"
 _HUB_FILE = re.compile(r"(?:hf\.co|huggingface\.co)/([\w.-]+/[\w.-]+(?::[\w.-]+)?)")
+_NO_NUMBER = "it is no number"
 _INSTRUCTION = re.compile(r"(\w+)[ \t]+(.*)", re.DOTALL)
 
 
@@ -188,13 +191,19 @@ def _carry_vllm_model(migration: Migration, directory: Path) -> None:
 
 def _carry_batches(migration: Migration, config: str, generates: bool) -> None:
     for size in _fields(config, "max_batch_size"):
+        origin = f"max_batch_size {size}"
         if generates:
-            migration.differ(f"max_batch_size {size}", "the rolling batch decides: option.max_rolling_batch_size")
-        elif int(size or 0) > 1:
-            migration.carry(f"max_batch_size {size}", "batch_size", size)
-    for delay in _fields(config, "max_queue_delay_microseconds"):
-        if not generates:
-            migration.carry(f"max_queue_delay_microseconds {delay}", "max_batch_delay", int(delay or 0) // 1000)
+            migration.differ(origin, "the rolling batch decides: option.max_rolling_batch_size")
+        elif not size.isdecimal():
+            migration.drop(origin, _NO_NUMBER)
+        elif int(size) > 1:
+            migration.carry(origin, "batch_size", size)
+    for delay in () if generates else _fields(config, "max_queue_delay_microseconds"):
+        origin = f"max_queue_delay_microseconds {delay}"
+        if delay.isdecimal():
+            migration.carry(origin, "max_batch_delay", int(delay) // 1000)
+        else:
+            migration.drop(origin, _NO_NUMBER)
 
 
 def _fields(config: str, name: str) -> list[str]:
@@ -207,7 +216,7 @@ def from_torchserve(path: Path) -> Migration:
     try:
         with zipfile.ZipFile(path) as archive:
             return _from_archive(archive)
-    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigurationError(f"{path}: is no archive that can be read: {error}") from error
 
 
@@ -253,6 +262,8 @@ def _carry_settings(migration: Migration, text: str, file: str) -> None:
 def _member(archive: zipfile.ZipFile, name: str) -> str:
     """Return a text of an archive. What it says of its size is not believed."""
     try:
+        if archive.getinfo(name).compress_type not in _COMPRESSIONS:
+            raise ConfigurationError(f"{name[:200]} of the archive is compressed in another way than by deflate")
         with archive.open(name) as file:
             data = file.read(LARGEST + 1)
     except KeyError:

@@ -268,6 +268,30 @@ def test_hostile_archives(members: dict[str, str], message: str, tmp_path: Path)
     assert set(tmp_path.iterdir()) - before == {tmp_path / "m.mar"}
 
 
+def test_a_command_that_is_too_long_for_the_name_of_a_file() -> None:
+    migration = migration_of([f"vllm serve gpt2 --served-model-name {'x' * 300}"])
+    assert migration.values["option.served_model_name"] == "x" * 300
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA])
+def test_an_archive_whose_content_is_damaged(compression: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.mar"
+    with zipfile.ZipFile(path, "w", compression) as file:
+        file.writestr("MAR-INF/MANIFEST.json", '{"model": {"modelName": "m"}}')
+    content = path.read_bytes()
+    begin = zipfile.sizeFileHeader + len("MAR-INF/MANIFEST.json")
+    path.write_bytes(content[:begin] + b"\xff" * 12 + content[begin + 12 :])
+    with pytest.raises(ConfigurationError, match=r"no archive that can be read|another way than by deflate"):
+        migration_of([str(path)])
+
+
+def test_words_where_triton_has_numbers(tmp_path: Path) -> None:
+    text = 'backend: "onnxruntime"\nmax_batch_size: abc\nmax_queue_delay_microseconds: 1.5\n'
+    (tmp_path / "config.pbtxt").write_text(text)
+    found = kinds(migration_of([str(tmp_path)]))
+    assert found["max_batch_size abc"] == found["max_queue_delay_microseconds 1.5"] == "not carried"
+
+
 @pytest.mark.parametrize(
     "command",
     [
