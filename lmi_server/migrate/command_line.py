@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmi_server.contract.errors import ConfigurationError
@@ -49,13 +49,18 @@ _NUMBER = re.compile(r"-\d[\d.]*")
 
 @dataclass(slots=True)
 class Command:
-    """One command: `image` of its container if it has one, variables, mounts, and the words of the program."""
+    """One command: `image` of its container if it has one, variables, mounts, and the words of the program.
+
+    `options` has the other options of the container, and `others` the commands that a shell runs beside it.
+    """
 
     words: list[str]
     image: str = ""
     variables: dict[str, str] = field(default_factory=dict)
     mounts: dict[str, str] = field(default_factory=dict)
     ports: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+    others: list[list[str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +89,8 @@ def split_commands(text: str) -> list[list[str]]:
         words = list(lexer)
     except ValueError as error:
         raise ConfigurationError(f"the command cannot be taken apart: {error}; quote it as the shell does") from error
-    if len(words) > MOST_WORDS:
-        raise ConfigurationError(f"the command has more than {MOST_WORDS} words")
     commands: list[list[str]] = [[]]
-    for word in words:
+    for word in bounded(words):
         if _OPERATOR.fullmatch(word):
             commands.append([])
         else:
@@ -95,23 +98,42 @@ def split_commands(text: str) -> list[list[str]]:
     return [command for command in commands if command]
 
 
+def bounded(words: list[str]) -> list[str]:
+    """Return the words. Raises ConfigurationError if they are too many."""
+    if len(words) > MOST_WORDS:
+        raise ConfigurationError(f"the command has more than {MOST_WORDS} words")
+    return words
+
+
 def _is_comment(line: str) -> bool:
     return line.lstrip().startswith("#")
 
 
-def read_command(words: Sequence[str]) -> Command:
-    """Return a command without what stands before the program: variables, sudo, a shell, docker run with options."""
+def read_command(words: Sequence[str], is_server: Callable[[str], bool]) -> Command:
+    """Return a command without what stands before the program: variables, sudo, a shell, docker run with options.
+
+    Of several commands in a shell it is the first whose program `is_server`, or the first.
+    """
     command = Command(list(words))
     for _ in range(8):  # a shell in a container in a shell, and no further
         _strip(command)
         first = command.words[0] if command.words else ""
         if _SHELLS.fullmatch(first) and len(command.words) > 2 and "c" in command.words[1]:
-            command.words = next(iter(split_commands(command.words[2])), [])
+            _read_shell(command, is_server)
         elif _CONTAINERS.fullmatch(first) and "run" in command.words[1:2]:
             _read_container(command)
         else:
             break
     return command
+
+
+def _read_shell(command: Command, is_server: Callable[[str], bool]) -> None:
+    commands = [Command(words, variables=command.variables) for words in split_commands(command.words[2])]
+    for each in commands:
+        _strip(each)
+    chosen = next((each for each in commands if is_server(module_of(each.words)[0])), next(iter(commands), None))
+    command.others += [each.words for each in commands if each is not chosen and each.words]
+    command.words = [] if chosen is None else chosen.words
 
 
 def _strip(command: Command) -> None:
@@ -141,6 +163,8 @@ def _read_container(command: Command) -> None:
             command.ports.append(value)
         elif name == "--entrypoint":
             entry = value.split()
+        else:
+            command.options.append(name)
     command.image = rest.pop(0) if rest else ""
     command.words = [*entry, *rest]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.migrate.command_line import MOST_WORDS, Command, module_of, mount, read_command, split_commands
+from lmi_server.contract.texts.secrets import is_secret
+from lmi_server.migrate.command_line import Command, bounded, module_of, mount, read_command, split_commands
 from lmi_server.migrate.engines import carry_options, engine_of_image, engine_of_program, vllm
 from lmi_server.migrate.migration import Migration
 from lmi_server.migrate.variables import carry_variables, hide_secrets
@@ -22,25 +23,49 @@ _STORAGE = re.compile(r"(?:s3|gs)://")
 
 def from_command(text: str) -> Migration:
     """Return the migration of a command line, or of a script with one. Raises ConfigurationError if it has none."""
-    commands = [read_command(words) for words in split_commands(text)]
+    commands = [_read(words) for words in split_commands(text)]
     found = [command for command in commands if _is_known(command)]
     if not found:
         raise ConfigurationError(
             "no command line of vLLM, SGLang or text-generation-inference was found; write it in quotes"
         )
+    for command in commands[: commands.index(found[0])]:
+        if not command.words and not command.image:  # export NAME=VALUE in a line of its own
+            found[0].variables = command.variables | found[0].variables
     migration = _from_container(found[0])
-    for command in commands:
-        if command is not found[0] and command.words:
-            migration.drop(" ".join(command.words[:6]), "another command; it is not run")
+    _drop_others(migration, (command.words for command in commands if command is not found[0] and command.words))
     return migration
+
+
+def _drop_others(migration: Migration, commands: Iterable[Sequence[str]]) -> None:
+    for words in commands:
+        migration.drop(" ".join(_without_secrets(words[:6])), "another command; it is not run")
+
+
+def _without_secrets(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words, with *** for the values of options whose names mean secrets."""
+    for before, word in zip(("", *words), words, strict=False):
+        name, equals, _ = word.partition("=")
+        if equals and _is_secret_option(name):
+            yield f"{name}=***"
+        else:
+            yield "***" if _is_secret_option(before) else word
+
+
+def _is_secret_option(word: str) -> bool:
+    return word.startswith("-") and is_secret(word.lstrip("-").replace("-", "_"))
 
 
 def from_words(words: Sequence[str]) -> Migration:
     """Return the migration of a command whose words the caller's shell has taken apart."""
-    command = read_command(words[:MOST_WORDS])
+    command = _read(bounded(list(words)))
     if not _is_known(command):
         raise ConfigurationError(f"{words[0]} starts neither vLLM, SGLang nor text-generation-inference")
     return _from_container(command)
+
+
+def _read(words: Sequence[str]) -> Command:
+    return read_command(words, lambda program: engine_of_program(program) is not None)
 
 
 def _is_known(command: Command) -> bool:
@@ -64,6 +89,9 @@ def _from_container(command: Command) -> Migration:
     carry_variables(migration, _without_model_id(command.variables))
     if "MODEL_ID" in command.variables and "option.model_id" not in migration.values:
         migration.carry_model("MODEL_ID", command.variables["MODEL_ID"])
+    for option in command.options:
+        migration.drop(option, _FOR_CONTAINER)
+    _drop_others(migration, command.others)
     for port in command.ports:
         migration.differ(f"port {port}", "the server listens on 8080: lmi-server serve --port")
     return migration
@@ -108,7 +136,7 @@ def from_compose(data: Mapping[str, Any], service: str | None) -> Migration:
 
 def _command_of_service(service: Mapping[str, Any]) -> Command:
     words = [*_words(service.get("entrypoint")), *_words(service.get("command"))]
-    command = read_command(words)
+    command = _read(words)
     command.image = str(service.get("image") or "")
     command.variables |= _variables(service.get("environment"))
     volumes = service.get("volumes")
@@ -123,7 +151,7 @@ def _command_of_service(service: Mapping[str, Any]) -> Command:
 def _words(command: Any) -> list[str]:
     """Return a command that is a text or a list; $$ is compose's $."""
     if isinstance(command, list):
-        return [str(word).replace("$$", "$") for word in command]
+        return bounded([str(word).replace("$$", "$") for word in command])
     return next(iter(split_commands(str(command))), []) if command else []
 
 
@@ -164,7 +192,7 @@ def from_kserve(data: Mapping[str, Any]) -> Migration:
 
 
 def _from_kubernetes(container: Mapping[str, Any]) -> Migration:
-    command = read_command([*_words(container.get("command")), *_words(container.get("args"))])
+    command = _read([*_words(container.get("command")), *_words(container.get("args"))])
     command.image = str(container.get("image") or "")
     command.variables |= _variables(container.get("env"))
     if not _is_known(command):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.texts.secrets import SECRETS, is_secret
 from lmi_server.machine import environment as env
 from lmi_server.migrate.migration import Migration, holds_secret
 
+_MOST = 1000  # each text of the report is searched for each secret
 _OF_ENGINE = re.compile(r"(VLLM|SGLANG|NCCL|OMP|TORCH|PYTORCH|CUDA_LAUNCH|GLOO)_\w+", re.ASCII)
 _DEVICES = re.compile(r"(CUDA|NVIDIA|HIP)_VISIBLE_DEVICES")
 
@@ -37,7 +39,9 @@ def carry_variables(migration: Migration, variables: Mapping[str, str]) -> None:
 
 
 def hide_secrets(variables: Mapping[str, str]) -> None:
-    """Have reports hide the values of secret variables from now on."""
+    """Have reports hide the values of secret variables from now on. Raises ConfigurationError if they are too many."""
+    if len(variables) > _MOST:
+        raise ConfigurationError(f"there are {len(variables)} variables; at most {_MOST} are read")
     SECRETS.add_named(variables)
 
 

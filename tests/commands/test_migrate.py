@@ -63,6 +63,39 @@ def test_every_part_of_a_command_has_a_note() -> None:
     assert found["rm -rf /tmp/y"] == "not carried"
 
 
+def test_every_option_of_a_container_has_a_note() -> None:
+    migration = migration_of(["docker run --rm --gpus all --env-file .env vllm/vllm-openai --model a/b"])
+    assert kinds(migration).items() >= {"--gpus": "not carried", "--env-file": "not carried"}.items()
+
+
+def test_the_server_among_the_commands_of_a_shell() -> None:
+    shell = "cd /x && pip install y && export OPTION_DTYPE=fp16; exec vllm serve a/b --max-num-seqs 4"
+    migration = migration_of([f"docker run --entrypoint sh vllm/vllm-openai -c '{shell}'"])
+    values = migration.values
+    assert [values[f"option.{key}"] for key in ("model_id", "max_rolling_batch_size", "dtype")] == ["a/b", "4", "fp16"]
+    assert kinds(migration)["pip install y"] == "not carried"
+
+
+def test_variables_that_a_script_exports() -> None:
+    migration = migration_of(["export OPTION_DTYPE=fp16\nOPTION_REVISION=x vllm serve a/b"])
+    assert (migration.values["option.dtype"], migration.values["option.revision"]) == ("fp16", "x")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [f"    environment: {{{', '.join(f'A{number}_TOKEN: secret{number}' for number in range(1001))}}}"],
+        [f"    command: [serve, {', '.join(['-a'] * 5001)}]"],
+    ],
+    ids=["variables", "words"],
+)
+def test_more_than_a_server_ever_has(lines: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text("\n".join(["services:", "  a:", "    image: vllm/vllm-openai", *lines]))
+    with pytest.raises(ConfigurationError, match=r"1001 variables|more than 5000 words"):
+        migration_of([str(path)])
+
+
 def test_words_that_the_shell_has_taken_apart() -> None:
     migration = migration_of(["vllm", "serve", "a/b", "--chat-template", "my file.jinja"])
     assert migration.values["option.chat_template"] == "my file.jinja"
@@ -408,6 +441,7 @@ def test_the_command_writes_and_reports(tmp_path: Path) -> None:
     [
         "vllm serve a/b --api-key zq7",
         "vllm serve a/b --api-key=zq7",
+        "huggingface-cli login --token zq7 && x --hf-token=zq7; vllm serve a/b",
         "vllm serve a/b --unknown-token zq7",
         "docker run -e OPTION_ENV=HF_TOKEN=zq7 -e HF_TOKEN=zq7 vllm/vllm-openai --model a/b",
         "docker run -e OPTION_API_KEY=zq7 vllm/vllm-openai --model a/b",

@@ -86,7 +86,7 @@ VLLM = [
     (
         "#!/bin/bash\n# serve\nexport VLLM_ATTENTION_BACKEND=FLASHINFER\nVLLM_USE_V1=1 vllm serve \\\n"
         "  facebook/opt-125m \\\n  --block-size 32\n",
-        {"option.env": "VLLM_USE_V1=1", "option.block_size": "32"},
+        {"option.env": "VLLM_ATTENTION_BACKEND=FLASHINFER,VLLM_USE_V1=1", "option.block_size": "32"},
     ),
 ]
 SGLANG = [
