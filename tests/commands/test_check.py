@@ -70,8 +70,8 @@ def test_annotations_stand_at_their_lines(wrong: str, tmp_path: Path) -> None:
 
 def test_the_action_checks_every_serving_properties_of_a_checkout(tmp_path: Path) -> None:
     step = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))["runs"]["steps"][1]["run"]
-    program = tmp_path / "bin" / "lmi-server"  # a fake, which prints its arguments
-    program.parent.mkdir()
+    program = tmp_path / "place" / "bin" / "lmi-server"  # a fake, which prints its arguments
+    program.parent.mkdir(parents=True)
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     program.chmod(0o755)
     checkout = tmp_path / "checkout"
@@ -82,7 +82,7 @@ def test_the_action_checks_every_serving_properties_of_a_checkout(tmp_path: Path
     subprocess.run(["git", "add", "-A"], cwd=checkout, check=True)
 
     def models(names: str) -> list[str]:
-        environment = {**os.environ, "MODELS": names, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+        environment = {**os.environ, "MODELS": names, "PLACE": str(tmp_path / "place")}
         run = ["bash", "-eo", "pipefail", "-c", step]
         return subprocess.check_output(run, cwd=checkout, env=environment, text=True).splitlines()
 
@@ -100,7 +100,9 @@ def test_the_hook_and_the_action_call_what_there_is(right: str) -> None:
     assert hook["language"] == "python"
     action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
     script = "\n".join(step["run"] for step in action["runs"]["steps"])
-    assert "lmi-server check --elsewhere --github" in script
+    assert '/bin/lmi-server" check --elsewhere --github' in script
+    # What follows in the job runs with its own Python, not with that of the check.
+    assert "GITHUB_PATH" not in script
     # An input reaches a shell as a variable; put into the script, it would be code.
     assert "${{" not in script
     assert {"models", "python"} == action["inputs"].keys()
