@@ -135,7 +135,7 @@ def _handlers() -> str:
             _names(spec.rolling_batches),
             "yes" if spec.handler else "options only",
         )
-        for spec in HANDLERS.specs
+        for spec in (*HANDLERS.specs, HANDLERS.java)
     )
     return _table(("Handler", "`option.entryPoint`", "`option.rolling_batch`", "In this version"), rows)
 
@@ -153,7 +153,7 @@ def _title(specs: Sequence[HandlerSpec]) -> str:
 
 
 def _linked(spec: HandlerSpec) -> str:
-    [specs] = [specs for specs in _by_options(HANDLERS.specs) if spec in specs]
+    [specs] = [specs for specs in _by_options((*HANDLERS.specs, HANDLERS.java)) if spec in specs]
     return f"[{spec.title}]({_path(_title(specs))})"
 
 

@@ -87,6 +87,13 @@ def test_a_link_leads_to_a_heading(page: str) -> None:
             assert anchor in anchors_of(to.read_text(encoding="utf-8")), f"{target}#{anchor}"
 
 
+def test_a_page_leads_to_each_page() -> None:
+    linked = {
+        (DOCS / page).parent.joinpath(target).resolve() for page in PAGES for target, _ in _LINK.findall(text_of(page))
+    }
+    assert [page for page in PAGES if (DOCS / page).resolve() not in linked] == ["index.md"]
+
+
 def test_links_between_the_root_and_docs_are_those_of_the_site() -> None:
     rewrite = hooks().with_links_of_site
     assert rewrite("[a](../SECURITY.md) [b](api.md#c)", "security.md") == "[a](SECURITY.md) [b](api.md#c)"
