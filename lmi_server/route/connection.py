@@ -15,6 +15,7 @@ _MAX_HEADERS = 500
 _IDLE_S = 3.0  # below the 5 seconds after which uvicorn, and so most servers of models, close an idle connection
 _MAX_IDLE = 256
 _INTERIM = range(100, 200)
+_FINAL = range(200, 600)  # RFC 9110, section 15
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -129,11 +130,13 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self._fail("changed the protocol")
         except httptools.HttpParserError as error:
-            cause = error.__context__
-            self._fail(str(cause) if isinstance(cause, _AnswerError) else "sent what is not HTTP")
-        else:
-            if self._complete:
-                self._finish()
+            if not self._complete:
+                cause = error.__context__
+                self._fail(str(cause) if isinstance(cause, _AnswerError) else "sent what is not HTTP")
+                return
+            self._spoilt = True
+        if self._complete:
+            self._finish()
 
     def _finish(self) -> None:
         receiver, self._receiver = self._receiver, None
@@ -170,6 +173,8 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status in _INTERIM:
             return
+        if status not in _FINAL:
+            raise _AnswerError(f"answered with {status}, which is no status of HTTP")
         self._in_head = False
         names = {name.lower(): value for name, value in self._headers}
         length = names.get(b"content-length")

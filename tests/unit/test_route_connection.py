@@ -126,6 +126,25 @@ def test_a_connection_with_more_than_an_answer_is_not_used_again(more: bytes) ->
     assert not transport.is_open
 
 
+@pytest.mark.parametrize("more", [b"\r\n", b"x", b"\x00"])
+def test_what_follows_the_last_answer_of_a_connection_spoils_nothing(more: bytes) -> None:
+    connections, connection, transport = connected()
+    recorder = Recorder()
+    connection.send(b"", b"", recorder)
+    connection.data_received(WHOLE.replace(b"\r\n", b"\r\nconnection: close\r\n", 1) + more)
+    assert (recorder.body, recorder.ends) == (b"hello", ["whole"])
+    assert not transport.is_open
+    assert connections.idle() is None
+
+
+@pytest.mark.parametrize("status", [b"000", b"099", b"600", b"999"])
+def test_what_is_no_status_of_http_does_not_go_on(status: bytes) -> None:
+    _, recorder = feed(WHOLE.replace(b"200", status, 1), random.Random(0))
+    assert not recorder.heads
+    assert len(recorder.ends) == 1
+    assert recorder.ends[0].startswith("answered with ")
+
+
 def test_an_answer_before_the_end_of_its_request_ends_the_connection() -> None:
     connections, connection, transport = connected()
     recorder = Recorder()
