@@ -12,6 +12,7 @@ import msgspec
 from lmi_server.contract.errors import BadParameterError, RouteNotFoundError
 from lmi_server.contract.metrics import MetricSink
 from lmi_server.contract.protocol import Adapter, Frame, Input, Load
+from lmi_server.dialects.forms import form_fields
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.route.backend import Backend
 from lmi_server.route.fleet import Fleet, Server
@@ -24,6 +25,10 @@ from lmi_server.supervisor.replicas import LoadPlan, Replicas
 from lmi_server.supervisor.worker_process import WorkerProcess
 
 _ADAPTERS_AT_HAND = 8
+_UNREADABLE = (
+    "This API key may use some models only, and what the body names cannot be told; send a JSON object, or a form whose"
+    ' field "model" names the model'
+)
 _GRACE_S = 10.0  # for a server to come back, before the requests that wait are refused
 
 
@@ -159,11 +164,14 @@ class RoutePool(WorkerPool):
             raise RouteNotFoundError(f"A router does not pass on requests of the kind {request.route}")
         self.availability.check()
         asked = _model_in(request)
+        is_limited = self._accounts.limits_models(tenant)
+        if is_limited and not _is_object(request):
+            asked = self._model_in_form(request)
         priority = self._accounts.admit(tenant, self._names_for(asked), time.monotonic(), _today())
         if priority is not None and priority > request.priority:
             request = msgspec.structs.replace(request, priority=priority)
         means_other = asked is not None and asked != self.name and asked not in self._listed
-        if means_other or self._accounts.limits_models(tenant):
+        if means_other or is_limited:
             request = _renamed(request, self.name if asked is None or means_other else asked)
         return super().submit(request, on_overflow, deadline, tenant, reply)
 
@@ -176,6 +184,18 @@ class RoutePool(WorkerPool):
         if asked is not None and (asked in self._listed or self.name in self._route.fallbacks.get(asked, ())):
             return asked, self.name
         return (self.name,)
+
+    def _model_in_form(self, request: Input) -> str:
+        """Return this model, or its adapter, as a form names it.
+
+        Raises BadParameterError for any other body: what cannot be read here may name another model to the server.
+        """
+        fields = form_fields(request.properties.get("content-type", ""), request.body(), ("model",)) or ()
+        names = {value.decode("utf-8", "replace") for _, value in fields}
+        name = names.pop() if len(names) == 1 else None
+        if name is None or (name != self.name and name not in self._listed):
+            raise BadParameterError(_UNREADABLE)
+        return name
 
     def follow(self, servers: Mapping[Server, Collection[str]]) -> None:
         """Give requests to these servers, each with the adapters that it has, and to no others from now on."""
@@ -255,6 +275,14 @@ def _model_in(request: Input) -> str | None:
         return _text(_named(request.body()).model)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _is_object(request: Input) -> bool:
+    try:
+        _fields(request.body())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def _renamed(request: Input, name: str) -> Input:

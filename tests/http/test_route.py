@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -282,7 +283,23 @@ def test_keys_and_their_limits(tmp_path: Path) -> None:
             twice = '{"model": "other", "mod\\u0065l": "model", "n": 1.0e0}'
             assert router.http.post("/v1/completions", content=twice, headers=headers).status_code == 200
             assert server.asked[-1].body == b'{"model":"model","n":1.0e0}'
-            assert [router.chat(key="small-key").status_code for _ in range(2)] == [200, 429]
+            before = len(server.asked)
+            sneaking = {"params": {"model_name": "model"}, "headers": headers}
+            for body in (
+                b'{"model": "other", "n": NaN}',
+                b"\xff\xfe" + '{"model": "other"}'.encode("utf-16-le"),
+                b'[{"model": "other"}]',
+            ):
+                assert router.http.post("/v1/completions", content=body, **sneaking).status_code == 400
+            sneaking["headers"] = {"authorization": "Bearer small-key"}
+            for models in (["other"], ["model", "other"], []):
+                form: dict[str, Any] = {"files": {"file": b"x"}, "data": {"model": models}, **sneaking}
+                answer = router.http.post("/v1/audio/transcriptions", **form)
+                assert (answer.status_code, "some models only" in answer.text) == (400, True), answer.text
+            assert len(server.asked) == before
+            form["data"] = {"model": "model"}
+            assert router.http.post("/v1/audio/transcriptions", **form).status_code == 200
+            assert router.chat(key="small-key").status_code == 429
             assert int(router.chat(key="small-key").headers["retry-after"]) in range(1, 61)
             assert router.chat(key="spent-key").status_code == 429, "the first answer took 12 tokens"
             assert {asked.header("authorization") for asked in server.asked} == {None}
