@@ -10,6 +10,8 @@ from typing import Any
 from frontend.capture.budget import Budget
 from frontend.http.clients import Receive, Scope, Send
 
+_OVERHEAD = 512  # bytes of an exchange without any text
+
 
 @dataclass(slots=True)
 class Part:
@@ -21,7 +23,7 @@ class Part:
 
 
 class Exchange:
-    """Takes down up to `limit` bytes of each body; the bytes count in `budget` until `release`.
+    """Takes down up to `limit` bytes of each body; all that is held counts in `budget` until `release`.
 
     `is_lost` is true if the budget had no room for some of them: the exchange is dropped then. `began` and `ended` are
     times of time.monotonic(), `arrived` is a time.time().
@@ -43,6 +45,7 @@ class Exchange:
                 self.request.content_type = value.decode("latin-1")
             elif name == b"x-amzn-sagemaker-inference-id":
                 self.inference_id = value.decode("latin-1")
+        self._hold(_OVERHEAD + len(self.path) + len(self.request.content_type) + len(self.inference_id))
 
     def receiving(self, receive: Receive) -> Receive:
         """Return what takes down the body that `receive` returns."""
@@ -62,7 +65,8 @@ class Exchange:
                 self.status = message["status"]
                 headers = message.get("headers", ())
                 content_type = next((value for name, value in headers if name.lower() == b"content-type"), b"")
-                self.answer.content_type = content_type.decode("latin-1")
+                if self._hold(len(content_type)):
+                    self.answer.content_type = content_type.decode("latin-1")
             else:
                 self._add(self.answer, message.get("body", b""))
             await send(message)
@@ -78,10 +82,12 @@ class Exchange:
         room = self._limit - len(part.data)
         part.is_cut = part.is_cut or len(data) > room
         taken = data[:room]
-        if not taken or self.is_lost:
-            return
-        if self._budget.take(len(taken)):
-            self._taken += len(taken)
+        if taken and self._hold(len(taken)):
             part.data += taken
-        else:
-            self.is_lost = True
+
+    def _hold(self, count: int) -> bool:
+        """Count so many bytes more; return False if the exchange is lost."""
+        self.is_lost = self.is_lost or not self._budget.take(count)
+        if not self.is_lost:
+            self._taken += count
+        return not self.is_lost

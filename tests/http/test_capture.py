@@ -154,6 +154,19 @@ def test_a_disk_that_does_not_keep_up_costs_captures_and_no_memory() -> None:
     assert len(slow.lines) == writer.written
 
 
+def test_what_is_held_of_short_requests_with_long_headers_is_counted() -> None:
+    slow, budget = ListedLines(), Budget(100_000)
+    writer = CaptureWriter(slow, frozenset())
+    for _ in range(1000):
+        writer.add(exchange(b"", budget))
+    for _ in range(100):
+        writer.add(exchange(b"", budget, "x" * 9000, "/" + "p" * 9000))
+    assert writer.dropped >= 800
+    slow.gate.set()
+    writer.close(60)
+    assert (budget.taken, writer.written + writer.dropped) == (0, 1100)
+
+
 class FullDisk:
     def write(self, lines: bytes) -> None:
         raise OSError("no space left on device")
