@@ -61,10 +61,13 @@ class RotatingFiles:
             self._begin()
         assert self._file is not None
         left = memoryview(lines)
-        while left:
-            written = os.write(self._file, left)
-            self._written += written
-            left = left[written:]
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError:
+            os.ftruncate(self._file, self._written)  # the next line does not begin behind half of this one
+            raise
+        self._written += len(lines)
 
     def flush(self, now: bool) -> None:
         """Do nothing: every line is written at once."""

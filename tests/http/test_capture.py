@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -183,6 +184,26 @@ def test_a_full_disk_loses_lines_and_nothing_else() -> None:
     writer.close(60)
     assert (writer.written, budget.taken) == (0, 0)
     assert writer.dropped >= 5
+
+
+def test_a_disk_that_is_full_within_a_line_breaks_no_other_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, write = RotatingFiles(tmp_path, size=1000, count=3), os.write
+    files.write(b"first\n")
+    room = [4]
+
+    def write_what_fits(file: int, data: bytes) -> int:
+        if not room:
+            raise OSError("no space left on device")
+        return write(file, data[: room.pop()])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", write_what_fits)
+        with pytest.raises(OSError, match="no space"):
+            files.write(b"second\n")
+    files.write(b"third\n")
+    assert b"".join(path.read_bytes() for path in tmp_path.glob("*.jsonl")) == b"first\nthird\n"
 
 
 def test_files_take_turns_and_the_oldest_go(tmp_path: Path) -> None:
