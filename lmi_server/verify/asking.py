@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlencode
 
@@ -58,7 +59,7 @@ class Side:
             return _of_chat(choice, seconds) if is_chat else _of_completion(choice, seconds)
         except ConfigurationError as error:
             return Answer(error=error.message)
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (OSError, HTTPException, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             return Answer(error=f"the answer cannot be read: {error!r}"[:300])
 
     def _body(self, prompt: Prompt, output_tokens: int) -> dict[str, Any]:

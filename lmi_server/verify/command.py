@@ -104,6 +104,8 @@ def _complaints(summary: Summary, max_changed: float | None, max_slower: float |
         yield f"{summary.failed_new} requests failed, and {summary.failed_old} before"
     if summary.failed_old == summary.prompts:
         yield "no request was answered before, so that nothing was compared"
+    elif not summary.compared:
+        yield "no request was answered by both, so that nothing was compared"
     if max_changed is not None and summary.changed * 100 > max_changed * summary.compared:
         yield f"{summary.changed} of {summary.compared} answers changed; --max-changed {max_changed:g} percent"
     if max_slower is not None and summary.latency is not None and summary.latency.interval[0] > max_slower:

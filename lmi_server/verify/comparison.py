@@ -68,6 +68,7 @@ class Summary:
     """Figures over all prompts. `mean_shift` and `largest_shift` are of absolute values; None without any."""
 
     prompts: int
+    compared: int
     failed_old: int
     failed_new: int
     changed: int
@@ -75,10 +76,6 @@ class Summary:
     mean_shift: float | None
     largest_shift: float | None
     latency: PairedRatios | None
-
-    @property
-    def compared(self) -> int:
-        return self.prompts - max(self.failed_old, self.failed_new)
 
 
 _TIE = 0.1
@@ -91,6 +88,7 @@ def summarize(pairs: Sequence[Pair]) -> Summary:
     ratios = [ratio for pair in pairs if (ratio := pair.slower) is not None]
     return Summary(
         prompts=len(pairs),
+        compared=sum(pair.is_whole for pair in pairs),
         failed_old=sum(pair.old.error is not None for pair in pairs),
         failed_new=sum(pair.new.error is not None for pair in pairs),
         changed=sum(pair.changed for pair in pairs),

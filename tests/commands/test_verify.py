@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,10 @@ from paths import ROOT
 from server_helpers import make_model, running
 
 from lmi_server.bench.paired import PairedRatios
-from lmi_server.verify.asking import Answer, Token
+from lmi_server.bench.workload import Prompt
+from lmi_server.client.server_calls import ServerCalls
+from lmi_server.verify.asking import Answer, Side, Token
+from lmi_server.verify.command import _complaints
 from lmi_server.verify.comparison import compare, summarize
 from lmi_server.verify.report import as_json, lines
 
@@ -46,6 +51,30 @@ def test_errors_are_counted_and_compare_nothing() -> None:
     summary = summarize(pairs)
     assert (summary.failed_old, summary.failed_new, summary.changed, summary.latency) == (1, 2, 0, None)
     assert json.loads(as_json(summary, pairs))["pairs"][0]["error"] == "no"
+
+
+def test_what_is_compared_was_answered_by_both() -> None:
+    half = [compare("p", answer("a"), Answer(error="no")), compare("p", Answer(error="no"), answer("a"))]
+    assert summarize(half).compared == 0
+    [complaint] = _complaints(summarize(half), None, None)
+    assert "nothing was compared" in complaint
+    both = [*half, compare("p", answer("a"), answer("b"))]
+    assert "changed      1 of 1 answers" in "\n".join(lines(summarize(both), both))
+    assert not list(_complaints(summarize(both), 100, None))
+
+
+@pytest.mark.parametrize("answered", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"no HTTP\r\n\r\n"])
+def test_half_an_answer_is_a_failure_of_one_prompt(answered: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def answer_half() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(answered)
+
+        threads.submit(answer_half)
+        side = Side("old", ServerCalls(f"http://127.0.0.1:{listener.getsockname()[1]}", {}), "m")
+        assert side.ask(Prompt("a b"), 4, 60).error
 
 
 def test_a_report_forges_no_line_and_controls_no_terminal() -> None:
