@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "serving": _SERVING,
     "worker": {*_CONFIGURED, "dialects", "media"},
     "ray": {*_SERVING, "client", "dialects", "explain", "serving", "worker"},
-    "route": {*_SERVING, "serving"},
+    "route": {*_SERVING, "dialects", "serving"},
     "commands": {*_SERVING, "client", "dialects", "explain", "features", "serving"},
     "__main__": {"commands"},
     # Public names for code of one's own; nothing of this project imports them.
