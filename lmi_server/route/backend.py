@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 from urllib.parse import urlencode
 
-from lmi_server.contract.errors import LmiServerError, ServingError
+from lmi_server.contract.errors import LmiServerError, RequestError, ServingError
 from lmi_server.contract.link import WorkerLink
 from lmi_server.contract.protocol import (
     RECALLED,
@@ -22,7 +22,10 @@ from lmi_server.contract.protocol import (
     Item,
     Message,
     Reply,
+    ResetPrefixCache,
+    Sleep,
     Submit,
+    WakeUp,
 )
 from lmi_server.route.connection import Connections
 from lmi_server.route.exchange import Exchange
@@ -100,6 +103,9 @@ class Backend:
                 exchange = self._exchanges.get(number)
                 if exchange is not None and exchange.connection is not None:
                     exchange.connection.hold(held)
+            case Control(number, Sleep() | WakeUp() | ResetPrefixCache() as command):
+                refusal = f"A router does not pass on {command.operation}; call it at the servers"
+                self._loop.call_soon(self._emit, Error(number, RequestError.__name__, refusal))
             case Control(number):  # adapters are there already, and metrics are asked for at the servers
                 self._loop.call_soon(self._emit, Reply(number, 200, [], b""))
             case _:

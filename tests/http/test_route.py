@@ -163,6 +163,16 @@ def test_a_client_that_does_not_read_stops_its_server_alone(router: Router) -> N
     until_idle(router)
 
 
+def test_what_a_router_cannot_have_servers_do_is_refused(router: Router) -> None:
+    for path in ("/sleep?level=1", "/reset_prefix_cache"):
+        answer = router.http.post(path)
+        assert (answer.status_code, "at the servers" in answer.text) == (400, True), answer.text
+    assert router.http.post("/sleep?level=0").status_code == 200
+    assert router.chat().status_code == 503
+    assert router.http.post("/wake_up").status_code == 200
+    assert router.chat().status_code == 200
+
+
 # --- names ---
 
 
