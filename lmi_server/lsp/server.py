@@ -70,14 +70,15 @@ class Documents:
         """Return what may stand at a position."""
         document, position = self._document(params), params.position
         path, text = _path(document), document.source
-        column = document.position_codec.position_from_client_units(lines_of(text), position).character
+        lines = lines_of(text)
+        column = document.position_codec.position_from_client_units(lines, position).character
         if is_properties(path):
             offers = properties.completions(text, position.line, column, self._checked.get(document.uri, Checked()))
         elif is_model_file(path, text):
             offers = model_files.completions(text, position.line, column)
         else:
             offers = ()
-        return [_completion(document, lines_of(text), position, offer) for offer in offers]
+        return [_completion(document, lines, position, offer) for offer in offers]
 
     async def hover(self, params: types.HoverParams) -> types.Hover | None:
         """Return what the key in a line means."""

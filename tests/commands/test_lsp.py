@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from language_client import LanguageClient
@@ -243,6 +244,22 @@ def test_an_editor_over_the_standard_streams(tmp_path: Path) -> None:
         assert {"bf16", "auto"} <= {offer["label"] for offer in offers}
         editor.tell("textDocument/didClose", textDocument={"uri": uri})
         assert editor.diagnostics(uri) == []
+
+
+@needs_pygls
+def test_a_document_is_divided_into_lines_once_for_all_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lsprotocol import types
+    from pygls.workspace import TextDocument
+
+    from lmi_server.lsp import server
+
+    divided: list[str] = []
+    monkeypatch.setattr(server, "lines_of", lambda text: divided.append(text) or lines_of(text))
+    document = TextDocument("file:///x/serving.properties", "option.d")
+    fake = SimpleNamespace(workspace=SimpleNamespace(get_text_document=lambda _: document))
+    place = types.CompletionParams(types.TextDocumentIdentifier(document.uri), types.Position(0, 8))
+    assert len(server.Documents(fake, AROUND).complete(place)) > 50
+    assert divided == ["option.d"]
 
 
 @needs_pygls
