@@ -11,6 +11,7 @@ const DOCUMENTS = [
 ];
 
 let client;
+let restarted = Promise.resolve();
 
 async function activate(context) {
   context.subscriptions.push(
@@ -29,13 +30,16 @@ async function start() {
   } catch (error) {
     client = undefined;
     const remedy = "install it with: pip install 'lmi-server[lsp]', or set lmi-server.command";
-    await vscode.window.showErrorMessage(`${command} cannot be started (${error.message}); ${remedy}`);
+    // Not awaited: it ends when the message is closed.
+    vscode.window.showErrorMessage(`${command} cannot be started (${error.message}); ${remedy}`);
   }
 }
 
-async function restart() {
-  await deactivate();
-  await start();
+/** Restarts one after the other: two at once would leave a server behind. */
+function restart() {
+  // Who asked for the last one has its error.
+  restarted = restarted.catch(() => {}).then(deactivate).then(start);
+  return restarted;
 }
 
 async function deactivate() {

@@ -87,6 +87,26 @@ test("another command restarts it", async () => {
   assert.deepStrictEqual([...calls], []);
 });
 
+test("two changes at once leave one server", async () => {
+  await activate();
+  calls = [];
+  const change = () => configurationChanged({ affectsConfiguration: () => true });
+  await Promise.all([change(), change()]);
+  const kinds = calls.map(([kind]) => kind);
+  assert.deepStrictEqual(kinds, ["stop", "new", "start", "stop", "new", "start"]);
+});
+
+test("a message that stays open holds nothing up", async () => {
+  const show = fakes.vscode.window.showErrorMessage;
+  fakes.vscode.window.showErrorMessage = () => new Promise(() => {});
+  failure = new Error("ENOENT");
+  try {
+    await Promise.race([activate(), new Promise((_, reject) => setImmediate(() => reject(new Error("it waits"))))]);
+  } finally {
+    fakes.vscode.window.showErrorMessage = show;
+  }
+});
+
 test("the manifest names what there is", async () => {
   await activate();
   for (const each of manifest.contributes.commands) {
