@@ -48,20 +48,22 @@ class ResponsesApi:
 
     async def delete(self, request: Request) -> Response:
         """OpenAI: delete a response; one in the background ends."""
-        record = await self._record(request)
-        await self._threads.serve(self._store.remove, owner_of(request.scope), record.id)
+        async with self._background.ending(request.path_params["response_id"]):
+            record = await self._record(request)
+            await self._threads.serve(self._store.remove, owner_of(request.scope), record.id)
         self._background.cancel(record.id)
         return json_response({"id": record.id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """OpenAI: end a response in the background."""
-        record = await self._record(request)
-        if not record.response.get("background"):
-            raise BadParameterError(f"response {record.id} is not in the background, and cannot be cancelled")
-        if record.is_running:
-            end_early(record.response, CANCELLED)
-            await self._threads.serve(self._store.save, owner_of(request.scope), record)
-            self._background.cancel(record.id)
+        async with self._background.ending(request.path_params["response_id"]):
+            record = await self._record(request)
+            if not record.response.get("background"):
+                raise BadParameterError(f"response {record.id} is not in the background, and cannot be cancelled")
+            if record.is_running:
+                end_early(record.response, CANCELLED)
+                await self._threads.serve(self._store.save, owner_of(request.scope), record)
+                self._background.cancel(record.id)
         return json_response(record.response)
 
     async def input_items(self, request: Request) -> Response:

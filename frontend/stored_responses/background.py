@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -28,8 +30,11 @@ CANCELLED = "cancelled"
 
 @dataclass
 class _Running:
+    """A response of this server. `ending` is held while its end, or its cancellation, is stored."""
+
     owner: str
     request: DetachedRequest
+    ending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class BackgroundResponses:
@@ -76,6 +81,11 @@ class BackgroundResponses:
             stored.set()
         return None
 
+    def ending(self, response_id: str) -> AbstractAsyncContextManager[None]:
+        """Return a block in which this server stores no end of a response: so none is written over another."""
+        running = self._running.get(response_id)
+        return contextlib.nullcontext() if running is None else running.ending
+
     def cancel(self, response_id: str) -> bool:
         """End a response of this server; return whether it runs here."""
         running = self._running.get(response_id)
@@ -106,7 +116,8 @@ class BackgroundResponses:
             if request.accepted.is_set():
                 await stored.wait()  # the end must not be overwritten by the beginning
                 _complete(record, request.record)
-                await self._threads.run(self._save_end, owner, record)
+                async with self.ending(record.id):
+                    await self._threads.run(self._save_end, owner, record)
         except OSError as error:
             logger.error("response %s is lost: %s", record.id, error)
         finally:
