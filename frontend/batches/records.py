@@ -200,18 +200,18 @@ class OwnedRecords:
     def forget_unfinished(self, owner: str, batch_id: str) -> None:
         """Remove what only an unfinished batch has, the mark of it last."""
         self.store.remove_journal(journal_key(owner, batch_id))
-        self.store.remove(f"{owner}/cancels/{batch_id}")
+        self.store.remove(cancel_key(owner, batch_id))
         self.store.remove(f"{owner}/unfinished/{batch_id}")
 
     def cancel(self, owner: str, batch_id: str) -> None:
         """Ask the server that runs a batch to end it."""
-        self.store.put(f"{owner}/cancels/{batch_id}", b"{}")
+        self.store.put(cancel_key(owner, batch_id), b"{}")
 
     def cancelled(self, owner: str) -> list[str]:
         return [entry.name for entry in self.store.entries(f"{owner}/cancels")]
 
     def is_cancelled(self, owner: str, batch_id: str) -> bool:
-        return self.store.get(f"{owner}/cancels/{batch_id}") is not None
+        return self.store.get(cancel_key(owner, batch_id)) is not None
 
 
 def content_key(owner: str, file_id: str) -> str:
@@ -220,6 +220,10 @@ def content_key(owner: str, file_id: str) -> str:
 
 def journal_key(owner: str, batch_id: str) -> str:
     return f"{owner}/journals/{batch_id}"
+
+
+def cancel_key(owner: str, batch_id: str) -> str:
+    return f"{owner}/cancels/{batch_id}"
 
 
 def _decoded(data: bytes, kind: type[_Record]) -> _Record:

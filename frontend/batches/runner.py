@@ -8,7 +8,7 @@ import logging
 import time
 
 from frontend.access.api_keys import KeyRing
-from frontend.batches.records import BatchRecord, journal_key
+from frontend.batches.records import BatchRecord, cancel_key, journal_key
 from frontend.batches.run import BatchRun, RunParts
 from frontend.storage.objects import Journal
 from frontend.storage.owners import created_at, tenants
@@ -143,9 +143,12 @@ class BatchRunner:
         for owner in records.owners():
             for file_id in records.file_ids(owner):
                 records.remove_if_expired(owner, file_id)
+            cancelled = set(records.cancelled(owner))  # before `unfinished`: each had its mark there at this time
             unfinished = set(records.unfinished(owner))
             if not unfinished:  # else its files may be about to get their records
                 records.remove_orphans(owner)
+            for batch_id in cancelled - unfinished:  # which came when the batch had just ended
+                records.store.remove(cancel_key(owner, batch_id))
             for batch_id in records.batch_ids(owner):
                 if batch_id not in unfinished and created_at(batch_id) < oldest:
                     records.remove_batch(owner, batch_id)

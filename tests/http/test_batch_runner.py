@@ -121,6 +121,17 @@ async def test_many_keys_and_folders_of_others_cost_one_digest_a_key(
     assert hashed == digests
 
 
+def test_nothing_is_left_of_a_cancellation_that_came_too_late(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path, FakeAsking())
+    records, runner = parts.records, BatchRunner(parts, None)
+    ended, running = begun(records, 1), begun(records, 1)
+    records.end_batch(EVERYONE, ended)
+    for batch in (ended, running):
+        records.cancel(EVERYONE, batch.id)
+    cast("Any", runner)._sweep()
+    assert records.cancelled(EVERYONE) == [running.id]
+
+
 @on_loop
 async def test_the_lines_of_an_expired_batch_are_written_some_at_a_time(tmp_path: Path) -> None:
     """Each write waits for the disk, or for S3: one for each line would take longer than the lease of a journal."""
