@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from forked_servers import ForkedCommand
 from process_log import LIMIT_S
 from relay_helpers import HANDLERS
 from server_helpers import make_model
 from waiting import wait_until
+
+from lmi_server.batches.offline import OfflineBatch
+from lmi_server.contract.errors import ConfigurationError
 
 
 def line(number: int, tokens: int = 3, **more: Any) -> dict[str, Any]:
@@ -63,3 +68,12 @@ def test_a_wrong_line_is_named_before_the_model_loads(tmp_path: Path) -> None:
     code, errors = end(begin(tmp_path, requests))
     assert code == 1
     assert "in.jsonl:3: custom_id id-0 is that of an earlier line" in errors
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.partial"])
+def test_answers_do_not_take_the_place_of_the_requests(name: str, tmp_path: Path) -> None:
+    requests = write(tmp_path / name, [line(0)])
+    before = requests.read_bytes()
+    with pytest.raises(ConfigurationError, match="is the file of the requests"):
+        asyncio.run(OfflineBatch(requests, tmp_path / "out.jsonl", 1).run(str(tmp_path / "model"), os.environ))
+    assert requests.read_bytes() == before
