@@ -208,8 +208,10 @@ class _Place:
         try:
             parts = urlsplit(url)
             port = parts.port
+            (parts.hostname or "").encode("idna")  # as a look-up would, which ends the checks of all servers
         except ValueError as error:
-            raise ConfigurationError(f'URL = "{excerpt(url)}" is not allowed: {error}') from None
+            shown = excerpt(url.rpartition("@")[2])
+            raise ConfigurationError(f'URL = "{shown}" is not allowed: {error}') from None
         is_plain = parts.scheme == "http"
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigurationError(f'URL = "{excerpt(url)}" is not allowed; write http://HOST:PORT or https://HOST')

@@ -98,7 +98,18 @@ def test_no_request_gets_the_connection_of_a_check() -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "host:8000", "ftp://h", "http://", "http://h:99999", "http://u:secret@h", "http://h/?x", "http://h\r\nx: y"],
+    [
+        "",
+        "host:8000",
+        "ftp://h",
+        "http://",
+        "http://h:99999",
+        "http://u:secret@h",
+        "http://h/?x",
+        "http://h\r\nx: y",
+        "http://a..b",
+        "http://u:secret@h:99999",
+    ],
 )
 def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
