@@ -54,10 +54,11 @@ def reload_model(
         "max_changed": max_changed,
     }
     given = {name: str(value) for name, value in rules.items() if value is not None}
-    if canary is None and not (shadow or promote or take_back):
+    if canary is None and not shadow:
         with plain_configuration_errors():
-            if given:
-                raise ConfigurationError(f"--{next(iter(given)).replace('_', '-')} needs --canary or --shadow")
+            for unused in (*given, *(() if wait else ("no-wait",))):
+                raise ConfigurationError(f"--{unused.replace('_', '-')} needs --canary or --shadow")
+    if canary is None and not (shadow or promote or take_back):
         plain.reload_model(model, url, header)
         return
     with plain_configuration_errors():

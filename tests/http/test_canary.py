@@ -277,6 +277,8 @@ def test_the_command_tries_a_version_and_says_why_it_was_taken_back(
     assert "only 0 of 200 requests came" in taken_back.stderr
     assert "exclude each other" in reload("--canary", "5%", "--promote").stderr
     assert "needs --canary or --shadow" in reload("--requests", "5").stderr
+    assert "--requests needs --canary or --shadow" in reload("--promote", "--requests", "5").stderr
+    assert "--no-wait needs --canary or --shadow" in reload("--no-wait").stderr
     assert "loaded again" in reload().stdout
 
 
