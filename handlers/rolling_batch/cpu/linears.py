@@ -68,7 +68,9 @@ def read_weights(kind: type[nn.Module]) -> frozenset[str]:
 
 def _weights_of_self(code: types.CodeType) -> Iterator[str]:
     """Yield NAME of each `self.NAME.weight`, in the functions within as well."""
-    operands = [instruction.argval for instruction in dis.get_instructions(code)]
+    values = [instruction.argval for instruction in dis.get_instructions(code)]
+    # From Python 3.13 on one instruction loads two variables; what follows is of the second one.
+    operands = [value[-1] if isinstance(value, tuple) and value else value for value in values]
     for owner, layer, attribute in zip(operands, operands[1:], operands[2:], strict=False):
         if (owner, attribute) == ("self", "weight"):
             yield layer
