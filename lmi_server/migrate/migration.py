@@ -19,7 +19,7 @@ NO_COUNTERPART = "there is no such setting here"
 
 _MODEL_ID = "option.model_id"
 _KEY = re.compile(r"[A-Za-z_][\w.]{0,100}", re.ASCII)
-_TOKENS = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|sk-[\w-]{20,})")
+_TOKENS = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|sk-[\w-]{20,}|[Bb]earer \S+)")
 # $NAME, ${NAME}, $(command) and `command` are the shell's; nothing here replaces or runs them.
 _SUBSTITUTION = re.compile(r"\$(?:[\w({]|$)|`")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\u0080-\u009f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")

@@ -441,6 +441,7 @@ def test_the_command_writes_and_reports(tmp_path: Path) -> None:
     [
         "vllm serve a/b --api-key zq7",
         "vllm serve a/b --api-key=zq7",
+        "curl -H 'Authorization: Bearer zq7' http://x; vllm serve a/b",
         "huggingface-cli login --token zq7 && x --hf-token=zq7; vllm serve a/b",
         "vllm serve a/b --unknown-token zq7",
         "docker run -e OPTION_ENV=HF_TOKEN=zq7 -e HF_TOKEN=zq7 vllm/vllm-openai --model a/b",
