@@ -203,6 +203,7 @@ class Connections:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self._idle: list[Connection] = []
+        self._keeps = True
 
     def idle(self) -> Connection | None:
         """Return a connection that waits for a request, None if there is none."""
@@ -226,7 +227,7 @@ class Connections:
 
     def keep(self, connection: Connection) -> None:
         """Take back a connection whose answer has ended."""
-        if len(self._idle) >= _MAX_IDLE:
+        if not self._keeps or len(self._idle) >= _MAX_IDLE:
             connection.abort()
             return
         connection.idle_since = time.monotonic()
@@ -243,3 +244,8 @@ class Connections:
         for connection in [each for each in self._idle if now - each.idle_since >= older_s]:
             self._idle.remove(connection)
             connection.abort()
+
+    def retire(self) -> None:
+        """Close each connection once it has no request: nobody looks after idle ones from now on."""
+        self._keeps = False
+        self.close_idle(0.0)

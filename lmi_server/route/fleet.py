@@ -196,7 +196,7 @@ class Fleet:
         url = place.site.url
         for known in [known for known in self.servers if known[0] == url and known[1] not in peers]:
             logger.info("server %s: its name has this address no more", self.servers[known].label)
-            self.servers.pop(known).connections.close_idle(0.0)
+            self.servers.pop(known).connections.retire()
         for peer in peers:
             self.servers.setdefault((url, peer), Server(place.site, peer))
 

@@ -145,6 +145,17 @@ def test_what_is_no_status_of_http_does_not_go_on(status: bytes) -> None:
     assert recorder.ends[0].startswith("answered with ")
 
 
+def test_the_connections_of_a_server_that_is_gone_close_after_their_answers() -> None:
+    connections, connection, transport = connected()
+    recorder = Recorder()
+    connection.send(b"", b"", recorder)
+    connections.retire()
+    assert transport.is_open
+    connection.data_received(WHOLE)
+    assert recorder.ends == ["whole"]
+    assert not transport.is_open
+
+
 def test_an_answer_before_the_end_of_its_request_ends_the_connection() -> None:
     connections, connection, transport = connected()
     recorder = Recorder()
