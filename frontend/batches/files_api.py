@@ -77,6 +77,7 @@ class FilesApi:
         try:
             upload = await read_upload(request.headers.get("content-type", ""), _pieces(request), write)
             record = self._record(file_id, size, upload)
+            await check_room(self._records, threads, self._settings, owner)  # others may have taken it since
         except BaseException as error:
             await threads.serve(_abandon, opened, error)
             raise

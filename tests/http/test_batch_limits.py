@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from relay_helpers import on_loop
 from starlette.requests import Request
+from waiting import wait_until
 
 from frontend.batches.batches_api import BatchesApi
 from frontend.batches.files_api import FilesApi
 from frontend.batches.records import FILE_PREFIX, BatchRecord, FileRecord, OwnedRecords, content_key
 from frontend.batches.settings import BatchSettings
+from frontend.http.held_bytes import HeldBytes, MemoryBudget
+from frontend.http.protocol import scope_without_client
 from frontend.storage.objects import open_store
 from frontend.storage.owners import EVERYONE, new_id
 from frontend.storage.threads import StoreThreads
@@ -89,3 +92,43 @@ async def test_a_key_whose_files_take_all_its_room_begins_no_batch_that_makes_mo
     with pytest.raises(PayloadTooLargeError, match="batches_max_size=10"):
         await api.create(creation(file_id))
     assert records.batch_ids(EVERYONE) == []
+
+
+FORM = (
+    b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\ncontent-disposition: form-data; name="file"\r\n\r\n0123456789\r\n--b--\r\n'
+)
+
+
+def arriving(directory: Path) -> list[Path]:
+    return list(directory.glob(".tmp/*"))
+
+
+def upload(until: asyncio.Event) -> Request:
+    """Return an upload whose last bytes arrive when `until` is set."""
+    pieces = [FORM[:-8], FORM[-8:]]
+
+    async def receive() -> dict[str, Any]:
+        if len(pieces) == 1:
+            await until.wait()
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=b")]
+    held = HeldBytes(MemoryBudget(1 << 20, "full"))
+    return Request({**scope_without_client("/v1/files", headers, None, held)}, receive)
+
+
+@on_loop
+async def test_uploads_at_the_same_time_do_not_take_the_same_room(tmp_path: Path) -> None:
+    records = records_of(tmp_path)
+    api = FilesApi(records, StoreThreads(4, "test"), BatchSettings(batches_max_size=10))
+    ends = [asyncio.Event() for _ in range(3)]
+    tasks = [asyncio.create_task(api.create(upload(end))) for end in ends]
+    await asyncio.to_thread(wait_until, lambda: len(arriving(tmp_path)) == 3, "all uploads have begun")
+    ends[1].set()
+    await tasks[1]
+    for task, end in zip(tasks[::2], ends[::2], strict=True):
+        end.set()
+        with pytest.raises(PayloadTooLargeError, match="batches_max_size=10"):
+            await task
+    assert (records.sizes(EVERYONE), arriving(tmp_path)) == ([10], [])
