@@ -377,6 +377,8 @@ def test_a_store_on_s3(tmp_path: Path) -> None:
             assert (done.status, done.request_counts.completed) == ("completed", 80)
             assert ids(answers(client, done.output_file_id)) == sorted(f"id-{number}" for number in range(80))
             client.files.delete(batch.input_file_id)
+            unfinished = {"Bucket": BUCKET, "Prefix": "some/prefix/all/unfinished/"}  # the last that is removed
+            wait_until(lambda: not s3.client.list_objects_v2(**unfinished)["KeyCount"], "no mark is left")
         keys = [each["Key"] for each in s3.client.list_objects_v2(Bucket=BUCKET)["Contents"]]
         assert not [key for key in keys if "/journals/" in key or "/unfinished/" in key]
         assert all(key.startswith("some/prefix/all/") for key in keys)
