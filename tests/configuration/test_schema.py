@@ -28,7 +28,8 @@ SERVING = jsonschema.Draft202012Validator(serving_properties())
 CONFIG = jsonschema.Draft202012Validator(config_properties())
 MODEL_FILE = jsonschema.Draft202012Validator(model_file())
 RAY_SAMPLES = [*SAMPLES.glob("ray/*.yaml")]
-DECLARING = list({load_options_type(spec) for spec in HANDLERS.specs} | {ServingOptions, ServerSettings})
+_KINDS = {load_options_type(spec) for spec in HANDLERS.specs} | {ServingOptions, ServerSettings}
+DECLARING = sorted(_KINDS, key=lambda declaring: declaring.__name__)
 
 
 def flat(text: str) -> dict[str, str]:

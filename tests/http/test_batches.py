@@ -223,7 +223,7 @@ def test_a_batch_without_its_file_fails(server: Server, store: Path) -> None:
     assert (done.status, done.errors.data[0].code) == ("failed", "input_file_gone")
 
 
-PATHS = ("../../etc/passwd", "..", "a\0b", "file-" + "0" * 31, new_id("batch_"), "%2e%2e%2f", "x" * 5000)
+PATHS = ("../../etc/passwd", "..", "a\0b", "file-" + "0" * 31, "batch_" + "1a" * 15 + "1", "%2e%2e%2f", "x" * 5000)
 
 
 @pytest.mark.parametrize("name", PATHS)

@@ -196,7 +196,10 @@ def test_requests_that_are_refused(server: Server) -> None:
             create(client, "x", previous_response_id=identity)
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "..", "a\0b", new_id(PREFIX), new_id("batch_"), "x" * 5000])
+ODD_IDS = ("../../etc/passwd", "..", "a\0b", PREFIX + "1" * 31, "batch_" + "1" * 31, "x" * 5000)
+
+
+@pytest.mark.parametrize("name", ODD_IDS)
 def test_no_id_leads_out_of_the_store(server: Server, name: str) -> None:
     quoted = "".join(f"%{byte:02x}" for byte in name.encode())
     headers = {"authorization": f"Bearer {KEYS[0]}"}
