@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -413,9 +416,10 @@ def test_without_a_store_there_are_no_such_paths(tmp_path: Path) -> None:
 
 
 def test_a_store_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    from server_helpers import Server as Started
-
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(AssertionError, match="batches_store"):
-        Started(make_model(tmp_path / "model"), variables={"SERVING_BATCHES_STORE": f"{file}/x"})
+    command = [sys.executable, "-m", "lmi_server", "serve", str(make_model(tmp_path / "model"))]
+    variables = os.environ | {"SERVING_BATCHES_STORE": f"{file}/x"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode, done.stderr
+    assert "batches_store" in done.stderr
