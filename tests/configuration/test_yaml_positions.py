@@ -12,6 +12,7 @@ from lmi_server.contract.errors import ConfigurationError
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
 )
+EMPTY_MERGES = f"e: &e {{}}\nm: &m {{<<: [{', '.join(['*e'] * 5000)}]}}\nz: {{<<: [{', '.join(['*m'] * 30)}]}}\n"
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
 
 
@@ -40,6 +41,7 @@ def test_an_unsaved_text_stands_for_the_file(tmp_path: Path) -> None:
     [
         (LAUGHS, "has more than 100000 values"),
         (MERGES, "has more than 100000 values"),
+        (EMPTY_MERGES, "has more than 100000 values"),
         ("a: &a [*a]", "nested too deeply"),
         ("a: &a {<<: *a}", "nested too deeply"),
         ("[" * 20_000, "nested too deeply"),

@@ -158,6 +158,7 @@ class _Reader:
             lines[(*path, key.value)] = key.start_mark.line + 1
             yield key.value, child
         for source in merged:
+            self._count_one(source)
             if source.id != "mapping":
                 raise self._error(source, "<< takes a mapping, or a list of mappings")
             for name, child in self._items(source, path, {}):
