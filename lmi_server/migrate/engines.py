@@ -17,7 +17,7 @@ Rule = str | Callable[[Migration, Flag], None]
 
 _SERVE = "a setting of the server: lmi-server serve"
 _NO_EFFECT_HERE = "the server does so by itself, or has no such thing"
-_HUMAN = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
+_HUMAN = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kKmMgG])")
 _QUANTIZE = {"bitsandbytes": "bitsandbytes8", "bitsandbytes-nf4": "bitsandbytes4", "bitsandbytes-fp4": "bitsandbytes4"}
 _SCALES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 

@@ -114,7 +114,7 @@ services:
       - VLLM_API_KEY=swordfish2
       - OPTION_ENABLE_LORA=true
       - DATABASE=postgres://user:swordfish3@db/x
-    volumes: ["/data:/models", "cache:/root/.cache"]
+    volumes: ["/data:/models", "cache:/cache"]
     ports: ["8000:8000"]
     deploy: {{resources: {{}}}}
   web:
@@ -454,6 +454,12 @@ def test_even_a_short_secret_is_neither_written_nor_reported(command: str) -> No
     migration = migration_of([command])
     assert "zq7" not in migration.text() + str(migration.notes)
     assert migration.values["option.model_id"] == "a/b"
+
+
+def test_a_number_beyond_all_bounds_is_refused() -> None:
+    migration = migration_of([f"vllm serve a/b --max-model-len {'9' * 400}k"])
+    migration.settle(MACHINE, {})
+    assert "option.max_model_len" not in migration.values
 
 
 def test_many_wrong_options_take_time_in_proportion(tmp_path: Path) -> None:
