@@ -109,16 +109,16 @@ class Migration:
     def _take_out(self, lines: tuple[str, ...]) -> bool:
         """Take out the keys that these lines of `check` are about; return whether there were any."""
         texts = self.text().split("\n")
-        taken = False
+        reasons: dict[str, str] = {}
         for each in (finding("error", line) for line in lines):
             key = texts[each.line - 1].partition("=")[0] if each.line and each.line <= len(texts) else ""
             if key in self.values and key != _MODEL_ID:
-                del self.values[key]
-                origin = self.origins.pop(key)
-                self.notes = [note for note in self.notes if not note.text.startswith(f"{key}=")]
-                self.drop(origin, each.text)
-                taken = True
-        return taken
+                reasons.setdefault(key, each.text)
+        self.notes = [note for note in self.notes if note.text.partition("=")[0] not in reasons]
+        for key, reason in reasons.items():
+            del self.values[key]
+            self.drop(self.origins.pop(key), reason)
+        return bool(reasons)
 
 
 def holds_secret(text: str) -> bool:
