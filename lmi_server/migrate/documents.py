@@ -216,7 +216,8 @@ def from_torchserve(path: Path) -> Migration:
     try:
         with zipfile.ZipFile(path) as archive:
             return _from_archive(archive)
-    except (zipfile.BadZipFile, zlib.error, OSError, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+    # Members may be encrypted (RuntimeError), cut off (EOFError), or have impossible names or places (ValueError).
+    except (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigurationError(f"{path}: is no archive that can be read: {error}") from error
 
 
