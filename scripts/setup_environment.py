@@ -310,7 +310,7 @@ def unpack_prometheus():
         return
     script = f"apt-get download prometheus && dpkg -x prometheus_*.deb '{PROMETHEUS}'"
     with tempfile.TemporaryDirectory() as directory:
-        if subprocess.run(["sh", "-c", script], cwd=directory, check=False).returncode:
+        if run(["sh", "-c", script], cwd=directory, check=False).returncode:
             say("NOT INSTALLED, so its tests are skipped: Prometheus (`apt-get download prometheus` failed)")
 
 
@@ -348,7 +348,7 @@ def unpack_chromium():
         f"mv unpacked '{CHROMIUM}'",
     )
     with tempfile.TemporaryDirectory() as directory:
-        if subprocess.run(["sh", "-c", " && ".join(steps)], cwd=directory, check=False).returncode == 0:
+        if run(["sh", "-c", " && ".join(steps)], cwd=directory, check=False).returncode == 0:
             (CHROMIUM / "fonts.conf").write_text(CHROMIUM_FONTS, encoding="utf-8")
         else:
             say("NOT INSTALLED: Chromium (`npm pack` failed); its tests need one of the machine, or are skipped")
@@ -362,7 +362,7 @@ def unpack_axe():
         f"npm pack --silent {AXE_PACKAGE} && tar xzf *.tgz && mkdir -p '{AXE.parent}' && cp package/axe.min.js '{AXE}'"
     )
     with tempfile.TemporaryDirectory() as directory:
-        if subprocess.run(["sh", "-c", script], cwd=directory, check=False).returncode:
+        if run(["sh", "-c", script], cwd=directory, check=False).returncode:
             say("NOT INSTALLED: axe-core (`npm pack` failed); its test is skipped")
 
 
