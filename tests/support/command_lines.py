@@ -68,7 +68,7 @@ VLLM = [
     ("vllm serve facebook/opt-125m -dp 2", {"minWorkers": "2", "maxWorkers": "2"}),
     ("nohup vllm serve facebook/opt-125m --kv-cache-dtype fp8 > log.txt 2>&1 &", {"option.kv_cache_dtype": "fp8"}),
     (
-        "docker run --runtime nvidia --gpus all -v ~/.cache/huggingface:/root/.cache/huggingface"
+        "docker run --runtime nvidia --gpus all -v ~/.cache/huggingface:/cache/huggingface"
         ' --env "HUGGING_FACE_HUB_TOKEN=hf_abcdefghijklmnopqrstuvwx" -p 8000:8000 --ipc=host'
         " vllm/vllm-openai:latest --model mistralai/Mistral-7B-Instruct-v0.3 --max-model-len 8192",
         {"option.model_id": "mistralai/Mistral-7B-Instruct-v0.3", "option.max_model_len": "8192"},
@@ -113,7 +113,7 @@ SGLANG = [
         {"option.max_model_len": "32768", "option.enable_cuda_graph": "false"},
     ),
     (
-        "docker run --gpus all --shm-size 32g -p 30000:30000 -v ~/.cache/huggingface:/root/.cache/huggingface"
+        "docker run --gpus all --shm-size 32g -p 30000:30000 -v ~/.cache/huggingface:/cache/huggingface"
         " --env HF_TOKEN=hf_abcdefghijklmnopqrstuvwx --ipc=host lmsysorg/sglang:latest python3 -m sglang.launch_server"
         " --model-path meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 --dp 2 --kv-cache-dtype fp8_e5m2",
         {"option.dtype": "bfloat16", "maxWorkers": "2", "option.kv_cache_dtype": "fp8"},
