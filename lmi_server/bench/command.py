@@ -178,7 +178,7 @@ def observer_of(target: Target, metrics: str | None) -> Observer:
 
 
 def _replayed(data: Path | None, replay: str | None) -> tuple[Path | None, float | None]:
-    """Return the file of the prompts, and how many times as fast as recorded they are sent; None for their own times.
+    """Return the file of the prompts, and how many times as fast as recorded they are sent; None without --replay.
 
     Raises ConfigurationError if --replay is a file beside --data.
     """

@@ -369,9 +369,11 @@ def test_files_of_prompts(tmp_path: Path) -> None:
         ("", "has no prompts"),
         ('{"prompt": "a"}\n{"text": "b"}', "line 2: it has neither prompt, messages nor turns"),
         ("[1]", "ShareGPT's form is"),
+        ('[{"conversations": ["a"]}]', "ShareGPT's form is"),
+        ('{"prompt": "a\u2028", "max_tokens": 1}\n{"prompt": "a", "max_tokens": 1e999}', "line 2: "),
         ("no json", "line 1: "),
     ):
-        path.write_text(wrong)
+        path.write_text(wrong, encoding="utf-8")
         with pytest.raises(ConfigurationError, match=message):
             read_prompts(path)
 

@@ -268,6 +268,14 @@ def test_a_captured_file_without_a_prompt_is_refused(tmp_path: Path) -> None:
         read_prompts(path)
 
 
+def test_a_captured_text_with_other_ends_of_lines_is_a_prompt(tmp_path: Path) -> None:
+    bodies = ['{"prompt": "one\u2028two\x85"}', '{"prompt": "left out", "max_tokens": 1e999}']
+    made = [exchange(body.encode(), Budget(10**6)) for body in bodies]
+    path = tmp_path / "captured.jsonl"
+    path.write_bytes(b"".join(captured_line(each, ()) for each in made))
+    assert [prompt.text for prompt in read_prompts(path)] == ["one\u2028two\x85"]
+
+
 def test_captured_prompts_come_in_the_order_of_their_times(tmp_path: Path) -> None:
     bodies = [
         {"messages": [{"role": "user", "content": "third"}], "max_completion_tokens": 3},

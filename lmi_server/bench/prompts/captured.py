@@ -31,7 +31,7 @@ def captured_prompts(lines: Iterable[str]) -> list[Prompt]:
             continue
         try:
             found.append(_of_line(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             left_out += 1
     if left_out:
         logger.warning("%d of %d captured requests are no prompts, and are left out", left_out, left_out + len(found))
@@ -45,7 +45,7 @@ def _at(prompt: Prompt, second: float) -> Prompt:
 
 
 def _of_line(line: Mapping[str, Any]) -> tuple[float, Prompt]:
-    """Return the time and the prompt of a line. Raises ValueError, KeyError, TypeError or AttributeError."""
+    """Return the time and the prompt of a line. Raises what a line of another form raises, such as KeyError."""
     time = datetime.fromisoformat(line["eventMetadata"]["inferenceTime"]).timestamp()
     given = line["captureData"]["endpointInput"]
     data = given["data"]

@@ -27,7 +27,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--data {path}: {error}") from error
     if MARK in text.partition("\n")[0]:
-        prompts = captured_prompts(text.splitlines())
+        prompts = captured_prompts(text.split("\n"))  # a text may have what splitlines() takes for an end of line
     else:
         prompts = _share_gpt(text, path) if text.lstrip().startswith("[") else _lines(text, path)
     if not prompts:
@@ -37,12 +37,12 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _lines(text: str, path: Path) -> list[Prompt]:
     prompts = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             prompts.append(_of_line(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise ConfigurationError(
                 f'--data {path}, line {number}: {error}; a line is {{"prompt": "..."}}, {{"messages": [...]}} or '
                 '{"turns": ["...", ...]}'
@@ -71,7 +71,7 @@ def _share_gpt(text: str, path: Path) -> list[Prompt]:
     try:
         chats = [_questions(entry["conversations"]) for entry in json.loads(text)]
         return [_chat(turns) for turns in chats if turns]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigurationError(
             f'--data {path}: {error!r}; ShareGPT\'s form is [{{"conversations": [{{"from": ..., "value": ...}}]}}]'
         ) from error
