@@ -46,7 +46,7 @@ def request_lines(request: Input, key: str | None) -> bytes:
         for name, value in properties.items()
         if name not in own and name not in dropped and _goes_on(name) and _is_safe(name, value)
     ]
-    if request.custom_attributes:
+    if request.custom_attributes and _is_safe(CUSTOM_ATTRIBUTES.lower(), request.custom_attributes):
         lines.append(f"{CUSTOM_ATTRIBUTES.lower()}: {request.custom_attributes}\r\n")
     if key is not None:
         lines.append(f"authorization: Bearer {key}\r\n")

@@ -203,7 +203,7 @@ def test_no_attribute_becomes_a_header(attributes: str) -> None:
 
 @pytest.mark.parametrize("value", ["a\r\nx: y", "a\nb", "\x00", "a\x7f"])
 def test_no_value_ends_a_line(value: str) -> None:
-    request = Input("completions", {"x-a": value, "x-b": "1"}, [], value)
+    request = Input("completions", {"x-a": value, "x-b": "1"}, [], value, custom_attributes=value)
     lines = request_lines(request, "key").split(b"\r\n")
     assert [line.partition(b":")[0] for line in lines] == [b"x-b", b"authorization", b"via", b"forwarded", b""]
 
