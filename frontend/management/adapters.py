@@ -90,12 +90,12 @@ class AdapterManagement:
         self._check_name(wanted.name, model)
         source = await self._checked_source(model, source, request)
         change = self._update if wanted.name in adapters else self._register
-        return await _to_the_end(change(model, wanted, source))
+        return await to_the_end(change(model, wanted, source))
 
     async def remove(self, model: Model, name: str) -> str:
         """Remove an adapter; return the handler's message. Raises ModelNotFoundError."""
         registered = lora_of(model).get(name)
-        return await _to_the_end(self._remove(model, registered.name))
+        return await to_the_end(self._remove(model, registered.name))
 
     async def update(self, request: Request) -> Response:
         given = await parameters(request)
@@ -110,7 +110,7 @@ class AdapterManagement:
             pin=truth(given, "pin", before.adapter.pin),
             options={**before.adapter.options, **_options(given)},
         )
-        status = await _to_the_end(self._update(model, wanted, source or before.source))
+        status = await to_the_end(self._update(model, wanted, source or before.source))
         _warn_of_options(model, wanted)
         return json_response({"status": status or f"Adapter {before.alias} updated"})
 
@@ -209,6 +209,6 @@ def _warn_of_options(model: Model, adapter: Adapter) -> None:
         logger.warning("adapter %s: no handler reads parameters %s", adapter.name, ", ".join(sorted(adapter.options)))
 
 
-async def _to_the_end(change: Awaitable[T]) -> T:
+async def to_the_end(change: Awaitable[T]) -> T:
     """Await `change` in a task of its own, so that it is completed even if the client goes away meanwhile."""
     return await asyncio.shield(asyncio.ensure_future(change))

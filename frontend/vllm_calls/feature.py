@@ -19,10 +19,10 @@ from frontend.access.management_access import protected
 from frontend.features import ServerFeature, ServerParts
 from frontend.http.parameters import integer, json_fields, truth
 from frontend.http.responses import json_response
-from frontend.management.adapters import AdapterManagement, lora_of, managed_model
+from frontend.management.adapters import AdapterManagement, lora_of, managed_model, to_the_end
 from frontend.management.models import WholePathRoute
 from frontend.vllm_calls.settings import SleepSettings
-from frontend.vllm_calls.sleeping import ABORT, GONE, PAUSED, WAIT, Sleepers, as_refusal, to_the_end
+from frontend.vllm_calls.sleeping import ABORT, GONE, PAUSED, WAIT, Sleepers, as_refusal
 from lmi_server.contract.errors import AbortedError, BadParameterError, RequestError
 from lmi_server.contract.protocol import Adapter, ResetPrefixCache
 from lmi_server.contract.texts.quoting import excerpt

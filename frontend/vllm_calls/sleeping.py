@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from frontend.management.adapters import to_the_end
 from lmi_server.contract.errors import AbortedError, BadParameterError, LmiServerError, ModelNotReadyError, RequestError
 from lmi_server.contract.protocol import Command, Sleep, WakeUp
 from lmi_server.serving.models.model import Model
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from lmi_server.supervisor.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 PAUSED, ON_HOST, GONE = range(3)
 ABORT, WAIT = "abort", "wait"
@@ -152,11 +151,6 @@ class Sleepers:
                 raise as_refusal(refusals[0])
         elif rest.level == GONE:
             await _end_workers(pool)
-
-
-async def to_the_end(change: Awaitable[T]) -> T:
-    """Await `change` in a task of its own, so that it is completed even if the client goes away meanwhile."""
-    return await asyncio.shield(asyncio.ensure_future(change))
 
 
 def as_refusal(error: LmiServerError) -> LmiServerError:
