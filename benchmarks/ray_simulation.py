@@ -354,7 +354,7 @@ def main() -> None:
         cluster.run()
     size, read_ms = table_sizes(arguments.replicas)
     waits = sorted(cluster.waits)
-    blocks = sum(len(front_end.dispatcher.router.prefixes._workers) for front_end in cluster.front_ends)  # type: ignore[union-attr]
+    blocks = sum(len(front_end.dispatcher.router._affinity._prefixes._workers) for front_end in cluster.front_ends)  # type: ignore[union-attr]
     rows = {
         "requests served": f"{cluster.served:,}",
         "refused by the cap of the queue (503)": f"{cluster.refused:,}",

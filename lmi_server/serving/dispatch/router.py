@@ -72,8 +72,10 @@ class Router:
 
     def record(self, request: Input, worker: WorkerProcess) -> None:
         """Record where a request goes, so that similar ones follow."""
-        if self.sessions is not None or self._compares:
+        if self._compares:
             self._affinity.record(request, worker)
+        elif self.sessions is not None:
+            self.sessions.record(request, worker)
 
     def forget(self, worker: WorkerProcess) -> None:
         """Let requests that would go to this worker, which takes no more, go to any other."""

@@ -44,7 +44,7 @@ class RequestAffinity(Generic[W]):
         A worker that has the adapter comes first, then one that knows the beginning of the request, then the least
         loaded one.
         """
-        if self._prefixes is None or not held:
+        if self._prefixes is None or len(held) < 2:
             return min(held, key=held.__getitem__, default=None)
         adapter = self._adapter_of(request)
         if self._adapters is not None and adapter is not None:
