@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from lmi_server.contract.errors import BadParameterError, ModelExistsError, ModelNotReadyError
+from lmi_server.contract.errors import ModelExistsError
 from lmi_server.route.fleet import Fleet, Server
 from lmi_server.route.limits import Accounts
 from lmi_server.route.pool import RoutePool, RouteSettings
+from lmi_server.serving.models.followed import FollowedModels
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.model_store import ModelSource
-from lmi_server.serving.models.registry import ModelRegistry, Proof
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 
 logger = logging.getLogger(__name__)
 
-_ELSEWHERE = "The models of a router are those of its servers; register and unregister them there"
 _MAX_MODELS = 2000
 
 
@@ -38,8 +36,11 @@ class RoutedModel(Model):
         return super().loaded()
 
 
-class RouteRegistry(ModelRegistry):
+class RouteRegistry(FollowedModels):
     """Has a pool for each model that a server lists. `on_round` is called after each round of checks."""
+
+    untold = "The router starts, and does not know the models of its servers yet"
+    elsewhere = "The models of a router are those of its servers; register and unregister them there"
 
     def __init__(
         self, settings: RouteSettings, fleet: Fleet, accounts: Accounts, on_round: Callable[[], None], *server: Any
@@ -49,20 +50,12 @@ class RouteRegistry(ModelRegistry):
         self._route = settings
         self._accounts = accounts
         self._on_round = on_round
-        self._told = asyncio.Event()
         fleet.on_checked = self.update
 
     async def follow(self) -> None:
         for name in self._route.fallbacks:
             self._serve(name)
         await self.fleet.run()
-
-    async def until_told(self) -> None:
-        await self._told.wait()
-
-    def refuse_if_untold(self) -> None:
-        if not self._told.is_set():
-            raise ModelNotReadyError("The router starts, and does not know the models of its servers yet")
 
     @property
     def startup_statuses(self) -> set[ModelStatus]:
@@ -123,16 +116,3 @@ class RouteRegistry(ModelRegistry):
     def requests_at(self, server: Server) -> int:
         """Return how many requests a server has."""
         return sum(model.pool.requests_at(server) for model in self.models if isinstance(model.pool, RoutePool))
-
-    def reads_by_code(self, model: Model) -> bool:
-        """Return True: the servers judge names."""
-        return True
-
-    async def register_and_load(self, source: ModelSource) -> Model:
-        raise BadParameterError(_ELSEWHERE)
-
-    async def unregister(self, name: str, version: str | None = None) -> None:
-        raise BadParameterError(_ELSEWHERE)
-
-    async def reload_model(self, model: Model, prove: Proof | None = None) -> None:
-        raise BadParameterError(_ELSEWHERE)

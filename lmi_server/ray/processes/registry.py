@@ -17,7 +17,6 @@ from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.handlers import load as load_class
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import ResolvedModel
-from lmi_server.contract.errors import BadParameterError, ModelNotReadyError
 from lmi_server.contract.protocol import Adapter, Load
 from lmi_server.ray.messages import (
     ClusterModels,
@@ -31,27 +30,28 @@ from lmi_server.ray.messages import (
 from lmi_server.ray.processes.remote_replicas import ClusterPool
 from lmi_server.serving.adapters.adapter_store import OnDemand
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
+from lmi_server.serving.models.followed import FollowedModels
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.model_store import ModelSource
-from lmi_server.serving.models.registry import ModelRegistry, Proof
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus, PoolSettings
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_LINE = 64 << 20  # a thousand replicas take 150 KiB
-_ELSEWHERE = "The models of a cluster are deployed with lmi-server ray deploy"
 
 
-class ClusterRegistry(ModelRegistry):
+class ClusterRegistry(FollowedModels):
     """Registers the models of the ingress, and connects to their replicas as these come and go."""
+
+    untold = "The front end starts, and does not know the models of the cluster yet"
+    elsewhere = "The models of a cluster are deployed with lmi-server ray deploy"
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._replicas: Mapping[str, ModelReplicas] = {}
         self._described: Mapping[str, asyncio.Event] = {}
         self._served: dict[str, ModelDescription] = {}  # what the newest pool of each model was made for
-        self._told = asyncio.Event()  # which models there are
 
     async def follow(self) -> None:
         """Do what the ingress says in the lines of standard input. When it is gone, drain this process.
@@ -65,13 +65,6 @@ class ClusterRegistry(ModelRegistry):
         while told := await reader.readline():
             self.update(msgspec.json.decode(told, type=ClusterModels))
         os.kill(os.getpid(), signal.SIGTERM)
-
-    async def until_told(self) -> None:
-        await self._told.wait()
-
-    def refuse_if_untold(self) -> None:
-        if not self._told.is_set():
-            raise ModelNotReadyError("The front end starts, and does not know the models of the cluster yet")
 
     @property
     def startup_statuses(self) -> set[ModelStatus]:
@@ -99,19 +92,6 @@ class ClusterRegistry(ModelRegistry):
         names = [(alias, name) for name, replicas in self._replicas.items() for alias in replicas.aliases]
         self._aliases = {alias: self._endpoints[name] for alias, name in names if alias not in self._endpoints}
         self._told.set()
-
-    def reads_by_code(self, model: Model) -> bool:
-        """Return True: the files of the model are on the nodes of its replicas, so these judge names."""
-        return True
-
-    async def register_and_load(self, source: ModelSource) -> Model:
-        raise BadParameterError(_ELSEWHERE)
-
-    async def unregister(self, name: str, version: str | None = None) -> None:
-        raise BadParameterError(_ELSEWHERE)
-
-    async def reload_model(self, model: Model, prove: Proof | None = None) -> None:
-        raise BadParameterError(_ELSEWHERE)
 
     async def _make_pool(self, model: Model, before: WorkerPool | None = None) -> WorkerPool:
         if not self._described[model.name].is_set():
