@@ -20,7 +20,6 @@ from lmi_server.route.limits import Accounts
 from lmi_server.serving.adapters.adapters import Adapters, RegisteredAdapter
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import PoolSettings
-from lmi_server.supervisor.job import Deadline, Job, ReplySlot
 from lmi_server.supervisor.replicas import LoadPlan, Replicas
 from lmi_server.supervisor.worker_process import WorkerProcess
 
@@ -151,18 +150,10 @@ class RoutePool(WorkerPool):
             return False
         return self.dispatcher.queued < self.settings.job_queue_size
 
-    def submit(
-        self,
-        request: Input,
-        on_overflow: Callable[[], None],
-        deadline: Deadline | None = None,
-        tenant: bytes = b"",
-        reply: ReplySlot | None = None,
-    ) -> Job:
-        """Accept one request as the base class does, within the limits of its key."""
+    def _admitted(self, request: Input, tenant: bytes) -> Input:
+        """Return the request with its priority and the name of its model, within the limits of its key."""
         if request.route not in self._route.paths:
             raise RouteNotFoundError(f"A router does not pass on requests of the kind {request.route}")
-        self.availability.check()
         asked = _model_in(request)
         is_limited = self._accounts.limits_models(tenant)
         if is_limited and not _is_object(request):
@@ -172,8 +163,8 @@ class RoutePool(WorkerPool):
             request = msgspec.structs.replace(request, priority=priority)
         means_other = asked is not None and asked != self.name and asked not in self._listed
         if means_other or is_limited:
-            request = _renamed(request, self.name if asked is None or means_other else asked)
-        return super().submit(request, on_overflow, deadline, tenant, reply)
+            return _renamed(request, self.name if asked is None or means_other else asked)
+        return request
 
     def _names_for(self, asked: str | None) -> Sequence[str]:
         """Return the names by one of which a key may use this model.

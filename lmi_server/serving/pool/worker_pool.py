@@ -102,7 +102,11 @@ class WorkerPool:
         QueueDelayError, QuarantinedError and ModelNotReadyError; nothing was accepted then.
         """
         self.availability.check()
-        return self.dispatcher.submit(request, on_overflow, deadline, tenant, reply)
+        return self.dispatcher.submit(self._admitted(request, tenant), on_overflow, deadline, tenant, reply)
+
+    def _admitted(self, request: Input, tenant: bytes) -> Input:
+        """Return a request as it goes on; a subclass may change it, or raise LmiServerError."""
+        return request
 
     async def submit_holding(
         self,
