@@ -50,6 +50,7 @@ class RouteRegistry(FollowedModels):
         self._route = settings
         self._accounts = accounts
         self._on_round = on_round
+        self._left_out = 0  # models in the last round
         fleet.on_checked = self.update
 
     async def follow(self) -> None:
@@ -73,9 +74,7 @@ class RouteRegistry(FollowedModels):
             for name, adapters in server.models.items():
                 found.setdefault(name, {})[server] = adapters
         self._tell_apart(found)
-        for name in found:
-            if name not in self._endpoints:
-                self._serve(name)
+        self._serve_new([name for name in found if name not in self._endpoints])
         for model in self.models:
             if isinstance(model.pool, RoutePool):
                 model.pool.follow(found.get(model.name, {}))
@@ -97,10 +96,18 @@ class RouteRegistry(FollowedModels):
                     if name not in common:
                         found.setdefault(name, {})[server] = frozenset()
 
+    def _serve_new(self, names: Sequence[str]) -> None:
+        """Serve models that servers list, up to a number of all; say it once for each number that is left out."""
+        room = max(0, _MAX_MODELS - len(self._endpoints))
+        for name in names[:room]:
+            self._serve(name)
+        left_out = names[room:]
+        if left_out and len(left_out) != self._left_out:
+            message = "the servers have more than %d models; %d are left out, such as %s"
+            logger.error(message, _MAX_MODELS, len(left_out), left_out[0])
+        self._left_out = len(left_out)
+
     def _serve(self, name: str) -> None:
-        if len(self._endpoints) >= _MAX_MODELS:
-            logger.error("the servers have more than %d models; %s is left out", _MAX_MODELS, name)
-            return
         fallbacks = self._route.fallbacks.get(name, ())
         model = RoutedModel(
             name, lambda: [self._endpoints[other].models[0] for other in fallbacks if other in self._endpoints]
