@@ -156,15 +156,16 @@ class RoutePool(WorkerPool):
             raise RouteNotFoundError(f"A router does not pass on requests of the kind {request.route}")
         asked = _model_in(request)
         is_limited = self._accounts.limits_models(tenant)
-        if is_limited and not _is_object(request):
+        is_own = asked is None or asked == self.name or asked in self._listed
+        fields = _fields_in(request) if is_limited or not is_own else None
+        if is_limited and fields is None:
             asked = self._model_in_form(request)
         priority = self._accounts.admit(tenant, self._names_for(asked), time.monotonic(), _today())
         if priority is not None and priority > request.priority:
             request = msgspec.structs.replace(request, priority=priority)
-        means_other = asked is not None and asked != self.name and asked not in self._listed
-        if means_other or is_limited:
-            return _renamed(request, self.name if asked is None or means_other else asked)
-        return request
+        if fields is None:
+            return request
+        return _renamed(request, fields, asked if asked is not None and asked in self._listed else self.name)
 
     def _names_for(self, asked: str | None) -> Sequence[str]:
         """Return the names by one of which a key may use this model.
@@ -268,23 +269,19 @@ def _model_in(request: Input) -> str | None:
         return None
 
 
-def _is_object(request: Input) -> bool:
+def _fields_in(request: Input) -> Mapping[str, msgspec.Raw] | None:
+    """Return the fields of a body; None if it is no JSON object."""
     try:
-        _fields(request.body())
+        return _fields(request.body())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    return True
+        return None
 
 
-def _renamed(request: Input, name: str) -> Input:
-    """Return the request with this name of its model, once; all other values stay as they were written.
+def _renamed(request: Input, fields: Mapping[str, msgspec.Raw], name: str) -> Input:
+    """Return the request with these fields and this name of its model, once; other values stay as they were written.
 
     A body may name two models, of which a server may read the other one.
     """
-    try:
-        fields = _fields(request.body())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return request
     body = msgspec.json.encode({**fields, "model": name})
     query = [pair for pair in request.content if pair[0] != "data"]
     return msgspec.structs.replace(request, content=[*query, ("data", body)])
