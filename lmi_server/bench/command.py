@@ -180,7 +180,7 @@ def observer_of(target: Target, metrics: str | None) -> Observer:
 def _replayed(data: Path | None, replay: str | None) -> tuple[Path | None, float | None]:
     """Return the file of the prompts, and how many times as fast as recorded they are sent; None without --replay.
 
-    Raises ConfigurationError if --replay is a file beside --data.
+    Raises ConfigurationError if --replay is neither a speed nor a file, or a file beside --data.
     """
     if replay is None:
         return data, None
@@ -189,6 +189,8 @@ def _replayed(data: Path | None, replay: str | None) -> tuple[Path | None, float
     except ValueError:
         if data is not None:
             raise ConfigurationError(f'--replay "{replay}" is a file beside --data; give one, or a speed') from None
+        if not Path(replay).exists():
+            raise ConfigurationError(f'--replay "{replay}" is neither a speed above 0 nor a file') from None
         return Path(replay), 1.0
 
 

@@ -204,6 +204,7 @@ def test_a_chat_ends_with_the_run_or_an_error(server: Server, tmp_path: Path) ->
         (["--slo", "speed=1"], '--slo "speed" is not allowed; allowed: ttft, tpot, itl, e2el'),
         (["--ramp-to", "3"], "--ramp-to needs --rate, where it begins, and --duration"),
         (["--replay", "1"], '--replay needs --data with lines that all have "at"'),
+        (["--replay", "2x"], '--replay "2x" is neither a speed above 0 nor a file'),
         (["--header", "x"], '--header "x" is not allowed; allowed: "name: value"'),
         (["--data", "none"], "--data none: [Errno 2] No such file"),
         (["--tokenizer", "none"], "--tokenizer none: there is no none"),
