@@ -17,6 +17,7 @@ from frontend.canary.rules import Rules
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError
 from lmi_server.contract.protocol import Error, Input
 from lmi_server.contract.texts.secrets import SECRETS
+from lmi_server.serving.dispatch.affinity.sticky_sessions import TO_BE_OPENED, session_of
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.supervisor.job import Job
@@ -24,8 +25,6 @@ from lmi_server.supervisor.job import Job
 logger = logging.getLogger(__name__)
 
 _CHECK_S = 0.2
-_SESSIONS = ("x-amzn-sagemaker-session-id", "x-session-id")
-"""Headers by which the requests of a session are known; NEW_SESSION asks for a new one."""
 
 
 class TakenBackError(LmiServerError):
@@ -92,13 +91,13 @@ class CanaryTrial:
 
     def _is_drawn(self, request: Input, old: WorkerPool, new: WorkerPool) -> bool:
         """Return whether the new version gets a request, or its copy."""
-        session = next((value for name in _SESSIONS if (value := request.properties.get(name))), None)
+        session = session_of(request)
         if session is not None:
             for pool, drawn in ((old, False), (new, True)):
                 sessions = pool.dispatcher.router.sessions
                 if sessions is not None and sessions.worker_of(request) is not None:
                     return drawn
-        if session in (None, "NEW_SESSION"):
+        if session in (None, TO_BE_OPENED):
             session = request.request_id
         number = hashlib.blake2b(session.encode("utf-8", "replace"), digest_size=8, key=self._salt).digest()
         return int.from_bytes(number) < self.share * 2**64

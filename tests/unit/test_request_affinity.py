@@ -65,6 +65,8 @@ def test_a_session_is_named_by_either_header() -> None:
     affinity.record(asking("x", **{"x-session-id": "1"}), "b")
     assert affinity.worker_of_session(asking("y", **{"x-amzn-sagemaker-session-id": "1"})) == "b"
     assert affinity.worker_of_session(asking("y")) is None
+    affinity.record(asking("x", **{"x-session-id": ""}), "b")
+    assert affinity.worker_of_session(asking("y", **{"x-session-id": ""})) is None, "an empty name is none"
     affinity.forget("b")
     assert affinity.worker_of_session(asking("y", **{"x-session-id": "1"})) is None
 

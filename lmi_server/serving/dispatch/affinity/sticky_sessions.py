@@ -17,7 +17,7 @@ _SESSION = "x-amzn-sagemaker-session-id"
 _NEW_SESSION = "x-amzn-sagemaker-new-session-id"
 _PLAIN_SESSION = "x-session-id"
 _CLOSED_SESSION = "x-amzn-sagemaker-closed-session-id"
-_TO_BE_OPENED = "NEW_SESSION"
+TO_BE_OPENED = "NEW_SESSION"  # by the answer
 _MAX_LENGTH = 256  # characters of an id, as in SageMaker's API; a longer one is not remembered
 MAX_SESSIONS = 100_000  # the least recently used is forgotten first
 
@@ -32,12 +32,12 @@ class StickySessions(Generic[W]):
 
     def worker_of(self, request: Input) -> W | None:
         """Return the worker that `request` should go to; None if any will do."""
-        session = _session_of(request)
+        session = session_of(request)
         return None if session is None else self._workers.get(session)
 
     def record(self, request: Input, worker: W) -> None:
         """Record that `worker` gets `request`."""
-        session = _session_of(request)
+        session = session_of(request)
         if session is not None:
             self._remember(session, worker)
 
@@ -58,7 +58,7 @@ class StickySessions(Generic[W]):
             del self._workers[session]
 
     def _remember(self, session: str, worker: W) -> None:
-        if session == _TO_BE_OPENED or len(session) > _MAX_LENGTH:
+        if session == TO_BE_OPENED or len(session) > _MAX_LENGTH:
             return
         self._workers[session] = worker
         self._workers.move_to_end(session)
@@ -66,5 +66,6 @@ class StickySessions(Generic[W]):
             self._workers.popitem(last=False)
 
 
-def _session_of(request: Input) -> str | None:
-    return request.properties.get(_SESSION) or request.properties.get(_PLAIN_SESSION)
+def session_of(request: Input) -> str | None:
+    """Return the session that a request names; None if it names none."""
+    return request.properties.get(_SESSION) or request.properties.get(_PLAIN_SESSION) or None
