@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from frontend.storage.objects import ObjectStore
-from frontend.storage.owners import created_at
+from frontend.storage.owners import created_at, is_owner
 from frontend.stored_responses.settings import ResponseSettings
 
 PREFIX = "resp_"
@@ -77,8 +77,8 @@ class ResponseStore:
         self._store.remove(self._key(owner, response_id))
 
     def sweep(self) -> None:
-        """Remove the responses whose time is over."""
-        for owner in self._store.folders():
+        """Remove the responses whose time is over. Other folders of the place are not this store's."""
+        for owner in filter(is_owner, self._store.folders()):
             self._trim(owner)
 
     def _trim(self, owner: str) -> None:

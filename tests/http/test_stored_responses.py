@@ -16,7 +16,7 @@ from server_helpers import Server, make_model, running
 from waiting import wait_until
 
 from frontend.storage.objects import open_store
-from frontend.storage.owners import new_id
+from frontend.storage.owners import EVERYONE, new_id
 from frontend.stored_responses import api as api_module
 from frontend.stored_responses.capture import ResponseCapture
 from frontend.stored_responses.conversation import ResponseRequest
@@ -255,10 +255,18 @@ def test_the_oldest_responses_of_an_owner_go(tmp_path: Path) -> None:
     assert [identity for identity in sorted(ids) if store.load("a", identity)] == sorted(ids)[-3:]
     assert store.load("b", ids[0]) is not None
     old = f"{PREFIX}{0:011x}{'0' * 20}"
-    store.save("b", StoredResponse({"id": old}))
-    assert store.load("b", old) is None
+    store.save(EVERYONE, StoredResponse({"id": old}))
+    assert store.load(EVERYONE, old) is None
     store.sweep()
-    assert not (tmp_path / "b" / "responses" / old).exists()
+    assert not (tmp_path / EVERYONE / "responses" / old).exists()
+
+
+def test_what_others_keep_beside_the_owners_folders_stays(tmp_path: Path) -> None:
+    other = tmp_path / "other" / "responses" / "notes.json"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    ResponseStore(open_store(str(tmp_path), "x"), ResponseSettings()).sweep()
+    assert other.exists()
 
 
 @pytest.mark.parametrize(
