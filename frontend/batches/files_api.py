@@ -79,7 +79,7 @@ class FilesApi:
             record = self._record(file_id, size, upload)
             await check_room(self._records, threads, self._settings, owner)  # others may have taken it since
         except BaseException as error:
-            await threads.serve(_abandon, opened, error)
+            await threads.serve(opened.__exit__, type(error), error, error.__traceback__)
             raise
         await threads.serve(opened.__exit__, None, None, None)
         return record
@@ -173,15 +173,6 @@ def lifetime_s(name: str, value: object) -> int:
     if type(value) is not int or not low <= value <= high:
         raise BadParameterError(f"{name} is {excerpt(str(value))}; it takes an integer from {low} to {high}")
     return value
-
-
-def _abandon(opened: object, error: BaseException) -> None:
-    """End the block of a writer with an error, which it raises again."""
-    try:
-        opened.__exit__(type(error), error, error.__traceback__)  # type: ignore[attr-defined]
-    except BaseException as raised:
-        if raised is not error and not isinstance(raised, RuntimeError):
-            raise
 
 
 async def _pieces(request: Request) -> AsyncIterator[bytes]:
