@@ -68,16 +68,16 @@ class BackgroundResponses:
         self._tasks[task] = record.id
         task.add_done_callback(self._tasks.pop)
         accepted = asyncio.create_task(request.accepted.wait())
-        await asyncio.wait({accepted, task}, return_when=asyncio.FIRST_COMPLETED)
-        accepted.cancel()
-        if not request.accepted.is_set():
-            return request.record
         try:
+            await asyncio.wait({accepted, task}, return_when=asyncio.FIRST_COMPLETED)
+            if not request.accepted.is_set():
+                return request.record
             await self._threads.serve(self._store.save, owner, record)
         except BaseException:
             self.cancel(record.id)
             raise
         finally:
+            accepted.cancel()
             stored.set()
         return None
 
