@@ -51,7 +51,7 @@ class JobStore(Protocol):
 
 
 def memory_for_answers(settings: ServerSettings) -> MemoryBudget:
-    """Return the memory for the answers of all requests that run without a client."""
+    """Return the memory for the answers of all asynchronous jobs and invocations."""
     limit = settings.part(JobSettings).async_jobs_size
     return MemoryBudget(
         limit, f"the answers that are kept take async_jobs_size={limit} bytes; read or end some jobs, or raise it"

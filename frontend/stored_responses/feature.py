@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.features import Inference, ServerFeature, ServerParts
+from frontend.features import Inference, ServerFeature, ServerParts, Target
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.compression import decoded_body
 from frontend.http.protocol import held_by
@@ -22,7 +22,7 @@ from frontend.storage.owners import new_id, owner_of
 from frontend.storage.threads import StoreThreads
 from frontend.stored_responses.api import ResponsesApi
 from frontend.stored_responses.background import BackgroundResponses, in_progress
-from frontend.stored_responses.capture import ResponseCapture
+from frontend.stored_responses.capture import Keep, ResponseCapture
 from frontend.stored_responses.conversation import ResponseRequest, history_of
 from frontend.stored_responses.records import EMPTY, PREFIX, ResponseStore, StoredResponse
 from frontend.stored_responses.settings import ResponseSettings
@@ -116,7 +116,7 @@ class _Feature(ServerFeature):
             body = await decoded_body(body, reading.properties, self._longest, held_by(scope))
         return body
 
-    def _keep_as(self, owner: str, request: ResponseRequest) -> Any:
+    def _keep_as(self, owner: str, request: ResponseRequest) -> Keep:
         async def keep(response: dict[str, Any]) -> bool:
             try:
                 await self._threads.run(self._store.save, owner, StoredResponse(response, msgspec.Raw(request.input)))
@@ -128,7 +128,7 @@ class _Feature(ServerFeature):
         return keep
 
     async def _begin(
-        self, owner: str, request: ResponseRequest, target: Any, scope: Scope, receive: Receive
+        self, owner: str, request: ResponseRequest, target: Target, scope: Scope, receive: Receive
     ) -> Response:
         started = in_progress(new_id(PREFIX), request.model, request.previous)
         record = StoredResponse(started, msgspec.Raw(request.input), self._background.process)
