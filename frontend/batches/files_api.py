@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 
@@ -41,6 +42,7 @@ class FilesApi:
         self._records = records
         self._threads = threads
         self._settings = settings
+        self._arriving: Counter[str] = Counter()  # bytes of uploads that have not ended, by owner
 
     def routes(self) -> list[Route]:
         return [
@@ -69,9 +71,13 @@ class FilesApi:
         async def write(data: bytes) -> None:
             nonlocal size
             size += len(data)
+            self._arriving[owner] += len(data)
             if size > self._settings.batches_max_file_size:
                 limit = self._settings.batches_max_file_size
                 raise PayloadTooLargeError(f"the file is longer than batches_max_file_size={limit} bytes")
+            if self._arriving[owner] > self._settings.batches_max_size:
+                limit = self._settings.batches_max_size
+                raise PayloadTooLargeError(f"this API key's uploads take batches_max_size={limit} bytes; wait for one")
             await threads.serve(file.write, data)
 
         try:
@@ -81,8 +87,11 @@ class FilesApi:
         except BaseException as error:
             await threads.serve(opened.__exit__, type(error), error, error.__traceback__)
             raise
-        await threads.serve(opened.__exit__, None, None, None)
-        return record
+        else:
+            await threads.serve(opened.__exit__, None, None, None)
+            return record
+        finally:
+            self._arriving[owner] -= size
 
     def _record(self, file_id: str, size: int, upload: Upload) -> FileRecord:
         purpose = upload.fields.get("purpose")

@@ -104,9 +104,9 @@ def arriving(directory: Path) -> list[Path]:
     return list(directory.glob(".tmp/*"))
 
 
-def upload(until: asyncio.Event) -> Request:
+def upload(until: asyncio.Event, form: bytes = FORM) -> Request:
     """Return an upload whose last bytes arrive when `until` is set."""
-    pieces = [FORM[:-8], FORM[-8:]]
+    pieces = [form[:-8], form[-8:]]
 
     async def receive() -> dict[str, Any]:
         if len(pieces) == 1:
@@ -132,3 +132,19 @@ async def test_uploads_at_the_same_time_do_not_take_the_same_room(tmp_path: Path
         with pytest.raises(PayloadTooLargeError, match="batches_max_size=10"):
             await task
     assert (records.sizes(EVERYONE), arriving(tmp_path)) == ([10], [])
+
+
+@on_loop
+async def test_what_arrives_of_uploads_at_the_same_time_is_bounded(tmp_path: Path) -> None:
+    records = records_of(tmp_path)
+    api = FilesApi(records, StoreThreads(4, "test"), BatchSettings(batches_max_size=600_000))
+    form = FORM.replace(b"0123456789", b"x" * 400_000)
+    end = asyncio.Event()
+    tasks = [asyncio.create_task(api.create(upload(end, form))) for _ in range(2)]
+    (refused,), _ = await asyncio.wait(tasks, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    with pytest.raises(PayloadTooLargeError, match="uploads take batches_max_size=600000"):
+        await refused
+    end.set()
+    await asyncio.gather(*(task for task in tasks if task is not refused))
+    await api.create(upload(end, form))  # what has ended counts no more
+    assert (records.sizes(EVERYONE), arriving(tmp_path)) == ([400_000, 400_000], [])
