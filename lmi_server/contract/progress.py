@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -55,7 +54,8 @@ class Progress(msgspec.Struct, array_like=True, frozen=True):
         """Return what may be kept and shown of a report by a process that runs a user's code."""
         total = None if self.total is None else min(max(0, self.total), _MAX_AMOUNT)
         done = min(max(0, self.done), _MAX_AMOUNT if total is None else total)
-        rate = self.rate if self.rate is not None and math.isfinite(self.rate) and self.rate > 0 else None
+        # A smaller rate would leave more seconds than a float holds; no comparison with NaN is true.
+        rate = self.rate if self.rate is not None and 1 / _MAX_AMOUNT <= self.rate <= _MAX_AMOUNT else None
         return Progress(excerpt(self.what, _LONGEST), done, total, rate, excerpt(self.unit, 20))
 
 

@@ -109,6 +109,7 @@ def test_the_rate_is_that_of_the_last_seconds_and_begins_with_what_was_there() -
     ("said", "kept"),
     [
         (Progress("a\nb", -5, -1, float("nan")), Progress("a\\nb", 0, 0)),
+        (Progress("a", 1, 7, 5e-324), Progress("a", 1, 7)),
         (Progress("a", 2**60, 7, float("inf")), Progress("a", 7, 7)),
         (Progress("a", 2**62, None, -1.0, "\x1b[2J"), Progress("a", 2**53, None, None, "\\x1b[2J")),
     ],
