@@ -75,7 +75,9 @@ class RecentRequests:
 
 
 def _is_short(record: RequestRecord) -> bool:
-    texts = (record.id, record.route, record.model, record.error, record.trace_id)
+    summary = record.summary
+    of_worker = () if summary is None else (summary.finish_reason, summary.adapter)
+    texts = (record.id, record.route, record.model, record.error, record.trace_id, *of_worker)
     return len(record.prompt) <= _PROMPT_BYTES and max(map(len, texts)) <= _LONGEST
 
 
@@ -83,7 +85,11 @@ def _shortened(record: RequestRecord) -> RequestRecord:
     """Return a record that holds no more of what a client or a worker says than is shown."""
     names = ("id", "route", "model", "error", "trace_id")
     shorter = {name: excerpt(getattr(record, name), _LONGEST) for name in names}
-    return replace(record, **shorter, prompt=record.prompt[:_PROMPT_BYTES])
+    summary = record.summary
+    if summary is not None:
+        told = {name: excerpt(getattr(summary, name), _LONGEST) for name in ("finish_reason", "adapter")}
+        summary = replace(summary, **told)
+    return replace(record, **shorter, summary=summary, prompt=record.prompt[:_PROMPT_BYTES])
 
 
 def _row(number: int, record: RequestRecord, offset: float) -> Row:

@@ -98,6 +98,10 @@ def test_what_it_holds_of_a_request_is_bounded() -> None:
     found = recent.details(1)
     assert found is not None
     assert len(str(found)) < 4000
+    recent.add(record(summary=Summary(long, 1, 1, 0, 1, None, 0.5, 0.0, long)))
+    kept = recent._records[-1].summary
+    assert kept is not None
+    assert len(kept.finish_reason) + len(kept.adapter) < 1000
 
 
 @pytest.fixture(scope="module")
