@@ -6,6 +6,7 @@ import base64
 import io
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow
 CAT, DOG = noise(1), noise(2)
 PARTS = ["what is ", CAT, "here"]
 TOKENS = 6
+_STATS_INTERVAL_S = 1.0  # of a worker
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +136,7 @@ def test_text_in_every_form_needs_no_image(server: Server, reference: Reference)
 
 
 def test_images_are_counted(server: Server) -> None:
+    time.sleep(2 * _STATS_INTERVAL_S)  # then the images of the tests before are in the gauge
     before = server.gauge("lmi_handler_encoded_images_total") or 0.0
     image = noise(77)
     for _ in range(2):

@@ -538,7 +538,10 @@ def test_a_sample_runs(name: str, loader: Loader, tiny_model: Path, tmp_path: Pa
         ({"quantize": "awq"}, "awq"),
         ({"quantize": "fp8"}, "fp8"),
         ({"quantize": "nonsense"}, "nonsense"),
-        ({"quantize": "int8_per_channel_weight_only"}, "option.rolling_batch=scheduler with option.dtype=int8"),
+        (
+            {"quantize": "int8_per_channel_weight_only", "dtype": "bf16"},
+            "option.rolling_batch=scheduler with option.dtype=int8",
+        ),
         ({"chat_template": "missing.jinja"}, "missing.jinja"),
         ({"kv_cache_memory_gb": "0.0001"}, "No available memory for the cache blocks"),
         ({"kv_cache_memory_gb": "0.0002"}, "max seq len"),
