@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from artifact_helpers import BUCKET, s3_server
+from openai_clients import KEYS, client_of
 from server_helpers import Server, make_model, running
 from waiting import wait_until
 
@@ -23,7 +24,6 @@ from frontend.storage.owners import new_id
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 CHAT = "/v1/chat/completions"
-KEYS = ("first-key-0123456789", "second-key-0123456789")
 STEP_MS = 20
 
 
@@ -34,12 +34,6 @@ def request(number: int, url: str = CHAT, tokens: int = 3, **body: Any) -> dict[
 
 def in_lines(requests: Sequence[Any]) -> bytes:
     return b"".join(json.dumps(each).encode() + b"\n" for each in requests)
-
-
-def client_of(server: Server, key: str = KEYS[0]) -> Any:
-    import openai
-
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=key, max_retries=0)
 
 
 def begun(client: Any, data: bytes, url: str = CHAT, window: str = "24h") -> Any:
@@ -419,7 +413,7 @@ def test_a_store_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     command = [sys.executable, "-m", "lmi_server", "serve", str(make_model(tmp_path / "model"))]
-    variables = os.environ | {"SERVING_BATCHES_STORE": f"{file}/x"}
+    variables = os.environ | {"SERVING_BATCHES_STORE": f"{file}/x", "SERVING_PORT": "0"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode, done.stderr
     assert "batches_store" in done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from openai_clients import KEYS, client_of
 from server_helpers import Server, make_model, running
 from waiting import wait_until
 
@@ -24,14 +25,6 @@ from frontend.stored_responses.records import PREFIX, ResponseStore, StoredRespo
 from frontend.stored_responses.settings import ResponseSettings
 from lmi_server.contract.errors import RequestError
 from lmi_server.dialects.framing import named_event
-
-KEYS = ("first-key-0123456789", "second-key-0123456789")
-
-
-def client_of(server: Server, key: str = KEYS[0]) -> Any:
-    import openai
-
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=key, max_retries=0)
 
 
 def create(client: Any, given: Any, tokens: int = 30, **more: Any) -> Any:

@@ -46,6 +46,7 @@ class Server:
         self.lines = self._log.lines
         self.port = int(self.log_line(r"listening on http://127\.0\.0\.1:(\d+)")[1])
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=LIMIT_S)
+        self.clients = contextlib.ExitStack()  # others, closed when the server has ended
 
     def log_line(self, pattern: str) -> re.Match[str]:
         """Wait for a line of the log and return its match."""
@@ -76,6 +77,7 @@ class Server:
         return self.ended()
 
     def ended(self) -> int:
+        self.clients.close()
         self.http.close()
         self._log.close()
         return self.process.wait(LIMIT_S)
