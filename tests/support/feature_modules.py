@@ -31,7 +31,7 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
 
 BUILT_ON: Mapping[str, Sequence[str]] = {
     "verify": ("bench",),
-    "canary": ("bench",),
+    "canary": ("bench", "verify"),
     "tune": ("bench",),
     "advise": ("bench",),
 }
