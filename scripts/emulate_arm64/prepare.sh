@@ -44,7 +44,8 @@ uvicorn
 uvloop
 W
 echo "torch==2.9.1" > torch.txt
-"$uv" pip compile --quiet "${arguments[@]}" --constraint "$root/constraints.txt" --override torch.txt wanted.txt --output-file all.txt
+grep -v '^torch==' "$root/constraints.txt" > constraints.txt  # uv holds an override to the constraints, too
+"$uv" pip compile --quiet "${arguments[@]}" --constraint constraints.txt --override torch.txt wanted.txt --output-file all.txt
 grep -E '^[A-Za-z0-9._-]+==' all.txt | grep -v -i -E '^(nvidia|cuda|triton)' | sed 's/ *;.*//' > chosen.txt
 "$uv" pip install --quiet "${arguments[@]}" --target site --no-deps --requirement chosen.txt
 
