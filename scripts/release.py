@@ -1,8 +1,9 @@
 """Checks a release and writes its files into build/release: `.venv/bin/python scripts/release.py` (make release).
 
 It takes the last commit, and nothing that is not committed. The wheel and the sdist are built twice, in two places, and
-must be the same bytes. The wheel is installed into an environment of its own, where a server of it must answer. Then
-come the bill of materials and the list of digests. Nothing is uploaded: the last lines say what is left to do.
+must be the same bytes. The wheel is installed into an environment of its own, where a server of it must answer. Images
+must have the labels of this version. Then come the bill of materials and the list of digests. Nothing is uploaded: the
+last lines say what is left to do.
 """
 
 import gzip
@@ -26,11 +27,16 @@ TARGET = setup.ROOT / "build" / "release"
 # Another version of what builds would write other files.
 BUILT_WITH = "setuptools==80.9.0\n"
 ANSWER_S = 60.0
+# What docker/Dockerfile says of every image; `make image` adds the version and the commit.
+LABELS = ("title", "description", "licenses")
+BILL = setup.ROOT / "build" / "sbom.cdx.json"
 
 
 def main():
     version, commit = version_of_project(), git("rev-parse", "HEAD")
     refuse_unless_ready(version)
+    check_labels(version, commit)
+    bill = bill_of_materials(version)
     epoch = git("log", "-1", "--format=%ct")
     with tempfile.TemporaryDirectory() as directory:
         builds = [build(Path(directory, name), epoch) for name in ("one", "another-place")]
@@ -41,7 +47,7 @@ def main():
             shutil.copy2(path, TARGET)
         wheel = next(TARGET.glob("*.whl"))
         check_installed(wheel, Path(directory, "environment"), version)
-    shutil.copy2(setup.ROOT / "build" / "sbom.cdx.json", TARGET / f"lmi-server-{version}.cdx.json")
+    (TARGET / f"lmi-server-{version}.cdx.json").write_text(bill, encoding="utf-8")
     digests = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(TARGET.iterdir())]
     (TARGET / "SHA256SUMS").write_text("".join(digests), encoding="utf-8")
     setup.say(f"{TARGET.relative_to(setup.ROOT)} has lmi-server {version} of commit {commit}:")
@@ -61,6 +67,31 @@ def refuse_unless_ready(version):
         sys.exit("there are changes that are not committed; commit them, because only what is committed is released")
     if git("tag", "--list", f"v{version}"):
         sys.exit(f"v{version} is tagged already; raise the version in setup.cfg")
+
+
+def check_labels(version, commit):
+    """Images say what they are, of which version and of which commit. None is built."""
+    labels = (setup.ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    labels += setup.run(["make", "--dry-run", "image"], cwd=setup.ROOT, capture_output=True, text=True).stdout
+    wanted = [*(f'{name}="' for name in LABELS), f"version={version} ", f"revision={commit} "]
+    missing = [label for label in wanted if f"org.opencontainers.image.{label}" not in labels]
+    if missing:
+        sys.exit(f"docker/Dockerfile and `make image` do not label images with {', '.join(missing)}")
+
+
+def bill_of_materials(version):
+    """Return what `make sbom` wrote, without the place of this checkout. It must be of this version."""
+    bill = json.loads(BILL.read_text(encoding="utf-8"))
+    of_project = [each for each in bill["components"] if each["name"] == "lmi-server"]
+    found = [each["version"] for each in of_project]
+    if found != [version]:
+        sys.exit(
+            f"{BILL} has lmi-server {', '.join(found) or 'not'}, not {version}; run make setup and make sbom again"
+        )
+    for each in of_project:
+        references = each.pop("externalReferences", [])
+        each["externalReferences"] = [more for more in references if not more["url"].startswith("file:")]
+    return json.dumps(bill, indent=2) + "\n"
 
 
 def git(*arguments):

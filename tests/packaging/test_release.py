@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import sys
 import tarfile
 from pathlib import Path
@@ -59,3 +60,39 @@ def test_a_version_needs_its_part_of_the_changelog(
     monkeypatch.setattr(release.setup, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match=r'CHANGELOG.md has no "## \[9.9.9\] - YYYY-MM-DD"'):
         release.refuse_unless_ready("9.9.9")
+
+
+def test_images_have_the_labels_of_the_version(release: Any) -> None:
+    version, commit = release.version_of_project(), release.git("rev-parse", "HEAD")
+    release.check_labels(version, commit)
+    with pytest.raises(SystemExit, match=r"do not label images with version=9\.9\.9 $"):
+        release.check_labels("9.9.9", commit)
+
+
+def bill(*components: tuple[str, str]) -> str:
+    place = {"type": "distribution", "url": "file:///home/ada/checkout"}
+    elsewhere = {"type": "vcs", "url": "https://git.example/project"}
+    found = [
+        {"name": name, "version": version, "externalReferences": [place, elsewhere]} for name, version in components
+    ]
+    return json.dumps({"components": found})
+
+
+def test_the_bill_of_materials_names_no_place_of_the_machine(
+    release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "BILL", tmp_path / "sbom.cdx.json")
+    release.BILL.write_text(bill(("lmi-server", "9.9.9")))
+    written = release.bill_of_materials("9.9.9")
+    assert "ada" not in written
+    assert "git.example" in written
+
+
+@pytest.mark.parametrize("components", [(), (("lmi-server", "9.9.8"),), (("msgspec", "9.9.9"),)])
+def test_a_bill_of_another_version_is_refused(
+    release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, components: tuple[tuple[str, str], ...]
+) -> None:
+    monkeypatch.setattr(release, "BILL", tmp_path / "sbom.cdx.json")
+    release.BILL.write_text(bill(*components))
+    with pytest.raises(SystemExit, match=r"not 9\.9\.9; run make setup and make sbom again"):
+        release.bill_of_materials("9.9.9")
