@@ -11,7 +11,6 @@ BENCHMARKS = (
     "benchmarks.few_bits",
     "benchmarks.generation",
     "benchmarks.kv_cache",
-    "benchmarks.large_pages",
     "benchmarks.memory",
     "benchmarks.observability",
     "benchmarks.overload",

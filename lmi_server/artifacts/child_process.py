@@ -11,10 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from lmi_server.artifacts.progress import Activity
 
 _POLL_S = 0.2
+_KEPT_BYTES = 1 << 20
+_MOST_ON_DISK = 64 << 20
 
 
 class ChildTimeoutError(Exception):
@@ -23,7 +26,7 @@ class ChildTimeoutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChildResult:
-    """Exit code and output of a program that has ended."""
+    """Exit code of a program that has ended, and its output, or the last MiB of it."""
 
     code: int
     stdout: str
@@ -40,11 +43,13 @@ def run_child(
     limit_s: float | None = None,
     inherited: Sequence[int] = (),
     on_tick: Callable[[], None] = lambda: None,
+    whole_output: bool = False,
 ) -> ChildResult:
     """Run `command`, call `on_tick` every 0.2 seconds, and return how it ended.
 
-    The child inherits the open descriptors `inherited`. Raises ChildTimeoutError after `limit_s` seconds, OSError if
-    the program cannot be started, and ArtifactError if the activity is cancelled; the program is killed in each case.
+    The child inherits the open descriptors `inherited`. With `whole_output`, all of its standard output is returned.
+    Raises ChildTimeoutError after `limit_s` seconds, OSError if the program cannot be started, and ArtifactError if
+    the activity is cancelled; the program is killed in each case.
     """
     # Files, not pipes: a pipe that is not read fills up and stops the program.
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as problems:
@@ -60,13 +65,30 @@ def run_child(
             start_new_session=True,  # a process group of its own, which `_kill` ends as a whole
             pass_fds=inherited,
         )
+
+        def tick() -> None:
+            on_tick()
+            for file in (problems,) if whole_output else (out, problems):
+                _bound(file)
+
         try:
-            code = _wait(process, activity, limit_s, on_tick)
+            code = _wait(process, activity, limit_s, tick)
         finally:
             _kill(process)
-        out.seek(0)
-        problems.seek(0)
-        return ChildResult(code, out.read().decode(errors="replace"), problems.read().decode(errors="replace"))
+        return ChildResult(code, _end(out, None if whole_output else _KEPT_BYTES), _end(problems, _KEPT_BYTES))
+
+
+def _bound(file: IO[bytes]) -> None:
+    """Give back what a file takes of the disk if that is too much. The program goes on to write behind a hole."""
+    if os.fstat(file.fileno()).st_blocks * 512 > _MOST_ON_DISK:
+        os.ftruncate(file.fileno(), 0)
+
+
+def _end(file: IO[bytes], kept: int | None) -> str:
+    """Return the last `kept` bytes of a file as text; all of them if it is None."""
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0 if kept is None else max(0, size - kept))
+    return file.read().lstrip(b"\0").decode(errors="replace")
 
 
 def _wait(

@@ -112,7 +112,9 @@ async def fetch_artifacts(
     """
 
     def fetch(activity: Activity) -> Artifacts:
-        maker = EnvironmentMaker(settings.root, settings.environment, settings.unused_environment_bytes, limit_s)
+        maker = EnvironmentMaker(
+            settings.root, settings.environment, settings.unused_environment_bytes, limit_s, settings.keep_free
+        )
         interpreters = Interpreters(settings.python, settings.environment, settings.root, maker, activity)
         interpreter = interpreters.prepare(python or WorkerPython(), model_dir)
         directory = _bring(_location(model_id, model_dir), revision, settings, activity)

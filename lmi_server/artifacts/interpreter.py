@@ -22,7 +22,7 @@ from lmi_server.artifacts.child_process import ChildTimeoutError, run_child
 from lmi_server.artifacts.environments.environment import EngineEnvironment, EnvironmentMaker
 from lmi_server.artifacts.environments.recipe import Recipe
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.store import entry, file_errors, fill
+from lmi_server.artifacts.store import entry, file_errors, fill, importable
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 
 WORKER_PACKAGES: Mapping[str, str] = {"msgspec": "msgspec", "pydantic": "pydantic>=2.7", "uvloop": "uvloop"}
@@ -156,7 +156,7 @@ class Interpreters:
         """
         sources = {name: str(_directory_of(name)) for name in _OWN_PACKAGES}
         digest = hashlib.sha256("\0".join(sources.values()).encode()).hexdigest()[:20]
-        directory = self._root / "worker-code" / digest
+        directory = importable(self._root / "worker-code" / digest)
         with file_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
             for name, source in sources.items():

@@ -18,7 +18,7 @@ import msgspec
 
 from lmi_server.artifacts.child_process import ChildResult, ChildTimeoutError, run_child
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill, no_room
+from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill, importable, no_room
 from lmi_server.contract.errors import ArtifactError
 
 REQUIREMENTS = "requirements.txt"
@@ -60,14 +60,15 @@ def install_requirements(model_dir: Path, installer: Installer, activity: Activi
     """Install `requirements.txt` of `model_dir` and return the target directory; None if there is no such file.
 
     If the model has a folder `wheelhouse/`, pip uses it alone. With LMI's folder `requirements/`, pip tries that alone
-    first, and the package index only if the folder lacks a package. Raises ArtifactError with pip's reason.
+    first, and the package index only if the folder lacks a package. Raises ArtifactError with pip's reason, and
+    ConfigurationError if Python cannot have the target on its path.
     """
     source = model_dir / REQUIREMENTS
     if not source.is_file():
         return None
     with file_errors(source):
         identity = _identity(source, model_dir, installer.python)
-    place = entry(installer.root, "requirements", identity, "site-packages")
+    place = entry(importable(installer.root), "requirements", identity, "site-packages")
 
     def install(lock: int) -> RequirementsManifest:
         activity.report(f"installing {source}")

@@ -27,7 +27,7 @@ from typing import TypeVar
 import msgspec
 
 from lmi_server.artifacts.progress import Activity
-from lmi_server.contract.errors import ArtifactError
+from lmi_server.contract.errors import ArtifactError, ConfigurationError
 from lmi_server.contract.texts.sizes import in_words
 
 LOCK_POLL_S = 0.2
@@ -156,6 +156,16 @@ def file_errors(directory: Path) -> Iterator[None]:
 
 def no_room(directory: Path) -> str:
     return f"{directory}: the disk is full; make room, or set SERVING_DOWNLOAD_DIR to a directory on a larger one"
+
+
+def importable(directory: Path) -> Path:
+    """Return a directory for the PYTHONPATH of workers. Raises ConfigurationError if its path would be read as two."""
+    if os.pathsep in str(directory):
+        raise ConfigurationError(
+            f'{directory}: Python takes "{os.pathsep}" for the end of a path; set SERVING_DOWNLOAD_DIR to a directory '
+            "without it"
+        )
+    return directory
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:

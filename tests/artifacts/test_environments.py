@@ -10,6 +10,7 @@ import sys
 import tarfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,13 @@ from lmi_server.contract.errors import ArtifactError, ConfigurationError
 
 needs_uv = pytest.mark.skipif(find_uv(os.environ) is None, reason="uv is not installed")
 KEY = "option.engine_requirements"
+PYTHON = sys.executable
 
 
 def maker(root: Path, unused_bytes: int = 1 << 30, limit_s: float = 120.0, **variables: str) -> EnvironmentMaker:
     nowhere = {"UV_DEFAULT_INDEX": "http://127.0.0.1:1/simple", "UV_HTTP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull}
     environment = {"PATH": os.environ["PATH"], "HOME": str(root), **nowhere, **variables}
-    return EnvironmentMaker(root / "downloads", environment, unused_bytes, limit_s)
+    return EnvironmentMaker(root / "downloads", environment, unused_bytes, limit_s, keep_free=0)
 
 
 def recipe(wheelhouse: Path, *requirements: str) -> Recipe:
@@ -152,6 +154,86 @@ def test_a_full_disk_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @needs_uv
+def test_an_installation_that_fills_the_disk_ends_and_frees_what_it_took(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wheels, before = tmp_path / "wheelhouse", maker(tmp_path)
+    for name in ("tinyone", "tinytwo"):
+        write_wheel(wheels, name, "1.0")
+    before.prepare(recipe(wheels, "tinyone"), sys.executable, Activity()).lease.close()
+    folder = tmp_path / "downloads" / "environments"
+    (folder / "uv-cache" / "fetched").mkdir(parents=True)
+    real = find_uv(os.environ)
+    replace_uv(monkeypatch, tmp_path, f'[ "$1" = pip ] && sleep 60; exec {real} "$@"')
+    full = replace(before, keep_free=1 << 60)
+    with pytest.raises(ArtifactError, match=r"the disk is full; make room, or set SERVING_DOWNLOAD_DIR"):
+        full.prepare(recipe(wheels, "tinytwo"), PYTHON, Activity())
+    assert environments(tmp_path) == []
+    assert not (folder / "uv-cache" / "fetched").exists()
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["uv-cache"]
+
+
+@needs_uv
+def test_a_server_that_is_killed_in_the_middle_leaves_the_next_one_a_whole_environment(tmp_path: Path) -> None:
+    """The uv of the killed one holds its lock to its end, so that nobody else writes there meanwhile."""
+    wheels = tmp_path / "wheelhouse"
+    write_wheel(wheels, "tinyone", "1.0", "value = 1")
+    reached, go = tmp_path / "reached", tmp_path / "go"
+    os.mkfifo(reached)
+    os.mkfifo(go)
+    (tmp_path / "bin").mkdir()
+    slow = f'#!/bin/sh\n[ "$1" = pip ] && {{ echo > {reached}; cat {go}; }}\nexec {find_uv(os.environ)} "$@"\n'
+    (tmp_path / "bin" / "uv").write_text(slow)
+    (tmp_path / "bin" / "uv").chmod(0o755)
+    code = (
+        "import sys, pathlib\nfrom lmi_server.artifacts.environments.environment import EnvironmentMaker\n"
+        "from lmi_server.artifacts.environments.recipe import Recipe\n"
+        "from lmi_server.artifacts.progress import Activity\n"
+        "root, python = pathlib.Path(sys.argv[1]), sys.executable\nsys.executable = str(root / 'bin' / 'python')\n"
+        "maker = EnvironmentMaker(root / 'downloads', {'PATH': '/usr/bin:/bin', 'HOME': str(root)}, 0, 60.0, 0)\n"
+        "maker.prepare(Recipe(('tinyone',), 'x', wheelhouse=root / 'wheelhouse'), python, Activity())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as killed:
+        reached.read_text()
+        killed.kill()
+    seen = Recorder()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(maker(tmp_path).prepare, recipe(wheels, "tinyone"), sys.executable, seen)
+        while not any(said.what.startswith("waiting for another server") for said in seen.seen):
+            assert not waiting.done()
+        go.write_text("")
+        assert imported(waiting.result(60), "tinyone.value") == "1"
+    assert len(environments(tmp_path)) == 1
+
+
+@needs_uv
+@pytest.mark.parametrize("name", ["a,b", "a#b", "a b", "a:b", "a%20b", "${HOME}", "-x", "[x]*", "a\nb", "\u00fc"])
+def test_any_path_holds_wheels(tmp_path: Path, name: str) -> None:
+    wheels = tmp_path / name / "wheelhouse"
+    write_wheel(wheels, "tinyone", "1.0", "value = 1")
+    made = maker(tmp_path / name).prepare(recipe(wheels, "tinyone"), sys.executable, Activity())
+    assert imported(made, "tinyone.value") == "1"
+
+
+def test_downloads_that_python_cannot_have_on_its_path_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "a:b"
+    interpreters = Interpreters(sys.executable, {}, root, maker(root), Activity())
+    with pytest.raises(ConfigurationError, match=r'a:b.*: Python takes ":" for the end of a path; set SERVING_DOWNLOA'):
+        interpreters.prepare(WorkerPython(recipe=recipe(tmp_path, "tinyone")), tmp_path)
+
+
+@needs_uv
+def test_a_wheel_that_never_ends_can_be_cancelled(tmp_path: Path) -> None:
+    wheels, activity = tmp_path / "wheelhouse", Activity()
+    wheels.mkdir()
+    with (wheels / "tinyone-1.0-py3-none-any.whl").open("wb") as file:
+        file.truncate(1 << 42)
+    activity.cancel()
+    with pytest.raises(ArtifactError, match="cancelled"):
+        maker(tmp_path).prepare(recipe(wheels, "tinyone"), sys.executable, activity)
+
+
+@needs_uv
 def test_no_source_is_built(tmp_path: Path) -> None:
     """The code of a package must not run with the rights of the server."""
     wheels, mark = tmp_path / "wheelhouse", tmp_path / "mark"
@@ -179,7 +261,9 @@ def test_wheels_that_are_no_files_are_not_read(tmp_path: Path) -> None:
 
 
 @needs_uv
-@pytest.mark.parametrize("metadata", [None, b"", b"Name: evil\n", b"Version: 1\n", b"\x00", b"Name: \xff"])
+@pytest.mark.parametrize(
+    "metadata", [None, b"", b"Name: evil\n", b"Name: tinyone\nVersion: 9\n", b"\x00", b"Name: \xff"]
+)
 def test_a_wheel_with_damaged_metadata_of_another_package(tmp_path: Path, metadata: bytes | None) -> None:
     wheel = write_wheel(tmp_path / "wheelhouse", "tinyone", "1.0")
     python = f"python{sys.version_info[0]}.{sys.version_info[1]}"

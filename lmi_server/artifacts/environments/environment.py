@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
 
 import msgspec
@@ -32,10 +32,11 @@ _CACHE = "uv-cache"
 _PYTHON = Path("bin", "python")
 _LONGEST_LIST = 1000  # characters of the requirements in messages, which end with uv's reason
 _CLEANING_WAITS_S = "10"  # for an installation that uses the cache; uv's default of 300 would delay the model
+_CHUNK = 1 << 20
 
 
 class _Manifest(msgspec.Struct, frozen=True):
-    """What was installed: the lines of the recipe, and the version of each package."""
+    """What was installed: the lines of the recipe, and the version of each package that they name."""
 
     requirements: tuple[str, ...]
     packages: dict[str, str]
@@ -55,13 +56,15 @@ class EngineEnvironment:
 class EnvironmentMaker:
     """Makes environments below `root`; uv gets the variables of `environment`, and `limit_s` seconds.
 
-    What no model uses may take `unused_bytes`.
+    What no model uses may take `unused_bytes`. An installation ends if it leaves less than `keep_free` bytes of the
+    disk free.
     """
 
     root: Path
     environment: Mapping[str, str]
     unused_bytes: int
     limit_s: float
+    keep_free: int
 
     def prepare(self, recipe: Recipe, python: str, activity: Activity) -> EngineEnvironment:
         """Return the environment of `recipe` for the interpreter `python`; make it if it is not there.
@@ -69,24 +72,30 @@ class EnvironmentMaker:
         Raises ArtifactError with uv's reason, ConfigurationError without uv.
         """
         with file_errors(self.root):
-            identity = "\0".join(_identity(recipe, python))
+            identity = "\0".join(_identity(recipe, python, activity))
         place = entry(self.root, FOLDER, identity, "env")
         held = lease(place.directory, activity)  # before it is looked for, so that no other server removes it meanwhile
 
         def make(lock: int) -> _Manifest:
-            return self._make(recipe, python, place, lock, activity)
+            try:
+                return self._make(recipe, python, place, lock, activity)
+            except ArtifactError:
+                if shutil.disk_usage(self.root).free < self.keep_free:
+                    remove_unused(self.root / FOLDER, 0)
+                    self._clean_cache(activity)  # it has what uv has fetched for nothing
+                raise
 
         files = fill(place, _Manifest, activity, make)
         manifest = place.manifest(_Manifest)
         assert manifest is not None, "fill has completed the entry"
-        self._sweep(python, activity)
-        asked = {name: manifest.packages[name] for name in recipe.names if name in manifest.packages}
-        return EngineEnvironment(str(files), str(files / _PYTHON), asked, held)
+        if remove_unused(self.root / FOLDER, self.unused_bytes):
+            self._clean_cache(activity)  # it would keep the files
+        return EngineEnvironment(str(files), str(files / _PYTHON), manifest.packages, held)
 
     def _make(self, recipe: Recipe, python: str, place: StoreEntry, lock: int, activity: Activity) -> _Manifest:
         about = f"{recipe.asked_by}: {excerpt(', '.join(recipe.requirements), _LONGEST_LIST)}"
         activity.report(f"making an environment for {about}")
-        uv = Uv(self.environment, about, self.limit_s, activity)
+        uv = Uv(self.environment, about, self.limit_s, activity, self.keep_free)
         of_pip, more = ({}, ()) if recipe.wheelhouse is not None else uv.settings_of_pip(python)
         variables = self._variables(of_pip)
         with file_errors(place.directory):
@@ -99,19 +108,21 @@ class EnvironmentMaker:
         install = ["pip", "install", "--no-build", "--python", str(place.partial_files / _PYTHON)]
         install += [*more, "--requirements", given, *(("--overrides", instead) if recipe.overrides else ())]
         if recipe.wheelhouse is not None:
-            # Not the cache: it takes a wheel for the one of that name that it has seen there before.
-            install += ["--offline", "--no-index", "--no-cache", "--find-links", str(recipe.wheelhouse)]
+            # Not the cache: it takes a wheel for the one of that name that it has seen there before. A URL, because uv
+            # divides a path at "," and "#".
+            install += ["--offline", "--no-index", "--no-cache", "--find-links", recipe.wheelhouse.as_uri()]
         uv.run(install, variables, place.partial, (lock,))
         return self._finish(recipe, place)
 
     def _finish(self, recipe: Recipe, place: StoreEntry) -> _Manifest:
-        sites = [str(path) for path in place.partial_files.glob("lib/python3*/site-packages")]
-        packages = dict(_installed(sites))
         size = bytes_on_disk(place.partial_files)
         with file_errors(place.directory):
             (place.partial / SIZE).write_text(str(size), encoding="ascii")
-        logger.info("made the environment %s: %d packages, %s", place.directory, len(packages), in_words(size))
-        return _Manifest(recipe.requirements, packages)
+        logger.info("made the environment %s: %s", place.directory, in_words(size))
+        asked = frozenset(recipe.names)
+        return _Manifest(
+            recipe.requirements, dict(each for each in _installed(place.partial_files) if each[0] in asked)
+        )
 
     def _variables(self, of_pip: Mapping[str, str]) -> Mapping[str, str]:
         """Return what is set for uv; its cache is beside the environments, so that it shares files with them."""
@@ -122,29 +133,25 @@ class EnvironmentMaker:
     def _cache(self) -> Path:
         return self.root / FOLDER / _CACHE
 
-    def _sweep(self, python: str, activity: Activity) -> None:
-        """Remove what is unused beyond the bound; uv's cache goes, too, for it would keep the files."""
-        if remove_unused(self.root / FOLDER, self.unused_bytes) and self._cache.is_dir():
-            variables = {"UV_CACHE_DIR": str(self._cache), "UV_LOCK_TIMEOUT": _CLEANING_WAITS_S}
-            try:
-                uv = Uv(self.environment, "uv's cache", self.limit_s, activity)
-                uv.run(["cache", "clean", "--quiet"], variables, self.root)
-            except (
-                ArtifactError,
-                ConfigurationError,
-            ) as error:  # the environment of this model is complete nevertheless
-                logger.warning("%s; it is cleaned with the next removal", error.message)
-
-
-def _installed(sites: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name and version of each package. A wheel may bring metadata of others too, which may be damaged."""
-    for found in distributions(path=sites):
+    def _clean_cache(self, activity: Activity) -> None:
+        if not self._cache.is_dir():
+            return
+        variables = {"UV_CACHE_DIR": str(self._cache), "UV_LOCK_TIMEOUT": _CLEANING_WAITS_S}
         try:
-            about = found.metadata
-        except ValueError:  # not UTF-8
-            continue
-        if "Name" in about and "Version" in about:
-            yield normalized(about["Name"]), about["Version"]
+            uv = Uv(self.environment, "uv's cache", self.limit_s, activity)
+            uv.run(["cache", "clean", "--quiet"], variables, self.root)
+        except (ArtifactError, ConfigurationError) as error:  # the environment of this model is complete nevertheless
+            logger.warning("%s; it is cleaned with the next removal", error.message)
+
+
+def _installed(environment: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name and version of each package, as the folders of their metadata are called.
+
+    The metadata is not read: a wheel brings as much of it as it likes.
+    """
+    for found in environment.glob("lib/python3*/site-packages/*-*.dist-info"):
+        name, _, version = found.name.removesuffix(".dist-info").rpartition("-")
+        yield normalized(name), version
 
 
 def _write(path: Path, lines: Sequence[str]) -> str:
@@ -152,7 +159,7 @@ def _write(path: Path, lines: Sequence[str]) -> str:
     return str(path)
 
 
-def _identity(recipe: Recipe, python: str) -> Iterator[str]:
+def _identity(recipe: Recipe, python: str, activity: Activity) -> Iterator[str]:
     """Yield the texts that decide what is installed. Raises OSError if a wheel or the interpreter is not there."""
     yield from sorted(recipe.requirements)
     yield "overrides"
@@ -162,5 +169,13 @@ def _identity(recipe: Recipe, python: str) -> Iterator[str]:
     for wheel in () if recipe.wheelhouse is None else sorted(recipe.wheelhouse.glob("*.whl")):
         if not wheel.is_file():  # a pipe, which would be waited for, or a device without an end
             continue
-        with wheel.open("rb") as file:
-            yield f"{wheel.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        yield f"{wheel.name}\0{_digest(wheel, activity)}"
+
+
+def _digest(path: Path, activity: Activity) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            activity.check()  # a file with a hole may have any length
+            found.update(chunk)
+    return found.hexdigest()

@@ -45,10 +45,13 @@ def find_uv(environment: Mapping[str, str]) -> str | None:
 class Uv:
     """Runs uv for one environment. `about` names that in messages, `limit_s` is the time that each command has.
 
-    Raises ConfigurationError if uv is not installed.
+    A command ends if it leaves less than `keep_free` bytes of the disk free. Raises ConfigurationError if uv is not
+    installed.
     """
 
-    def __init__(self, environment: Mapping[str, str], about: str, limit_s: float, activity: Activity) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], about: str, limit_s: float, activity: Activity, keep_free: int = 0
+    ) -> None:
         path = find_uv(environment)
         if path is None:
             raise ConfigurationError(f"{about}: {NO_UV}")
@@ -57,11 +60,18 @@ class Uv:
         self._about = about
         self._limit_s = limit_s
         self._activity = activity
+        self._keep_free = keep_free
 
     def run(
         self, arguments: Sequence[str], variables: Mapping[str, str], directory: Path, inherited: Sequence[int] = ()
     ) -> None:
         """Run one command, which writes to `directory`. Raises ArtifactError with uv's last lines if it fails."""
+
+        def tick() -> None:
+            self._activity.report(f"installing {self._about}")
+            if shutil.disk_usage(directory).free < self._keep_free:
+                raise ArtifactError(no_room(directory))
+
         try:
             ended = run_child(
                 [self._path, *arguments],
@@ -70,7 +80,7 @@ class Uv:
                 directory=_ANYWHERE,
                 limit_s=self._limit_s,
                 inherited=inherited,
-                on_tick=lambda: self._activity.report(f"installing {self._about}"),
+                on_tick=tick,
             )
         except ChildTimeoutError:
             raise ArtifactError(

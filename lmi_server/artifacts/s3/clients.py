@@ -147,7 +147,7 @@ class S5cmd:
 
     def _list(self, location: S3Location, pattern: str, activity: Activity) -> list[S3Object]:
         command = [*self._command, "ls", "--etag", pattern]
-        ended = run_child(command, environment=self._environment, activity=activity)
+        ended = run_child(command, environment=self._environment, activity=activity, whole_output=True)
         if ended.code != 0:
             if _s5cmd_reason(ended) == "no object found":
                 return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from lmi_server.artifacts.location import BUCKETS
 from lmi_server.contract.errors import (
     ArtifactError,
     ArtifactMissingError,
+    DeadlineError,
     ModelNotFoundError,
     ModelNotReadyError,
     QueueFullError,
@@ -23,7 +25,7 @@ from lmi_server.contract.errors import (
 from lmi_server.contract.protocol import ADAPTER_HEADER, Adapter, Input
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.adapters.adapters import Adapters, RegisteredAdapter
-from lmi_server.supervisor.job import Deadline, until_deadline
+from lmi_server.supervisor.job import Deadline
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,15 @@ class OnDemand:
 
 async def hold_in_time(on_demand: OnDemand, request: Input, deadline: Deadline | None) -> None:
     """Hold the adapter of a request as `OnDemand.hold` does. Raises DeadlineError too; nothing is held then."""
-    remedy = "set option.max_num_adapters_per_replica to a larger number"
-    await until_deadline(on_demand.hold(request), deadline, "waited for its adapter", remedy)
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline.at - time.monotonic()):
+            await on_demand.hold(request)
+    except TimeoutError:
+        assert deadline is not None
+        raise DeadlineError(
+            f"The request waited for its adapter until its deadline ({deadline.text} seconds) had passed; allow more"
+            " time, or set option.max_num_adapters_per_replica to a larger number"
+        ) from None
 
 
 @dataclass(slots=True)
