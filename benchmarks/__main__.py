@@ -11,6 +11,7 @@ BENCHMARKS = (
     "benchmarks.few_bits",
     "benchmarks.generation",
     "benchmarks.kv_cache",
+    "benchmarks.large_pages",
     "benchmarks.memory",
     "benchmarks.observability",
     "benchmarks.overload",

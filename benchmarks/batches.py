@@ -33,6 +33,7 @@ CLIENTS = 2
 LIVE_TOKENS, LINE_TOKENS = 8, 64
 LINES = 5000
 MAX_RATIO = 1.1
+END_S = 60.0  # for a batch to end once it is cancelled
 QUIET_S = 1.5  # until a batch takes the places that live requests have left
 
 
@@ -70,7 +71,10 @@ class Batch:
 
     def end(self) -> None:
         self.http.post(f"/v1/batches/{self.id}/cancel")
-        while self.http.get(f"/v1/batches/{self.id}").json()["status"] not in ("cancelled", "completed"):
+        ends = time.monotonic() + END_S
+        while (found := self.http.get(f"/v1/batches/{self.id}").json()).get("status") not in ("cancelled", "completed"):
+            if found.get("status") in ("failed", "expired", None) or time.monotonic() > ends:
+                raise RuntimeError(f"the batch does not end as it should: {found}")
             time.sleep(0.05)
 
 

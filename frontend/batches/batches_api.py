@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.batches.files_api import check_room, find_file, lifetime_s
-from frontend.batches.records import BATCH_PREFIX, BatchRecord, OwnedRecords, new_batch
+from frontend.batches.records import BATCH_PREFIX, BatchRecord, OwnedRecords, if_readable, new_batch
 from frontend.batches.settings import BatchSettings
 from frontend.http.parameters import json_fields
 from frontend.http.responses import json_response
@@ -25,6 +26,8 @@ from frontend.storage.threads import StoreThreads
 from lmi_server.batches.lines import ROUTES
 from lmi_server.contract.errors import BadParameterError, KeyBusyError, ObjectNotFoundError
 from lmi_server.contract.texts.quoting import excerpt
+
+logger = logging.getLogger(__name__)
 
 _WINDOW = re.compile(r"([1-9]\d{0,8})([smhd])")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -94,13 +97,21 @@ class BatchesApi:
                 f"this API key has {len(waiting)} batches that are not finished, and may have batches_max_unfinished="
                 f"{self._settings.batches_max_unfinished}; wait for one, or cancel it"
             )
+        most = self._settings.batches_max_kept
+        removed = await self._threads.serve(self._records.remove_oldest, owner, most - 1)
+        if removed:
+            logger.warning(
+                "an API key has batches_max_kept=%d batches: forgot the oldest %d that had ended", most, removed
+            )
 
     async def list(self, request: Request) -> Response:
         """OpenAI: list the batches of this API key."""
         owner = owner_of(request.scope)
         ids = await self._threads.serve(self._records.batch_ids, owner)
         asked = page_of(ids, request.query_params, *_PAGE)
-        records, has_more = await self._threads.serve(first_of, *asked, partial(self._records.batch, owner))
+        records, has_more = await self._threads.serve(
+            first_of, *asked, if_readable(partial(self._records.batch, owner))
+        )
         shown = [(self._runner.running(each.id) or each).as_object() for each in records]
         return json_response(list_object(shown, has_more))
 

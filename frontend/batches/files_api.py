@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from frontend.batches.records import FILE_PREFIX, FileRecord, OwnedRecords, content_key
+from frontend.batches.records import FILE_PREFIX, FileRecord, OwnedRecords, content_key, if_readable
 from frontend.batches.settings import BatchSettings
 from frontend.batches.upload import Upload, read_upload
 from frontend.http.protocol import held_by
@@ -56,14 +56,17 @@ class FilesApi:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise UnsupportedEncodingError("a file is uploaded without Content-Encoding; send it as it is")
         owner = owner_of(request.scope)
-        await check_room(self._records, self._threads, self._settings, owner)
+        stored = await check_room(self._records, self._threads, self._settings, owner)
         file_id = new_id(FILE_PREFIX)
-        record = await self._receive(request, owner, file_id)
+        record = await self._receive(request, owner, file_id, stored)
         await self._threads.serve(self._records.save_file, owner, record)
         return json_response(record.as_object())
 
-    async def _receive(self, request: Request, owner: str, file_id: str) -> FileRecord:
-        """Store the content as it arrives, and return its record. Nothing is stored if this raises."""
+    async def _receive(self, request: Request, owner: str, file_id: str, stored: int) -> FileRecord:
+        """Store the content as it arrives, and return its record. Nothing is stored if this raises.
+
+        `stored` are the bytes of the owner's files.
+        """
         threads, opened = self._threads, self._records.store.writer(content_key(owner, file_id))
         file = await threads.serve(opened.__enter__)
         size = 0
@@ -75,15 +78,17 @@ class FilesApi:
             if size > self._settings.batches_max_file_size:
                 limit = self._settings.batches_max_file_size
                 raise PayloadTooLargeError(f"the file is longer than batches_max_file_size={limit} bytes")
-            if self._arriving[owner] > self._settings.batches_max_size:
-                limit = self._settings.batches_max_size
-                raise PayloadTooLargeError(f"this API key's uploads take batches_max_size={limit} bytes; wait for one")
+            limit, arriving = self._settings.batches_max_size, self._arriving[owner]
+            if arriving > limit or stored + arriving - size >= limit:
+                raise PayloadTooLargeError(
+                    f"this API key's files and uploads take batches_max_size={limit} bytes; wait for an upload"
+                )
             await threads.serve(file.write, data)
 
         try:
             upload = await read_upload(request.headers.get("content-type", ""), _pieces(request), write)
             record = self._record(file_id, size, upload)
-            await check_room(self._records, threads, self._settings, owner)  # others may have taken it since
+            await check_room(self._records, threads, self._settings, owner)  # others may have ended since
         except BaseException as error:
             await threads.serve(opened.__exit__, type(error), error, error.__traceback__)
             raise
@@ -92,6 +97,8 @@ class FilesApi:
             return record
         finally:
             self._arriving[owner] -= size
+            if not self._arriving[owner]:
+                del self._arriving[owner]
 
     def _record(self, file_id: str, size: int, upload: Upload) -> FileRecord:
         purpose = upload.fields.get("purpose")
@@ -119,7 +126,7 @@ class FilesApi:
             record = self._records.file(owner, file_id)
             return None if record is None or purpose not in (None, record.purpose) else record
 
-        records, has_more = await self._threads.serve(first_of, *asked, load)
+        records, has_more = await self._threads.serve(first_of, *asked, if_readable(load))
         return json_response(list_object([each.as_object() for each in records], has_more))
 
     async def retrieve(self, request: Request) -> Response:
@@ -157,8 +164,8 @@ class FilesApi:
         return await find_file(self._records, self._threads, owner_of(request.scope), file_id)
 
 
-async def check_room(records: OwnedRecords, threads: StoreThreads, settings: BatchSettings, owner: str) -> None:
-    """Raise PayloadTooLargeError if an owner may not have another file."""
+async def check_room(records: OwnedRecords, threads: StoreThreads, settings: BatchSettings, owner: str) -> int:
+    """Return the bytes of an owner's files. Raises PayloadTooLargeError if it may not have another one."""
     sizes = await threads.serve(records.sizes, owner)
     if len(sizes) >= _MAX_FILES:
         raise PayloadTooLargeError(f"this API key has {len(sizes)} files, and may have {_MAX_FILES}; delete some")
@@ -166,6 +173,7 @@ async def check_room(records: OwnedRecords, threads: StoreThreads, settings: Bat
         raise PayloadTooLargeError(
             f"the files of this API key take batches_max_size={settings.batches_max_size} bytes; delete some"
         )
+    return sum(sizes)
 
 
 async def find_file(records: OwnedRecords, threads: StoreThreads, owner: str, file_id: str) -> FileRecord:

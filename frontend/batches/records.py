@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 
 from frontend.storage.objects import ObjectStore
-from frontend.storage.owners import created_at, is_owner, new_id
+from frontend.storage.owners import created_at, is_id, is_owner, new_id
+
+logger = logging.getLogger(__name__)
 
 FILE_PREFIX = "file-"
 BATCH_PREFIX = "batch_"
@@ -128,6 +132,10 @@ def new_batch(endpoint: str, input_file_id: str, window: str, window_s: int) -> 
     return BatchRecord(new_id(BATCH_PREFIX), endpoint, input_file_id, window, now, now + window_s, *ids)
 
 
+class UnreadableError(OSError):
+    """What is stored is no record."""
+
+
 class OwnedRecords:
     """The files and batches in a store, each in the folder of its owner. Every method may block; raises OSError."""
 
@@ -147,16 +155,27 @@ class OwnedRecords:
         return None if record is None or record.has_expired else record
 
     def file_ids(self, owner: str) -> list[str]:
-        return [entry.name for entry in self.store.entries(f"{owner}/files")]
+        return self._ids(f"{owner}/files", FILE_PREFIX)
+
+    def _ids(self, folder: str, prefix: str) -> list[str]:
+        """Return the ids in a folder, in which a file system may have other names, too."""
+        return [entry.name for entry in self.store.entries(folder) if is_id(prefix, entry.name)]
 
     def remove_file(self, owner: str, file_id: str) -> None:
         """Forget a file, first that there is one."""
         self.store.remove(f"{owner}/files/{file_id}")
         self.store.remove(content_key(owner, file_id))
 
-    def remove_if_expired(self, owner: str, file_id: str) -> None:
+    def remove_if_expired(self, owner: str, file_id: str, oldest: float) -> None:
+        """Remove a file that has expired; one whose record cannot be read if it was made before `oldest`."""
         data = self.store.get(f"{owner}/files/{file_id}")
-        if data is not None and _decoded(data, FileRecord).has_expired:
+        try:
+            has_expired = data is not None and _decoded(data, FileRecord).has_expired
+        except UnreadableError:
+            if created_at(file_id) >= oldest:
+                raise
+            has_expired = True
+        if has_expired:
             self.remove_file(owner, file_id)
 
     def remove_orphans(self, owner: str) -> None:
@@ -178,10 +197,22 @@ class OwnedRecords:
         return None if data is None else _decoded(data, BatchRecord)
 
     def batch_ids(self, owner: str) -> list[str]:
-        return [entry.name for entry in self.store.entries(f"{owner}/batches")]
+        return self._ids(f"{owner}/batches", BATCH_PREFIX)
 
     def remove_batch(self, owner: str, batch_id: str) -> None:
         self.store.remove(f"{owner}/batches/{batch_id}")
+
+    def remove_oldest(self, owner: str, kept: int) -> int:
+        """Forget batches that have ended, the oldest first, until `kept` or fewer are left; return how many."""
+        ids = self.batch_ids(owner)
+        surplus = len(ids) - kept
+        if surplus <= 0:
+            return 0
+        unfinished = set(self.unfinished(owner))
+        ended = sorted(set(ids) - unfinished)[:surplus]
+        for batch_id in ended:
+            self.remove_batch(owner, batch_id)
+        return len(ended)
 
     # An unfinished batch has an object in `unfinished`, so that to find them all no other one need be read.
 
@@ -214,6 +245,19 @@ class OwnedRecords:
         return self.store.get(cancel_key(owner, batch_id)) is not None
 
 
+def if_readable(load: Callable[[str], _Record | None]) -> Callable[[str], _Record | None]:
+    """Return `load` for a list: what cannot be read is left out, and hides nothing else."""
+
+    def load_readable(identity: str) -> _Record | None:
+        try:
+            return load(identity)
+        except UnreadableError as error:
+            logger.error("%s is left out of a list: %s", identity, error)
+            return None
+
+    return load_readable
+
+
 def content_key(owner: str, file_id: str) -> str:
     return f"{owner}/contents/{file_id}"
 
@@ -230,4 +274,4 @@ def _decoded(data: bytes, kind: type[_Record]) -> _Record:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
-        raise OSError(f"what is stored is no {kind.__name__}: {error}") from error
+        raise UnreadableError(f"what is stored is no {kind.__name__}: {error}") from error

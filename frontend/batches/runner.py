@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 
 from frontend.access.api_keys import KeyRing
 from frontend.batches.records import BatchRecord, cancel_key, journal_key
@@ -139,16 +140,29 @@ class BatchRunner:
     def _sweep(self) -> None:
         """Remove files that have expired, and batches that have ended long ago."""
         records = self._parts.records
-        oldest = time.time() - self._parts.settings.batches_lifetime
+        _attempt(records.store.remove_abandoned)
         for owner in records.owners():
-            for file_id in records.file_ids(owner):
-                records.remove_if_expired(owner, file_id)
-            cancelled = set(records.cancelled(owner))  # before `unfinished`: each had its mark there at this time
-            unfinished = set(records.unfinished(owner))
-            if not unfinished:  # else its files may be about to get their records
-                records.remove_orphans(owner)
-            for batch_id in cancelled - unfinished:  # which came when the batch had just ended
-                records.store.remove(cancel_key(owner, batch_id))
-            for batch_id in records.batch_ids(owner):
-                if batch_id not in unfinished and created_at(batch_id) < oldest:
-                    records.remove_batch(owner, batch_id)
+            _attempt(self._sweep_owner, owner)
+
+    def _sweep_owner(self, owner: str) -> None:
+        records = self._parts.records
+        oldest = time.time() - self._parts.settings.batches_lifetime
+        for file_id in records.file_ids(owner):
+            _attempt(records.remove_if_expired, owner, file_id, oldest)
+        cancelled = set(records.cancelled(owner))  # before `unfinished`: each had its mark there at this time
+        unfinished = set(records.unfinished(owner))
+        if not unfinished:  # else its files may be about to get their records
+            _attempt(records.remove_orphans, owner)
+        for batch_id in cancelled - unfinished:  # which came when the batch had just ended
+            _attempt(records.store.remove, cancel_key(owner, batch_id))
+        for batch_id in records.batch_ids(owner):
+            if batch_id not in unfinished and created_at(batch_id) < oldest:
+                _attempt(records.remove_batch, owner, batch_id)
+
+
+def _attempt(remove: Callable[..., object], *arguments: object) -> None:
+    """Call a function of the store: one that fails keeps no other from being called."""
+    try:
+        remove(*arguments)
+    except OSError as error:
+        logger.error("what has expired cannot be removed (%s): %s", "/".join(map(str, arguments[:2])), error)

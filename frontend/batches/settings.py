@@ -19,11 +19,18 @@ class BatchSettings(FeatureSettings):
     )
     batches_max_file_size: PositiveInt = Field(209715200, description="Largest file of /v1/files in bytes.")
     batches_max_size: PositiveInt = Field(
-        10737418240, description="Bytes of the files of one API key together, from which on no further one is taken."
+        10737418240,
+        description="Bytes of the files of one API key together, with uploads that have not ended, from which on no "
+        "further one is taken.",
     )
     batches_max_requests: PositiveInt = Field(50000, description="Most lines of the input of a batch.")
     batches_max_unfinished: PositiveInt = Field(
         100, description="Most batches of one API key that wait or run; further ones are refused with 429."
+    )
+    batches_max_kept: PositiveInt = Field(
+        10000,
+        description="Most batches of one API key that are kept, with those that have ended. A further one takes the "
+        "place of the oldest that has ended, whose files stay.",
     )
     batches_concurrency: PositiveInt = Field(
         64, description="Most lines of batches that a model has at a time while it has no other requests."

@@ -1,75 +1,71 @@
-"""The answers of two versions to the same request."""
+"""The answers of two versions to the same request, compared as `lmi-server verify` does it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
+from frontend.canary.answers import read_answer
 from lmi_server.bench.paired import PairedRatios
+from lmi_server.verify.comparison import compare
 
-_TEXTS = frozenset({"content", "text", "generated_text", "reasoning_content", "output_text", "delta", "partial_json"})
-_DEEPEST = 32
 _KEPT = 500  # ratios
 
 
 @dataclass
 class Compared:
-    """How many answers were compared, how many of them are others, and how long the new ones took beside the old."""
+    """How many answers were compared, how many of them are others, and how long the new ones took beside the old.
+
+    `refused` of the changed ones were refused by one version alone. Where both answers have log-probabilities, `shifts`
+    of them were compared, of the tokens before a change: `mean_shift` and `largest_shift` are in nats. `ties` of the
+    changed answers differ first in a token that the old version found as likely as its own.
+    """
 
     answers: int = 0
     changed: int = 0
+    refused: int = 0
     skipped: int = 0
+    ties: int = 0
+    shifts: int = 0
+    largest_shift: float = 0.0
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _sum_of_shifts: float = 0.0
 
     def add(self, old: bytes, new: bytes, ratio: float) -> None:
         """Compare two whole answers; `ratio` is the new duration as a multiple of the old one."""
+        pair = compare("", read_answer(old), read_answer(new))
         self.answers += 1
-        self.changed += answer_text(old) != answer_text(new)
+        self.changed += pair.changed
+        self.ties += pair.is_tie
+        for shift in map(abs, pair.shifts):
+            self.shifts += 1
+            self._sum_of_shifts += shift
+            self.largest_shift = max(self.largest_shift, shift)
         self.ratios.append(ratio)
+
+    def add_refusal(self) -> None:
+        """Note that one version has answered a request, and the other one refused it."""
+        self.answers += 1
+        self.changed += 1
+        self.refused += 1
 
     @property
     def latency(self) -> PairedRatios | None:
         return PairedRatios.from_values(self.ratios) if self.ratios else None
 
+    @property
+    def mean_shift(self) -> float | None:
+        return self._sum_of_shifts / self.shifts if self.shifts else None
+
     def described(self) -> dict[str, Any]:
         """Return what the management API says."""
-        latency = self.latency
+        latency, mean = self.latency, self.mean_shift
         times = {} if latency is None else {"timesAsLong": latency.median, "interval": list(latency.interval)}
-        return {"answers": self.answers, "changed": self.changed, "skipped": self.skipped, **times}
-
-
-def answer_text(data: bytes) -> str | bytes:
-    """Return the text in an answer, whatever its API is: ids and times differ in equal ones. Bytes if it has none."""
-    documents = list(_documents(data))
-    text = "".join(part for document in documents for part in _texts(document, _DEEPEST))
-    return text if documents else data
-
-
-def _documents(data: bytes) -> Iterator[Any]:
-    """Yield what is JSON in an answer: the whole, or its lines."""
-    for part in [data] if data[:1] in (b"{", b"[") and b"\n{" not in data else data.split(b"\n"):
-        text = part.strip().removeprefix(b"data:").strip()
-        if text[:1] in (b"{", b"["):
-            try:
-                yield msgspec.json.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue
-
-
-def _texts(value: Any, levels: int) -> Iterator[str]:
-    if not levels:
-        return
-    if isinstance(value, dict):
-        for key, held in value.items():
-            if isinstance(held, str):
-                if key in _TEXTS:
-                    yield held
-            else:
-                yield from _texts(held, levels - 1)
-    elif isinstance(value, list):
-        for held in value:
-            yield from _texts(held, levels - 1)
+        counts = {"answers": self.answers, "changed": self.changed, "refusedByOne": self.refused}
+        logprobs = {} if mean is None else {
+            "logProbs": {
+                "compared": self.shifts, "meanShift": mean, "largestShift": self.largest_shift, "ties": self.ties
+            }
+        }  # fmt: skip
+        return {**counts, "skipped": self.skipped, **logprobs, **times}

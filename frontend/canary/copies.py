@@ -10,6 +10,7 @@ from typing import Any
 
 from frontend.canary.comparison import Compared
 from frontend.canary.figures import Figures
+from frontend.canary.outcomes import Outcome, outcome_of
 from frontend.http.clients import Send
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.protocol import Error, Input, Reply
@@ -22,22 +23,23 @@ _MAX_COPIES = 64  # at a time
 
 
 class SentAnswer:
-    """The answer that a client gets, up to a bound, and when it was complete."""
+    """The answer that a client gets, up to a bound, and when it was complete.
+
+    `outcome` is None as long as there is no answer, and if the client has left before its end.
+    """
 
     def __init__(self) -> None:
         self.data = bytearray()
         self.began = time.monotonic()
         self.seconds = 0.0
-        self.is_good = False
+        self.outcome: Outcome | None = None
         self.ended: asyncio.Future[None] | None = None  # of the copy that waits for it
 
     def sending(self, send: Send) -> Send:
         """Return what takes down the answer that goes to `send`."""
 
         async def take(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                self.is_good = message["status"] == 200
-            elif self.ended is not None and len(self.data) <= MAX_ANSWER:
+            if self.ended is not None and len(self.data) <= MAX_ANSWER:
                 self.data += message.get("body", b"")[: MAX_ANSWER + 1]
             await send(message)
 
@@ -73,7 +75,7 @@ class Copies:
         try:
             job = self._pool.submit(request, _nothing)
         except LmiServerError as error:
-            self._figures.add(error_reply(request.route, error)[0], 0.0)
+            self._figures.add(outcome_of(error_reply(request.route, error)[0], None), 0.0)
             return
         task = asyncio.create_task(self._follow(job, sent))
         self._tasks.add(task)
@@ -91,19 +93,26 @@ class Copies:
             answer = await _whole(job)
             seconds = time.monotonic() - job.queued_at
             terminal = job.reply.terminal
-            status = _status(job)
+            outcome = outcome_of(_status(job), terminal)
             tokens = 0 if terminal is None or isinstance(terminal, Error) or not terminal.summary else (
                 terminal.summary.output_tokens
             )  # fmt: skip
-            self._figures.add(status, seconds / max(tokens, 1))
+            self._figures.add(outcome, seconds / max(tokens, 1))
             assert sent.ended is not None
             await sent.ended
-            if status != 200 or not sent.is_good or max(len(answer), len(sent.data)) > MAX_ANSWER:
-                self._compared.skipped += 1
-            else:
-                self._compared.add(bytes(sent.data), answer, seconds / max(sent.seconds, 1e-6))
+            self._compare(sent, outcome, answer, seconds)
         finally:
             self._pool.dispatcher.cancel(job)
+
+    def _compare(self, sent: SentAnswer, outcome: Outcome, answer: bytes, seconds: float) -> None:
+        """Compare the answer that was sent with that to its copy, which took `seconds`."""
+        both = {sent.outcome, outcome}
+        if both == {Outcome.SUCCESS, Outcome.REFUSED}:
+            self._compared.add_refusal()
+        elif both != {Outcome.SUCCESS} or max(len(answer), len(sent.data)) > MAX_ANSWER:
+            self._compared.skipped += 1
+        else:
+            self._compared.add(bytes(sent.data), answer, seconds / max(sent.seconds, 1e-6))
 
 
 async def _whole(job: Job) -> bytes:

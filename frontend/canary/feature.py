@@ -27,6 +27,7 @@ from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.models.model import Model
 
 _REQUESTS, _DURATION_S, _MAX_ERRORS, _MAX_SLOWER, _MAX_CHANGED = 200, 3600.0, 1.0, 1.2, 100.0
+_MAX_SHIFT = 1e6
 _LONGEST_S = 7 * 24 * 3600.0
 
 
@@ -158,7 +159,8 @@ class CanaryFeature(ServerFeature):
             share.add_metric([model.label], trial.share if trial.verdict is Verdict.RUNNING else 0.0)
             for version, figures in (("old", trial.old), ("new", trial.new)):
                 requests.add_metric([model.label, version, "error"], figures.errors)
-                requests.add_metric([model.label, version, "success"], figures.requests - figures.errors)
+                requests.add_metric([model.label, version, "refused"], figures.refused)
+                requests.add_metric([model.label, version, "success"], figures.judging - figures.errors)
                 if (found := figures.latency) is not None:
                     latency.add_metric([model.label, version], found.median)
         yield from (share, requests, latency)
@@ -182,6 +184,7 @@ def _rules(given: Mapping[str, str]) -> Rules:
         _number(given, "max_errors", _MAX_ERRORS, 100.0) / 100,
         _number(given, "max_slower", _MAX_SLOWER, 1e6),
         _number(given, "max_changed", _MAX_CHANGED, 100.0) / 100,
+        _number(given, "max_shift", _MAX_SHIFT, _MAX_SHIFT),
     )
 
 

@@ -6,32 +6,40 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from frontend.canary.outcomes import Outcome
 from lmi_server.bench.paired import PairedRatios
 
-FAILED = 500
-LMI_FAILED = 424  # LMI's status of a request that its handler has failed
 _KEPT = 500  # latencies
 
 
 @dataclass
 class Figures:
-    """Counts and latencies. `seconds` are the latest seconds per output token, or per answer without a text."""
+    """Counts and latencies. `seconds` are the latest seconds per output token, or per answer without a text.
+
+    `requests` that were `refused` to their clients say nothing of a version; the others judge it.
+    """
 
     requests: int = 0
     errors: int = 0
+    refused: int = 0
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
-    def add(self, status: int, seconds: float) -> None:
+    def add(self, outcome: Outcome, seconds: float) -> None:
         """Count a request that has ended; only answers have a latency."""
         self.requests += 1
-        if status >= FAILED or status == LMI_FAILED:
-            self.errors += 1
-        elif status < 400:
+        self.errors += outcome is Outcome.ERROR
+        self.refused += outcome is Outcome.REFUSED
+        if outcome is Outcome.SUCCESS:
             self.seconds.append(seconds)
 
     @property
+    def judging(self) -> int:
+        """Return how many requests say something of the version."""
+        return self.requests - self.refused
+
+    @property
     def error_rate(self) -> float:
-        return self.errors / self.requests if self.requests else 0.0
+        return self.errors / self.judging if self.judging else 0.0
 
     @property
     def latency(self) -> PairedRatios | None:
@@ -43,4 +51,4 @@ class Figures:
         latency = self.latency
         median = {} if latency is None else {"medianMs": latency.median * 1000}
         interval = {} if latency is None else {"intervalMs": [bound * 1000 for bound in latency.interval]}
-        return {"requests": self.requests, "errors": self.errors, **median, **interval}
+        return {"requests": self.requests, "errors": self.errors, "refused": self.refused, **median, **interval}

@@ -11,9 +11,11 @@ from enum import Enum
 from typing import Any
 
 from frontend.canary.comparison import Compared
-from frontend.canary.copies import Copies
+from frontend.canary.copies import SENT, Copies
 from frontend.canary.figures import Figures
+from frontend.canary.outcomes import outcome_of
 from frontend.canary.rules import Rules
+from frontend.observability.request_record import CLIENT_GONE
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError
 from lmi_server.contract.protocol import Error, Input
 from lmi_server.contract.texts.secrets import SECRETS
@@ -87,7 +89,12 @@ class CanaryTrial:
         summary = None if terminal is None or isinstance(terminal, Error) else terminal.summary
         seconds = time.monotonic() - job.queued_at
         figures = self.new if pool is self._pool else self.old
-        figures.add(status, seconds / max(summary.output_tokens, 1) if summary is not None else seconds)
+        per_token = seconds / max(summary.output_tokens, 1) if summary is not None else seconds
+        outcome = outcome_of(status, terminal)
+        figures.add(outcome, per_token)
+        sent = SENT.get()
+        if sent is not None and status != CLIENT_GONE:
+            sent.outcome = outcome
 
     def _is_drawn(self, request: Input, old: WorkerPool, new: WorkerPool) -> bool:
         """Return whether the new version gets a request, or its copy."""
@@ -143,8 +150,9 @@ class CanaryTrial:
             objection = self._objection(pool)
             if objection is not None:
                 raise TakenBackError(objection)
-            if self.new.requests >= self._rules.requests:
-                self.reason = f"{self.new.requests} requests spoke for it"
+            if self.new.judging >= self._rules.requests:
+                finding = self._rules.finding(self.old, self.new)
+                self.reason = f"{self.new.judging} requests spoke for it{'' if finding is None else f', but {finding}'}"
                 return
             await asyncio.sleep(_CHECK_S)
 
@@ -153,12 +161,12 @@ class CanaryTrial:
             return "a call asked for it"
         if pool.availability.failure is not None or pool.members.deaths:
             return "a worker of it has died"
-        if self.new.requests >= self._rules.requests:
+        if self.new.judging >= self._rules.requests:
             return self._rules.objection(self.old, self.new, self._compared)
         if time.monotonic() >= self._ends:
             return (
-                f"only {self.new.requests} of {self._rules.requests} requests came within {self._rules.duration_s:g}"
-                " seconds"
+                f"only {self.new.judging} of {self._rules.requests} requests came within {self._rules.duration_s:g}"
+                " seconds" + (f", and {self.new.refused} that it refused" if self.new.refused else "")
             )
         return self._rules.early_objection(self.old, self.new)
 

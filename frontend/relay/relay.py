@@ -6,8 +6,8 @@ name of the model, if its route has one there, and for a priority.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import random
-from typing import Any
 
 from frontend.access.management_access import Access
 from frontend.http.clients import Receive, Scope, Send
@@ -35,7 +35,7 @@ from lmi_server.dialects.optional import optional_dialects
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.serving.pool.worker_pool import WorkerPool
-from lmi_server.supervisor.job import Job
+from lmi_server.supervisor.job import Deadline, Job
 
 
 class Relay:
@@ -192,20 +192,22 @@ class Relay:
         )
 
 
-async def _submit_holding(model: Model, received: Input, *limits: Any) -> tuple[WorkerPool, Job]:
+async def _submit_holding(
+    model: Model, received: Input, on_overflow: Callable[[], None], deadline: Deadline | None, tenant: bytes
+) -> tuple[WorkerPool, Job]:
     """Have `model` accept a request once its gate and its adapter are there; meanwhile it may get another pool."""
     while True:
         pool = model.serving(received)
         if pool.gate is not None:
-            await pool.gate()
+            await pool.gate.wait(deadline)
             if pool is not model.serving(received):
                 continue
         if pool.on_demand is None:
-            return pool, pool.submit(received, *limits)
+            return pool, pool.submit(received, on_overflow, deadline, tenant)
         assert model.resolved is not None, "a loaded model has a configuration"
         named = naming_adapter(received, model.resolved.served_names)
         try:
-            return pool, await pool.submit_holding(pool.on_demand, named, *limits)
+            return pool, await pool.submit_holding(pool.on_demand, named, on_overflow, deadline, tenant)
         except ModelNotReadyError:
             if pool is model.serving(received):
                 raise

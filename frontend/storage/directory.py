@@ -29,11 +29,11 @@ class DirectoryObjects:
             self._temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(self._temporary, os.W_OK):
                 raise PermissionError("it is not writable")
-            self._remove_abandoned()
+            self.remove_abandoned()
         except OSError as error:
             raise ConfigurationError(f'{setting} = "{directory}" cannot be used: {error}') from error
 
-    def _remove_abandoned(self) -> None:
+    def remove_abandoned(self) -> None:
         for entry in os.scandir(self._temporary):
             with contextlib.suppress(FileNotFoundError):
                 if entry.stat().st_mtime < time.time() - _ABANDONED_S:

@@ -72,6 +72,9 @@ class ObjectStore(Protocol):
     def folders(self) -> list[str]:
         """Return the names of the folders at the top."""
 
+    def remove_abandoned(self) -> None:
+        """Remove what writers have left whose process has ended."""
+
     def journal(self, key: str) -> Journal:
         """Return the journal of this key, for this process alone. Raises TakenError if another process has it."""
 

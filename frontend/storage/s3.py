@@ -102,6 +102,9 @@ class S3Objects:
             paginator = self._client.get_paginator("list_objects_v2")
             yield from paginator.paginate(Bucket=self._bucket, Prefix=prefix, Delimiter="/")
 
+    def remove_abandoned(self) -> None:
+        """Do nothing: parts of objects are removed by a rule of the bucket (AbortIncompleteMultipartUpload)."""
+
     def journal(self, key: str) -> S3Journal:
         return S3Journal(self, key)
 

@@ -23,7 +23,7 @@ from frontend.management.adapters import AdapterManagement, lora_of, managed_mod
 from frontend.management.models import WholePathRoute
 from frontend.vllm_calls.settings import SleepSettings
 from frontend.vllm_calls.sleeping import ABORT, GONE, PAUSED, WAIT, Sleepers, as_refusal
-from lmi_server.contract.errors import AbortedError, BadParameterError, RequestError
+from lmi_server.contract.errors import AbortedError, BadParameterError, ModelNotReadyError, RequestError
 from lmi_server.contract.protocol import Adapter, ResetPrefixCache
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.models.model import Model
@@ -66,7 +66,9 @@ class VllmCalls(ServerFeature):
         self._models = server.models
         self._guard = server.access.guard
         self._adapters = AdapterManagement(server.models, server.access.limits)
-        self._sleepers = Sleepers(settings.drain_timeout, settings.part(SleepSettings).wake_on_request)
+        sleep = settings.part(SleepSettings)
+        self._limit_s = sleep.sleep_timeout
+        self._sleepers = Sleepers(settings.drain_timeout, sleep.wake_on_request, sleep.sleep_timeout)
 
     def management_routes(self) -> list[Route]:
         routes: list[Route] = [
@@ -116,9 +118,13 @@ class VllmCalls(ServerFeature):
         command = ResetPrefixCache(truth(query, "reset_running_requests", False), truth(query, "reset_external", False))
         workers = list(self._model(request).loaded().roster.ready)
         try:
-            answers = await asyncio.gather(*(worker.controls.call(command) for worker in workers))
+            async with asyncio.timeout(self._limit_s):
+                answers = await asyncio.gather(*(worker.controls.call(command) for worker in workers))
         except RequestError as error:
             raise as_refusal(error) from error
+        except TimeoutError:
+            late = f"The prefix cache was not reset within sleep_timeout={self._limit_s:g} seconds; call again later"
+            raise ModelNotReadyError(late) from None
         return json_response({"success": all(answer == b"true" for answer in answers)})
 
     async def abort(self, request: Request) -> Response:

@@ -1,10 +1,11 @@
-"""The setting of models that sleep."""
+"""The settings of models that sleep."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
 from lmi_server.configuration.declaration import FeatureSettings
+from lmi_server.configuration.options import Seconds
 
 
 class SleepSettings(FeatureSettings):
@@ -12,6 +13,11 @@ class SleepSettings(FeatureSettings):
 
     wake_on_request: bool = Field(
         False,
-        description="A request wakes a model that /sleep has put to sleep, and waits until it is awake. If false, it "
-        "is answered with 503.",
+        description="A request wakes a model that /sleep has put to sleep, and waits until it is awake, with up to "
+        "job_queue_size others. If false, it is answered with 503.",
+    )
+    sleep_timeout: Seconds = Field(
+        300.0,
+        description="Seconds that a worker has to fall asleep, to wake up, or to reset its prefix cache. One that does "
+        "not fall asleep or wake up in time is started again.",
     )

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -19,6 +19,7 @@ from frontend.management.adapters import to_the_end
 from lmi_server.contract.errors import AbortedError, BadParameterError, LmiServerError, ModelNotReadyError, RequestError
 from lmi_server.contract.protocol import Command, Sleep, WakeUp
 from lmi_server.serving.models.model import Model
+from lmi_server.serving.pool.gate import Gate
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.supervisor.replicas import ReplicaSet
 
@@ -47,11 +48,14 @@ class _Rest:
 class Sleepers:
     """The models that sleep. Requests that run get `drain_timeout_s` seconds to finish before a model falls asleep.
 
-    A model that is loaded again meanwhile gets workers that are awake.
+    A worker has `limit_s` seconds to fall asleep, or to wake up; one that takes longer is killed, and another one
+    starts. A model that is loaded again meanwhile gets workers that are awake.
     """
 
-    def __init__(self, drain_timeout_s: float, wakes_on_request: bool) -> None:
+    def __init__(self, drain_timeout_s: float, wakes_on_request: bool, limit_s: float) -> None:
         self._drain_timeout_s = drain_timeout_s
+        self._limit_s = limit_s
+        self._tasks: set[asyncio.Task[None]] = set()
         self._wakes_on_request = wakes_on_request
         self._locks: WeakKeyDictionary[Model, asyncio.Lock] = WeakKeyDictionary()
         self._rests: WeakKeyDictionary[WorkerPool, _Rest] = WeakKeyDictionary()
@@ -100,7 +104,7 @@ class Sleepers:
                 if rest.level == GONE:
                     await _start_workers(pool)
                 elif rest.level == ON_HOST:
-                    await _wake(pool.roster.ready)
+                    await self._wake(pool.roster.ready)
             finally:
                 _open(pool)
             logger.info("model %s is awake", model.label)
@@ -113,9 +117,14 @@ class Sleepers:
                 new = [worker for worker in pool.roster.ready if worker not in rest.told]
                 if new and rest.level == ON_HOST and self._rests.get(pool) is rest:
                     rest.told.update(new)
-                    await asyncio.gather(*(_attempt(worker, Sleep()) for worker in new))
-                    if self._rests.get(pool) is not rest:  # it was woken meanwhile
-                        await _wake(new)
+                    task = asyncio.create_task(self._put_to_sleep(pool, rest, new))  # another pool need not wait
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+
+    async def _put_to_sleep(self, pool: WorkerPool, rest: _Rest, workers: Sequence[WorkerProcess]) -> None:
+        await asyncio.gather(*(self._attempt(worker, Sleep()) for worker in workers))
+        if self._rests.get(pool) is not rest:  # it was woken meanwhile
+            await self._wake(workers)
 
     def _lock(self, model: Model) -> asyncio.Lock:
         return self._locks.setdefault(model, asyncio.Lock())
@@ -129,7 +138,8 @@ class Sleepers:
             f"Model {model.label} is asleep; POST /wake_up wakes it, and wake_on_request=true lets requests do it"
         )
         if self._wakes_on_request:
-            pool.gate = lambda: to_the_end(self.wake_up(model))
+            capacity, waits_for = pool.settings.job_queue_size, f"for model {model.label} to wake up"
+            pool.gate = Gate(lambda: to_the_end(self.wake_up(model)), capacity, waits_for)
 
     async def _quiet(self, model: Model, pool: WorkerPool, mode: str) -> None:
         """Return once no request is left: let them finish, or end them with an error."""
@@ -144,13 +154,36 @@ class Sleepers:
         if rest.level == ON_HOST:
             workers = list(pool.roster.ready)
             rest.told.update(workers)
-            outcomes = await asyncio.gather(*(_attempt(worker, Sleep()) for worker in workers))
+            outcomes = await asyncio.gather(*(self._attempt(worker, Sleep()) for worker in workers))
             refusals = [outcome for outcome in outcomes if outcome is not None]
             if refusals:
-                await _wake(worker for worker, refusal in zip(workers, outcomes, strict=True) if refusal is None)
+                await self._wake(worker for worker, refusal in zip(workers, outcomes, strict=True) if refusal is None)
                 raise as_refusal(refusals[0])
         elif rest.level == GONE:
             await _end_workers(pool)
+
+    async def _attempt(self, worker: WorkerProcess, command: Command) -> LmiServerError | None:
+        """Send a command to a worker; return the error with which it answers. One that does not answer is killed."""
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await worker.controls.call(command)
+        except LmiServerError as error:
+            return error
+        except TimeoutError:
+            worker.kill()
+            late = f"a worker did not answer {command.operation} within sleep_timeout={self._limit_s:g} seconds"
+            logger.error("worker %s: %s; it is killed", worker.name, late)
+            return ModelNotReadyError(f"{late[0].upper()}{late[1:]}, and is started again")
+        return None
+
+    async def _wake(self, workers: Iterable[WorkerProcess]) -> None:
+        """Wake workers. One that cannot wake is killed; the one that takes its place is awake."""
+        workers = list(workers)
+        outcomes = await asyncio.gather(*(self._attempt(worker, WakeUp()) for worker in workers))
+        for worker, failure in zip(workers, outcomes, strict=True):
+            if failure is not None:
+                logger.error("worker %s does not wake up, and is killed: %s", worker.name, failure)
+                worker.kill()
 
 
 def as_refusal(error: LmiServerError) -> LmiServerError:
@@ -198,22 +231,3 @@ async def _start_workers(pool: WorkerPool) -> None:
     for replicas in pool.replica_sets:
         replicas.scale(*pool.scaling.bounds_of(replicas))
     await pool.scaling.complete()
-
-
-async def _attempt(worker: WorkerProcess, command: Command) -> LmiServerError | None:
-    """Send a command to a worker; return the error with which it answers."""
-    try:
-        await worker.controls.call(command)
-    except LmiServerError as error:
-        return error
-    return None
-
-
-async def _wake(workers: Iterable[WorkerProcess]) -> None:
-    """Wake workers. One that cannot wake is killed; the one that takes its place is awake."""
-    workers = list(workers)
-    outcomes = await asyncio.gather(*(_attempt(worker, WakeUp()) for worker in workers))
-    for worker, failure in zip(workers, outcomes, strict=True):
-        if failure is not None:
-            logger.error("worker %s does not wake up, and is killed: %s", worker.name, failure)
-            worker.kill()

@@ -37,6 +37,9 @@ def reload_model(
     max_changed: Annotated[
         float | None, typer.Option(help="With --shadow: percent of the answers that may be others.")
     ] = None,
+    max_shift: Annotated[
+        float | None, typer.Option(help="With --shadow: nats by which log-probabilities may differ in the mean.")
+    ] = None,
     promote: Annotated[bool, typer.Option(help="Let the version that is being tried take the place now.")] = False,
     take_back: Annotated[bool, typer.Option(help="End the version that is being tried.")] = False,
     wait: Annotated[bool, typer.Option(help="Wait for the outcome.")] = True,
@@ -52,6 +55,7 @@ def reload_model(
         "max_errors": max_errors,
         "max_slower": max_slower,
         "max_changed": max_changed,
+        "max_shift": max_shift,
     }
     given = {name: str(value) for name, value in rules.items() if value is not None}
     if canary is None and not shadow:

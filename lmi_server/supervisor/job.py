@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.errors import DeadlineError, LmiServerError
 from lmi_server.contract.protocol import Chunk, End, Error, Head, Input, Item, Reply
 
 if TYPE_CHECKING:
@@ -91,6 +91,20 @@ class Deadline(NamedTuple):
     at: float
     text: str
     ends_running: bool
+
+
+async def until_deadline(waiting: Awaitable[None], deadline: Deadline | None, what: str, remedy: str = "") -> None:
+    """Await `waiting`, until the deadline at most. Raises DeadlineError, which says `what` the request has done."""
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline.at - time.monotonic()) as limit:
+            await waiting
+    except TimeoutError:
+        if deadline is None or not limit.expired():
+            raise
+        raise DeadlineError(
+            f"The request {what} until its deadline ({deadline.text} seconds) had passed; allow more time, or"
+            f" {remedy or 'send it again later'}"
+        ) from None
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from lmi_server.bench.paired import PairedRatios
 from lmi_server.verify.asking import Answer
 
+_TIE = 0.1
+"""Nats between two tokens, below which rounding decides which of them is chosen."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -35,6 +38,11 @@ class Pair:
     @property
     def changed(self) -> bool:
         return self.is_whole and self.old.text != self.new.text
+
+    @property
+    def is_tie(self) -> bool:
+        """Return whether the old model found the new token about as likely as its own, where the answers differ."""
+        return self.changed and self.gap is not None and not self.is_beyond and self.gap < _TIE
 
     @property
     def slower(self) -> float | None:
@@ -78,10 +86,6 @@ class Summary:
     latency: PairedRatios | None
 
 
-_TIE = 0.1
-"""Nats between two tokens, below which rounding decides which of them is chosen."""
-
-
 def summarize(pairs: Sequence[Pair]) -> Summary:
     """Return the figures of some pairs."""
     shifts = [abs(shift) for pair in pairs for shift in pair.shifts]
@@ -92,7 +96,7 @@ def summarize(pairs: Sequence[Pair]) -> Summary:
         failed_old=sum(pair.old.error is not None for pair in pairs),
         failed_new=sum(pair.new.error is not None for pair in pairs),
         changed=sum(pair.changed for pair in pairs),
-        ties=sum(pair.changed and pair.gap is not None and pair.gap < _TIE for pair in pairs),
+        ties=sum(pair.is_tie for pair in pairs),
         mean_shift=statistics.fmean(shifts) if shifts else None,
         largest_shift=max(shifts, default=None),
         latency=PairedRatios.from_values(ratios) if ratios else None,

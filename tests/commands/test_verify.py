@@ -44,6 +44,8 @@ def test_a_tie_is_told_from_a_change_of_mind() -> None:
     assert (shorter.changed, shorter.place, shorter.gap) == (True, 1, None)
     summary = summarize([tie, change, shorter, compare("p", answer("a"), answer("a"))])
     assert (summary.prompts, summary.changed, summary.ties) == (4, 3, 1)
+    unknown = compare("p", answer("a", "b"), answer("a", "c"))
+    assert (unknown.changed, unknown.is_tie) == (True, False), "how likely the new token was is not known"
 
 
 def test_errors_are_counted_and_compare_nothing() -> None:

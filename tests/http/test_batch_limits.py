@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from relay_helpers import on_loop
 from starlette.requests import Request
 from waiting import wait_until
 
+from frontend.batches.asking import Asking
 from frontend.batches.batches_api import BatchesApi
 from frontend.batches.files_api import FilesApi
 from frontend.batches.records import FILE_PREFIX, BatchRecord, FileRecord, OwnedRecords, content_key
+from frontend.batches.run import RunParts
+from frontend.batches.runner import BatchRunner
 from frontend.batches.settings import BatchSettings
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import scope_without_client
@@ -94,6 +98,58 @@ async def test_a_key_whose_files_take_all_its_room_begins_no_batch_that_makes_mo
     assert records.batch_ids(EVERYONE) == []
 
 
+@on_loop
+async def test_batches_that_have_ended_make_room_for_new_ones_and_no_other_does(tmp_path: Path) -> None:
+    records = records_of(tmp_path)
+    file_id = stored_file(records)
+    api = BatchesApi(records, StoreThreads(2, "test"), BatchSettings(batches_max_kept=4), FakeRunner())
+    made = [json.loads(bytes((await api.create(creation(file_id))).body))["id"] for _ in range(3)]
+    for batch_id in made[1:]:
+        records.forget_unfinished(EVERYONE, batch_id)
+    made += [json.loads(bytes((await api.create(creation(file_id))).body))["id"] for _ in range(4)]
+    assert sorted(records.batch_ids(EVERYONE)) == sorted([made[0], *made[3:]]), "those that run are not forgotten"
+
+
+@on_loop
+async def test_what_cannot_be_read_hides_nothing_else_in_a_list(tmp_path: Path) -> None:
+    records, threads = records_of(tmp_path), StoreThreads(2, "test")
+    files = [stored_file(records) for _ in range(2)]
+    batches = BatchesApi(records, threads, BatchSettings(), FakeRunner())
+    made = [json.loads(bytes((await batches.create(creation(files[1]))).body))["id"] for _ in range(2)]
+    (tmp_path / EVERYONE / "files" / files[0]).write_bytes(b"{")
+    (tmp_path / EVERYONE / "batches" / made[0]).write_bytes(b"[]")
+    for api, left in ((FilesApi(records, threads, BatchSettings()), files[1]), (batches, made[1])):
+        assert [each["id"] for each in json.loads(bytes((await api.list(request())).body))["data"]] == [left]
+
+
+def runner_of(records: OwnedRecords, settings: BatchSettings) -> BatchRunner:
+    parts = RunParts(records, StoreThreads(1, "test"), cast(Asking, None), settings, 1 << 20)
+    return BatchRunner(parts, None)
+
+
+def test_what_cannot_be_read_or_removed_keeps_nothing_else_from_being_removed(tmp_path: Path) -> None:
+    records = records_of(tmp_path)
+    expired = [stored_file(records, expires_at=1) for _ in range(3)]
+    (tmp_path / EVERYONE / "files" / expired[0]).write_bytes(b"{")
+    for name in ("no id", expired[1].replace("file-", "lost-")):
+        (tmp_path / EVERYONE / "files" / name).write_bytes(b"not of this server")
+    old = f"{FILE_PREFIX}{1:011x}{'0' * 20}"
+    for owner in ("a" * 32, "b" * 32, "c" * 32):
+        records.store.put(f"{owner}/files/{old}", b"{")
+        records.store.put(content_key(owner, old), b"x")
+    content = tmp_path / ("b" * 32) / "contents" / old
+    content.unlink()
+    content.mkdir()  # what cannot be removed
+    abandoned = tmp_path / ".tmp" / "abandoned"
+    abandoned.write_bytes(b"x")
+    os.utime(abandoned, (1, 1))
+    runner_of(records, BatchSettings())._sweep()
+    left = sorted(path.name for path in (tmp_path / EVERYONE / "files").iterdir())
+    assert left == sorted([expired[0], "no id", expired[1].replace("file-", "lost-")]), "it may be read again one day"
+    assert (records.sizes("a" * 32), records.sizes("c" * 32)) == ([], [])
+    assert not abandoned.exists()
+
+
 FORM = (
     b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     b'--b\r\ncontent-disposition: form-data; name="file"\r\n\r\n0123456789\r\n--b--\r\n'
@@ -132,6 +188,24 @@ async def test_uploads_at_the_same_time_do_not_take_the_same_room(tmp_path: Path
         with pytest.raises(PayloadTooLargeError, match="batches_max_size=10"):
             await task
     assert (records.sizes(EVERYONE), arriving(tmp_path)) == ([10], [])
+
+
+@on_loop
+async def test_what_arrives_counts_beside_what_is_stored(tmp_path: Path) -> None:
+    """The content is written in two parts: the second one finds that another upload has taken the room."""
+    records = records_of(tmp_path)
+    records.store.put(content_key(EVERYONE, stored_file(records)), b"x" * 60_000)
+    api = FilesApi(records, StoreThreads(4, "test"), BatchSettings(batches_max_size=400_000))
+    form, end = FORM.replace(b"0123456789", b"x" * 350_000), asyncio.Event()
+    waiting = asyncio.create_task(api.create(upload(end, form)))
+    await asyncio.to_thread(wait_until, lambda: any(path.stat().st_size for path in arriving(tmp_path)), "it arrives")
+    small, end_now = FORM.replace(b"0123456789", b"x" * 10_000), asyncio.Event()
+    end_now.set()
+    with pytest.raises(PayloadTooLargeError, match="uploads take batches_max_size=400000"):
+        await api.create(upload(end_now, small))
+    end.set()
+    await waiting
+    assert (records.sizes(EVERYONE), arriving(tmp_path)) == ([60_000, 350_000], [])
 
 
 @on_loop

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import threading
@@ -20,9 +22,15 @@ from paths import ROOT
 from server_helpers import Server, running
 from waiting import wait_until
 
-from frontend.canary.comparison import Compared, answer_text
+from frontend.canary.answers import read_answer
+from frontend.canary.comparison import Compared
 from frontend.canary.figures import Figures
+from frontend.canary.outcomes import Outcome, outcome_of
+from frontend.canary.proportions import chance_of_more
 from frontend.canary.rules import Rules
+from lmi_server.contract.errors import HandlerError, RequestError
+from lmi_server.contract.protocol import End, Error, Reply
+from lmi_server.dialects.errors import error_reply
 
 # Answers with the greeting that the configuration had when the worker loaded it.
 CODE = """
@@ -42,6 +50,8 @@ def handle(inputs):
         raise ValueError("as the greeting says")
     if greeting == "deadly":
         os._exit(3)
+    if inputs.get_as_bytes() == b"bad" or greeting == "choosy":
+        return Output(code=400, message="the client got it wrong")
     if greeting == "slow":
         time.sleep(0.05)
     return Output().add(greeting)
@@ -74,8 +84,8 @@ def configured(store: Path) -> Iterator[Callable[[str], None]]:
     return configure
 
 
-def ask(server: Server, **headers: str) -> httpx.Response:
-    return server.http.post("/predictions/model", content=b"x", headers=headers)
+def ask(server: Server, content: bytes = b"x", **headers: str) -> httpx.Response:
+    return server.http.post("/predictions/model", content=content, headers=headers)
 
 
 def described(server: Server) -> dict[str, Any]:
@@ -165,6 +175,33 @@ def test_a_version_that_is_slower_is_taken_back(server: Server, configured: Call
     with load(server, clients=2):
         answer = canary(server, share="50%", requests=12, max_slower=2)
     assert "the median latency is" in answer.text
+
+
+def test_what_clients_get_wrong_promotes_no_version(server: Server) -> None:
+    with trying(server, share="100%", requests=3) as outcome:
+        assert [ask(server, b"bad").status_code for _ in range(8)] == [400] * 8
+        figures = described(server)
+        assert (figures["status"], figures["new"]["refused"], figures["new"]["requests"]) == ("RUNNING", 8, 8)
+        assert [ask(server).status_code for _ in range(3)] == [200] * 3
+        assert outcome.result().json()["status"] == "promoted: 3 requests spoke for it"
+    assert (
+        'lmi_canary_requests_total{model="model",outcome="refused",version="new"} 8' in server.http.get("/metrics").text
+    )
+
+
+def test_a_version_that_refuses_what_the_old_one_answers_is_taken_back(
+    server: Server, configured: Callable[[str], None]
+) -> None:
+    good = ask(server).text
+    configured("choosy")
+    with load(server):
+        assert "it refuses more requests" in canary(server, share="30%", requests=100000).text
+    with load(server) as endings:
+        answer = canary(server, shadow="true", requests=100000, max_changed=100)
+    assert "it refuses more requests" in answer.text
+    assert set(endings) == {(200, good)}
+    assert described(server)["copies"]["refusedByOne"] > 0
+    configured(good)
 
 
 def test_a_version_whose_worker_dies_is_taken_back(server: Server, configured: Callable[[str], None]) -> None:
@@ -285,14 +322,17 @@ def test_the_command_tries_a_version_and_says_why_it_was_taken_back(
 # --- the parts ---
 
 
-def figures(requests: int, errors: int = 0, seconds: float = 0.1) -> Figures:
+def figures(requests: int, errors: int = 0, seconds: float = 0.1, refused: int = 0) -> Figures:
     made = Figures()
     for number in range(requests):
-        made.add(500 if number < errors else 200, seconds * (1 + number % 7 / 100))
+        outcome = Outcome.ERROR if number < errors else Outcome.SUCCESS
+        made.add(outcome, seconds * (1 + number % 7 / 100))
+    for _ in range(refused):
+        made.add(Outcome.REFUSED, 0.0)
     return made
 
 
-RULES = Rules(requests=50, duration_s=60, max_errors=0.01, max_slower=1.2, max_changed=0.1)
+RULES = Rules(requests=50, duration_s=60, max_errors=0.01, max_slower=1.2, max_changed=0.1, max_shift=0.5)
 
 
 @pytest.mark.parametrize(
@@ -304,15 +344,60 @@ RULES = Rules(requests=50, duration_s=60, max_errors=0.01, max_slower=1.2, max_c
         (figures(1000), figures(50, seconds=0.2), True),
         (figures(1000), figures(50, seconds=0.11), False),
         (figures(0), figures(50), False),
+        (figures(1000), figures(50, refused=20), True),
+        (figures(1000, refused=400), figures(50, refused=20), False),
+        (figures(1000, refused=400), figures(50), False),
+        (figures(0), figures(50, refused=20), False),
+        (figures(100, errors=1, refused=900), figures(50, errors=1), False),
     ],
 )
-def test_errors_and_latency_speak_against_a_version(old: Figures, new: Figures, objects: bool) -> None:
+def test_errors_refusals_and_latency_speak_against_a_version(old: Figures, new: Figures, objects: bool) -> None:
     assert (RULES.objection(old, new, None) is not None) == objects
 
 
 def test_few_errors_may_be_an_accident_before_the_time() -> None:
     assert RULES.early_objection(figures(1000), figures(10, errors=4)) is None
     assert RULES.early_objection(figures(1000), figures(10, errors=5)) is not None
+
+
+def test_refusals_that_differ_are_a_finding() -> None:
+    assert RULES.early_objection(figures(1000), figures(0, refused=2)) is not None
+    assert RULES.early_objection(figures(1000), figures(9, refused=1)) is None
+    fewer = RULES.finding(figures(1000, refused=400), figures(50))
+    assert fewer is not None
+    assert "0 of 50, and the old version 400 of 1400" in fewer
+    assert RULES.finding(figures(1000, refused=400), figures(50, refused=18)) is None
+
+
+@pytest.mark.parametrize("table", [(1, 20, 4, 7), (0, 9, 3, 5), (3, 10, 9, 10), (0, 1, 1, 1), (5, 40, 30, 40)])
+def test_the_chance_of_a_difference_is_that_of_drawing_without_replacement(table: tuple[int, int, int, int]) -> None:
+    few, of_few, many, of_many = table
+    marked, total = few + many, of_few + of_many
+    ways = [math.comb(marked, k) * math.comb(total - marked, of_many - k) for k in range(many, of_many + 1)]
+    assert chance_of_more(*table) == pytest.approx(sum(ways) / math.comb(total, of_many))
+
+
+def test_the_chance_of_a_difference_is_found_for_any_counts() -> None:
+    assert chance_of_more(0, 0, 5, 5) == chance_of_more(5, 5, 0, 0) == chance_of_more(5, 10, 5, 10) == 1.0
+    assert chance_of_more(0, 10**9, 10**9, 10**9) == pytest.approx(0.0)
+    assert 0.3 < chance_of_more(5 * 10**8, 10**9, 5 * 10**8 + 10**4, 10**9) < 0.4
+
+
+@pytest.mark.parametrize("route", ["invocations", "chat/completions"])
+@pytest.mark.parametrize(("error", "outcome"), [(RequestError, Outcome.REFUSED), (HandlerError, Outcome.ERROR)])
+def test_what_a_client_got_wrong_is_told_from_what_failed(
+    route: str, error: type[RequestError | HandlerError], outcome: Outcome
+) -> None:
+    status, headers, body = error_reply(route, error("x"))
+    assert outcome_of(status, Reply(1, status, headers, body)) is outcome
+    assert outcome_of(status, Error(1, error.__name__, "x")) is outcome
+
+
+def test_an_end_of_no_known_kind_is_an_error_of_the_version() -> None:
+    for data in (b"", b"[" * 10_000, b"\xff", b'{"type": 3}', b'{"type": "BadRequestException"}' + b" " * (1 << 17)):
+        assert outcome_of(424, Reply(1, 424, [], data)) is Outcome.ERROR
+    assert outcome_of(424, End(1, 424)) is outcome_of(424, None) is Outcome.ERROR
+    assert outcome_of(499, None) is Outcome.REFUSED
 
 
 def test_figures_take_bounded_memory() -> None:
@@ -325,9 +410,69 @@ def test_equal_answers_differ_in_ids_and_times_only() -> None:
     event = b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n'
     stream = event % b"a" + event % b" b" + b"data: [DONE]\n"
     lines = b'{"token": {"text": "a"}}\n{"token": {"text": " b"}}\n'
-    assert answer_text(one) == answer_text(two) == answer_text(stream) == answer_text(lines) == "a b"
-    assert answer_text(b"\xff\x00") == b"\xff\x00"
+    assert [read_answer(data).text for data in (one, two, stream, lines)] == ["a b"] * 4
+    assert read_answer(b"\xff\x00") != read_answer(b"\xff\x01")
     compared = Compared()
     for data in (b"[" * 100_000, b'{"a":' * 5000, b"", b'{"text": 3}'):
         compared.add(data, data, 1.0)
     assert (compared.answers, compared.changed) == (4, 0)
+
+
+def chat(*tokens: tuple[str, float, dict[str, float]], index: int = 0) -> bytes:
+    content = [
+        {"token": text, "logprob": value, "top_logprobs": [{"token": t, "logprob": v} for t, v in top.items()]}
+        for text, value, top in tokens
+    ]
+    text = "".join(text for text, _, _ in tokens)
+    return json.dumps(
+        {"choices": [{"index": index, "message": {"content": text}, "logprobs": {"content": content}}]}
+    ).encode()
+
+
+def test_log_probabilities_of_copies_are_compared_where_both_have_them() -> None:
+    compared = Compared()
+    old = chat(("a", -0.5, {"a": -0.5}), ("b", -1.0, {"b": -1.0, "c": -1.05}))
+    compared.add(old, chat(("a", -0.7, {}), ("c", -0.9, {})), 1.0)
+    compared.add(b'{"choices": [{"text": "x"}]}', b'{"choices": [{"text": "x"}]}', 1.0)
+    said = compared.described()
+    assert said["changed"] == 1
+    assert said["logProbs"] == {
+        "compared": 1, "meanShift": pytest.approx(0.2), "largestShift": pytest.approx(0.2), "ties": 1
+    }  # fmt: skip
+    assert RULES.objection(figures(50), figures(50), Compared(answers=20, changed=1)) is None
+    compared = Compared()
+    compared.add(chat(("a", -0.1, {})), chat(("a", -1.0, {})), 1.0)
+    objection = RULES.objection(figures(50), figures(50), compared)
+    assert objection is not None
+    assert "log-probabilities of 1 tokens differ by 0.9" in objection
+
+
+def test_log_probabilities_are_read_in_every_form() -> None:
+    completion = {"tokens": ["a", "b"], "token_logprobs": [-1, -2], "top_logprobs": None}
+    stream = b"".join(
+        b'data: {"choices":[{"index":%d,"text":"a","logprobs":{"tokens":["a"],"token_logprobs":[-%d]}}]}\n\n' % each
+        for each in ((0, 1), (1, 9), (0, 2))
+    )
+    details = {
+        "generated_text": "ab",
+        "details": {"tokens": [{"text": "a", "log_prob": -1}, {"text": "b", "logprob": -2}]},
+    }
+    lines = (
+        b'{"token": {"text": "a", "log_prob": -1}}\n{"token": {"text": "b", "log_prob": -2}, "generated_text": "ab"}\n'
+    )
+    forms = (json.dumps({"choices": [{"text": "ab", "logprobs": completion}]}).encode(), stream, lines)
+    for data in (*forms, json.dumps(details).encode(), chat(("a", -1, {}), ("b", -2, {}))):
+        assert [token.logprob for token in read_answer(data).tokens] == [-1, -2], data
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    ["3", "[]", '{"content": [{"token": "a"}]}', '{"content": [{"token": "a", "logprob": null}]}', '{"content": 7}',
+     '{"content": [{"token": "a", "logprob": 1e999}]}', '{"tokens": ["a"], "token_logprobs": []}', '{"content": [3]}'],
+)  # fmt: skip
+def test_what_is_no_log_probability_is_not_compared(logprobs: str) -> None:
+    data = b'{"choices": [{"message": {"content": "a"}, "logprobs": %b}]}' % logprobs.encode()
+    assert read_answer(data).tokens == ()
+    compared = Compared()
+    compared.add(data, data, 1.0)
+    assert (compared.answers, compared.changed, compared.shifts) == (1, 0, 0)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -21,15 +22,17 @@ from process_log import ProcessLog
 from lmi_server.features import FEATURES
 
 TABLE = "lmi_server/features.py"
-# Prints the settings and the commands that there are.
-PARTS = """
+# Prints the settings and the commands that there are, then is `python -m lmi_server`.
+PARTS_AND_SERVER = """
 import json
 from typer.main import get_command
 from lmi_server.commands.cli import app
 from lmi_server.commands.container_command import COMMANDS
 from lmi_server.configuration.server_settings import ServerSettings
 assert get_command(app).commands.keys() == COMMANDS
-print(json.dumps([[option.key for option in ServerSettings.declared()], sorted(COMMANDS)]))
+print(json.dumps([[option.key for option in ServerSettings.declared()], sorted(COMMANDS)]), flush=True)
+from lmi_server.commands.start import main
+main()
 """
 # What a server with the feature answers to, with another status than 404 or 405.
 PATHS = {
@@ -92,35 +95,41 @@ def is_entry(node: ast.AST, names: Collection[str]) -> bool:
     return not named.isdisjoint(names)
 
 
-def parts_of(tree: Path) -> tuple[Collection[str], Collection[str]]:
-    """Return the settings and the commands of the code in `tree`."""
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    settings, commands = json.loads(subprocess.check_output([sys.executable, "-c", PARTS], env=environment, cwd=tree))
-    return settings, commands
+@dataclass(frozen=True)
+class Started:
+    """What the code of a tree has as settings and commands, and a client of its server."""
+
+    settings: Collection[str]
+    commands: Collection[str]
+    client: httpx.Client
 
 
 @contextlib.contextmanager
-def serving(tree: Path) -> Iterator[httpx.Client]:
+def serving(tree: Path) -> Iterator[Started]:
     """Serve the echo model with the code of `tree`."""
     model = tree / "model"
     model.mkdir()
     (model / "serving.properties").write_text("option.entryPoint=djl_python.echo\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "lmi_server", "serve", str(model), "--port", "0"],
+        [sys.executable, "-c", PARTS_AND_SERVER, "serve", str(model), "--port", "0"],
         env={**os.environ, "PYTHONPATH": str(tree)},
         cwd=tree,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     log = ProcessLog(process.stderr)
+    assert process.stdout is not None
     try:
+        printed = process.stdout.readline()
         url = log.wait_for(r"ready: API ([^\s,;]+)")[1]
         with httpx.Client(base_url=url, timeout=60) as client:
-            yield client
+            yield Started(*json.loads(printed), client)
     finally:
         process.terminate()
         assert process.wait(60) == 0
         log.close()
+        process.stdout.close()
 
 
 def check_core(client: httpx.Client) -> None:
@@ -142,9 +151,9 @@ def check_absence(client: httpx.Client, names: Collection[str]) -> None:
     assert (page.status_code == 404) == ("console" in names)
 
 
-def check_parts(tree: Path, names: Collection[str]) -> None:
+def check_parts(found: Started, names: Collection[str]) -> None:
     """Check that there are the settings and the commands of the other features, and none of these."""
-    settings, commands = parts_of(tree)
+    settings, commands = found.settings, found.commands
     assert all((key in settings) == (name not in names) for name, key in KEYS.items())
     for feature in FEATURES:
         own = feature.commands.keys() - EXTENDED
@@ -156,15 +165,15 @@ def check_parts(tree: Path, names: Collection[str]) -> None:
 def test_without_a_feature_the_core_serves(name: str, tmp_path: Path) -> None:
     names = removed(name)
     tree = tree_without(names, tmp_path)
-    check_parts(tree, names)
-    with serving(tree) as client:
-        check_core(client)
-        check_absence(client, names)
+    with serving(tree) as found:
+        check_parts(found, names)
+        check_core(found.client)
+        check_absence(found.client, names)
 
 
 def test_without_any_feature_the_core_serves(tmp_path: Path) -> None:
     tree = tree_without(FEATURE_MODULES, tmp_path)
-    check_parts(tree, FEATURE_MODULES)
-    with serving(tree) as client:
-        check_core(client)
-        check_absence(client, FEATURE_MODULES)
+    with serving(tree) as found:
+        check_parts(found, FEATURE_MODULES)
+        check_core(found.client)
+        check_absence(found.client, FEATURE_MODULES)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from server_helpers import Server, connect, make_model, raw_request, received, request, running
 from waiting import wait_until
+
+from frontend.vllm_calls.sleeping import Sleepers
+from lmi_server.contract.errors import DeadlineError, ModelNotReadyError, QueueFullError
+from lmi_server.contract.protocol import Command
+from lmi_server.serving.pool.gate import Gate
+from lmi_server.supervisor.job import Deadline, until_deadline
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +214,133 @@ def test_a_request_wakes_a_model_if_a_setting_says_so(tmp_path: Path) -> None:
             assert server.http.get("/is_sleeping").json() == {"is_sleeping": False}
 
 
+def test_requests_that_wait_for_a_model_to_wake_up_are_bounded_and_have_deadlines(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", minWorkers=1, maxWorkers=1, job_queue_size=2)
+    with running(model, variables={"SERVING_WAKE_ON_REQUEST": "true"}) as server:
+        server.log_line(r"\] ready: process")
+        assert server.http.post("/sleep", params={"level": 2}).status_code == 200
+        late = server.http.post("/invocations", json=request("a", 2), headers={"x-request-timeout": "0.001"})
+        assert (late.status_code, "waited for model model to wake up" in late.text) == (504, True), late.text
+        wait_until(lambda: not server.http.get("/is_sleeping").json()["is_sleeping"], "it woke the model")
+        assert server.http.post("/sleep", params={"level": 2}).status_code == 200
+        with ThreadPoolExecutor(12) as threads:
+            answers = list(threads.map(lambda _: server.invoke("a b"), range(12)))
+        assert {answer.status_code for answer in answers} == {200, 503}
+        refused = next(answer for answer in answers if answer.status_code == 503)
+        assert "job_queue_size=2 requests wait for model model to wake up" in refused.text
+        assert "retry-after" in refused.headers
+
+
 def test_who_may_not_manage_models_may_not_make_them_sleep(tmp_path: Path) -> None:
     with running(make_model(tmp_path / "model"), variables={"SERVING_MANAGEMENT_API_KEYS": "secret"}) as server:
         for path in ("/sleep", "/wake_up", "/reset_prefix_cache", "/abort", "/v1/load_lora_adapter"):
             assert server.http.post(path, content=json.dumps({})).status_code == 401, path
         assert server.http.get("/is_sleeping").status_code == 401
         assert server.http.get("/is_sleeping", headers={"authorization": "Bearer secret"}).status_code == 200
+
+
+# --- the parts ---
+
+
+class FakeWorker:
+    """Answers `commands` of these operations, and nothing to others."""
+
+    name = "fake"
+
+    def __init__(self, *operations: str) -> None:
+        self.operations = operations
+        self.killed = 0
+        self.controls = self
+
+    async def call(self, command: Command) -> bytes:
+        if command.operation not in self.operations:
+            await asyncio.Event().wait()
+        return b""
+
+    def kill(self) -> None:
+        self.killed += 1
+
+
+def fake_model(*workers: FakeWorker) -> Any:
+    """Return a loaded model that has no request."""
+    pool = FakePool()
+    pool.roster = SimpleNamespace(ready=list(workers))
+    pool.availability = SimpleNamespace(paused=None)
+    pool.dispatcher = SimpleNamespace(queued=0, in_flight=0, abort=lambda error: 0)
+    pool.settings = SimpleNamespace(job_queue_size=3)
+    pool.replica_sets = []
+
+    async def at_once() -> None:
+        """Return: it is not being loaded again."""
+
+    return FakeModel(label="fake", pool=pool, loaded=lambda: pool, until_reloaded=at_once, notes={})
+
+
+class FakePool(SimpleNamespace):
+    gate = None
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class FakeModel(SimpleNamespace):
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def test_a_worker_that_does_not_fall_asleep_in_time_is_killed_and_the_model_stays_awake() -> None:
+    async def run() -> None:
+        good, hung = FakeWorker("sleep", "wake_up"), FakeWorker("wake_up")
+        model, sleepers = fake_model(good, hung), Sleepers(1.0, True, 0.01)
+        with pytest.raises(ModelNotReadyError, match=r"did not answer sleep within sleep_timeout=0\.01 seconds"):
+            await sleepers.sleep(model, 1, "abort")
+        assert (good.killed, hung.killed) == (0, 1)
+        assert (sleepers.level(model), model.pool.gate, model.pool.availability.paused) == (None, None, None)
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_does_not_wake_up_in_time_is_killed_and_the_model_is_awake() -> None:
+    async def run() -> None:
+        hung = FakeWorker("sleep")
+        model, sleepers = fake_model(hung), Sleepers(1.0, True, 0.01)
+        await sleepers.sleep(model, 1, "abort")
+        await model.pool.gate.wait(None)
+        assert hung.killed
+        assert sleepers.level(model) is None
+
+    asyncio.run(run())
+
+
+def test_a_gate_holds_back_no_more_than_its_capacity_and_each_place_is_freed() -> None:
+    async def run() -> None:
+        opened = asyncio.Event()
+
+        async def until_open() -> None:
+            await opened.wait()
+
+        gate = Gate(until_open, 3, "for a test")
+        waiting = [asyncio.create_task(gate.wait(None)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="job_queue_size=3 requests wait for a test"):
+            await gate.wait(None)
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+        past = Deadline(time.monotonic() - 1, "x-request-timeout=1", ends_running=True)
+        with pytest.raises(
+            DeadlineError, match=r"waited for a test until its deadline \(x-request-timeout=1 seconds\)"
+        ):
+            await gate.wait(past)
+        assert gate.waiting == 2
+        opened.set()
+        await asyncio.gather(*waiting[1:])
+        assert gate.waiting == 0
+
+    asyncio.run(run())
+
+
+def test_a_time_out_of_its_own_is_no_deadline() -> None:
+    async def fail() -> None:
+        raise TimeoutError("of the disk")
+
+    far = Deadline(time.monotonic() + 60, "x-request-timeout=60", ends_running=True)
+    for deadline in (None, far):
+        with pytest.raises(TimeoutError, match="of the disk"):
+            asyncio.run(until_deadline(fail(), deadline, "waited"))

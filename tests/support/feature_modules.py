@@ -31,16 +31,19 @@ FEATURE_MODULES: Mapping[str, Sequence[str]] = {
 
 BUILT_ON: Mapping[str, Sequence[str]] = {
     "verify": ("bench",),
-    "canary": ("bench",),
+    "canary": ("bench", "verify"),
     "tune": ("bench",),
     "advise": ("bench",),
 }
 """The features that a feature uses: without these it cannot be there."""
 
 
+_OWNERS = {module: name for name, modules in FEATURE_MODULES.items() for module in modules}
+_MOST_PARTS = max(module.count(".") for module in _OWNERS) + 1
+
+
 def feature_of(module: str) -> str | None:
     """Return the feature that a module belongs to, None for one of the core."""
-    for name, modules in FEATURE_MODULES.items():
-        if any(f"{module}.".startswith(f"{one}.") for one in modules):
-            return name
-    return None
+    parts = module.split(".", _MOST_PARTS)[:_MOST_PARTS]
+    packages = (".".join(parts[:count]) for count in range(2, len(parts) + 1))
+    return next((_OWNERS[package] for package in packages if package in _OWNERS), None)

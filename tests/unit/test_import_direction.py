@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -192,9 +192,9 @@ def imports_its_engine(path: Path) -> bool:
 BY_NAME = {name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in MODULES}
 
 
-def imported(tree: ast.AST, module: Path) -> Iterator[str]:
-    """Yield each imported module in full; of `from a import b` that is `a.b` if b is a module of ours."""
-    for node in ast.walk(tree):
+def imported(nodes: Iterable[ast.AST], module: Path) -> Iterator[str]:
+    """Yield each module that nodes import, in full; of `from a import b` that is `a.b` if b is a module of ours."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -208,6 +208,17 @@ def imported(tree: ast.AST, module: Path) -> Iterator[str]:
 @functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Return what `ast.walk` yields of a module: to walk again would take most of the time of these tests."""
+    return tuple(ast.walk(parsed(path)))
+
+
+@functools.cache
+def imports_of(path: Path) -> tuple[str, ...]:
+    return tuple(imported(nodes_of(path), path))
 
 
 def top_of(name: str) -> str:
@@ -225,7 +236,7 @@ def test_imports_of_lmi_server_point_one_way() -> None:
     for name, path in BY_NAME.items():
         if top_of(name) != "lmi_server" or name == "lmi_server" or folder_of(name) == "compat":
             continue
-        for other in imported(parsed(path), path):
+        for other in imports_of(path):
             if top_of(other) == "frontend" and name_of(path) == COMPOSITION_ROOT:
                 continue
             allowed = folder_of(other) in {folder_of(name), *MAY_IMPORT[folder_of(name)]}
@@ -245,7 +256,7 @@ def test_imports_between_the_folders_of_a_package_point_one_way(package: str) ->
         folder = name.removeprefix(below).partition(".")[0]
         if not name.startswith(below) or folder not in allowed:
             continue
-        for other in imported(parsed(path), path):
+        for other in imports_of(path):
             part = other.removeprefix(below).partition(".")[0]
             if other.startswith(below) and part not in {folder, *allowed[folder]}:
                 wrong.append(f"{name_of(path)} imports {other}")
@@ -257,7 +268,7 @@ def test_the_front_end_knows_no_handler_and_no_worker() -> None:
         f"{name_of(path)} imports {other}"
         for name, path in BY_NAME.items()
         if top_of(name) == "frontend"
-        for other in imported(parsed(path), path)
+        for other in imports_of(path)
         if top_of(other) == "handlers" or other.startswith("lmi_server.worker")
     ]
     assert not wrong
@@ -269,16 +280,16 @@ def test_handlers_import_types_and_no_other_handler() -> None:
         if top_of(name) != "handlers" or name == "handlers":
             continue
         may = {folder_of(name), *SHARED}
-        for other in imported(parsed(path), path):
+        for other in imports_of(path):
             own = top_of(other) == "handlers" and folder_of(other) in may
             if top_of(other) in PACKAGES and not own and not other.startswith(HANDLERS_MAY_IMPORT):
                 wrong.append(f"{name_of(path)} imports {other}")
     assert not wrong
 
 
-def compared(tree: ast.AST) -> Iterator[object]:
+def compared(path: Path) -> Iterator[object]:
     """Yield the constants that code is compared with."""
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Compare | ast.MatchValue):
             yield from (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
 
@@ -291,9 +302,9 @@ def test_a_handler_is_its_folder_and_its_row_in_the_table() -> None:
     for name, path in BY_NAME.items():
         if top_of(name) == "handlers" or folder_of(name) == "compat" or name_of(path) == TABLE:
             continue
-        texts = [node.value for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant)]
+        texts = [node.value for node in nodes_of(path) if isinstance(node, ast.Constant)]
         modules = [text for text in texts if isinstance(text, str) and text.startswith("handlers.")]
-        asked = [value for value in compared(parsed(path)) if value in names]
+        asked = [value for value in compared(path) if value in names]
         wrong += [f"{name_of(path)} names {text}" for text in (*modules, *asked)]
     assert not wrong
 
@@ -303,13 +314,13 @@ def test_a_feature_is_its_modules_and_its_entry() -> None:
     wrong = []
     for name, path in BY_NAME.items():
         own = feature_of(name)
-        for other in imported(parsed(path), path):
+        for other in imports_of(path):
             feature = feature_of(other)
             if feature not in (None, own, *BUILT_ON.get(own or "", ())):
                 wrong.append(f"{name_of(path)} imports {other}")
         if name_of(path) == FEATURE_TABLE:
             continue
-        for node in ast.walk(parsed(path)):
+        for node in nodes_of(path):
             text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
             feature = feature_of(text.partition(":")[0])
             if feature not in (None, own):
@@ -326,15 +337,12 @@ def test_no_engine_is_imported_when_a_module_is() -> None:
     assert not wrong
 
 
-def reached(start: Path) -> set[str]:
+@functools.cache
+def reached(start: Path) -> frozenset[str]:
     """Return every module that importing `start` imports, directly or through modules of ours."""
-    found: set[str] = set()
-    paths = [start]
-    while paths:
-        new = at_import(paths.pop()) - found
-        found |= new
-        paths += [BY_NAME[name] for name in new & BY_NAME.keys()]
-    return found
+    direct = at_import(start)
+    below = {BY_NAME[name] for name in direct & BY_NAME.keys()} - {start}
+    return direct.union(*map(reached, below))
 
 
 def test_one_module_reads_the_environment() -> None:
@@ -343,7 +351,7 @@ def test_one_module_reads_the_environment() -> None:
         f"{name_of(path)}:{node.lineno}: use process_environment()"
         for path in MODULES
         if name_of(path) != ENVIRONMENT
-        for node in ast.walk(parsed(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id == "os"
@@ -363,4 +371,4 @@ def test_no_module_is_imported_in_a_circle() -> None:
 def at_import(path: Path) -> frozenset[str]:
     """Return what the module imports when it is imported itself, not when a function of it runs."""
     nodes = [node for node in parsed(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return frozenset(name for node in nodes for name in imported(node, path))
+    return frozenset(name for node in nodes for name in imported((node,), path))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import nn
 
 from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.blocks.layout import FEW_ROWS
-from handlers.cpu_kernels.blocks.layout import ALIGNMENT, EXACT_ROWS
+from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
+from handlers.rolling_batch.cpu.large_pages import use_large_pages
 
-_LARGE_PAGE = 2**21  # bytes
 _MOST_ROWS = 8  # more are always unpacked: reading takes no longer than multiplying them
 _READ = 32 * 2**20  # bytes of weights that are measured: more than caches hold
 
@@ -25,7 +22,7 @@ def limit_exact_rows(model: nn.Module, crossovers: Crossovers) -> int:
     """Set it for all such layers of `model`; return how many these are."""
     alike: dict[str, list[BlockLinear]] = {}
     modules = [module for module in model.modules() if isinstance(module, BlockLinear)]
-    _move_to_large_pages(modules)
+    use_large_pages(module.laid for module in modules)
     for module in modules:
         name = f"{'+'.join(module.formats)} {module.in_features} x {module.out_features} {module.dtype}"
         alike.setdefault(name, []).append(module)
@@ -34,27 +31,6 @@ def limit_exact_rows(model: nn.Module, crossovers: Crossovers) -> int:
         for linear in linears:
             linear.laid[EXACT_ROWS] = min(crossover, _MOST_ROWS)
     return len(modules)
-
-
-def _move_to_large_pages(modules: Sequence[BlockLinear]) -> None:
-    """Move weights to one place of the memory, for which large pages are asked for.
-
-    Reading weights is most of the time of few rows. With pages of 4 KiB it took 10 to 45 % longer on a virtual machine:
-    the processor looks up the addresses of pages in two tables there, and they are too many for its buffers.
-    """
-    sizes = [-(-module.laid.nbytes // ALIGNMENT) * ALIGNMENT for module in modules]
-    if not sizes or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
-    memory = mmap.mmap(-1, sum(sizes) + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    room = np.frombuffer(memory, np.uint8)
-    place = -room.ctypes.data % _LARGE_PAGE
-    for module, size in zip(modules, sizes, strict=True):
-        laid = room[place : place + module.laid.nbytes].view(np.int64)
-        laid[:] = module.laid
-        module.lay(laid)
-        place += size
 
 
 def _crossover(name: str, linears: list[BlockLinear], crossovers: Crossovers) -> int:

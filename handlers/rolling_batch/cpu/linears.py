@@ -22,6 +22,7 @@ from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
+from handlers.rolling_batch.cpu.large_pages import use_large_pages
 from handlers.rolling_batch.fused.modules import is_plain
 from handlers.torch_operators import probes
 
@@ -43,15 +44,16 @@ def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection
             is_ours = is_plain(child) and child.weight.dtype == torch.bfloat16 and child not in spared
             if is_ours and name not in read_weights(kind_of_module):
                 places.setdefault((*child.weight.shape, child.bias is not None), []).append((module, name))
-    count = 0
+    laid: list[TiledLinear | PackedLinear] = []
     for shape, alike in places.items():
         kind = _kind([getattr(*place) for place in alike], crossovers) if packs else _tiled(shape[1])
         if kind is None:
             continue
         for place in alike:
-            setattr(*place, kind(getattr(*place)))
-            count += 1
-    return count
+            laid.append(kind(getattr(*place)))
+            setattr(*place, laid[-1])
+    use_large_pages(memory for linear in laid if (memory := linear.memory()) is not None)
+    return len(laid)
 
 
 @functools.cache
@@ -79,7 +81,7 @@ def _weights_of_self(code: types.CodeType) -> Iterator[str]:
             yield from _weights_of_self(inner)
 
 
-Kind = Callable[[nn.Linear], nn.Module]
+Kind = Callable[[nn.Linear], "TiledLinear | PackedLinear"]
 
 
 def _tiled(inputs: int) -> Kind | None:
@@ -154,6 +156,10 @@ class TiledLinear(nn.Module):
         self._kernel(as_numpy(rows), self.laid, self.added, as_numpy(out), self._threads)
         return out.view(*hidden.shape[:-1], self.out_features)
 
+    def memory(self) -> np.ndarray:
+        """Return the weight as it lies in memory."""
+        return self.laid
+
 
 def _laid_weight(weight: torch.Tensor) -> np.ndarray:
     """(out_features, in_features) bfloat16 -> (panels, words, PANEL_COLUMNS) uint32.
@@ -190,11 +196,15 @@ class PackedLinear(nn.Module):
         """(..., in_features) -> (..., out_features)."""
         return self._linear(hidden, self._weight, self._bias, "none", [], "")
 
+    def memory(self) -> np.ndarray | None:
+        """Return the weight as it lies in memory, (words,) uint32, if torch says where."""
+        return _words(self._weight)
+
     def laid(self) -> np.ndarray:
         """Return the weight as a view in the form of `_laid_weight`, if oneDNN has laid it out so."""
         from handlers.cpu_kernels.linear import PANEL_COLUMNS
 
-        words = _words(self._weight)
+        words = self.memory()
         assert words is not None
         return words.reshape(-(-self.out_features // PANEL_COLUMNS), -1, PANEL_COLUMNS)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from lmi_server.artifacts.location import BUCKETS
 from lmi_server.contract.errors import (
     ArtifactError,
     ArtifactMissingError,
-    DeadlineError,
     ModelNotFoundError,
     ModelNotReadyError,
     QueueFullError,
@@ -25,7 +23,7 @@ from lmi_server.contract.errors import (
 from lmi_server.contract.protocol import ADAPTER_HEADER, Adapter, Input
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.adapters.adapters import Adapters, RegisteredAdapter
-from lmi_server.supervisor.job import Deadline
+from lmi_server.supervisor.job import Deadline, until_deadline
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +52,8 @@ class OnDemand:
 
 async def hold_in_time(on_demand: OnDemand, request: Input, deadline: Deadline | None) -> None:
     """Hold the adapter of a request as `OnDemand.hold` does. Raises DeadlineError too; nothing is held then."""
-    try:
-        async with asyncio.timeout(None if deadline is None else deadline.at - time.monotonic()):
-            await on_demand.hold(request)
-    except TimeoutError:
-        assert deadline is not None
-        raise DeadlineError(
-            f"The request waited for its adapter until its deadline ({deadline.text} seconds) had passed; allow more"
-            " time, or set option.max_num_adapters_per_replica to a larger number"
-        ) from None
+    remedy = "set option.max_num_adapters_per_replica to a larger number"
+    await until_deadline(on_demand.hold(request), deadline, "waited for its adapter", remedy)
 
 
 @dataclass(slots=True)

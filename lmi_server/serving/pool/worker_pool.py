@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError
 from lmi_server.contract.metrics import MetricSink, unrecorded
@@ -26,6 +26,7 @@ from lmi_server.serving.adapters.adapters import Adapters
 from lmi_server.serving.adapters.store_listing import StoreListing
 from lmi_server.serving.dispatch.dispatcher import Dispatcher
 from lmi_server.serving.pool.availability import Availability
+from lmi_server.serving.pool.gate import Gate
 from lmi_server.serving.pool.membership import Membership
 from lmi_server.serving.pool.progress_watch import ProgressWatch
 from lmi_server.serving.pool.scaling import WorkerScaling
@@ -48,8 +49,8 @@ SHUTTING_DOWN = "The server is shutting down"
 class WorkerPool:
     """Serves one model with the workers on its device sets. Everything runs on one event loop.
 
-    `on_demand` loads the adapters that requests ask for; None without such. `gate` is awaited before a request is
-    submitted; None while nothing holds requests back. `on_metric` gets the workers' metrics and the pool's
+    `on_demand` loads the adapters that requests ask for; None without such. Requests wait at the `gate` before
+    they are submitted; None while nothing holds them back. `on_metric` gets the workers' metrics and the pool's
     measurements. Without `adapters` those of `settings` are given to the workers.
     """
 
@@ -60,7 +61,7 @@ class WorkerPool:
         self.label = self.name if settings.version is None else f"{self.name}:{settings.version}"
         self.settings = settings
         self.on_demand: OnDemand | None = None
-        self.gate: Callable[[], Awaitable[None]] | None = None
+        self.gate: Gate | None = None
         self.store_listing: StoreListing | None = None
         self.replica_sets: list[Replicas] = []
         self.roster = roster = WorkerRoster(settings.reserved_numbers)
