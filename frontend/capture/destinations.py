@@ -1,6 +1,6 @@
 """Where captured lines go: files of a directory that take turns, or objects on S3.
 
-Every method may block, and raises OSError if lines cannot be kept.
+Every method may block, and raises LostError if lines cannot be kept.
 """
 
 from __future__ import annotations
@@ -20,14 +20,22 @@ _OBJECT_BYTES = 8 << 20
 _OBJECT_S = 60.0
 
 
+class LostError(OSError):
+    """So many lines are lost, because the place for them has failed."""
+
+    def __init__(self, count: int, reason: str) -> None:
+        super().__init__(reason)
+        self.count = count
+
+
 class Destination(Protocol):
-    """Keeps lines."""
+    """Keeps lines, each of which is one exchange."""
 
-    def write(self, lines: bytes) -> None:
-        """Keep some whole lines, perhaps not before `flush`."""
+    def write(self, line: bytes) -> int:
+        """Keep a whole line, perhaps not before `flush`; return how many lines are kept with this call."""
 
-    def flush(self, now: bool) -> None:
-        """Keep what waits if it is time for that, or `now`."""
+    def flush(self, now: bool) -> int:
+        """Keep what waits if it is time for that, or `now`; return how many lines are kept with this call."""
 
 
 def destination(settings: CaptureSettings) -> Destination:
@@ -38,6 +46,8 @@ def destination(settings: CaptureSettings) -> Destination:
         if not bucket:
             raise ConfigurationError(f'capture_to = "{place}" names no bucket; allowed: s3://bucket/prefix')
         return S3Objects(_s3_client(), bucket, prefix, min(settings.capture_file_size, _OBJECT_BYTES))
+    if "://" in place:
+        raise ConfigurationError(f'capture_to = "{place}" is not allowed; allowed: a directory, or s3://bucket/prefix')
     try:
         return RotatingFiles(Path(place), settings.capture_file_size, settings.capture_files)
     except OSError as error:
@@ -56,21 +66,29 @@ class RotatingFiles:
         self._written = 0
         self._number = 0
 
-    def write(self, lines: bytes) -> None:
-        if self._file is None or self._written >= self._size:
-            self._begin()
-        assert self._file is not None
-        left = memoryview(lines)
+    def write(self, line: bytes) -> int:
+        try:
+            if self._file is None or self._written >= self._size:
+                self._begin()
+            assert self._file is not None
+            self._write_whole(self._file, line)
+        except OSError as error:
+            raise LostError(1, str(error)) from error
+        self._written += len(line)
+        return 1
+
+    def _write_whole(self, file: int, line: bytes) -> None:
+        left = memoryview(line)
         try:
             while left:
-                left = left[os.write(self._file, left) :]
+                left = left[os.write(file, left) :]
         except OSError:
-            os.ftruncate(self._file, self._written)  # the next line does not begin behind half of this one
+            os.ftruncate(file, self._written)  # the next line does not begin behind half of this one
             raise
-        self._written += len(lines)
 
-    def flush(self, now: bool) -> None:
+    def flush(self, now: bool) -> int:
         """Do nothing: every line is written at once."""
+        return 0
 
     def _begin(self) -> None:
         """Begin the next file, and remove the oldest ones."""
@@ -95,32 +113,36 @@ class S3Objects:
         self._prefix = prefix.strip("/")
         self._size = size
         self._lines = bytearray()
+        self._count = 0  # of the lines that wait
         self._begun = time.monotonic()
         self._number = 0
 
-    def write(self, lines: bytes) -> None:
+    def write(self, line: bytes) -> int:
         if not self._lines:
             self._begun = time.monotonic()
-        self._lines += lines
-        if len(self._lines) >= self._size:
-            self._send()
+        self._lines += line
+        self._count += 1
+        return self._send() if len(self._lines) >= self._size else 0
 
-    def flush(self, now: bool) -> None:
+    def flush(self, now: bool) -> int:
         if self._lines and (now or time.monotonic() - self._begun >= _OBJECT_S):
-            self._send()
+            return self._send()
+        return 0
 
-    def _send(self) -> None:
+    def _send(self) -> int:
         """Store what waits; it is dropped if that fails, so that it cannot grow without bounds."""
         self._number += 1
         hour = datetime.now(UTC).strftime("%Y/%m/%d/%H")
         key = "/".join(filter(None, (self._prefix, hour, _name(self._number))))
         lines, self._lines = bytes(self._lines), bytearray()
+        count, self._count = self._count, 0
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
             self._client.put_object(Bucket=self._bucket, Key=key, Body=lines)
         except (BotoCoreError, ClientError) as error:
-            raise OSError(f"s3://{self._bucket}/{key}: {error}; {len(lines)} bytes are lost") from error
+            raise LostError(count, f"s3://{self._bucket}/{key}: {error}; {len(lines)} bytes are lost") from error
+        return count
 
 
 def _name(number: int) -> str:

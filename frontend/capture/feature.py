@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from random import random
 
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
 from frontend.capture.budget import Budget
@@ -65,9 +65,14 @@ class Capture(ServerFeature):
         await asyncio.to_thread(self._writer.close, _CLOSE_S)
 
     def families(self) -> Iterator[Family]:
-        """Yield how many exchanges were captured, and how many were lost."""
+        """Yield how many exchanges were captured or lost, how many writes failed, and what memory is held."""
         about = "Requests by what became of their capture."
         captured = CounterMetricFamily("lmi_captured_requests", about, None, ["outcome"])
         captured.add_metric(["written"], self._writer.written)
         captured.add_metric(["dropped"], self._writer.dropped)
+        captured.add_metric(["failed"], self._writer.failed)
         yield captured
+        about = "Writes of captured requests that the directory or S3 did not take."
+        yield CounterMetricFamily("lmi_capture_failures", about, self._writer.failures)
+        about = "Bytes of captured requests that are held in memory."
+        yield GaugeMetricFamily("lmi_capture_held_bytes", about, self._budget.taken)

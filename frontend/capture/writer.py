@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 
-from frontend.capture.destinations import Destination
+from frontend.capture.destinations import Destination, LostError
 from frontend.capture.exchange import Exchange
 from frontend.capture.lines import captured_line
 
@@ -19,10 +19,14 @@ _REPORT_S = 60.0  # between two lines of the log about exchanges that are lost
 
 
 class CaptureWriter:
-    """Writes exchanges in the order of their ends. `written` and `dropped` count them."""
+    """Writes exchanges in the order of their ends.
+
+    Each is counted once: it is `written` when it is kept, `failed` if the disk or S3 did not take it, and `dropped` if
+    there was no memory for it. `failures` counts the writes that failed, each perhaps of many exchanges.
+    """
 
     def __init__(self, destination: Destination, redacted: Collection[str]) -> None:
-        self.written = self.dropped = 0
+        self.written = self.dropped = self.failed = self.failures = 0
         self._destination = destination
         self._redacted = redacted
         self._queue: deque[Exchange] = deque()
@@ -36,7 +40,8 @@ class CaptureWriter:
         """Have an exchange written, unless its memory was refused."""
         if exchange.is_lost or self._closing:
             exchange.release()
-            self._drop("capture_memory has no room for more")
+            self.dropped += 1
+            self._report("capture_memory has no room for more")
             return
         with self._wake:
             self._queue.append(exchange)
@@ -65,22 +70,26 @@ class CaptureWriter:
 
     def _write(self, exchange: Exchange) -> None:
         try:
-            self._destination.write(captured_line(exchange, self._redacted))
-            self.written += 1
+            self.written += self._destination.write(captured_line(exchange, self._redacted))
         # The border to disks and networks, and to bodies of clients: one exchange is lost, and the thread goes on.
         except Exception as error:  # noqa: BLE001
-            self._drop(str(error))
+            self._fail(error, 1)
         finally:
             exchange.release()
 
     def _flush(self, now: bool) -> None:
         try:
-            self._destination.flush(now)
+            self.written += self._destination.flush(now)
         except Exception as error:  # noqa: BLE001 - the border to disks and networks
-            self._drop(str(error))
+            self._fail(error, 0)
 
-    def _drop(self, reason: str) -> None:
-        self.dropped += 1
+    def _fail(self, error: Exception, count: int) -> None:
+        """Count the exchanges that a failed write has lost, `count` if it does not say how many."""
+        self.failures += 1
+        self.failed += error.count if isinstance(error, LostError) else count
+        self._report(str(error))
+
+    def _report(self, reason: str) -> None:
         if time.monotonic() - self._reported >= _REPORT_S:
             self._reported = time.monotonic()
-            logger.warning("captured requests are lost, %d so far: %s", self.dropped, reason)
+            logger.warning("captured requests are lost, %d so far: %s", self.dropped + self.failed, reason)

@@ -17,9 +17,10 @@ from server_helpers import Server, connect, make_model, raw_request, received, r
 from waiting import wait_until
 
 from frontend.capture.budget import Budget
-from frontend.capture.destinations import RotatingFiles, S3Objects
+from frontend.capture.destinations import LostError, RotatingFiles, S3Objects, destination
 from frontend.capture.exchange import Exchange
 from frontend.capture.lines import captured_line
+from frontend.capture.settings import CaptureSettings
 from frontend.capture.writer import CaptureWriter
 from lmi_server.bench.prompts.prompt_files import read_prompts
 from lmi_server.contract.errors import ConfigurationError
@@ -80,6 +81,8 @@ def test_requests_and_answers_are_captured_whatever_they_hold(server: Server, tm
     assert path.stat().st_mode & 0o777 == 0o600
     text = server.http.get("/metrics").text
     assert 'lmi_captured_requests_total{outcome="written"} 5' in text
+    assert 'lmi_captured_requests_total{outcome="failed"} 0' in text
+    assert "lmi_capture_failures_total 0" in text
     prompts = read_prompts(path)
     assert [(prompt.text, prompt.output_tokens) for prompt in prompts] == [("a b", 2)] * 2
     assert prompts[0].at == 0
@@ -134,12 +137,14 @@ class ListedLines:
         self.gate = threading.Event()
         self.lines: list[bytes] = []
 
-    def write(self, lines: bytes) -> None:
+    def write(self, line: bytes) -> int:
         assert self.gate.wait(60)
-        self.lines.append(lines)
+        self.lines.append(line)
+        return 1
 
-    def flush(self, now: bool) -> None:
+    def flush(self, now: bool) -> int:
         """Keep nothing back."""
+        return 0
 
 
 def test_a_disk_that_does_not_keep_up_costs_captures_and_no_memory() -> None:
@@ -169,10 +174,12 @@ def test_what_is_held_of_short_requests_with_long_headers_is_counted() -> None:
 
 
 class FullDisk:
-    def write(self, lines: bytes) -> None:
-        raise OSError("no space left on device")
+    """Takes nothing; a stand-in for a disk that is full."""
 
-    def flush(self, now: bool) -> None:
+    def write(self, line: bytes) -> int:
+        raise LostError(1, "no space left on device")
+
+    def flush(self, now: bool) -> int:
         raise OSError("no space left on device")
 
 
@@ -182,8 +189,8 @@ def test_a_full_disk_loses_lines_and_nothing_else() -> None:
     for _ in range(5):
         writer.add(exchange(b"{}", budget))
     writer.close(60)
-    assert (writer.written, budget.taken) == (0, 0)
-    assert writer.dropped >= 5
+    assert (writer.written, writer.failed, writer.dropped, budget.taken) == (0, 5, 0, 0)
+    assert writer.failures > 5
 
 
 def test_a_disk_that_is_full_within_a_line_breaks_no_other_line(
@@ -238,6 +245,42 @@ def test_objects_on_s3_have_the_hour_in_their_names_and_a_bounded_size() -> None
     objects.flush(now=True)
     assert b"".join(client.objects.values()) == (b"x" * 39 + b"\n") * 10
     assert all(key.startswith("bucket/some/prefix/20") and key.count("/") == 7 for key in client.objects)
+
+
+class FailingObjects(ListedObjects):
+    """Refuses every second object; a stand-in for S3 that is throttled."""
+
+    calls = 0
+
+    def put_object(self, Bucket: str, Key: str, Body: bytes) -> None:  # noqa: N803 - boto3's names
+        self.calls += 1
+        if self.calls % 2:
+            from botocore.exceptions import ClientError
+
+            raise ClientError({"Error": {"Code": "SlowDown", "Message": "slow down"}}, "PutObject")
+        super().put_object(Bucket, Key, Body)
+
+
+def test_each_exchange_that_s3_does_not_take_is_counted_and_none_twice() -> None:
+    client, budget = FailingObjects(), Budget(10**6)
+    line = len(captured_line(exchange(b"{}", budget), ()))
+    writer = CaptureWriter(S3Objects(client, "bucket", "", 3 * line), frozenset())
+    for _ in range(10):
+        writer.add(exchange(b"{}", budget))
+    writer.close(60)
+    kept = b"".join(client.objects.values()).count(b"\n")
+    assert (writer.written, writer.failed, writer.dropped) == (kept, 10 - kept, 0)
+    assert (client.calls, writer.failures) == (4, 2)
+
+
+@pytest.mark.parametrize("place", ["gs://bucket/prefix", "https://example.com/x", "S3://bucket", "s3:///prefix"])
+def test_a_place_that_cannot_be_written_is_refused_by_name(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=f'capture_to = "{place}".*allowed: .*s3://bucket/prefix'):
+        destination(CaptureSettings(capture_to=place))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
