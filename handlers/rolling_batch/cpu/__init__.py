@@ -1,1 +1,1 @@
-"""Layers of a decoder as kernels of the CPU compute them."""
+"""Layers of a decoder as kernels of the CPU compute them, and the threads that do."""

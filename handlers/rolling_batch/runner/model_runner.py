@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.placement import is_spread, main_device
-from handlers.ranks.communicator import Communicator, GroupBrokenError
+from handlers.ranks.communicator import Communicator
 from handlers.rolling_batch.attention.decode_passes import (
     COMPILE_KEY,
     GRAPH_KEY,
@@ -30,12 +30,13 @@ from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape, kept_
 from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.pass_inputs import PassInputs
 from handlers.rolling_batch.attention.probe import AttentionLayer, UnsupportedAttentionError, probe_layers
-from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
+from handlers.rolling_batch.attention.rows import ChunkRows
 from handlers.rolling_batch.cpu import kernel_choice
 from handlers.rolling_batch.cpu.block_linears import limit_exact_rows
 from handlers.rolling_batch.cpu.decoder_model import DecoderModel
 from handlers.rolling_batch.cpu.kernel_choice import ALL
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear, lay_out_linears
+from handlers.rolling_batch.cpu.pass_threads import begin_pass, start_helpers
 from handlers.rolling_batch.device_arrays import known_tokens, upload
 from handlers.rolling_batch.fused.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.fused.modules import fuse
@@ -48,7 +49,6 @@ from handlers.rolling_batch.pages.cache import PagedCache
 from handlers.rolling_batch.pages.choice import page_size
 from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep, torch_compile
 from handlers.rolling_batch.runner.load_check import LoadCheck, keeps_rows, vocabulary_of
-from handlers.rolling_batch.runner.pass_threads import begin_pass, start_helpers
 from handlers.rolling_batch.runner.step_layout import (
     RowByRow,
     adapters_of,
@@ -57,11 +57,11 @@ from handlers.rolling_batch.runner.step_layout import (
     pad_rows,
     rows_to_keep,
 )
-from handlers.rolling_batch.runner.step_messages import Measure, Pass, Prepare, Stop, decode, encode
+from handlers.rolling_batch.runner.step_memory import StepMemory
+from handlers.rolling_batch.runner.step_messages import Measure, Pass, Prepare, Ranks, Stop
 from handlers.rolling_batch.runner.step_runner import StepLogits
 from handlers.rolling_batch.schedule.frequencies import FrequencyBorder
 from handlers.rolling_batch.schedule.plan import StepPlan
-from handlers.rolling_batch.schedule.slots import SlotCopy
 from handlers.rolling_batch.sequences.passes import CODE_ERRORS, SequencePasses
 from handlers.rolling_batch.states.model_states import ModelStates
 from handlers.rolling_batch.states.probe import keeps_states
@@ -104,7 +104,7 @@ class ModelRunner:
         self._check = check or LoadCheck(model, max_len)
         self._inputs = PassInputs(model)
         self.frequencies: RowFrequencies | None = None  # None: they are the same for texts of every length
-        self._communicator = communicator
+        self._ranks = Ranks(communicator)
         self._is_spread = is_spread(model)
         self._sequences: SequencePasses | None = None  # None: passes are flat
         self._implementation: str = model.config._attn_implementation
@@ -132,6 +132,7 @@ class ModelRunner:
         if self._in_call_order or self._sequences is not None:
             self.page = 0
         self.cache: KVCache | PagedCache
+        self._memory: StepMemory
         self._attention: SlotAttention | PageAttention
         self._decoder: DecoderModel | None = None
         self._unpadded_rows = 0  # up to which passes are not padded
@@ -141,7 +142,6 @@ class ModelRunner:
         self._step: Step  # computes rows that decode, if `_passes` are used
         self._passes: DecodePasses | None = None
         self._additions: AdapterBank | None = None  # of adapters to the pass, if it is recorded
-        self._copies_due: list[SlotCopy] = []  # to be made before anything else of the next step
 
     @property
     def layers(self) -> list[LayerShape]:
@@ -153,7 +153,7 @@ class ModelRunner:
 
     def _leave_flat_passes(self, reason: Exception) -> None:
         """Compute passes sequence by sequence, if the model can; raise `reason` otherwise."""
-        if self._communicator is not None or self._sequences is not None or self.frequencies is not None:
+        if self._ranks.are_several or self._sequences is not None or self.frequencies is not None:
             raise reason
         if self._kv_dtype is not None:
             raise no_packed_cache(
@@ -167,14 +167,14 @@ class ModelRunner:
 
     def change_frequencies(self, max_len: int) -> None:
         """Give each row the rotary embeddings for its length, if these change within `max_len` tokens."""
-        if self._sequences is None and self.states is None and self._communicator is None:
+        if self._sequences is None and self.states is None and not self._ranks.are_several:
             self.frequencies = RowFrequencies.from_model(self._model, max_len)
         if self.frequencies is not None:
             self.page = 0
 
     def measure(self, rows: int) -> None:
         """Compute `rows` rows before there is a KV cache, for the caller to see the memory of a step."""
-        self._broadcast(Measure(rows))
+        self._ranks.send(Measure(rows))
         self._measure(rows)
 
     def _measure(self, rows: int) -> None:
@@ -196,7 +196,7 @@ class ModelRunner:
         Raises UnsupportedAttentionError if the logits over that cache differ from the model's own.
         """
         kv_tokens = kv_tokens or slots * max_len
-        self._broadcast(Prepare(slots, max_len, kv_tokens))
+        self._ranks.send(Prepare(slots, max_len, kv_tokens))
         if self.states is not None:
             self.states.allocate(state_rows)
         self._allocate(slots, max_len, kv_tokens, decode_rows)
@@ -218,6 +218,7 @@ class ModelRunner:
     def _allocate(self, slots: int, max_len: int, kv_tokens: int, decode_rows: int = ALL) -> None:
         if self._sequences is not None:
             self.cache = KVCache(self.layers, slots, max_len, self.dtype)
+            self._memory = StepMemory(self.cache, reads_sources=False)
             self._sequences.use(self.cache)
             return
         terms = [layer.terms for layer in self._attention_layers]
@@ -228,6 +229,7 @@ class ModelRunner:
             self.cache = KVCache(self.layers, slots, max_len, self.kept_dtype)
             kind = (self._in_call_order, self.dtype)
             self._attention = SlotAttention(self.cache, self._attention_name, terms, *kind)
+        self._memory = StepMemory(self.cache, reads_sources=True)
         self._model.set_attn_implementation(self._attention_name)
         self._step = DecodeStep(self._model, self._attention, self._inputs)
         if self.fused and not self._in_call_order:
@@ -309,7 +311,7 @@ class ModelRunner:
     def _why_divided(self) -> str | None:
         if self.frequencies is not None:
             return "its rotary embeddings change with the length"
-        if self._communicator is not None:
+        if self._ranks.are_several:
             return "the model is split over ranks"
         if self._sequences is not None:
             return "the model runs sequence by sequence"
@@ -327,7 +329,7 @@ class ModelRunner:
     @property
     def lora(self) -> LoraLayers:
         """The adapters of the model, once it is prepared. Raises RequestError if the model is split over ranks."""
-        if self._communicator is not None:
+        if self._ranks.are_several:
             raise RequestError(
                 "a model that is split over ranks takes no LoRA adapters; set option.tensor_parallel_degree=1"
             )
@@ -356,14 +358,9 @@ class ModelRunner:
         if self.frequencies is not None:
             self.frequencies.begin([] if self.border is None else self.border.lengths(plan))
         embedded = embedded_rows(plan, len(step.token_ids))
-        self._broadcast(step)
-        try:
+        self._ranks.send(step)
+        with self._ranks.in_step():
             logits = self._compute(step, before, embedded)[: len(kept.rows)]
-        except BaseException as error:
-            # Whether the other ranks have computed the step is unknown, so the group has to end.
-            if self._communicator is not None:
-                raise GroupBrokenError(f"a step failed on rank 0: {type(error).__name__}: {error}") from error
-            raise
         return StepLogits(logits, kept.sampled, kept.prompt_rows, kept.draft_rows)
 
     def _begin_adapters(
@@ -405,44 +402,35 @@ class ModelRunner:
 
     def follow(self) -> None:
         """Compute the passes that rank 0 sends, until it sends Stop."""
-        assert self._communicator is not None
-        while True:
-            match decode(self._communicator.receive()):
+        for message in self._ranks.received():
+            match message:
                 case Measure(rows):
                     self._measure(rows)
                 case Prepare(slots, max_len, kv_tokens):
                     self._allocate(slots, max_len, kv_tokens)
-                case Pass() as step:
-                    self._compute(step)
-                case Stop():
-                    return
+                case Pass():
+                    self._compute(message)
 
     def stop(self) -> None:
         """End `follow` on the other ranks."""
-        self._broadcast(Stop())
-
-    def _broadcast(self, message: Pass | Measure | Prepare | Stop) -> None:
-        if self._communicator is not None:
-            self._communicator.broadcast(encode(message))
+        self._ranks.send(Stop())
 
     def _compute(
         self, step: Pass, before: torch.Tensor | None = None, embedded: EmbeddedRows | None = None
     ) -> torch.Tensor:
         """Return the logits of the rows to keep, padding last. Only rank 0 uses them."""
-        self._arrange_memory(step)
+        self._memory.arrange(step)
         if embedded is None and self._is_recorded(step):
             assert self._passes is not None
             logits = self._recorded_logits(self._passes, self._token_ids(step, before), step)
             if logits is not None:
                 return logits if step.keep == list(range(len(logits))) else logits[upload(step.keep, logits.device)]
-        singles = np.array(step.positions[: len(step.slots)], np.int64)
-        step_rows = StepRows(np.array(step.slots, np.int64), singles, step.chunks)
         if self._sequences is not None:
-            return self._sequences.logits(step.token_ids, step_rows, step.keep, self._begin_call)
+            return self._sequences.logits(step.token_ids, step.rows(), step.keep, self._begin_call)
         if self._has_helpers:
             rows, few = len(step.token_ids), self._unpadded_rows
             begin_pass(self._is_at_once(rows, step.chunks) or max(rows, len(step.keep)) <= few)
-        self._attention.begin(step_rows)
+        self._attention.begin(step.rows())
         with torch.inference_mode():
             ids = self._token_ids(step, before)
             if self.states is None:
@@ -478,27 +466,6 @@ class ModelRunner:
             assert self._lora is not None
             self._lora.begin(self._adapters, step.keep)
             return None
-
-    def _arrange_memory(self, step: Pass) -> None:
-        """Do what a step has to do before it computes."""
-        if isinstance(self.cache, PagedCache):
-            if step.pages is not None:
-                self.cache.apply(step.pages)
-            return
-        self._copy(self.cache, self._copies_due)
-        for trim in step.trims:
-            self.cache.trim(trim.slot, trim.keep)
-        # Chunks that read a prefix from its source need no copy of it yet; it is made while the first tokens of these
-        # sequences are on their way to the clients.
-        flat = self._sequences is None
-        later = {chunk.slot for chunk in step.chunks if chunk.source != chunk.slot and flat}
-        self._copies_due = [copy for copy in step.copies if copy.target in later]
-        self._copy(self.cache, [copy for copy in step.copies if copy.target not in later])
-
-    @staticmethod
-    def _copy(cache: KVCache, copies: list[SlotCopy]) -> None:
-        for copy in copies:
-            cache.copy(copy.source, copy.target, copy.tokens)
 
     def _forward(
         self, token_ids: torch.Tensor, positions: list[int], keep: list[int], embedded: EmbeddedRows | None = None

@@ -8,9 +8,14 @@ logits are token ids of the next message: neither logits nor samples need a mess
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from handlers.rolling_batch.attention.rows import ChunkRows
+import msgspec
+import numpy as np
+
+from handlers.ranks.communicator import Communicator, GroupBrokenError
+from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
 from handlers.rolling_batch.schedule.page_table import PageStep
 from handlers.rolling_batch.schedule.slot_contents import SlotTrim
 from handlers.rolling_batch.schedule.slots import SlotCopy
@@ -37,6 +42,11 @@ class Pass(msgspec.Struct, array_like=True, frozen=True, tag=True):
     states: StateStep | None = None
     pages: PageStep | None = None
 
+    def rows(self) -> StepRows:
+        """Return the rows as attention takes them."""
+        positions = np.array(self.positions[: len(self.slots)], np.int64)
+        return StepRows(np.array(self.slots, np.int64), positions, self.chunks)
+
 
 class Measure(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Compute `rows` rows without a KV cache, which is not allocated yet."""
@@ -58,3 +68,39 @@ class Stop(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Pass | Measure | Prepare | Stop).decode
+
+
+class Ranks:
+    """The ranks that a model is split over by `communicator`; None: it is whole, and nothing is sent."""
+
+    def __init__(self, communicator: Communicator | None) -> None:
+        self._communicator = communicator
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the model is split."""
+        return self._communicator is not None
+
+    def send(self, message: Pass | Measure | Prepare | Stop) -> None:
+        """Send a message from rank 0 to the others."""
+        if self._communicator is not None:
+            self._communicator.broadcast(encode(message))
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Compute a step on rank 0 that was sent to the others. Raises GroupBrokenError if it fails.
+
+        Whether the other ranks have computed it is unknown then, so the group has to end.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._communicator is not None:
+                raise GroupBrokenError(f"a step failed on rank 0: {type(error).__name__}: {error}") from error
+            raise
+
+    def received(self) -> Iterator[Pass | Measure | Prepare]:
+        """Yield what rank 0 sends, until it sends Stop."""
+        assert self._communicator is not None
+        while not isinstance(message := decode(self._communicator.receive()), Stop):
+            yield message

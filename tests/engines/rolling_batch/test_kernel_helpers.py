@@ -19,7 +19,7 @@ from tiny_models import tiny_model
 from handlers.cpu_kernels.compilation.decorators import kernel_part
 from handlers.cpu_kernels.threads import helpers
 from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
-from handlers.rolling_batch.runner import pass_threads
+from handlers.rolling_batch.cpu import pass_threads
 
 pytestmark = pytest.mark.skipif(not helpers.MACHINE_IS_KNOWN, reason="there are no helpers on this kind of processor")
 
