@@ -113,7 +113,7 @@ INSIDE_MAY_IMPORT = {
         "fused": {"attention"},
         "cpu": {"attention", "fused", "options"},
         "images": {"schedule"},
-        "lora": {"cpu", "device_arrays", "engine", "fused"},
+        "lora": {"attention", "cpu", "device_arrays", "engine", "fused", "schedule"},
         "sequences": {"attention"},
         "states": {"attention", "schedule"},
         "runner": {

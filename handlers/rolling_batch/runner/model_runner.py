@@ -14,17 +14,7 @@ from msgspec.structs import replace
 from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.placement import is_spread, main_device
 from handlers.ranks.communicator import Communicator
-from handlers.rolling_batch.attention.decode_passes import (
-    COMPILE_KEY,
-    GRAPH_KEY,
-    Capture,
-    DecodePasses,
-    DecodeStep,
-    Step,
-    log_no_effect,
-    make_passes,
-    run_once,
-)
+from handlers.rolling_batch.attention.decode_passes import COMPILE_KEY, GRAPH_KEY, Capture, DecodeStep, log_no_effect
 from handlers.rolling_batch.attention.frequencies import RowFrequencies
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape, kept_type, no_packed_cache
 from handlers.rolling_batch.attention.paged import SlotAttention
@@ -42,21 +32,15 @@ from handlers.rolling_batch.fused.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.fused.modules import fuse
 from handlers.rolling_batch.fused.row_kernels import is_fusible
 from handlers.rolling_batch.images.prompt import EmbeddedRows, embedded_rows
-from handlers.rolling_batch.lora.bank import AdapterBank
-from handlers.rolling_batch.lora.layers import LoraLayers, LoraWeights
+from handlers.rolling_batch.lora.layers import LoraLayers
+from handlers.rolling_batch.lora.pass_adapters import PassAdapters
 from handlers.rolling_batch.pages.attention import PageAttention
 from handlers.rolling_batch.pages.cache import PagedCache
 from handlers.rolling_batch.pages.choice import page_size
-from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep, torch_compile
+from handlers.rolling_batch.runner.compiled_step import Compile, torch_compile
 from handlers.rolling_batch.runner.load_check import LoadCheck, keeps_rows, vocabulary_of
-from handlers.rolling_batch.runner.step_layout import (
-    RowByRow,
-    adapters_of,
-    arrange,
-    lay_out,
-    pad_rows,
-    rows_to_keep,
-)
+from handlers.rolling_batch.runner.recorded_decoding import RecordedDecoding
+from handlers.rolling_batch.runner.step_layout import RowByRow, arrange, lay_out, pad_rows, rows_to_keep
 from handlers.rolling_batch.runner.step_memory import StepMemory
 from handlers.rolling_batch.runner.step_messages import Measure, Pass, Prepare, Ranks, Stop
 from handlers.rolling_batch.runner.step_runner import StepLogits
@@ -137,11 +121,8 @@ class ModelRunner:
         self._decoder: DecoderModel | None = None
         self._unpadded_rows = 0  # up to which passes are not padded
         self._has_helpers = False
-        self._lora: LoraLayers | None = None  # None until the first adapter
-        self._adapters: list[LoraWeights | None] = []  # of the rows of the pass
-        self._step: Step  # computes rows that decode, if `_passes` are used
-        self._passes: DecodePasses | None = None
-        self._additions: AdapterBank | None = None  # of adapters to the pass, if it is recorded
+        self._adapters = PassAdapters()
+        self._recorded: RecordedDecoding | None = None  # None: passes are not flat
 
     @property
     def layers(self) -> list[LayerShape]:
@@ -231,7 +212,8 @@ class ModelRunner:
             self._attention = SlotAttention(self.cache, self._attention_name, terms, *kind)
         self._memory = StepMemory(self.cache, reads_sources=True)
         self._model.set_attn_implementation(self._attention_name)
-        self._step = DecodeStep(self._model, self._attention, self._inputs)
+        step = DecodeStep(self._model, self._attention, self._inputs)
+        self._recorded = RecordedDecoding(step, self.cache, self.device)
         if self.fused and not self._in_call_order:
             self.fused["decoder_layers"] = fuse_decoder_layers(self._model, self._attention_layers, self._attention)
             at_once = self._keeps_rows and self.device.type == "cpu" and self.frequencies is None
@@ -246,27 +228,16 @@ class ModelRunner:
         if (reason := self._uncompilable()) is not None:
             log_no_effect(COMPILE_KEY, reason)
             return False
-        for kept in (*self.cache.keys, *self.cache.values):
-            torch._dynamo.mark_static(kept)  # only rows and columns vary
-        step = CompiledStep(self._step, compiler)
-        passes = make_passes(COMPILE_KEY, lambda: self._passes_of(step, rows, run_once), self._decode_eagerly)
-        if passes is None or step.is_eager:
-            return False
-        self._step, self._passes = step, passes
-        logger.info("%s: decoding runs as compiled code", COMPILE_KEY)
-        return True
+        assert self._recorded is not None
+        return self._recorded.compile(rows, compiler, self._compute)
 
     def capture(self, rows: int, capture: Callable[[], Capture]) -> int:
         """Record decoding of up to `rows` rows; return the number of recorded shapes, 0 if there are none."""
         if (reason := self.uncapturable()) is not None:
             log_no_effect(GRAPH_KEY, reason)
             return 0
-        passes = make_passes(GRAPH_KEY, lambda: self._passes_of(self._step, rows, capture()), self._decode_eagerly)
-        if passes is None:
-            return 0
-        self._passes = passes
-        logger.info("%s: decoding runs as %d CUDA graphs", GRAPH_KEY, passes.shapes)
-        return passes.shapes
+        assert self._recorded is not None
+        return self._recorded.capture(rows, capture, self._compute)
 
     def use_helpers(self) -> bool:
         """Let helper threads compute passes that need no OpenMP, if there are such; return whether there are."""
@@ -275,15 +246,12 @@ class ModelRunner:
 
     def _is_at_once(self, rows: int, chunks: list[ChunkRows]) -> bool:
         """Whether one call of a kernel computes all layers for the rows of a pass."""
-        return self._decoder is not None and not chunks and not self._has_adapters() and rows <= self._decoder.max_rows
-
-    def _has_adapters(self) -> bool:
-        """Whether a row of the pass has an adapter."""
-        return self._lora is not None and self._lora.is_active
-
-    def _passes_of(self, step: Step, rows: int, capture: Capture) -> DecodePasses:
-        idle_slot = self.cache.idle_slot if isinstance(self.cache, PagedCache) else None
-        return DecodePasses(step, rows, self.cache.max_len, self.device, capture, idle_slot)
+        return (
+            self._decoder is not None
+            and not chunks
+            and not self._adapters.are_hooked
+            and rows <= self._decoder.max_rows
+        )
 
     @property
     def _in_call_order(self) -> bool:
@@ -317,9 +285,6 @@ class ModelRunner:
             return "the model runs sequence by sequence"
         return "the model is spread over several devices" if self._is_spread else None
 
-    def _decode_eagerly(self, token_ids: list[int], positions: list[int], slots: list[int]) -> torch.Tensor:
-        return self._compute(Pass(token_ids, positions, slots, [], [0], [], []))
-
     @property
     def may_run_ahead(self) -> bool:
         """Whether the device computes while the host goes on, and has the tokens of a step before the host has them."""
@@ -333,15 +298,14 @@ class ModelRunner:
             raise RequestError(
                 "a model that is split over ranks takes no LoRA adapters; set option.tensor_parallel_degree=1"
             )
-        if self._lora is None:
+        if self._adapters.lora is None:
             pad = pad_rows if self.device.type == "cpu" else list
             unread = frozenset[Any]() if self.states is None else self.states.unread
-            self._lora = LoraLayers(self._model, self._keeps_rows, pad, unread)
-            if self._passes is not None and not isinstance(self._step, CompiledStep):
-                self._lora.bank = AdapterBank(self._passes.max_rows, self.device)
+            self._adapters.lora = lora = LoraLayers(self._model, self._keeps_rows, pad, unread)
+            lora.bank = None if self._recorded is None else self._recorded.new_bank()
             if self.states is not None:
-                self.states.on_rows(self._lora.enter)
-        return self._lora
+                self.states.on_rows(lora.enter)
+        return self._adapters.lora
 
     def run(self, plan: StepPlan, prompt_scored: set[int], before: torch.Tensor | None = None) -> StepLogits:
         """Compute a step; return the logits that the sampler needs. On a GPU it is computed when this has returned.
@@ -352,8 +316,7 @@ class ModelRunner:
         row_by_row = self._row_by_row
         plan = arrange(plan, row_by_row)
         kept = rows_to_keep(plan, prompt_scored)
-        if self._lora is not None:
-            self._begin_adapters(self._lora, adapters_of(plan), kept.rows, plan)
+        self._adapters.begin(plan, kept.rows)
         step = self._pad(lay_out(plan, kept.rows, row_by_row))
         if self.frequencies is not None:
             self.frequencies.begin([] if self.border is None else self.border.lengths(plan))
@@ -362,27 +325,6 @@ class ModelRunner:
         with self._ranks.in_step():
             logits = self._compute(step, before, embedded)[: len(kept.rows)]
         return StepLogits(logits, kept.sampled, kept.prompt_rows, kept.draft_rows)
-
-    def _begin_adapters(
-        self, lora: LoraLayers, adapters: list[LoraWeights | None], kept: list[int], plan: StepPlan
-    ) -> None:
-        """Set the adapters of the rows of the next pass, for a recorded one if it can be."""
-        self._adapters, self._additions = adapters, None
-        bank = lora.bank
-        plain = not plan.prefill and not any(entry.images for entry in plan.decode)
-        if bank is None or not plain or not any(adapters) or len(adapters) > bank.rows:
-            lora.begin(adapters, kept)
-            return
-        try:
-            self._additions = lora.begin_recorded(bank, adapters)
-        except torch.OutOfMemoryError:
-            self._leave_adapters_unrecorded("there is no memory for the adapters in use")
-            lora.begin(adapters, kept)
-
-    def _leave_adapters_unrecorded(self, reason: str) -> None:
-        logger.warning("%s has no effect on steps with adapters, they run eagerly: %s", GRAPH_KEY, reason)
-        assert self._lora is not None
-        self._lora.bank = self._additions = None
 
     @property
     def _row_by_row(self) -> RowByRow:
@@ -420,52 +362,24 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Return the logits of the rows to keep, padding last. Only rank 0 uses them."""
         self._memory.arrange(step)
-        if embedded is None and self._is_recorded(step):
-            assert self._passes is not None
-            logits = self._recorded_logits(self._passes, self._token_ids(step, before), step)
+        if embedded is None and self._recorded is not None:
+            logits = self._recorded.logits(step, before, self._adapters)
             if logits is not None:
-                return logits if step.keep == list(range(len(logits))) else logits[upload(step.keep, logits.device)]
+                return logits
         if self._sequences is not None:
-            return self._sequences.logits(step.token_ids, step.rows(), step.keep, self._begin_call)
+            return self._sequences.logits(step.token_ids, step.rows(), step.keep, self._adapters.begin_call)
         if self._has_helpers:
             rows, few = len(step.token_ids), self._unpadded_rows
             begin_pass(self._is_at_once(rows, step.chunks) or max(rows, len(step.keep)) <= few)
         self._attention.begin(step.rows())
         with torch.inference_mode():
-            ids = self._token_ids(step, before)
+            ids = known_tokens(upload(step.token_ids, self.device), before)
             if self.states is None:
                 return self._forward(ids, step.positions, step.keep, embedded)
             self.states.begin(step.slots, step.positions, step.chunks, step.states)
             logits = self._forward(ids, step.positions, step.keep, embedded)
             self.states.end(step.states)
             return logits
-
-    def _token_ids(self, step: Pass, before: torch.Tensor | None) -> torch.Tensor:
-        """Return the token ids of a pass, (rows,), on the device, including those the host does not know yet."""
-        return known_tokens(upload(step.token_ids, self.device), before)
-
-    def _begin_call(self, rows: list[int], kept: list[int]) -> None:
-        """Set the adapters of the rows of the pass that one call of the model computes."""
-        if self._lora is not None:
-            self._lora.begin([self._adapters[row] for row in rows], kept)
-
-    def _is_recorded(self, step: Pass) -> bool:
-        """Whether a graph computes the pass: no chunks, no adapters, and no more rows than there are sequences."""
-        if self._passes is None or step.chunks or len(step.slots) > self._passes.max_rows:
-            return False
-        return not self._has_adapters()
-
-    def _recorded_logits(self, passes: DecodePasses, ids: torch.Tensor, step: Pass) -> torch.Tensor | None:
-        """Return the logits of a recorded pass; None if one with adapters cannot be recorded, now and later."""
-        try:
-            return passes.logits(ids, step.positions, step.slots, self._additions)
-        except RuntimeError as error:
-            if self._additions is None:
-                raise
-            self._leave_adapters_unrecorded(first_line(error))
-            assert self._lora is not None
-            self._lora.begin(self._adapters, step.keep)
-            return None
 
     def _forward(
         self, token_ids: torch.Tensor, positions: list[int], keep: list[int], embedded: EmbeddedRows | None = None

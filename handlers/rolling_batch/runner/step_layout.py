@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from handlers.rolling_batch.attention.rows import ChunkRows
 from handlers.rolling_batch.runner.step_messages import Pass
@@ -143,16 +142,6 @@ def _draft_rows(plan: StepPlan, keep: list[int]) -> dict[Sequence, range]:
             found[sequence] = range(len(keep), len(keep) + drafted)
             keep.extend(range(first + 1, first + 1 + drafted))
     return found
-
-
-def adapters_of(plan: StepPlan) -> list[Any]:
-    """Return the adapter of each row of the pass, None for rows without one."""
-    adapters = []
-    for sequence in plan.decode:
-        adapters += [sequence.adapter] * (1 + len(plan.drafts.get(sequence, ())))
-    for chunk in plan.prefill:
-        adapters += [chunk.sequence.adapter] * (chunk.end - chunk.start)
-    return adapters
 
 
 def pad_rows(rows: list[int]) -> list[int]:

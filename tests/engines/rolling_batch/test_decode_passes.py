@@ -76,7 +76,7 @@ def test_the_recorded_shapes() -> None:
 def test_replayed_steps_give_the_tokens_of_the_model(devices: None, family: str) -> None:
     engine, capture = on_gpu(family), FakeCapture()
     assert engine.runner.capture(6, lambda: capture) == 4  # 1, 2, 4 and 6 rows
-    passes: Any = engine.runner._passes
+    passes: Any = engine.runner._recorded.passes
     before = capture.replays
     answers = [(prompt, engine.add(prompt, max_new_tokens=5)[1]) for prompt in prompts(6)]
     places = [id(buffer.values) for buffer in passes._inputs]
@@ -147,7 +147,7 @@ def test_adapters_run_eagerly_if_steps_with_them_cannot_be_recorded(
 ) -> None:
     engine, capture = on_gpu(), FakeCapture()
     engine.runner.capture(6, lambda: capture)
-    passes: Any = engine.runner._passes
+    passes: Any = engine.runner._recorded.passes
     passes._capture = failing
     directory = save_adapter(engine.reference, tmp_path / "adapter", 1)
     weights = engine.engine.load_adapter(read_adapter(str(directory)))
