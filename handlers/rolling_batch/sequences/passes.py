@@ -41,6 +41,9 @@ _TOKENS = 3  # of the prompt that shows what a model keeps
 class SequencePasses:
     """Computes passes of `model`. `together`: sequences that decode share a call."""
 
+    takes_pages = False  # the KV cache has slots
+    states = None  # such a model keeps none
+
     def __init__(self, model: Any, implementation: str) -> None:
         """Run a short prompt with the attention function of a name; see what the model keeps.
 
@@ -65,11 +68,16 @@ class SequencePasses:
 
     def measure(self, rows: int) -> None:
         """Compute `rows` rows without a KV cache."""
-        self._model(input_ids=torch.zeros((1, rows), dtype=torch.long, device=self._device), use_cache=False)
+        with torch.inference_mode():
+            self._model(input_ids=torch.zeros((1, rows), dtype=torch.long, device=self._device), use_cache=False)
 
     def use(self, cache: KVCache) -> None:
         """Keep keys and values in `cache`, which was made for `shapes`."""
         self._cache = cache
+
+    def row_by_row(self, start: int, end: int) -> bool:
+        """Whether a chunk of tokens `start:end` attends row by row, like decode rows: none does."""
+        return False
 
     def logits(
         self,

@@ -36,12 +36,12 @@ def logits(runner: ModelRunner, at_once: bool) -> torch.Tensor:
     """Return the logits of tokens 0 to 19 of one sequence and 0 to 4 of another, computed in one pass."""
     slots = np.array([0] * 20 + [2] * 5)
     positions = np.array([*range(20), *range(5)])
-    runner._attention.begin(StepRows(slots, positions, []))
+    runner._eager.attention.begin(StepRows(slots, positions, []))
     ids = torch.arange(100, 125)[None]
     with torch.inference_mode():
         if at_once:
-            assert runner._decoder is not None
-            found = runner._decoder.logits(ids, torch.from_numpy(positions)[None], np.arange(25))
+            assert runner._eager.decoder is not None
+            found = runner._eager.decoder.logits(ids, torch.from_numpy(positions)[None], np.arange(25))
             assert found is not None
             return found
         inputs = {"input_ids": ids, "position_ids": torch.from_numpy(positions)[None], "use_cache": False}
@@ -85,9 +85,9 @@ def test_requests_get_near_what_float32_gives_them(family: str) -> None:
 def test_a_model_with_a_hook_is_computed_layer_by_layer() -> None:
     runner = runner_of(tiny_model("llama", torch.bfloat16))
     before = logits(runner, at_once=True)
-    layer = runner._model.model.layers[1]
+    decoder, layer = runner._eager.decoder, runner._model.model.layers[1]
     hook = layer.mlp.down_proj.register_forward_hook(lambda module, inputs, output: output + 1)
-    assert runner._decoder.logits(torch.zeros((1, 1), dtype=torch.long), torch.zeros((1, 1)), np.arange(1)) is None
+    assert decoder.logits(torch.zeros((1, 1), dtype=torch.long), torch.zeros((1, 1)), np.arange(1)) is None
     assert not torch.equal(logits(runner, at_once=False), before)
     hook.remove()
     assert torch.equal(logits(runner, at_once=True), before)
@@ -100,7 +100,7 @@ def test_after_an_adapters_request_the_kernel_computes_the_others_again() -> Non
     down, up = torch.randn((2, 64), generator=chance), torch.randn((64, 2), generator=chance)
     adapter = engine.engine.load_adapter({"model.layers.0.self_attn.q_proj": LoraPair(down, up, 3.0)})
     engine.add([1, 2, 3], adapter, max_new_tokens=4)
-    decoder = engine.engine._runner._decoder
+    decoder = engine.engine._runner._eager.decoder
     assert decoder is not None
     engine.engine.step()
     assert any(decoder._hooks)
@@ -112,5 +112,6 @@ def test_after_an_adapters_request_the_kernel_computes_the_others_again() -> Non
 def test_a_chunk_is_left_to_the_layers() -> None:
     runner = runner_of(tiny_model("llama", torch.bfloat16))
     chunk = ChunkRows(slot=1, start=0, end=30, first=1, last=31, source=1)
-    runner._attention.begin(StepRows(np.zeros(1, np.int64), np.zeros(1, np.int64), [chunk]))
-    assert runner._decoder.logits(torch.zeros((1, 31), dtype=torch.long), torch.arange(31)[None], np.arange(1)) is None
+    decoder = runner._eager.decoder
+    runner._eager.attention.begin(StepRows(np.zeros(1, np.int64), np.zeros(1, np.int64), [chunk]))
+    assert decoder.logits(torch.zeros((1, 31), dtype=torch.long), torch.arange(31)[None], np.arange(1)) is None

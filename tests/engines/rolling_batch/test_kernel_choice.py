@@ -300,7 +300,7 @@ def test_answers_are_near_those_of_float32_wherever_the_crossover_is(
     engine, exact = Engine(tiny_model("llama", torch.bfloat16)), tiny_model("llama")
     kinds = {module.max_rows for module in engine.model.modules() if isinstance(module, TiledLinear)}
     assert kinds == {crossover}
-    assert engine.runner._unpadded_rows == crossover
+    assert engine.runner._eager.unpadded_rows == crossover
     asked = [
         (prompt, engine.add(prompt, max_new_tokens=3 * number + 1, logprobs=0, ignore_eos=True)[1])
         for number, prompt in enumerate(prompts(9))
@@ -331,7 +331,7 @@ def test_one_call_computes_all_layers_up_to_where_it_was_the_faster_way(
     timer(seconds)
     runner = ModelRunner(tiny_model("llama", torch.bfloat16), CONTEXT)
     runner.prepare(4, CONTEXT)
-    assert (None if runner._decoder is None else runner._decoder.max_rows) == max_rows
+    assert (None if runner._eager.decoder is None else runner._eager.decoder.max_rows) == max_rows
     assert runner.fused["models"] == int(max_rows is not None)
 
 
@@ -352,5 +352,5 @@ def test_the_call_for_all_layers_is_not_measured_for_more_rows_than_a_step_can_d
     for decode_rows in (12, 24):
         runner = ModelRunner(tiny_model("llama", torch.bfloat16), CONTEXT)
         runner.prepare(4, CONTEXT, decode_rows)
-        assert runner._decoder is not None
+        assert runner._eager.decoder is not None
         assert max(measured, default=0) == (0 if decode_rows == 12 else 24)

@@ -184,14 +184,14 @@ def test_a_pass_is_computed_by_one_kind_of_threads(torch_threads: int) -> None:
 def test_an_engine_answers_with_helpers_as_without(torch_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[bool] = []
     monkeypatch.setattr(
-        "handlers.rolling_batch.runner.model_runner.begin_pass",
+        "handlers.rolling_batch.runner.flat_passes.begin_pass",
         lambda only: (used.append(only), pass_threads.begin_pass(only)),
     )
 
     def answers(with_helpers: bool) -> list[list[int]]:
         engine = Engine(tiny_model("llama", torch.bfloat16), chunk=128)
-        assert engine.runner._decoder is not None
-        engine.runner._unpadded_rows = 8  # as if oneDNN were faster with more
+        assert engine.runner._eager.decoder is not None
+        engine.runner._eager.unpadded_rows = 8  # as if oneDNN were faster with more
         if with_helpers:
             assert engine.runner.use_helpers()
         asked = [engine.add(prompt, max_new_tokens=9, ignore_eos=True)[1] for prompt in prompts(9)]

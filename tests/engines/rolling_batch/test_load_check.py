@@ -18,6 +18,7 @@ from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
 from handlers.rolling_batch.runner.load_check import LoadCheck
 from handlers.rolling_batch.runner.model_runner import ModelRunner
+from handlers.rolling_batch.sequences.passes import SequencePasses
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import SamplingParameters
 
@@ -128,5 +129,5 @@ def test_in_bfloat16_sequences_share_a_call_only_if_padding_changes_nothing(mode
     """The rounding of bfloat16 hides no padding: the error of a padded sequence is held against one that is not."""
     runner = ModelRunner(random_model(tiny_config(model_type)).bfloat16().eval(), CONTEXT)
     runner.prepare(4, CONTEXT)
-    assert runner._sequences is not None
-    assert runner._sequences.together is shares
+    assert isinstance(runner._eager, SequencePasses)
+    assert runner._eager.together is shares
