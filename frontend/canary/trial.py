@@ -193,10 +193,13 @@ class CanaryTrial:
         """Return what the management API says."""
         workers = {} if self._pool is None else {"workers": sorted(self._pool.roster.pids.values())}
         copies = {} if self._compared is None else {"copies": self._compared.described()}
+        left = {} if self._pool is None else {"secondsLeft": max(0.0, round(self._ends - time.monotonic(), 1))}
         return {
             "status": self.verdict.value,
             "kind": "shadow" if self.shadow else "canary",
             "sharePercent": self.share * 100,
+            "judgedAfter": self._rules.requests,
+            **left,
             **({"reason": SECRETS.masked(self.reason)} if self.reason else {}),
             "old": self.old.described(),
             "new": self.new.described(),

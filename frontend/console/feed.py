@@ -163,6 +163,7 @@ def _state(model: Model) -> Row:
         "handler": "" if model.resolved is None else model.resolved.spec.title,
         "loading": _loading(model),
         "reloading": model.is_reloading,
+        "trying": model.trial is not None,
     }
 
 
@@ -176,12 +177,13 @@ def _masked(tail: Sequence[tuple[int, str]]) -> Sequence[tuple[int, str]]:
 
 
 def _loading(model: Model) -> Row | None:
-    """Return since when a model is being loaded, and how far that is; None of another model."""
-    progress = model.loading
-    if progress is None:
+    """Return since when a model, its next version or a worker of it loads, and how far that is; None if none does."""
+    load = model.loading
+    if load is None:
         return None
+    progress = load.progress
     return {
-        "since": model.registered_at,
+        "since": load.began_at,
         "what": excerpt(SECRETS.masked(progress.what), LONGEST_WORK),
         "unit": progress.unit,
         "done": progress.done,

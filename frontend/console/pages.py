@@ -51,6 +51,9 @@ _OWN = (
     "models.js",
     "requests.js",
     "chat.js",
+    "forms.js",
+    "repeated.js",
+    "trial.js",
     "text.js",
     "htm-preact.js",
 )

@@ -316,13 +316,14 @@ def described(model: Model) -> dict[str, Any]:
 
 
 def _loading(model: Model) -> dict[str, Any]:
-    """Return how far a model is that loads; nothing of another."""
-    progress = model.loading
-    if progress is None:
+    """Return how far a model, its next version or a worker of it is in loading; nothing if none loads."""
+    load = model.loading
+    if load is None:
         return {}
+    progress = load.progress
     shown = {
         "what": excerpt(SECRETS.masked(progress.what), LONGEST_WORK),
-        "startTime": _timestamp(model.registered_at),
+        "startTime": _timestamp(load.began_at),
         "unit": progress.unit,
         "done": progress.done,
         "total": progress.total,

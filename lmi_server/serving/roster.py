@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lmi_server.contract.progress import Progress
     from lmi_server.supervisor.worker_process import WorkerProcess
 
 
@@ -59,9 +58,10 @@ class WorkerRoster:
         return {worker.name: worker.gauges for worker in self.ready}
 
     @property
-    def loading(self) -> Progress | None:
-        """Return how far the load of a worker is that said so; None if there is none."""
-        return next((worker.loading for worker in self.numbers if worker.loading is not None), None)
+    def loading(self) -> WorkerProcess | None:
+        """Return a worker of this machine that loads the model, best one that says how far it is; None if none does."""
+        loading = [worker for worker in self.numbers if worker.is_local and worker.is_loading]
+        return next((worker for worker in loading if worker.loading is not None), next(iter(loading), None))
 
     def free_number(self) -> int:
         """Return the lowest number that no worker has."""

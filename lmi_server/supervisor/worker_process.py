@@ -88,7 +88,8 @@ class WorkerProcess:
         remote: RemotePlace | None = None,
     ) -> None:
         self.name = name
-        self.ready_at = 0.0  # time.time(); 0.0 before
+        self.started_at = 0.0  # time.time(); 0.0 before
+        self.ready_at = 0.0  # the same
         self.load_s = 0.0  # from the start of the process until the model was loaded
         self.is_local = remote is None
         self.gauges: Mapping[str, float] = {}  # as the worker last reported them
@@ -127,6 +128,10 @@ class WorkerProcess:
         return self._child.pid
 
     @property
+    def is_loading(self) -> bool:
+        return self.started_at > 0 and not self._loaded.done()
+
+    @property
     def loading(self) -> Progress | None:
         """Return how far the worker is in loading its model; None if it has not said so, or does not load it."""
         return None if self._loaded.done() else self._loading
@@ -135,7 +140,7 @@ class WorkerProcess:
 
     async def load(self, load: Load, timeout_s: float) -> Ready:
         """Spawn the process and load the model. Raises ModelLoadError; the process is killed then."""
-        began = time.monotonic()
+        began, self.started_at = time.monotonic(), time.time()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._child.spawn(self._link, load, self._environment)

@@ -151,7 +151,7 @@ def test_a_good_version_is_promoted_under_load_without_a_lost_request(
     assert {status for status, _ in endings} == {200}
     assert ask(server).text == "two"
     figures = described(server)
-    assert figures["new"]["requests"] >= 40
+    assert figures["new"]["requests"] >= figures["judgedAfter"] == 40
     assert figures["new"]["requests"] < figures["old"]["requests"], "it had 30 %"
     text = server.http.get("/metrics").text
     assert 'lmi_canary_requests_total{model="model",outcome="success",version="new"}' in text
@@ -210,6 +210,7 @@ def test_a_version_whose_worker_dies_is_taken_back(server: Server, configured: C
     with trying(server, share="1%", requests=100000) as outcome:
         assert described(server) != before
         (mine,) = described(server)["workers"]
+        assert 3500 < described(server)["secondsLeft"] <= 3600
         os.kill(mine, signal.SIGKILL)
         assert "a worker of it has died" in outcome.result().text
     assert ask(server).status_code == 200

@@ -114,6 +114,29 @@ def test_a_request_is_found_and_shows_where_its_time_went(
         page.get_by_role("alert").get_by_text("request 123456 is not kept").wait_for()
 
 
+def test_a_new_version_is_tried_and_taken_back_on_the_page(browser: Browser, server: Server) -> None:
+    with opened(browser, server, viewport=NARROW) as page:
+        page.evaluate("location.hash = 'model/model'")
+        page.get_by_role("combobox", name="The new version gets").select_option(label="a share of them first")
+        page.get_by_role("textbox", name="Share in %").fill("50")
+        page.get_by_role("textbox", name="Judged after requests").fill("1000")
+        page.get_by_role("button", name="Load it again").click()
+        page.get_by_text("50 % of the requests go to it. It is judged after 1,000 requests").wait_for()
+        for _ in range(20):
+            assert server.invoke("a b", 3).status_code == 200
+        new = page.get_by_role("row", name=re.compile("^New [1-9]"))
+        new.get_by_text(re.compile(r"^[\d.]+ ms$")).wait_for()  # the median latency
+        page.get_by_role("heading", name="model Healthy, a new version is tried").wait_for()
+        assert page.evaluate(SPREAD) <= NARROW["width"]
+        assert not AXE.exists() or faults(page) == []
+        page.get_by_role("button", name="Take back").click()
+        page.get_by_text("Taken back: a call asked for it.").wait_for()
+        assert page.get_by_role("button", name="Promote").count() == 0
+        page.get_by_role("combobox", name="The new version gets").select_option(label="all requests, once it is loaded")
+        page.get_by_role("button", name="Load it again").click()
+        page.get_by_text("Loaded again at").wait_for()
+
+
 def test_the_last_hour_is_drawn(browser: Browser, server: Server) -> None:
     with opened(browser, server, "#live") as page:
         chart = page.get_by_role("img", name="Requests/s")

@@ -2,6 +2,8 @@
 
 import { html, useEffect, useReducer, useRef, useState } from "./htm-preact.js";
 import { announce, call, store } from "./connection.js";
+import { Action, statusOf } from "./forms.js";
+import { Again, Trial } from "./trial.js";
 import { counted, elapsed, gib, moment, number, percent, size } from "./text.js";
 
 const PAGE = 50;
@@ -61,7 +63,7 @@ export function Models() {
 }
 
 function State({ row }) {
-  return html`<span class=${`state ${row.status}`}>${statusName(row.status)}${row.reloading ? ", reloading" : ""}</span>`;
+  return html`<span class=${`state ${row.status}`}>${statusName(row.status)}${row.trying ? ", a new version is tried" : row.reloading ? ", reloading" : ""}</span>`;
 }
 
 // How far the loading of a model is.
@@ -97,28 +99,6 @@ export function Outcome() {
     <button onClick=${() => announce(null)}>Dismiss</button></div>`;
 }
 
-// A form whose submission is a call; it shows what came of it.
-export function Action({ title, run, button, children, danger }) {
-  const [state, setState] = useState({ busy: false, error: "", done: "" });
-  const submit = async (event) => {
-    event.preventDefault();
-    const given = Object.fromEntries([...new FormData(event.target)].map(([name, text]) => [name, text.trim()]));
-    setState({ busy: true, error: "", done: "" });
-    try {
-      setState({ busy: false, error: "", done: (await run(given)) ?? "" });
-    } catch (error) {
-      setState({ busy: false, error: error.message, done: "" });
-    }
-  };
-  return html`<form onSubmit=${submit} aria-label=${title}>
-    <div class="row">${children}
-      <button class=${danger ? "danger" : "main"} disabled=${state.busy}>${state.busy ? "…" : button}</button></div>
-    ${state.error && html`<p class="error" role="alert">${state.error}</p>`}
-    <p class="done" role="status">${state.done}</p>
-  </form>`;
-}
-
-const statusOf = async (response) => (await response.json()).status;
 
 // The label of the model that a registration has begun to load, by the address that the server gives it.
 const labelOf = (response) =>
@@ -174,7 +154,7 @@ export function Model({ label }) {
       .catch((raised) => { if (!controller.signal.aborted) setError(raised.message); })
       .finally(() => { if (!controller.signal.aborted) timer = setTimeout(refresh, REFRESH_MS); });
     return () => { controller.abort(); clearTimeout(timer); };
-  }, [path, turn, row?.status]);
+  }, [path, turn, row?.status, row?.reloading]);
   if (!row) {
     return html`<p><a href="#models">All models</a></p><h2>No such model</h2><p>There is no model ${label}.</p>`;
   }
@@ -190,8 +170,10 @@ export function Model({ label }) {
     </dl>
     ${found && html`<p class="note">${found.modelUrl}</p>
       ${(found.warnings ?? []).map((warning) => html`<p class="note">Warning: ${warning}</p>`)}
+      ${(row.reloading || found.canary) && html`<${Trial} row=${row} path=${path} known=${found.canary} />`}
       <${Workers} found=${found} />
       ${found.memory && html`<${Memory} found=${found} />`}
+      <${Again} row=${row} path=${path} found=${found} />
       <${Manage} row=${row} path=${path} refresh=${refresh} />
       <${Adapters} row=${row} found=${found} refresh=${refresh} />
       ${found.options && html`<${Configuration} options=${found.options} />`}`}`;

@@ -1,10 +1,10 @@
 // The requests that ended last, and one of them: what it waited for, as bars.
 
-import { html, useEffect, useState } from "./htm-preact.js";
-import { call, store } from "./connection.js";
-import { clock, counted, moment, number } from "./text.js";
+import { html, useState } from "./htm-preact.js";
+import { store } from "./connection.js";
+import { Problem, useRepeated } from "./repeated.js";
+import { clock, counted, duration, moment, number } from "./text.js";
 
-const REFRESH_MS = 2000;
 const STAGES = {
   reading: ["Reading", "its head and body arrived, and its model was found"],
   queue: ["Queue", "it waited for room in a worker"],
@@ -16,34 +16,7 @@ const STAGES = {
 };
 const STATUS_FAILED = 400;
 
-const duration = (ms) => (ms === null || ms === undefined ? "–"
-  : ms < 10 ? `${number(ms, 2)} ms` : ms < 10000 ? `${number(ms)} ms` : `${number(ms / 1000, 1)} s`);
 const filters = { model: "", id: "", failed: false, page: 0 };  // they stay while a request is shown
-
-// Calls a path again and again while its part of the page is shown; the result is null before the first answer.
-function useRepeated(path, query, repeats) {
-  const [found, setFound] = useState(null);
-  const [error, setError] = useState("");
-  const key = JSON.stringify([path, query]);
-  useEffect(() => {
-    const controller = new AbortController();
-    let timer = 0;
-    const ask = async () => {
-      try {
-        if (!document.hidden) setFound(await (await call(path, { query, signal: controller.signal })).json());
-        setError("");
-      } catch (raised) {
-        if (!controller.signal.aborted) setError(raised.message);
-      }
-      if (repeats && !controller.signal.aborted) timer = setTimeout(ask, REFRESH_MS);
-    };
-    ask();
-    return () => { controller.abort(); clearTimeout(timer); };
-  }, [key, store.connections]);
-  return [found, error];
-}
-
-const Problem = ({ error }) => error && store.state === "open" && html`<p class="error" role="alert">${error}</p>`;
 
 export function Requests() {
   const [given, setGiven] = useState(filters);

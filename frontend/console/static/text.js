@@ -32,3 +32,6 @@ export function elapsed(seconds) {
   const whole = Math.max(0, Math.round(seconds));
   return whole < 120 ? `${whole} s` : `${Math.floor(whole / 60)} min ${whole % 60} s`;
 }
+
+export const duration = (ms) => (isMissing(ms) ? "–"
+  : ms < 10 ? `${number(ms, 2)} ms` : ms < 10000 ? `${number(ms)} ms` : `${number(ms / 1000, 1)} s`);

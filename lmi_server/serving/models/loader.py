@@ -90,8 +90,9 @@ class ModelLoader:
         """Wait until a worker has loaded the model, or none can; show meanwhile how far they are."""
         with show_progress(model.label, sys.stderr, at_once=False) as show:
             while not pool.availability.settled.is_set():
-                if pool.roster.loading is not None:
-                    show(pool.roster.loading)
+                worker = pool.roster.loading
+                if worker is not None and worker.loading is not None:
+                    show(worker.loading)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(pool.availability.settled.wait(), _LOOK_S)
 

@@ -18,6 +18,7 @@ from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.files.file_state import FileState
 from lmi_server.serving.models.model_store import ModelSource
 from lmi_server.serving.models.reload import Reload, ReloadStatus
+from lmi_server.serving.pool.load_reports import LoadStatus
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import ModelStatus
 from lmi_server.supervisor.job import Job
@@ -84,13 +85,21 @@ class Model:
         return self.failed or (None if self.pool is None else self.pool.availability.failure)
 
     @property
-    def loading(self) -> Progress | None:
-        """Return how far the model is on its way to its first worker; None if it is not on that way."""
-        if self.status is not ModelStatus.PENDING:
-            return None
+    def loading(self) -> LoadStatus | None:
+        """Return how far the model is on its way to its first worker, to its next version, or to one worker more.
+
+        None if it is not on such a way.
+        """
+        if self.status is ModelStatus.PENDING:
+            return LoadStatus(self._first_load(), self.registered_at)
+        again = self.reload.loading() if self.reload is not None and self.is_reloading else None
+        return again or (None if self.pool is None else self.pool.loads.current)
+
+    def _first_load(self) -> Progress:
         if self.pool is None:
             return self.fetching or Progress("reading its configuration")
-        return self.pool.roster.loading or Progress("starting its workers")
+        worker = self.pool.roster.loading
+        return (None if worker is None else worker.loading) or Progress("starting its workers")
 
     @property
     def is_idle(self) -> bool:

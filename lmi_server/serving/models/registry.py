@@ -144,19 +144,22 @@ class ModelRegistry(ModelCatalog):
         if model not in self.models:
             raise _unregistered_error(model)
         self._refuse_if_draining()
-        model.reload = reload = Reload()
-        model.task = asyncio.create_task(self._reload(model, reload, prove))
+        after = Model(model.source, model.at_startup)
+        model.reload = reload = Reload(lambda: after.loading)
+        model.task = asyncio.create_task(self._reload(model, after, reload, prove))
         await reload.wait()
         if reload.failure is not None:
             raise reload.failure
 
-    async def _reload(self, model: Model, reload: Reload, prove: Proof | None) -> None:
+    async def _reload(self, model: Model, after: Model, reload: Reload, prove: Proof | None) -> None:
         logger.info("model %s: loading it again beside its workers", model.label)
-        self._coming[model.label] = after = Model(model.source, model.at_startup)
+        self._coming[model.label] = after
         failure: LmiServerError | None = _unregistered_error(model)  # unless something else happens
         try:
             after.pool = await self._make_pool(after, model.pool)
             after.pool.start()
+            if after.pool.availability.may_have_workers:  # otherwise `complete` says why not
+                await self._loader.until_settled(after, after.pool)
             try:
                 await after.pool.complete()
             except RollingBatchError as error:

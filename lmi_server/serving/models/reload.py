@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lmi_server.artifacts.location import RAY_MODEL_FILE
 from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.files.file_state import FileState, file_state
+from lmi_server.serving.pool.load_reports import LoadStatus
 
 
 class ReloadStatus(Enum):
@@ -24,11 +26,13 @@ class ReloadStatus(Enum):
 class Reload:
     """One attempt to load a model again; until it is `DONE`, requests go to the workers that there were.
 
-    `began_at` is a time.time(). `failure` says why the model serves on as before.
+    `began_at` is a time.time(). `failure` says why the model serves on as before. `loading` returns how far it is, None
+    if nothing loads at the moment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loading: Callable[[], LoadStatus | None]) -> None:
         self.began_at = time.time()
+        self.loading = loading
         self.failure: LmiServerError | None = None
         self._ended = asyncio.Event()
 
@@ -40,7 +44,7 @@ class Reload:
 
     def end(self, failure: LmiServerError | None = None) -> None:
         """Say how it ended, and wake who waits for it."""
-        self.failure = failure
+        self.failure, self.loading = failure, lambda: None
         self._ended.set()
 
     async def wait(self) -> None:

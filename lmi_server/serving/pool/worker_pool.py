@@ -10,6 +10,7 @@ A pool is put together from parts that own one thing each:
     WorkerScaling   how many workers there should be
     Adapters        the LoRA adapters that every worker has
     ProgressWatch   the requests that make no progress
+    LoadReports     how far workers are that load the model
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from lmi_server.serving.adapters.store_listing import StoreListing
 from lmi_server.serving.dispatch.dispatcher import Dispatcher
 from lmi_server.serving.pool.availability import Availability
 from lmi_server.serving.pool.gate import Gate
+from lmi_server.serving.pool.load_reports import LoadReports
 from lmi_server.serving.pool.membership import Membership
 from lmi_server.serving.pool.progress_watch import ProgressWatch
 from lmi_server.serving.pool.scaling import WorkerScaling
@@ -81,6 +83,7 @@ class WorkerPool:
             on_metric,
         )
         self.replica_sets += self._make_replica_sets(LoadPlan(settings.load, settings.model_loading_timeout_s))
+        self.loads = LoadReports(self.label, roster)
         shortest_s = min(settings.predict_timeout_s, settings.max_idle_s)
         self._watch = ProgressWatch(settings.predict_timeout_s, shortest_s, lambda: roster.serving, self._on_check)
 
@@ -157,6 +160,8 @@ class WorkerPool:
         Raises the error with which a worker does not load the model, ModelNotReadyError if none may run.
         """
         state = self.availability
+        if state.failure is not None:  # then none may run any more
+            raise state.failure
         if not state.may_have_workers:
             raise state.without_workers()
         await state.settled.wait()
@@ -187,10 +192,12 @@ class WorkerPool:
             worker.set_log_level(level, name)
 
     def _on_check(self, now: float) -> None:
-        """Retire workers that are idle, and tell the others how many requests wait."""
+        """Retire workers that are idle, tell the others how many requests wait, and log how far loads are."""
         self.dispatcher.lending.report_waiting()
         for replicas in self.replica_sets:
             replicas.retire_idle(now, self.settings.max_idle_s)
+        if self.availability.settled.is_set():  # before, the loader shows it
+            self.loads.check()
 
     # --- the end ---
 
