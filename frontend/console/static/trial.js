@@ -82,7 +82,9 @@ function Version({ title, figures }) {
 
 function comparison({ answers, changed, refusedByOne, skipped, logProbs, timesAsLong, interval }) {
   const parts = [
-    `Of ${counted(answers, "answer")} that were compared ${number(changed)} differ, ${number(refusedByOne)} requests were refused by one version only, and ${number(skipped)} were not compared.`,
+    `Of ${counted(answers, "answer")} that were compared ${number(changed)} differ`
+      + (refusedByOne ? ` (${number(refusedByOne)} because one version refused the request)` : "")
+      + `; ${number(skipped)} were not compared.`,
     timesAsLong === undefined ? ""
       : `A copy takes ${number(timesAsLong, 2)} times as long (${interval.map((each) => number(each, 2)).join(" to ")}).`,
     logProbs ? `Of ${counted(logProbs.compared, "token")} the log-probability shifts by ${number(logProbs.meanShift, 4)} on average.` : "",
