@@ -167,9 +167,6 @@ class TransformersOptions(ModelOptions):
                     f"a map without {' and '.join(sorted(stored))}, because bitsandbytes computes where weights are",
                 )
 
-    def worker_environment(self) -> Mapping[str, str]:
-        return THREAD_VARIABLES
-
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of transformers' `from_pretrained` beside the model that differ from its defaults."""
         decided = {
@@ -191,6 +188,9 @@ class TransformersOptions(ModelOptions):
 
 class TransformersEngine(EngineDescription[TransformersOptions]):
     """transformers."""
+
+    def worker_environment(self) -> Mapping[str, str]:
+        return THREAD_VARIABLES
 
     def division(self, gpus: int) -> str | None:
         device_map = self.options.device_map

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from handlers.chats.options import ParserOptions, tool_parser_note
 from handlers.checkpoints.options import TransformersOptions
 from handlers.deepspeed.manifest import SHARDS_MANIFEST, manifest_problem
-from handlers.rolling_batch.options import RECORDING, RollingBatchOptions
+from handlers.rolling_batch.options import RECORDING, RollingBatchMemory, RollingBatchOptions
 from handlers.tasks.options import PipelineOptions, generates
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
 from lmi_server.configuration.engine import EngineDescription, without_keys
@@ -116,9 +116,6 @@ class DeepSpeedOptions(RollingBatchOptions):
     def streams(self) -> bool:
         return self.enable_streaming != "false"
 
-    def worker_environment(self) -> Mapping[str, str]:
-        return THREAD_VARIABLES
-
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the configuration for `deepspeed.init_inference`, without the data type."""
         if self.deepspeed_config_path is not None:
@@ -181,21 +178,30 @@ class DeepSpeedOptions(RollingBatchOptions):
                 if key in given:
                     yield Conflict((key,), "has no effect: the file of option.deepspeed_config_path replaces it")
 
-    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
-        if self.quantize != "smoothquant":
-            yield "option.quantize=smoothquant", ("smoothquant_alpha",)
-        if self.rolling_batch != "disable":
-            yield "option.rolling_batch=disable", ("enable_streaming", *_OF_KERNELS)
-        else:
-            chats = sorted(ParserOptions.model_fields.keys() - ModelOptions.model_fields.keys())
-            yield "option.rolling_batch=deepspeed", ("enable_cuda_graph", "enable_torch_compile", *chats)
-
 
 class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
     """DeepSpeed."""
 
-    def without_effect_on(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
-        if not machine.gpus and self.options.rolling_batch == "disable":
+    @property
+    def memory(self) -> RollingBatchMemory:
+        return RollingBatchMemory(self.options)
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        return True
+
+    def worker_environment(self) -> Mapping[str, str]:
+        return THREAD_VARIABLES
+
+    def without_effect(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
+        if self.options.quantize != "smoothquant":
+            yield "option.quantize=smoothquant", ("smoothquant_alpha",)
+        if self.options.rolling_batch != "disable":
+            yield "option.rolling_batch=disable", ("enable_streaming", *_OF_KERNELS)
+            return
+        chats = sorted(ParserOptions.model_fields.keys() - ModelOptions.model_fields.keys())
+        yield "option.rolling_batch=deepspeed", ("enable_cuda_graph", "enable_torch_compile", *chats)
+        if not machine.gpus:
             yield "a GPU, which DeepSpeed's kernels need", _OF_KERNELS
 
     def checkpoint_problem(self, location: Path) -> tuple[str, str] | None:

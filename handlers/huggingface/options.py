@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -12,7 +12,7 @@ from handlers.chats.options import tool_parser_note
 from handlers.checkpoints.options import BLOCK_FORMATS, TransformersEngine, TransformersOptions
 from handlers.huggingface.unbatched import UNBATCHED
 from handlers.rolling_batch.images.options import ImageOptions
-from handlers.rolling_batch.options import RollingBatchOptions
+from handlers.rolling_batch.options import RollingBatchMemory, RollingBatchOptions
 from lmi_server.configuration.declaration import Conflict, Deprecated, NoEffect, Unavailable
 from lmi_server.configuration.options import (
     MPI_MODE_DESCRIPTION,
@@ -101,10 +101,28 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions, ImageOptions)
             )
 
 
+class HuggingFaceMemory(RollingBatchMemory):
+    """What the rolling batch keeps of keys, values and encoded images."""
+
+    options: HuggingFaceOptions
+
+    def image_bytes(self, config: Mapping[str, Any]) -> int | None:
+        reads_images = isinstance(config.get("vision_config"), dict)
+        return int(self.options.image_cache_gb * 2**30) if reads_images and (self.options.ranks or 1) == 1 else None
+
+
 class HuggingFaceEngine(TransformersEngine):
     """transformers under the rolling batch."""
 
     options: HuggingFaceOptions
+
+    @property
+    def memory(self) -> HuggingFaceMemory:
+        return HuggingFaceMemory(self.options)
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        return True
 
     def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
         return tool_parser_note(self.options, model_dir, location)

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
 from lmi_server.configuration.engine import EngineDescription, without_keys
+from lmi_server.configuration.model_directory.memory_estimate import EngineMemory
 from lmi_server.configuration.options import (
     LONG_DTYPES,
     Lengths,
@@ -269,9 +270,6 @@ class NeuronxOptions(ModelOptions):
         """Return the keys in full that are given, and that transformers-neuronx alone has."""
         return tuple(f"option.{name}" for name in _NEEDS_TNX if name in self.model_fields_set)
 
-    def max_running(self) -> int:
-        return self.lines
-
     def prompt_buckets(self) -> tuple[int, ...]:
         """Return the prompt lengths that graphs are compiled for."""
         if self.context_length_estimate is not None:
@@ -340,15 +338,6 @@ class NeuronxOptions(ModelOptions):
         }
         return tuple(flag for flag, wanted in flags.items() if wanted)
 
-    def worker_environment(self) -> Mapping[str, str]:
-        flags = self.compiler_flags()
-        cache = self.compiled_graph_path
-        is_cache = cache is not None and not holds_graphs(Path(cache))
-        return {
-            **({"NEURON_CC_FLAGS": " ".join(flags)} if flags else {}),
-            **({"NEURON_COMPILE_CACHE_URL": cache} if cache is not None and is_cache else {}),
-        }
-
     def context_length(self) -> int | None:
         return self.n_positions
 
@@ -391,6 +380,13 @@ class NeuronxOptions(ModelOptions):
             yield Conflict(("option.rolling_batch_strategy",), "has no effect with option.rolling_batch=disable")
 
 
+class NeuronxMemory(EngineMemory[NeuronxOptions]):
+    """What a model on Neuron cores keeps of its requests."""
+
+    def max_running(self) -> int:
+        return self.options.lines
+
+
 class NeuronxEngine(EngineDescription[NeuronxOptions]):
     """optimum-neuron, or transformers-neuronx where it is installed or the options need it."""
 
@@ -404,6 +400,19 @@ class NeuronxEngine(EngineDescription[NeuronxOptions]):
         command = self.spec.installed_by if loader is None else f"pip install {_PACKAGES[loader]}, {_INDEX}"
         needing = ", ".join(self.options.needs_tnx)
         return f"{command}; or remove {needing} for optimum-neuron" if loader == "tnx" and needing else command
+
+    @property
+    def memory(self) -> NeuronxMemory:
+        return NeuronxMemory(self.options)
+
+    def worker_environment(self) -> Mapping[str, str]:
+        flags = self.options.compiler_flags()
+        cache = self.options.compiled_graph_path
+        is_cache = cache is not None and not holds_graphs(Path(cache))
+        return {
+            **({"NEURON_CC_FLAGS": " ".join(flags)} if flags else {}),
+            **({"NEURON_COMPILE_CACHE_URL": cache} if cache is not None and is_cache else {}),
+        }
 
     def partition(self) -> Mapping[str, str | None] | str:
         if self.options.load_split_model:

@@ -10,6 +10,7 @@ from handlers.chats.options import ParserOptions
 from handlers.cpu_kernels.row_layout import SCALE_BYTES
 from handlers.structured_output.options import WhiteSpaceLimit
 from lmi_server.configuration.declaration import Allowed
+from lmi_server.configuration.model_directory.memory_estimate import EngineMemory
 from lmi_server.configuration.options import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, lower
 from lmi_server.configuration.references import NAMES_DRAFT
 
@@ -69,13 +70,14 @@ class RollingBatchOptions(ParserOptions):
     without adapters. Everything else, and a model that cannot be compiled, runs eagerly, and the log says why."""
 
     @property
-    def keeps_prefixes(self) -> bool:
-        return True
-
-    @property
     def packed_kv_dtype(self) -> str | None:
         """Return option.kv_cache_dtype; None if keys and values have the type of the model."""
         return None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
+
+class RollingBatchMemory(EngineMemory[RollingBatchOptions]):
+    """What the rolling batch keeps of keys and values."""
+
     def kv_row_bytes(self, elements: int, width: int) -> int:
-        return super().kv_row_bytes(elements, width) if self.packed_kv_dtype is None else elements + SCALE_BYTES
+        packed = self.options.packed_kv_dtype is not None
+        return elements + SCALE_BYTES if packed else super().kv_row_bytes(elements, width)

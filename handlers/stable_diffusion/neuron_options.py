@@ -7,11 +7,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from handlers.stable_diffusion.options import IMAGE_TO_IMAGE, INPAINTING, TEXT_TO_IMAGE, StableDiffusionOptions
+from handlers.stable_diffusion.options import (
+    IMAGE_TO_IMAGE,
+    INPAINTING,
+    TEXT_TO_IMAGE,
+    WITHOUT_TEXT,
+    StableDiffusionOptions,
+)
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
 from lmi_server.configuration.engine import EngineDescription, without_keys
 from lmi_server.configuration.options import LONG_DTYPES, ParallelDegree, PositiveInt, lower, short_dtype
 from lmi_server.configuration.tasks import Workload
+from lmi_server.machine.inventory import Machine
 
 _LMI_HAS_NONE = "LMI has no default, and fails without the key"
 
@@ -59,9 +66,6 @@ class NeuronImageOptions(StableDiffusionOptions):
     threads: Annotated[PositiveInt | None, NoEffect("the model computes on Neuron cores")] = None
     """Threads that a worker uses inside an operation on the CPU."""
 
-    def worker_environment(self) -> Mapping[str, str]:
-        return {}
-
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of optimum-neuron's `from_pretrained(export=True)` for its pipelines."""
         cast = {"auto_cast": "matmul", "auto_cast_type": "bf16"} if self.dtype == "bf16" else {"auto_cast": None}
@@ -84,6 +88,9 @@ class NeuronImageOptions(StableDiffusionOptions):
 
 class NeuronImageEngine(EngineDescription[NeuronImageOptions]):
     """optimum-neuron, which compiles a pipeline for fixed shapes."""
+
+    def without_effect(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
+        yield WITHOUT_TEXT
 
     def partition(self) -> Mapping[str, str | None] | str:
         return without_keys("model_id", "revision", "save_mp_checkpoint_path")

@@ -27,6 +27,11 @@ IMAGE_TO_IMAGE = "image-to-image"
 INPAINTING = "inpainting"
 
 _ONE_PROCESS = "one process computes with all GPUs of a worker"
+WITHOUT_TEXT = (
+    "a model that generates text",
+    ("output_formatter", "input_formatter", "tgi_compat", "async_mode", "max_rolling_batch_size", "enable_streaming"),
+)
+"""What a pipeline of images lacks, and the keys that have no effect without it."""
 
 
 class StableDiffusionOptions(ModelOptions):
@@ -85,9 +90,6 @@ class StableDiffusionOptions(ModelOptions):
     def ranks(self) -> int | None:
         return None
 
-    def worker_environment(self) -> Mapping[str, str]:
-        return THREAD_VARIABLES
-
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of `DiffusionPipeline.from_pretrained` that do not depend on the machine."""
         decided = {
@@ -114,10 +116,6 @@ class StableDiffusionOptions(ModelOptions):
                 f"at most {self.max_images}, which option.max_images allows",
             )
 
-    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
-        names = ("output_formatter", "input_formatter", "tgi_compat", "async_mode", "max_rolling_batch_size")
-        yield "a model that generates text", (*names, "enable_streaming")
-
 
 class StableDiffusionEngine(EngineDescription[StableDiffusionOptions]):
     """diffusers."""
@@ -129,6 +127,12 @@ class StableDiffusionEngine(EngineDescription[StableDiffusionOptions]):
     @property
     def device(self) -> str:
         return self.spec.device if self.options.quantize is None else "gpu"
+
+    def worker_environment(self) -> Mapping[str, str]:
+        return THREAD_VARIABLES
+
+    def without_effect(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
+        yield WITHOUT_TEXT
 
     def division(self, gpus: int) -> str | None:
         if gpus < 2:

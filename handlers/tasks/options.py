@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from handlers.checkpoints.options import TransformersOptions
+from handlers.checkpoints.options import TransformersEngine, TransformersOptions
 from lmi_server.configuration.declaration import Allowed, Unavailable
 from lmi_server.configuration.options import PositiveInt, RollingBatch, lower
 from lmi_server.configuration.references import NAMES_NOTHING
 from lmi_server.configuration.tasks import canonical_task
+from lmi_server.machine.inventory import Machine
 
 SPEECH_RECOGNITION = "automatic-speech-recognition"
 TASKS = (
@@ -82,13 +83,20 @@ class PipelineOptions(TransformersOptions):
     def context_length(self) -> int | None:
         return self.max_model_len
 
-    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
+
+class PipelineEngine(TransformersEngine):
+    """transformers, which answers whole tasks."""
+
+    options: PipelineOptions
+
+    def without_effect(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
+        task = self.options.task
         formats = ("output_formatter", "input_formatter", "tgi_compat")
-        concurrent = self.task == SPEECH_RECOGNITION
+        concurrent = task == SPEECH_RECOGNITION
         yield "a rolling batch", ("async_mode", *formats, *(() if concurrent else ("max_rolling_batch_size",)))
-        if self.task != "text-embedding":
+        if task != "text-embedding":
             yield "option.task=text-embedding", ("pooling", "normalize")
-        if self.task is not None and not generates(self.task):
+        if task is not None and not generates(task):
             yield "a task that generates text", ("enable_streaming",)
 
 

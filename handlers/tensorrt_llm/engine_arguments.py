@@ -63,7 +63,7 @@ def build(options: TensorRtLlmOptions) -> Mapping[str, Any]:
         CONFIG_JSON: _config_changes(options),
     }
     kept = {name: value for name, value in arguments.items() if value is not None and value != {}}
-    return _merged(kept, engine_fields.values(options.passed_to_engine()))
+    return _merged(kept, engine_fields.values(options.passed(engine_fields.passed_on())))
 
 
 def _devices(degree: int | str) -> int:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from handlers.tensorrt_llm import engine_arguments, engine_fields, package
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
 from lmi_server.configuration.engine import EngineDescription, without_keys
+from lmi_server.configuration.model_directory.memory_estimate import EngineMemory
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     FloatDtype,
@@ -25,6 +26,7 @@ from lmi_server.configuration.options import (
 )
 from lmi_server.configuration.options import ModelOptions as _ModelOptions
 from lmi_server.configuration.references import NAMES_MODEL, NAMES_NOTHING, NAMES_PATH, NAMES_REVISION, NUMBERS_ONLY
+from lmi_server.machine.inventory import Machine
 
 ENGINE_REPOSITORY = "tensorrtllm_model_repo"
 """The directory beside serving.properties that holds built engines, by LMI's name."""
@@ -353,23 +355,12 @@ class TensorRtLlmOptions(_ModelOptions):
     tokenizer_max_seq_length: PositiveInt = 2048
     """Maximum number of tokens that the tokenizer produces for the calibration."""
 
-    @classmethod
-    def engine_names(cls) -> frozenset[str]:
-        return engine_fields.passed_on()
-
-    def worker_environment(self) -> Mapping[str, str]:
-        return {"TOKENIZERS_PARALLELISM": "false"}  # its threads would not survive the start of TensorRT-LLM's ranks
-
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of TensorRT-LLM's LLM class, nested ones as mappings.
 
         The entry "config.json" is none of them: it has the changes to the model's config.json, which the class reads.
         """
         return engine_arguments.build(self)
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        return self.enable_kv_cache_reuse
 
     @property
     def is_async_service(self) -> bool:
@@ -384,6 +375,7 @@ class TensorRtLlmOptions(_ModelOptions):
         return self.max_seq_len or self.max_input_len + self.max_output_len
 
     def max_running(self) -> int:
+        """Return how many sequences the engine computes together."""
         return self.max_num_sequences or self.max_batch_size or self.max_rolling_batch_size
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
@@ -446,22 +438,12 @@ class TensorRtLlmOptions(_ModelOptions):
         needs_engine = found.root is None and not self.model_fields_set.isdisjoint(_TENSORRT_NEEDED)
         return "tensorrt" if needs_engine else found.backend
 
-    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
-        if self.quantize != "smoothquant":
-            yield "option.quantize=smoothquant", _SMOOTHQUANT
-        if self.quantize != "awq":
-            yield "option.quantize=awq", _AWQ
-        if self.quantize is None and self.quant_algo is None:
-            yield "option.quantize or option.quant_algo", _CALIBRATION
-        if self.backend == "auto" and self.runs_elsewhere:
-            pass  # the package there decides what computes
-        elif self.runs_on == "pytorch":
-            builds = package.installed().builds_engines or self.backend == "pytorch"
-            yield "option.backend=tensorrt" + ("" if builds else _OLDER_PACKAGE), _TENSORRT_ONLY
-        else:
-            yield "option.backend=pytorch", _PYTORCH_ONLY
-        if not self.enable_lora:
-            yield "option.enable_lora=true", _LORA
+
+class TensorRtLlmMemory(EngineMemory[TensorRtLlmOptions]):
+    """What TensorRT-LLM keeps of its requests."""
+
+    def max_running(self) -> int:
+        return self.options.max_running()
 
 
 class TensorRtLlmEngine(EngineDescription[TensorRtLlmOptions]):
@@ -470,6 +452,39 @@ class TensorRtLlmEngine(EngineDescription[TensorRtLlmOptions]):
     @property
     def install_command(self) -> str:
         return package.INSTALL_OLDER if self.options.runs_on == "tensorrt" else self.spec.installed_by
+
+    @classmethod
+    def argument_names(cls) -> frozenset[str]:
+        return engine_fields.passed_on()
+
+    @property
+    def memory(self) -> TensorRtLlmMemory:
+        return TensorRtLlmMemory(self.options)
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        return self.options.enable_kv_cache_reuse
+
+    def worker_environment(self) -> Mapping[str, str]:
+        return {"TOKENIZERS_PARALLELISM": "false"}  # its threads would not survive the start of TensorRT-LLM's ranks
+
+    def without_effect(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
+        options = self.options
+        if options.quantize != "smoothquant":
+            yield "option.quantize=smoothquant", _SMOOTHQUANT
+        if options.quantize != "awq":
+            yield "option.quantize=awq", _AWQ
+        if options.quantize is None and options.quant_algo is None:
+            yield "option.quantize or option.quant_algo", _CALIBRATION
+        if options.backend == "auto" and options.runs_elsewhere:
+            pass  # the package there decides what computes
+        elif options.runs_on == "pytorch":
+            builds = package.installed().builds_engines or options.backend == "pytorch"
+            yield "option.backend=tensorrt" + ("" if builds else _OLDER_PACKAGE), _TENSORRT_ONLY
+        else:
+            yield "option.backend=pytorch", _PYTORCH_ONLY
+        if not options.enable_lora:
+            yield "option.enable_lora=true", _LORA
 
     def division(self, gpus: int) -> str | None:
         return f"TensorRT-LLM starts a rank for each of {gpus} GPUs" if gpus > 1 else None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from handlers.vllm import engine_fields
-from handlers.vllm.options import QUANTIZATIONS, InWorkerEngine, InWorkerOptions
+from handlers.vllm.options import QUANTIZATIONS, InWorkerOptions
 from lmi_server.configuration.declaration import (
     Allowed,
     Conflict,
@@ -22,7 +22,6 @@ from lmi_server.configuration.declaration import (
 from lmi_server.configuration.options import DTYPE_NOTE, MPI_MODE_DESCRIPTION, Dtype, JsonObject, PositiveInt, lower
 from lmi_server.configuration.references import NAMES_NOTHING
 from lmi_server.configuration.tasks import Workload
-from lmi_server.machine.inventory import Machine
 
 _VLLM_NAMES = {"bitsandbytes8": "bitsandbytes"}  # LMI-Dist's name -> vLLM's name, if they differ
 Quantize = Annotated[
@@ -74,10 +73,6 @@ class LmiDistOptions(InWorkerOptions):
     """Log the rate at which drafted tokens are accepted."""
 
     @property
-    def keeps_prefixes(self) -> bool:
-        return self.enable_prefix_caching
-
-    @property
     def vllm_quantization(self) -> str | None:
         method = "bitsandbytes8" if self.dtype == "int8" else self.quantize
         return None if method is None else _VLLM_NAMES.get(method, method)
@@ -114,12 +109,3 @@ def leaves_8_bits(workload: Workload) -> bool:
     """
     methods = engine_fields.literal(*QUANTIZATIONS)
     return workload.in_8_bits and bool(methods) and "bitsandbytes" not in methods
-
-
-class LmiDistEngine(InWorkerEngine):
-    """vLLM's engine on the ranks of the MPI engine."""
-
-    @classmethod
-    def recommend(cls, machine: Machine) -> Mapping[str, str]:
-        """Return what vLLM recommends, without threads: OMP_NUM_THREADS gives each rank its share of the cores."""
-        return {key: raw for key, raw in super().recommend(machine).items() if key != "option.threads"}

@@ -8,11 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from handlers.vllm.options import VllmEngine, VllmEngineOptions
+from handlers.vllm.options import VllmEngineOptions
 from lmi_server.configuration.declaration import Allowed, Key
 from lmi_server.configuration.options import JsonObject, Lengths, ParallelDegree, PositiveInt, lower
 from lmi_server.configuration.references import NUMBERS_ONLY
-from lmi_server.machine.inventory import Machine
 
 
 class NeuronVllmOptions(VllmEngineOptions):
@@ -48,12 +47,3 @@ class NeuronVllmOptions(VllmEngineOptions):
         overrides |= json.loads(self.override_neuron_config or "{}")
         plugin = {"additional_config": {"override_neuron_config": overrides}} if overrides else {}
         return {**super().engine_arguments(), **plugin}
-
-
-class NeuronVllmEngine(VllmEngine):
-    """vLLM with its plugin for Neuron."""
-
-    @classmethod
-    def recommend(cls, machine: Machine) -> Mapping[str, str]:
-        """Recommend nothing: what suits vLLM on processors and GPUs does not suit its plugin."""
-        return {}

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping
-from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.chats.options import TOOL_PARSER_NOTE, tool_parser_note
+from handlers.chats.options import TOOL_PARSER_NOTE
 from handlers.chats.templates import AUTO
 from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
 from handlers.generation.media_options import MediaOptions
 from handlers.structured_output.options import WhiteSpaceLimit
 from handlers.vllm import engine_fields
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
-from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     LONG_DTYPES,
@@ -43,20 +39,9 @@ from lmi_server.configuration.references import (
     NAMES_TEMPLATE,
 )
 from lmi_server.configuration.tasks import POOLING, Workload
-from lmi_server.machine.environment import THREAD_VARIABLES
-from lmi_server.machine.inventory import Machine
 
 _GENERATING = ("auto", "generate", "text-generation", "text2text-generation", "conversational", "image-text-to-text")
 _PARTITION = NoEffect("only LMI's offline command `partition` reads it")
-_LEFT_OUT_ON_CPU = tuple(f'{name}; python_version < "3"' for name in ("torchvision", "torchaudio", "torchcodec"))
-_NUMA_NODES = Path("/sys/devices/system/node")
-ANY_MEDIA, PUBLIC_MEDIA = "lmi_any", "lmi_public"  # vLLM's names of those who fetch media, see media.py
-_VARIABLES = {
-    "VLLM_CONFIGURE_LOGGING": "0",  # the worker has configured logging, and vLLM's lines go there
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork inherits the worker's link, and locks that its threads hold
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 class VllmEngineOptions(MediaOptions):
@@ -193,9 +178,9 @@ class VllmEngineOptions(MediaOptions):
     calib_size: Annotated[PositiveInt, _PARTITION] = 512
     """Samples for calibration."""
 
-    @classmethod
-    def engine_names(cls) -> frozenset[str]:
-        return engine_fields.names()
+    def passed_to_engine(self) -> Mapping[str, str]:
+        """Return the undeclared values that vLLM knows, by its own names and as text."""
+        return self.passed(engine_fields.names())
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of vLLM's EngineArgs; arguments under vLLM's own names are text."""
@@ -223,23 +208,6 @@ class VllmEngineOptions(MediaOptions):
         }
         return {name: value for name, value in arguments.items() if value is not None}
 
-    def worker_environment(self) -> Mapping[str, str]:
-        common = {**_VARIABLES, **self._media_variables()}
-        if self.engine_process == "own":
-            return {**common, **self._core_binding()}
-        variables = {**common, **THREAD_VARIABLES, **self._core_binding(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        if self.devices_per_worker == 1:
-            # A bound thread waits for its core while the front end runs there, and its operation with it.
-            variables["OMP_PROC_BIND"] = "false"
-        # vLLM compiles small functions of its sampler on first use even with enforce_eager: a C++ compiler then runs
-        # for seconds in the middle of a request.
-        return variables | {"TORCH_COMPILE_DISABLE": "1"} if self.runs_uncompiled else variables
-
-    def _media_variables(self) -> Mapping[str, str]:
-        """Return who fetches media for vLLM. It checks the host of the first URL alone, so that no other may follow."""
-        connector = {"VLLM_MEDIA_CONNECTOR": ANY_MEDIA if self.allow_private_media else PUBLIC_MEDIA}
-        return connector | ({"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"} if self.allowed_media_domains else {})
-
     @property
     def runs_uncompiled(self) -> bool:
         """Whether the model is never compiled.
@@ -260,35 +228,6 @@ class VllmEngineOptions(MediaOptions):
         if self.compilation != "background" or self.enforce_eager or self.enable_lora or self.kv_transfer_config:
             return False
         return self.engine_process == "worker" and self.devices_per_worker == 1
-
-    def reserved_kv_bytes(self, wanted: int, minimum: int, available: int) -> int | None:
-        """Return bytes of KV cache for a machine without a GPU; None lets vLLM decide.
-
-        `wanted` is enough for a full batch of requests at full length, `minimum` for one such request. `available` is
-        the free memory. Unless one request needs more, the cache gets a quarter of that at most: the rest is for
-        weights, activations and other programs.
-        """
-        if self.kv_cache_memory_gb is not None:
-            return int(self.kv_cache_memory_gb * 2**30)
-        if "gpu_memory_utilization" in self.model_fields_set:
-            return None
-        return max(min(wanted, available // 4), minimum)
-
-    def _core_binding(self) -> Mapping[str, str]:
-        """Return the variable that gives each of several processes its own cores, on a machine without GPUs.
-
-        By itself vLLM gives each process a NUMA node, and fails if there are fewer nodes than processes. This divides
-        the cores evenly then. If there are fewer cores than processes, none is bound.
-        """
-        processes = self.devices_per_worker or 1
-        cores = sorted(os.sched_getaffinity(0))
-        if self.mpi_mode or processes == 1 or len(list(_NUMA_NODES.glob("node[0-9]*"))) >= processes:
-            return {}
-        if len(cores) < processes:
-            return {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        bounds = [index * len(cores) // processes for index in range(processes + 1)]
-        parts = [cores[first:last] for first, last in pairwise(bounds)]
-        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
 
     def _kv_cache_bytes_per_device(self) -> int | None:
         """Return the bytes of KV cache in vLLM's unit: per GPU, or per process that computes on the CPU."""
@@ -375,14 +314,6 @@ class VllmEngineOptions(MediaOptions):
         if self.enable_reasoning and self.reasoning_parser is None:
             yield Conflict(("option.enable_reasoning",), "true only with option.reasoning_parser")
 
-    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
-        if not self.enable_lora:
-            lora = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_extra_vocab_size", "fully_sharded_loras")
-            yield "option.enable_lora=true", lora
-        if self.compilation == "background" and not self.compiles_in_background:
-            in_worker = "option.engine_process=worker on one device"
-            yield f"{in_worker}, without enforce_eager, enable_lora, kv_transfer_config", ("compilation",)
-
 
 class VllmOptions(VllmEngineOptions):
     """Keys of serving.properties for a model that vLLM runs to generate text."""
@@ -393,10 +324,6 @@ class VllmOptions(VllmEngineOptions):
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         if "option.task" in given and self.task is not None and self.task.lower() not in _GENERATING:
             yield Conflict(("option.task",), f"has no effect: vLLM serves {self.task} as text generation here")
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        return self.enable_prefix_caching is not False  # which is vLLM's default
 
 
 class InWorkerOptions(VllmEngineOptions):
@@ -429,48 +356,6 @@ class VllmPoolingOptions(InWorkerOptions):
 
     def engine_arguments(self) -> Mapping[str, Any]:
         return {**super().engine_arguments(), "runner": "pooling"}
-
-
-class VllmEngine(EngineDescription[VllmEngineOptions]):
-    """vLLM."""
-
-    @classmethod
-    def recommend(cls, machine: Machine) -> Mapping[str, str]:
-        """Return LMI's batch size for vLLM; without a GPU also an engine in the worker's process, on all cores.
-
-        There the model serves at once, uncompiled, and changes over when its code has been compiled.
-        """
-        batch_size = {"option.max_rolling_batch_size": "256"}
-        if machine.gpus:
-            return batch_size
-        on_cpu = {"engine_process": "worker", "compilation": "background", "threads": str(machine.cores)}
-        return batch_size | {f"option.{name}": value for name, value in on_cpu.items()}
-
-    def distribution(self, machine: Machine) -> str:
-        return "vllm" if machine.gpus and self.spec.distribution == "vllm-cpu" else self.spec.distribution
-
-    def extras(self, machine: Machine) -> tuple[str, ...]:
-        return tuple("vllm-cuda" if machine.gpus and extra == "vllm" else extra for extra in self.spec.extras)
-
-    def overrides(self, machine: Machine) -> tuple[str, ...]:
-        """Leave out what vllm-cpu brings for images and sounds: these builds fit torch for CUDA alone."""
-        return () if machine.gpus else _LEFT_OUT_ON_CPU
-
-    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
-        return tool_parser_note(self.options, model_dir, location)
-
-
-class InWorkerEngine(VllmEngine):
-    """vLLM's engine in the worker's own process."""
-
-    @classmethod
-    def recommend(cls, machine: Machine) -> Mapping[str, str]:
-        """Return vLLM's recommendation; without a GPU uncompiled, because every start would compile for a minute."""
-        recommended = dict(super().recommend(machine))
-        if recommended.pop("option.engine_process", None):
-            recommended["option.enforce_eager"] = "true"
-            del recommended["option.compilation"]
-        return recommended
 
 
 def runs_pooling(workload: Workload) -> bool:

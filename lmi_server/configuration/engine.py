@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 from lmi_server.configuration.handlers import HandlerSpec, load
+from lmi_server.configuration.model_directory.memory_estimate import EngineMemory
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.machine.inventory import Machine
 
@@ -24,6 +25,11 @@ class EngineDescription(Generic[_AnyOptions]):
     def recommend(cls, machine: Machine) -> Mapping[str, str]:
         """Return the recommended raw values for `machine`, by key in full; they apply to keys that no layer sets."""
         return {}
+
+    @classmethod
+    def argument_names(cls) -> frozenset[str]:
+        """Return the undeclared names (without "option.") that the engine takes; their values are passed on to it."""
+        return frozenset()
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -52,6 +58,20 @@ class EngineDescription(Generic[_AnyOptions]):
         """Return the kind of device that must be there, "" for any."""
         return self.spec.device
 
+    @property
+    def memory(self) -> EngineMemory[ModelOptions]:
+        """Return what the engine takes of the memory beside the weights."""
+        return EngineMemory(self.options)
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether a worker keeps what it computed for the beginnings of prompts, so that others need not again."""
+        return False
+
+    def worker_environment(self) -> Mapping[str, str]:
+        """Return environment variables for the worker; the environment of the server overrides them."""
+        return {}
+
     def gpus_per_worker(self, available: int) -> int | None:
         """Return how many of the `available` GPUs one worker takes, None for all; without GPUs, ranks share the CPU."""
         runs_on_cpu = self.options.ranks is not None or self.spec.degree_without_gpus != "devices"
@@ -72,8 +92,8 @@ class EngineDescription(Generic[_AnyOptions]):
         """Return what values such as `auto` mean for the model at `location`, by key in full, for `explain`."""
         return {}
 
-    def without_effect_on(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
-        """Yield what `machine` lacks, and the keys, without "option.", that have no effect without it."""
+    def without_effect(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
+        """Yield what the configuration or `machine` lacks, and the keys, without "option.", that are useless then."""
         yield from ()
 
     def checkpoint_problem(self, location: Path) -> tuple[str, str] | None:

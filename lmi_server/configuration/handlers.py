@@ -249,7 +249,7 @@ _PIPELINE = HandlerSpec(
     batched_tasks=(TEXT_EMBEDDING,),
     reads_checkpoint=True,
     takes_batches=True,
-    description="handlers.checkpoints.options:TransformersEngine",
+    description="handlers.tasks.options:PipelineEngine",
     degree_without_gpus="nothing",
 )
 _DEEPSPEED = HandlerSpec(
@@ -302,7 +302,7 @@ _LMI_DIST = HandlerSpec(
     batches_by_default=True,
     takes_all_gpus=True,
     needs_mpi=True,
-    description="handlers.vllm.lmi_dist_options:LmiDistEngine",
+    description="handlers.vllm.description:LmiDistEngine",
     degree_without_gpus="processes",
     one_worker_keys=("option.lmcache_auto_config",),
 )
@@ -321,7 +321,7 @@ _VLLM = HandlerSpec(
     reads_checkpoint=True,
     batches_by_default=True,
     takes_all_gpus=True,
-    description="handlers.vllm.options:VllmEngine",
+    description="handlers.vllm.description:VllmEngine",
     degree_without_gpus="processes",
     one_worker_keys=("option.lmcache_auto_config",),
 )
@@ -336,7 +336,7 @@ _VLLM_POOLING = HandlerSpec(
     reads_checkpoint=True,
     takes_batches=True,
     takes_all_gpus=True,
-    description="handlers.vllm.options:InWorkerEngine",
+    description="handlers.vllm.description:InWorkerEngine",
     degree_without_gpus="processes",
     one_worker_keys=("option.lmcache_auto_config",),
 )
@@ -383,7 +383,7 @@ _NEURON_VLLM = HandlerSpec(
     device="nc",
     reads_checkpoint=True,
     batches_by_default=True,
-    description="handlers.vllm.neuron_options:NeuronVllmEngine",
+    description="handlers.vllm.description:NeuronVllmEngine",
     degree_without_gpus="processes",
     one_worker_keys=("option.lmcache_auto_config",),
 )

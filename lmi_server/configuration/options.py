@@ -444,7 +444,7 @@ class ModelOptions(Options):
     def passed_through(self) -> Mapping[str, str]:
         """Return values as they were written, by key without "option.".
 
-        These are the values of undeclared keys; the engine may know some of them (`engine_names`). If the handler is
+        These are the values of undeclared keys; an engine may know some of them (`passed`). If the handler is
         the user's own code, they also hold the values of declared keys.
         """
         return self._passed_through
@@ -455,43 +455,13 @@ class ModelOptions(Options):
         options._passed_through = MappingProxyType(dict(written))
         return options
 
-    @classmethod
-    def engine_names(cls) -> frozenset[str]:
-        """Return the undeclared names (without "option.") that the engine takes; their values are passed on to it."""
-        return frozenset()
-
-    def max_running(self) -> int:
-        """Return how many requests the engine has room for at a time."""
-        return self.max_rolling_batch_size
-
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of the engine, by the engine's own names."""
         return {}
 
-    def kv_row_bytes(self, elements: int, width: int) -> int:
-        """Return the bytes of the key or value of a head and token, `elements` of a model whose own take `width`."""
-        return elements * width
-
-    def reserved_kv_bytes(self, wanted: int, minimum: int, available: int) -> int | None:
-        """Return the bytes of KV cache that a worker without GPU reserves; None if it allocates them on demand.
-
-        All arguments are in bytes: `wanted` holds max_rolling_batch_size sequences of full length, `minimum` holds one,
-        and `available` is the free memory.
-        """
-        return None
-
-    def image_bytes(self, config: Mapping[str, Any]) -> int | None:
-        """Return what a worker keeps of encoded images at most; None if the model of this config.json reads none."""
-        return None
-
-    def worker_environment(self) -> Mapping[str, str]:
-        """Return environment variables for the worker; the environment of the server overrides them."""
-        return {}
-
-    def passed_to_engine(self) -> Mapping[str, str]:
-        """Return the part of `passed_through` that the engine knows, as text; the handler converts it."""
-        known = self.engine_names()
-        return {name: raw for name, raw in self.passed_through.items() if name in known}
+    def passed(self, names: Collection[str]) -> Mapping[str, str]:
+        """Return the part of `passed_through` with these names, as text; the handler converts it for its engine."""
+        return {name: raw for name, raw in self.passed_through.items() if name in names}
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -530,11 +500,6 @@ class ModelOptions(Options):
         return self.is_async_service if asked is None else asked
 
     @property
-    def keeps_prefixes(self) -> bool:
-        """Whether a worker keeps what it computed for the beginnings of prompts, so that others need not again."""
-        return False
-
-    @property
     def devices_per_worker(self) -> int | None:
         """Return how many devices one worker takes; None for all of the machine, 1 if the degree is -1."""
         if self.tensor_parallel_degree == "max":
@@ -561,10 +526,6 @@ class ModelOptions(Options):
 
     def warnings(self, given: Collection[str]) -> Iterator[Conflict]:
         """Yield combinations that are allowed, but make a key useless."""
-        yield from ()
-
-    def without_effect(self) -> Iterator[tuple[str, Collection[str]]]:
-        """Yield what the configuration lacks, and the keys, without "option.", that are useless without it."""
         yield from ()
 
     @property

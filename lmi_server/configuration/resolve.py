@@ -163,6 +163,7 @@ def inspect_model(
     serving, wrong_serving = build(ServingOptions, merged.known)
     options, wrong_options = build(load_options_type(spec), merged.known)
     options = _complete(options, spec, location, merged)
+    variables = describe_engine(spec, options).worker_environment()
     checks = ModelChecks(checkpoint, misplaced, choice, spec, handlers, merged, serving, options, machine)
     everything = {**merged.known, **merged.unknown}
     SECRETS.add_named({source.spelling or key: source.raw for key, source in everything.items()})
@@ -180,8 +181,7 @@ def inspect_model(
         config=checkpoint.config,
         machine=machine,
         worker_environment=MappingProxyType(
-            {name: environment.get(name, value) for name, value in options.worker_environment().items()}
-            | dict(options.variables)
+            {name: environment.get(name, value) for name, value in variables.items()} | dict(options.variables)
         ),
         warnings=(*secure_mode_warnings(environment), *layers.warnings, *checks.warnings()),
         problems=(*checks.problems({**wrong_serving, **wrong_options}), *forbidden),

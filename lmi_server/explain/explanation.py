@@ -156,13 +156,13 @@ def explain_values(model: ResolvedModel) -> tuple[ExplainedOption, ...]:
 def memory_of(found: Inspection) -> Estimate:
     """Estimate the memory of one worker on each of its devices."""
     degree = found.engine.devices_per_worker(found.machine)
-    return estimate(found.options, found.location, found.config, degree, found.machine)
+    return estimate(found.engine.memory, found.location, found.config, degree, found.machine)
 
 
 def memory_of_running(model: ResolvedModel, machine: Machine) -> Estimate:
     """Estimate the memory of one worker of a model that was loaded, on each of its devices."""
     location = model.options.model_id or model.model_dir
-    return estimate(model.options, location, read_config(location), model.engine.devices_per_worker(machine), machine)
+    return estimate(model.engine.memory, location, read_config(location), model.engine.devices_per_worker(machine), machine)
 
 
 def _explain_options(found: Inspection | ResolvedModel, location: str) -> Sequence[ExplainedOption]:
@@ -204,7 +204,7 @@ def _note(option: Option, source: Source) -> str:
 
 
 def _explain_unknown(found: Inspection | ResolvedModel, unknown: Mapping[str, Source]) -> tuple[ExplainedOption, ...]:
-    of_engine = found.options.passed_to_engine()
+    of_engine = found.engine.argument_names()
     otherwise = "passed on to the handler" if found.spec.runs_user_code else "not an option of this handler"
 
     def note(key: str) -> str:

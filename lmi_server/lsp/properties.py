@@ -9,7 +9,8 @@ from pathlib import Path
 from lmi_server.configuration.checks.model_checks import declared_options
 from lmi_server.configuration.choice.deciding_keys import ENTRY_POINT
 from lmi_server.configuration.declaration import Option, written
-from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, load_options_type
+from lmi_server.configuration.engine import load_engine_type
+from lmi_server.configuration.handlers import HANDLERS, HandlerSpec
 from lmi_server.configuration.properties import edited_properties
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.explain.explanation import ExplainedOption, Explanation, explain
@@ -43,7 +44,7 @@ def hover(path: Path, text: str, line: int, checked: Checked, around: Surroundin
     option = _option(_spec(checked), key)
     if option is None:
         title = key.removeprefix("option.")
-        known = title in load_options_type(_spec(checked)).engine_names()
+        known = title in load_engine_type(_spec(checked)).argument_names()
         return markdown(key, iter(["An argument of the engine, which gets it."])) if known else None
     return markdown(option.key, _described(option, key, path, text, checked, around))
 
@@ -106,7 +107,7 @@ def _keys(spec: HandlerSpec, others: set[str], start: int) -> Iterator[Offer]:
 
 def _engine_keys(spec: HandlerSpec, others: set[str], start: int) -> Iterator[Offer]:
     declared = {key for option in declared_options(spec) for key in option.keys}
-    for key in sorted(f"option.{name}" for name in load_options_type(spec).engine_names()):
+    for key in sorted(f"option.{name}" for name in load_engine_type(spec).argument_names()):
         if key not in others and key not in declared:
             yield Offer(key, start, "key", detail="an argument of the engine", insert=f"{key}=")
 

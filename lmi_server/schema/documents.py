@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 from lmi_server.configuration.choice.deciding_keys import MODEL_ID
 from lmi_server.configuration.choice.model_layers import OLD_MODEL_ID
 from lmi_server.configuration.declaration import Option
+from lmi_server.configuration.engine import load_engine_type
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.model_file.application import ApplicationFile, ApplicationSection, ServingArguments
 from lmi_server.configuration.model_file.llm_config import LlmConfigFile
@@ -29,16 +30,16 @@ def serving_properties(strict: bool = False) -> Schema:
     Other keys are allowed, as they are in a file: an engine or a model.py may read them. If `strict`, none but those
     that an engine installed here declares.
     """
-    types = [load_options_type(spec) for spec in (*HANDLERS.specs, HANDLERS.java)]
+    specs = (*HANDLERS.specs, HANDLERS.java)
     shared = [*ServingOptions.declared(), *ModelOptions.declared()]
-    everything = [*shared, *(option for each in types for option in each.declared())]
+    everything = [*shared, *(option for spec in specs for option in load_options_type(spec).declared())]
     properties = _flat(everything)
     properties[OLD_MODEL_ID] = {**properties[MODEL_ID], "description": f"LMI's old name of {MODEL_ID}."}
     owners = _owners()
     for key in owners.keys() - {key for option in shared for key in option.keys}:
         properties[key]["x-handlers"] = owners[key]
     if strict:
-        engine = sorted({f"option.{name}" for each in types for name in each.engine_names()} - properties.keys())
+        engine = sorted({f"option.{name}" for spec in specs for name in load_engine_type(spec).argument_names()} - properties.keys())
         properties |= {key: {**_TEXT, "description": "An argument of the engine."} for key in engine}
     return _document("serving.properties", properties, strict)
 

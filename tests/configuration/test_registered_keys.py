@@ -10,6 +10,7 @@ import pytest
 
 from lmi_server.configuration.checks.registered_keys import references
 from lmi_server.configuration.declaration import Option, Options
+from lmi_server.configuration.engine import load_engine_type
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.options import JsonObject, Names, PositiveInt, ServingOptions
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH, Kind
@@ -90,9 +91,9 @@ def test_what_one_handler_declares_as_harmless_is_so_for_an_engine_that_gets_it_
     """The table is that of all handlers, and an engine may have an argument of the same name."""
     harmless = {key for key, reference in references().items() if reference.kind is Kind.NOTHING}
     passed = set()
-    for options in map(load_options_type, HANDLERS):
-        own = {key for option in options.declared() for key in option.keys}
-        passed |= {f"option.{name}" for name in options.engine_names()} - own
+    for spec in HANDLERS:
+        own = {key for option in load_options_type(spec).declared() for key in option.keys}
+        passed |= {f"option.{name}" for name in load_engine_type(spec).argument_names()} - own
     reviewed = ("kv_cache_dtype", "lora_target_modules", "max_num_batched_tokens", "moe_backend", "quantization")
     reviewed += ("reasoning_parser", "skip_tokenizer_init", "tensor_parallel_size", "tokenizer_revision")
     assert passed & harmless <= {f"option.{name}" for name in reviewed}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from handlers.huggingface.options import HuggingFaceOptions
+from handlers.huggingface.options import HuggingFaceMemory, HuggingFaceOptions
 from lmi_server.configuration.model_directory.state_estimate import LayerCounts, layer_counts, state_bytes
 
 QWEN3_NEXT = {
@@ -62,7 +62,7 @@ def test_a_claim_of_many_layers_makes_no_list_of_them() -> None:
 
 def test_encoded_images_count_for_models_that_read_them() -> None:
     options = HuggingFaceOptions.model_validate({"image_cache_gb": 0.5})
-    assert options.image_bytes({"vision_config": {}}) == 2**29
-    assert options.image_bytes({"vision_config": None}) is None
+    assert HuggingFaceMemory(options).image_bytes({"vision_config": {}}) == 2**29
+    assert HuggingFaceMemory(options).image_bytes({"vision_config": None}) is None
     ranks = HuggingFaceOptions.model_validate({"mpi_mode": True, "tensor_parallel_degree": 2})
-    assert ranks.image_bytes({"vision_config": {}}) is None
+    assert HuggingFaceMemory(ranks).image_bytes({"vision_config": {}}) is None

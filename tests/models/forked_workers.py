@@ -22,7 +22,8 @@ from importlib import import_module
 from forked_process import as_process
 
 from handlers.checkpoints.options import THREAD_VARIABLES
-from handlers.vllm.options import VllmEngine, VllmOptions
+from handlers.vllm.description import VllmEngine
+from handlers.vllm.options import VllmOptions
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.handlers import load as load_class
 from lmi_server.machine.environment import process_environment
@@ -63,7 +64,7 @@ def _variables(libraries: str) -> Mapping[str, str]:
         return THREAD_VARIABLES
     recommended = VllmEngine.recommend(this_machine(process_environment()))
     options = {key.removeprefix("option."): value for key, value in recommended.items()}
-    return VllmOptions.restore({"model_id": "", **options}, {}).worker_environment()
+    return VllmEngine(HANDLERS.by_title("vllm"), VllmOptions.model_validate(options)).worker_environment()
 
 
 async def _execute(command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int] = ()) -> Process:

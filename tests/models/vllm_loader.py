@@ -27,8 +27,10 @@ from typing import Any
 
 import psutil
 
-from handlers.vllm.options import VllmEngine, VllmOptions
-from lmi_server.configuration.handlers import load
+from handlers.vllm.description import VllmEngine
+from handlers.vllm.options import VllmOptions
+from lmi_server.configuration.engine import EngineDescription
+from lmi_server.configuration.handlers import HANDLERS, load
 from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
@@ -40,6 +42,7 @@ from lmi_server.processes import model_imports
 
 _LIMIT_S = 300.0
 _PAUSE_S = 0.02
+_VLLM = HANDLERS.by_title("vllm")
 _RECOMMENDED = {
     key.removeprefix("option."): value
     for key, value in VllmEngine.recommend(this_machine(process_environment())).items()
@@ -70,8 +73,9 @@ async def outcome(asked: dict[str, Any]) -> dict[str, Any] | str:
     logging.getLogger("handlers").addHandler(log)
     logging.getLogger("handlers").setLevel(logging.INFO)
     try:
-        handler, directory, options = chosen(asked)
-        os.environ.update(options.worker_environment())
+        handler, directory, engine = chosen(asked)
+        options: Any = engine.options
+        os.environ.update(engine.worker_environment())
         if isinstance(handler, RequestHandler):
             return {"answers": handled(handler, directory, options, asked["requests"])}
         await handler.start(directory, options)
@@ -84,14 +88,15 @@ async def outcome(asked: dict[str, Any]) -> dict[str, Any] | str:
         return f"{error.kind}: {error.message}"
 
 
-def chosen(asked: dict[str, Any]) -> tuple[Any, str, Any]:
-    """Return the handler, the directory of the model and the options of a line."""
+def chosen(asked: dict[str, Any]) -> tuple[Any, str, EngineDescription[Any]]:
+    """Return the handler, the directory of the model and the engine with the options of a line."""
     if "directory" in asked:
         model = resolve_model(Path(asked["directory"]), process_environment())
-        return load(model.handler)(), model.model_dir, model.options
+        return load(model.handler)(), model.model_dir, model.engine
     raw = _RECOMMENDED | asked["options"]
     passed_through = {name: raw.pop(name) for name in raw.keys() - VllmOptions.model_fields.keys()}
-    return load("handlers.vllm.handler:VllmHandler")(), raw["model_id"], VllmOptions.restore(raw, passed_through)
+    engine = VllmEngine(_VLLM, VllmOptions.restore(raw, passed_through))
+    return load("handlers.vllm.handler:VllmHandler")(), raw["model_id"], engine
 
 
 async def generated(handler: LLMHandler, prompt: str, tokens: int) -> list[int]:
@@ -121,7 +126,7 @@ async def run(asked: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     # Libraries read these variables when they are imported, as in a worker.
-    os.environ.update(VllmOptions.restore({"model_id": "", **_RECOMMENDED}, {}).worker_environment())
+    os.environ.update(VllmEngine(_VLLM, VllmOptions.model_validate(_RECOMMENDED)).worker_environment())
     model_imports.prepare()
     for name in ("handlers.vllm.engine.loading", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"):
         import_module(name)

@@ -84,7 +84,7 @@ INSIDE_MAY_IMPORT = {
     },
     "lmi_server.configuration": {
         "model_directory": {"options", "tasks"},
-        "model_file": {*_VALUES, "handlers"},
+        "model_file": {*_VALUES, "engine", "handlers"},
         "choice": {*_VALUES, "engine", "handlers", "model_directory", "model_file", "properties", "tasks"},
         "checks": {*_VALUES, "choice", "engine", "handlers", "model_directory", "references"},
     },

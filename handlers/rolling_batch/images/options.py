@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated
 
 from handlers.generation.media_options import MediaOptions
 from lmi_server.configuration.declaration import Allowed, Conflict
@@ -25,10 +25,6 @@ class ImageOptions(MediaOptions):
     image_cache_gb: PositiveFloat = 1.0
     """GiB of encoded images that are kept, so that an image that comes again is not encoded again. Requests with
     further images wait while running ones hold more."""
-
-    def image_bytes(self, config: Mapping[str, Any]) -> int | None:
-        reads_images = isinstance(config.get("vision_config"), dict)
-        return int(self.image_cache_gb * 2**30) if reads_images and (self.ranks or 1) == 1 else None
 
     @property
     def max_images(self) -> int:

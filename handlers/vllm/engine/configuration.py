@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from handlers.vllm import library
+from handlers.vllm.description import VllmMemory
 from handlers.vllm.engine_fields import SWITCH_VALUES
 from handlers.vllm.options import VllmEngineOptions
 from handlers.vllm.requests.rendering import error_message
@@ -121,4 +122,4 @@ def _kv_cache_bytes(config: Any, options: VllmEngineOptions) -> int | None:
     per_request = config.model_config.max_model_len * library.bytes_per_token(config)
     all_requests = config.scheduler_config.max_num_seqs * per_request
     free = free_and_total()[0] // config.parallel_config.world_size
-    return options.reserved_kv_bytes(all_requests, per_request, free)
+    return VllmMemory(options).reserved_kv_bytes(all_requests, per_request, free)

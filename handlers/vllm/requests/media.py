@@ -26,7 +26,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.media.image import ImageMediaIO
 
-from handlers.vllm.options import ANY_MEDIA, PUBLIC_MEDIA
+from handlers.vllm.description import ANY_MEDIA, PUBLIC_MEDIA
 from handlers.vllm.requests.rendering import MEDIA_SIZE
 from lmi_server.contract.errors import PayloadTooLargeError
 from lmi_server.media.budget import MediaBudget, current_budget

@@ -18,7 +18,7 @@ from lmi_server.configuration.choice.deciding_keys import ROLLING_BATCH
 from lmi_server.configuration.choice.engine_recipe import REQUIREMENTS_KEY, VERSION_KEY, engine_recipe
 from lmi_server.configuration.choice.handler_choice import HandlerChoice
 from lmi_server.configuration.declaration import Option
-from lmi_server.configuration.engine import describe_engine
+from lmi_server.configuration.engine import describe_engine, load_engine_type
 from lmi_server.configuration.handlers import HandlerSpec, HandlerTable, load_options_type
 from lmi_server.configuration.layers import DERIVED, Given, SortedKeys, nearest_key, spellings, unknown_key_warning
 from lmi_server.configuration.model_directory.checkpoint import READS_MORE, CheckpointFacts
@@ -149,7 +149,7 @@ class ModelChecks:
         source = self.merged.unknown.get(key)
         if source is None or source.raw != "ray" or self.machine.device_kind != "cpu":
             return
-        if key.removeprefix("option.") in load_options_type(self.spec).engine_names():
+        if key.removeprefix("option.") in load_engine_type(self.spec).argument_names():
             yield (
                 f"{source.describe(key)} is not available on a CPU: vLLM runs its ranks by Ray on GPUs alone; remove it"
             )
@@ -190,17 +190,9 @@ class ModelChecks:
         yield from _unknown_key_warnings(self.merged.unknown, self.spec, self.handlers)
         yield from value_warnings(self.serving, known)
         yield from value_warnings(self.options, known)
-        yield from combination_warnings(self.options, known)
-        yield from self._without_effect_here()
+        yield from combination_warnings(describe_engine(self.spec, self.options), known, self.machine)
         yield from self._degree_without_gpus()
         yield from self._handle_without_effect()
-
-    def _without_effect_here(self) -> Iterator[str]:
-        known = self.merged.known
-        for lacking, names in describe_engine(self.spec, self.options).without_effect_on(self.machine):
-            for key in (f"option.{name}" for name in names):
-                if key in known and known[key].layer not in DERIVED:
-                    yield f"{known[key].place}: {key} has no effect without {lacking}"
 
     def _handle_without_effect(self) -> Iterator[str]:
         """Only a handler that generates text leaves its requests to a `handle` first."""
@@ -226,7 +218,7 @@ def declared_options(spec: HandlerSpec) -> Sequence[Option]:
 
 
 def _unknown_key_warnings(unknown: Given, spec: HandlerSpec, handlers: HandlerTable) -> Iterator[str]:
-    of_engine = load_options_type(spec).engine_names()
+    of_engine = load_engine_type(spec).argument_names()
     known = [*spellings(declared_options(spec)), *(f"option.{name}" for name in sorted(of_engine))]
     owners = _handlers_by_key(handlers) if unknown else {}
     for index, (key, source) in enumerate(unknown.items()):

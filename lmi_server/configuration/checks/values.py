@@ -14,10 +14,12 @@ from lmi_server.configuration.declaration import (
     Options,
     Unavailable,
 )
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.configuration.layers import DERIVED, Given, Source
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE, defines
 from lmi_server.configuration.options import FORMATTERS, ModelOptions, ServingOptions
+from lmi_server.machine.inventory import Machine
 
 
 def unavailable(options: Options, sources: Given) -> Iterator[str]:
@@ -96,20 +98,19 @@ def value_warnings(options: Options, sources: Given) -> Iterator[str]:
                 yield f"{source.place}: {option.key} has no effect here: {mark.reason}"
 
 
-def combination_warnings(options: ModelOptions, sources: Given) -> Iterator[str]:
-    """Yield a warning for each key that has no effect because of the value of another key."""
+def combination_warnings(engine: EngineDescription[ModelOptions], sources: Given, machine: Machine) -> Iterator[str]:
+    """Yield a warning for each key that has no effect because of the value of another key, or on `machine`."""
     given = _keys_of_user(sources)
-    for conflict in options.warnings(given):
+    for conflict in engine.options.warnings(given):
         key = conflict.keys[0]
         yield f"{sources[key].place}: {key} {conflict.text}"
-    for lacking, names in _without_effect(options):
+    for lacking, names in (*engine.without_effect(machine), *_without_adapters(engine.options)):
         for key in (f"option.{name}" for name in names):
             if key in given:
                 yield f"{sources[key].place}: {key} has no effect without {lacking}"
 
 
-def _without_effect(options: ModelOptions) -> Iterator[tuple[str, Collection[str]]]:
-    yield from options.without_effect()
+def _without_adapters(options: ModelOptions) -> Iterator[tuple[str, Collection[str]]]:
     if not options.enable_lora:
         yield "option.enable_lora=true", ["dynamic_lora_loading_path"]
     if options.dynamic_lora_loading_path is None:

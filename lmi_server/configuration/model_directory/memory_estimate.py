@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from lmi_server.configuration.model_directory.gguf import is_gguf, read_gguf
 from lmi_server.configuration.model_directory.state_estimate import layer_counts, state_bytes
@@ -27,6 +27,35 @@ _QUANTISED = {
     "fp8": 1,
 }
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
+
+_AnyOptions = TypeVar("_AnyOptions", bound=ModelOptions, covariant=True)
+
+
+class EngineMemory(Generic[_AnyOptions]):
+    """What an engine takes of the memory beside the weights. A subclass says what differs."""
+
+    def __init__(self, options: _AnyOptions) -> None:
+        self.options = options
+
+    def max_running(self) -> int:
+        """Return how many requests the engine has room for at a time."""
+        return self.options.max_rolling_batch_size
+
+    def kv_row_bytes(self, elements: int, width: int) -> int:
+        """Return the bytes of the key or value of a head and token, `elements` of a model whose own take `width`."""
+        return elements * width
+
+    def reserved_kv_bytes(self, wanted: int, minimum: int, available: int) -> int | None:
+        """Return the bytes of KV cache that a worker without GPU reserves; None if it allocates them on demand.
+
+        All arguments are in bytes: `wanted` holds max_rolling_batch_size sequences of full length, `minimum` holds one,
+        and `available` is the free memory.
+        """
+        return None
+
+    def image_bytes(self, config: Mapping[str, Any]) -> int | None:
+        """Return what a worker keeps of encoded images at most; None if the model of this config.json reads none."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +106,18 @@ class Estimate:
 
 
 def estimate(
-    options: ModelOptions, location: str, config: Mapping[str, Any], devices: int, machine: Machine
+    engine: EngineMemory[ModelOptions], location: str, config: Mapping[str, Any], devices: int, machine: Machine
 ) -> Estimate:
     """Estimate the memory of the model at `location`, split over `devices`; `config` is its config.json or empty."""
-    model = _Model(options, location, config)
+    model = _Model(engine, location, config)
     parameters = model.parameters()
     per_token = model.kv_bytes_per_token()
-    context = options.context_length() or _int(model.text, "max_position_embeddings", "n_positions", "seq_length")
-    tokens = None if context is None else context * options.max_running()
+    context = engine.options.context_length() or _int(model.text, "max_position_embeddings", "n_positions", "seq_length")
+    tokens = None if context is None else context * engine.max_running()
     kv_bytes = None if tokens is None or per_token is None else tokens * per_token
     reserved = None
     if machine.device_kind == "cpu" and kv_bytes is not None and context is not None and per_token is not None:
-        reserved = options.reserved_kv_bytes(kv_bytes, context * per_token, machine.available_bytes)
+        reserved = engine.reserved_kv_bytes(kv_bytes, context * per_token, machine.available_bytes)
     parts = model.kv_parts(devices)
     return Estimate(
         devices=devices,
@@ -102,8 +131,8 @@ def estimate(
         kv_bytes=_share(kv_bytes, parts),
         kv_reserved_bytes=reserved,
         available_bytes=_available(machine),
-        state_bytes=_share(model.state_bytes() * options.max_running() or None, devices),
-        image_bytes=options.image_bytes(config),
+        state_bytes=_share(model.state_bytes() * engine.max_running() or None, devices),
+        image_bytes=engine.image_bytes(config),
     )
 
 
@@ -214,14 +243,14 @@ def inner_size(text: Mapping[str, Any], experts: int) -> int | None:
 class _Model:
     """A model by its config.json, whose sizes are 0 if they are unknown, and by its files."""
 
-    def __init__(self, options: ModelOptions, location: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, engine: EngineMemory[ModelOptions], location: str, config: Mapping[str, Any]) -> None:
         self.text: Mapping[str, Any] = config.get("text_config") or config
-        self._options = options
+        self._engine = engine
         self._location = location
         self._config = config
         self._is_quantised = bool(config.get("quantization_config"))
-        self._quantize = getattr(options, "quantize", None) or ""
-        self._width = self._bytes_per_weight(options.dtype)
+        self._quantize = getattr(engine.options, "quantize", None) or ""
+        self._width = self._bytes_per_weight(engine.options.dtype)
         self._layers = _int(self.text, "num_hidden_layers", "n_layer") or 0
         self._hidden = _int(self.text, "hidden_size", "n_embd") or 0
         self._heads = _int(self.text, "num_attention_heads", "n_head") or 0
@@ -250,7 +279,7 @@ class _Model:
         if not (self._layers and self._heads and self._hidden):
             return None
         attending = layer_counts(self.text, self._layers).attending
-        return 2 * attending * self._kv_heads * self._options.kv_row_bytes(self._head_size, self._width)
+        return 2 * attending * self._kv_heads * self._engine.kv_row_bytes(self._head_size, self._width)
 
     def state_bytes(self) -> int:
         """Return the bytes that recurrent layers keep of one sequence; 0 if the model has none that are known."""
@@ -258,7 +287,7 @@ class _Model:
 
     def kv_parts(self, devices: int) -> int:
         """Return among how many devices the KV cache is divided: a head of keys and values is not, but copied."""
-        stages = max(1, self._options.pipeline_parallel_degree)
+        stages = max(1, self._engine.options.pipeline_parallel_degree)
         ranks = max(1, devices // stages)
         return stages * min(ranks, self._kv_heads or ranks)
 

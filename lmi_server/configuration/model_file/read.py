@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmi_server.artifacts.location import MODEL_FILE_SUFFIXES, NO_WORKFLOWS, RAY_MODEL_NAME
+from lmi_server.configuration.engine import load_engine_type
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.layers import Given, Source, nearest_key, spellings
 from lmi_server.configuration.model_file.application import MEMBER, is_application, member
@@ -240,9 +241,10 @@ def _add_engine_arguments(keys: _LayerKeys, arguments: Mapping[str, Any], path: 
 
 def engine_argument_names() -> frozenset[str]:
     """Return the names that may stand in engine_kwargs; empty if vLLM, whose names these are, is not installed."""
-    types = [load_options_type(spec) for spec in HANDLERS.specs if spec.reads_checkpoint]
-    engines = frozenset[str]().union(*(options.engine_names() for options in types))
-    declared = {key.removeprefix("option.") for options in types for key in spellings(options.declared())}
+    specs = [spec for spec in HANDLERS.specs if spec.reads_checkpoint]
+    engines = frozenset[str]().union(*(load_engine_type(spec).argument_names() for spec in specs))
+    options = [option for spec in specs for option in load_options_type(spec).declared()]
+    declared = {key.removeprefix("option.") for key in spellings(options)}
     of_all = {key.removeprefix("option.") for key in spellings(ModelOptions.declared())}
     return engines | (declared - of_all) | _COMMON if engines else frozenset()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lmi_server.configuration.engine import describe_engine
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.model_directory.checkpoint import read_config
 from lmi_server.configuration.model_directory.memory_estimate import Estimate, estimate, gib, inner_size
@@ -203,11 +204,11 @@ def memory_on(model: ModelShape, accelerator: Accelerator, degree: int, context:
     # vLLM takes a checkpoint in 32 bits in 16.
     dtype = "fp16" if accelerator.dtype == "half" else "bf16"
     values = {"dtype": dtype, "max_model_len": context, "max_rolling_batch_size": seqs}
-    options = load_options_type(spec).model_validate(values)
+    engine = describe_engine(spec, load_options_type(spec).model_validate(values))
     total = int(accelerator.memory_gib * 2**30)
     device = Gpu("0", total, max(0, int(total * UTILIZATION) - ACTIVATIONS))
     machine = Machine(total_bytes=total, available_bytes=total, gpus=(device,) * degree)
-    return estimate(options, model.location, model.config, degree, machine)
+    return estimate(engine.memory, model.location, model.config, degree, machine)
 
 
 def _is_unstable(model: ModelShape, accelerator: Accelerator) -> bool:

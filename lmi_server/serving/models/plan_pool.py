@@ -72,8 +72,8 @@ def plan_pool(
         parallel_loading=options.parallel_loading,
         retry_threshold=serving.retry_threshold,
         quarantine_s=serving.quarantine_time,
-        sessions=resolved.has_sessions or options.keeps_prefixes,
-        prefix_affinity=options.keeps_prefixes,
+        sessions=resolved.has_sessions or resolved.engine.keeps_prefixes,
+        prefix_affinity=resolved.engine.keeps_prefixes,
         adapter_affinity=options.adapters_on_demand or (_ADAPTERS_AT_HAND if options.enable_lora else 0),
     )
 

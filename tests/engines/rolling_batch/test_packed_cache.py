@@ -23,7 +23,7 @@ from transformers.masking_utils import eager_mask
 from handlers.cpu_kernels.arguments import SeenColumns, SlotSpan
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.cpu_kernels.attention.decoding import write_rows
-from handlers.huggingface.options import HuggingFaceOptions
+from handlers.huggingface.options import HuggingFaceMemory, HuggingFaceOptions
 from handlers.rolling_batch.attention.kernel_attention import KernelAttention
 from handlers.rolling_batch.attention.kv_cache import PACKED_TYPES, KVCache, LayerShape, bytes_per_token, unpack_rows
 from handlers.rolling_batch.attention.rows import StepRows
@@ -246,8 +246,8 @@ def test_a_token_takes_half_the_memory_of_bfloat16() -> None:
     packed = bytes_per_token([shape.packed()], torch.int8)
     assert packed == 8 * 2 * (128 + 2)
     assert packed / bytes_per_token([shape], torch.bfloat16) < 0.51
-    assert HuggingFaceOptions(kv_cache_dtype="fp8").kv_row_bytes(128, 2) == 130
-    assert HuggingFaceOptions().kv_row_bytes(128, 2) == 256
+    assert HuggingFaceMemory(HuggingFaceOptions(kv_cache_dtype="fp8")).kv_row_bytes(128, 2) == 130
+    assert HuggingFaceMemory(HuggingFaceOptions()).kv_row_bytes(128, 2) == 256
 
 
 def test_models_that_do_not_attend_by_the_kernels_are_refused() -> None:

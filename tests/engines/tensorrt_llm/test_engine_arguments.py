@@ -11,7 +11,7 @@ import pytest
 from paths import DATA
 from tensorrt_llm_helpers import RECORD, fake_installed, make_model, records, write_properties
 
-from handlers.tensorrt_llm.options import TensorRtLlmOptions
+from handlers.tensorrt_llm.options import TensorRtLlmEngine, TensorRtLlmOptions
 from lmi_server.configuration.declaration import NoEffect, Unavailable
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.explain.explanation import explain
@@ -267,7 +267,7 @@ def test_every_argument_of_the_llm_class_is_an_option() -> None:
     names = {name for cls in ("LLM.__init__", "BaseLlmArgs", "TrtLlmArgs", "TorchLlmArgs") for name in listed[cls]}
     assert len(names) > 80
     tested = {name for options, _ in CASES for name in options}
-    assert names - TensorRtLlmOptions.engine_names() - tested == {"model", "mpi_session"}
+    assert names - TensorRtLlmEngine.argument_names() - tested == {"model", "mpi_session"}
 
 
 def test_a_converted_checkpoint_is_loaded_in_the_place_of_the_model(

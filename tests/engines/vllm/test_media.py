@@ -126,9 +126,12 @@ def test_which_addresses_are_public(address: str, public: bool) -> None:
 
 
 def test_options() -> None:
+    from handlers.vllm.description import VllmEngine
     from handlers.vllm.options import VllmOptions
+    from lmi_server.configuration.handlers import HANDLERS
 
-    variables = VllmOptions(model_id="m").worker_environment()
+    spec = HANDLERS.by_title("vllm")
+    variables = VllmEngine(spec, VllmOptions(model_id="m")).worker_environment()
     assert variables["VLLM_MEDIA_CONNECTOR"] == "lmi_public"
     assert "VLLM_MEDIA_URL_ALLOW_REDIRECTS" not in variables
     assert VllmOptions(model_id="m").engine_arguments()["scheduling_policy"] == "priority"
@@ -136,5 +139,6 @@ def test_options() -> None:
     assert in_turn.engine_arguments()["scheduling_policy"] == "fcfs"
     narrow = VllmOptions(model_id="m", allowed_media_domains=("a.example",), allow_private_media=True)
     assert narrow.engine_arguments()["allowed_media_domains"] == ["a.example"]
-    assert narrow.worker_environment()["VLLM_MEDIA_CONNECTOR"] == "lmi_any"
-    assert narrow.worker_environment()["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
+    variables = VllmEngine(spec, narrow).worker_environment()
+    assert variables["VLLM_MEDIA_CONNECTOR"] == "lmi_any"
+    assert variables["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
