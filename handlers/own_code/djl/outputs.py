@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from djl_python.outputs import ERROR_MESSAGE, Output
+from djl_python.outputs import ERROR_MESSAGE, Output, stream_pieces
 from msgspec.structs import replace
 
 from lmi_server.contract.handler import Response
@@ -47,7 +47,7 @@ def respond(output: Any) -> Response:
     reason = reason_of(output)
     response = Response(status=output.code, headers=headers_of(output.properties), after=_after(output), reason=reason)
     if output.stream_content is not None:
-        response.stream = output.stream()
+        response.stream = stream_pieces(output)
     elif output.content.keys:
         response.data = _body(output.content.keys, output.content.values)
     elif output.code >= 400 and not reason and output.message not in DEFAULT_MESSAGES:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from djl_python.np_util import from_nd_list, from_npz
 from djl_python.optional_packages import needs
 from djl_python.pair_list import PairList
-from djl_python.properties import Properties
+from djl_python.properties import LateProperties, Properties
 from lmi_server.media.budget import MediaBudget
 from lmi_server.media.images import open_image
 
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 _IN_BATCH = re.compile(r"batch_(\d+)[._](.*)", re.DOTALL)
 
 
-class Input:
+class Input(LateProperties):
     """`properties` are the headers of the request; `content` has its query parameters, then its body under "data"."""
 
-    properties: dict[str, Any]
     content: PairList
     function_name: str | None
 
@@ -33,18 +32,6 @@ class Input:
         self.function_name = None
         self.properties = {}
         self.content = PairList()
-
-    def __getattr__(self, name: str) -> Any:
-        """Make the properties of a request at their first use: many handlers read the body only."""
-        made = self.__dict__.pop("_properties", None) if name == "properties" else None
-        if made is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.properties = made()
-        return self.properties
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and copy keep."""
-        return {"function_name": self.function_name, "properties": self.properties, "content": self.content}
 
     # --- properties ---
 
@@ -127,17 +114,11 @@ class Input:
 
     def get_as_string(self, key: str | None = None) -> Any:
         """Return a text. Raises AttributeError, as LMI's does, if there is no content at all."""
-        return self._some_bytes(key).decode("utf-8")
+        return _present(self.get_as_bytes(key)).decode("utf-8")
 
     def get_as_json(self, key: str | None = None) -> Any:
         """Return the value of JSON. Raises AttributeError, as LMI's does, if there is no content at all."""
-        return json.loads(self._some_bytes(key))
-
-    def _some_bytes(self, key: str | None) -> Any:
-        data = self.get_as_bytes(key)
-        if data is None:
-            raise AttributeError("the input has no content to decode; look at is_empty() first")
-        return data
+        return json.loads(_present(self.get_as_bytes(key)))
 
     def get_as_image(self, key: str | None = None) -> Any:
         """Return a PIL image. Raises ImportError if Pillow is not installed.
@@ -170,12 +151,16 @@ class Input:
         self.function_name = self.properties.get("handler")
 
     def __str__(self) -> str:
+        pairs = zip(self.content.keys, self.content.values, strict=True)
         lines = [f"properties: {dict(self.properties)}"]
-        lines += [f"{key}: {self.get_data(key) if key is not None else value!r}" for key, value in self._pairs()]
+        lines += [f"{key}: {self.get_data(key) if key is not None else value!r}" for key, value in pairs]
         return "\n".join(lines)
 
-    def _pairs(self) -> list[tuple[str | None, Any]]:
-        return list(zip(self.content.keys, self.content.values, strict=True))
+
+def _present(data: Any) -> Any:
+    if data is None:
+        raise AttributeError("the input has no content to decode; look at is_empty() first")
+    return data
 
 
 def make_input(properties: Mapping[str, Any], content: list[tuple[str, bytes]], function_name: str | None) -> Input:

@@ -133,19 +133,6 @@ class Output:
         self.stream_output_formatter = output_formatter
         return self
 
-    def stream(self) -> Iterator[bytes]:
-        """Yield the bytes of the stream content."""
-        assert self.stream_content is not None
-        form = self.stream_output_formatter
-        for item in self.stream_content:
-            sent = item if form is None else form(item)
-            if isinstance(sent, str):
-                yield sent.encode("utf-8")
-            elif isinstance(sent, bytes | bytearray):
-                yield bytes(sent)
-            else:
-                yield _json(sent)
-
     def send(self, cl_socket: Any) -> None:
         """Write the answer to the socket of LMI's front end, for code that stands in for its worker."""
         head = bytearray(struct.pack(">h", self.code))
@@ -156,25 +143,13 @@ class Output:
             self.write_utf8(head, str(value))
         if self.stream_content is not None:
             cl_socket.sendall(head + struct.pack(">h", _STREAMED))
-            self._send_stream(cl_socket)
+            _send_stream(self, cl_socket)
             return
         head += struct.pack(">h", len(self.content.keys))
         for name, data in zip(self.content.keys, self.content.values, strict=True):
             self.write_utf8(head, name)
             head += struct.pack(">i", len(data)) + data
         cl_socket.sendall(head)
-
-    def _send_stream(self, cl_socket: Any) -> None:
-        last = b""
-        try:
-            for piece in self.stream():
-                cl_socket.sendall(struct.pack(">?i", True, len(piece)) + piece)
-        except OSError:
-            raise
-        except Exception as error:  # the border to the user's code; LMI's last piece has the message
-            logger.exception("the stream raised")
-            last = str(error).encode()
-        cl_socket.sendall(struct.pack(">?i", False, len(last)) + last)
 
     @staticmethod
     def write_utf8(msg: bytearray, val: str | None) -> None:
@@ -232,3 +207,30 @@ class Output:
         }
         shown = {"code": self.code, "message": self.message, "properties": self.properties, "content": types}
         return json.dumps(shown, indent=2, default=str)
+
+
+def stream_pieces(output: Output) -> Iterator[bytes]:
+    """Yield the bytes of the stream content. Not part of LMI's interface."""
+    assert output.stream_content is not None
+    form = output.stream_output_formatter
+    for item in output.stream_content:
+        sent = item if form is None else form(item)
+        if isinstance(sent, str):
+            yield sent.encode("utf-8")
+        elif isinstance(sent, bytes | bytearray):
+            yield bytes(sent)
+        else:
+            yield _json(sent)
+
+
+def _send_stream(output: Output, cl_socket: Any) -> None:
+    last = b""
+    try:
+        for piece in stream_pieces(output):
+            cl_socket.sendall(struct.pack(">?i", True, len(piece)) + piece)
+    except OSError:
+        raise
+    except Exception as error:  # the border to the user's code; LMI's last piece has the message
+        logger.exception("the stream raised")
+        last = str(error).encode()
+    cl_socket.sendall(struct.pack(">?i", False, len(last)) + last)

@@ -61,3 +61,21 @@ class Properties(dict[str, Any]):
         if self._spelling is None:
             self._spelling = {name.lower(): name for name in self}
         return self._spelling.get(key.lower(), key)
+
+
+class LateProperties:
+    """Base of a request, whose properties are made at their first use: many handlers read the body only."""
+
+    properties: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        made = self.__dict__.pop("_properties", None) if name == "properties" else None
+        if made is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.properties = made()
+        return self.properties
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and copy keep: every public attribute."""
+        public = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+        return {"properties": self.properties, **public}
