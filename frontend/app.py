@@ -252,8 +252,8 @@ class StatusEndpoints:
     def _ping_code(self, several: bool) -> int:
         """Return the code for the model of the start that is worst off.
 
-        `several` asks for 207 unless one has failed. Models that are registered later do not change the code: whoever
-        registers them gets the answer of the registration.
+        `several` asks for 207 unless one has failed. Models that are registered later do not change the code: the
+        answer of their registration says how they are.
         """
         worst = max(self._models.startup_statuses, key=_FROM_BEST.index, default=ModelStatus.HEALTHY)
         return 207 if several and worst is not ModelStatus.FAILED else self._ping_codes[worst]

@@ -119,7 +119,7 @@ class _Allowed:
         """Return a model or an adapter as it is to be fetched; the code that fetches it knows its kind."""
         try:
             location = parse_location(text, base)
-        except ValueError:  # nothing is there, or there is no such scheme: only the fetch says so, to those who may ask
+        except ValueError:  # nothing is there, or there is no such scheme: the fetch says so, to clients that may ask
             location = None
         if isinstance(location, S3Location):
             return self._place(name, text)

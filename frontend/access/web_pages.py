@@ -56,7 +56,7 @@ class WebPages:
             )
 
     def _owns(self, host: str) -> bool:
-        """Return whether a browser could not have been led here by this name: nobody owns a name without a dot."""
+        """Return whether a browser could not have been led here by this name: a name without a dot has no owner."""
         if not host or ANY in self._hosts:
             return True
         name = _split(f"//{host}").hostname

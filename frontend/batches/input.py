@@ -72,7 +72,7 @@ class BatchInput:
 
 
 def _note(seen: set[int], line: BatchLine) -> None:
-    """Note the line's custom_id, of which a hash with a secret of this process is enough. Raises LineError."""
+    """Note the line's custom_id, as a hash with a secret of this process. Raises LineError."""
     digest = hash(line.custom_id)
     if digest in seen:
         raise duplicate_id(line.custom_id)

@@ -1,4 +1,4 @@
-"""Runs the batches of a store: those that were made here, and those that a server has left which has ended."""
+"""Runs the batches of a store: its own, and the batches of servers that have ended."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _STEP_S = 10.0
 _STEPS = 361  # an hour of them, and the one that began before it
 _MODELS = 50  # with rings of their own, of 77 KiB
 _MEANS = (1, 2)  # the columns that are rates
-_PEAKS = (3, 4, 5)  # those of which the highest counts
+_PEAKS = (3, 4, 5)  # the columns whose highest value counts
 _NONE = (math.nan,) * 3
 
 Point = Sequence[float]

@@ -1,4 +1,4 @@
-"""The requests' share of the memory for bodies, and their answers' share of another one."""
+"""The requests' share of the memory for bodies, and the answers' share of theirs."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _size(record: logging.LogRecord | None) -> int:
 
 
 class _DroppingHandler(QueueHandler):
-    """Puts records into the queue; counts those that do not fit."""
+    """Puts records into the queue; counts records that do not fit."""
 
     queue: _RecordQueue
 

@@ -13,7 +13,7 @@ from tokenizers import Regex, pre_tokenizers
 from lmi_server.configuration.model_directory.gguf import GgufHeader, read_gguf
 from lmi_server.contract.errors import ConfigurationError, ModelLoadError
 
-# A model may have so many weights for each of the file, and more: those that transformers makes of others.
+# A model may have so many weights for each of the file, and some more, which transformers makes of others.
 _MOST_PER_WEIGHT, _ALLOWED_WEIGHTS = 2, 2**20
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _LLAMA_3 = (

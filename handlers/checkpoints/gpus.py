@@ -125,7 +125,7 @@ def own_gpu(rank: Rank) -> torch.device | None:
         return None
     if rank.size > count:
         raise ModelLoadError(
-            f"option.tensor_parallel_degree={rank.size}, and torch sees {count} GPUs, of which each rank needs one;"
+            f"option.tensor_parallel_degree={rank.size}, and torch sees {count} GPUs, but each rank needs one;"
             f" lower it to {count}"
         )
     device = torch.device("cuda", rank.rank)

@@ -85,8 +85,8 @@ def release_tiles(context):
 def multiply_block(context, rows, first_row, count, panel, sums, is_first):
     """Write the product of a block of rows and a panel to `sums` (BLOCK_ROWS, PANEL_COLUMNS) float32.
 
-    rows (n, m) uint32, of which `count` rows from `first_row` on are the block, as many as `configure_tiles` was told,
-    and of these the first words; panel (words, PANEL_COLUMNS) uint32, of as many words, a multiple of STEP_WORDS. Both
+    rows (n, m) uint32: the block is `count` rows from `first_row` on, as many as `configure_tiles` was told, and of
+    these the first words; panel (words, PANEL_COLUMNS) uint32, of as many words, a multiple of STEP_WORDS. Both
     are contiguous; rows of `sums` may be apart. Words hold two elements of bfloat16. `is_first`: whether the panel
     comes from memory. Nothing is checked.
     """

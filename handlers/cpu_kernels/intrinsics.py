@@ -25,7 +25,7 @@ LANES = 16
 
 
 def host_has(feature: str) -> bool:
-    """Whether the processor that kernels are compiled for has a feature; numba's settings may name another one."""
+    """Whether the processor that kernels are compiled for has a feature; numba's settings may name a different one."""
     config = numba.config
     if config.CPU_NAME is not None or config.CPU_FEATURES is not None or not config.ENABLE_AVX:
         return False
@@ -212,7 +212,7 @@ def word(context, low, high):
 def add_product(context, left, first_word, words, right, sums, first_column, like):
     """Add the product of two tiles to `sums[:, first_column:first_column + TILE_COLUMNS]`.
 
-    left (TILE_ROWS, n) uint32, of which `words` columns from `first_word` on are read; right (words, TILE_COLUMNS or
+    left (TILE_ROWS, n) uint32, read in `words` columns from `first_word` on; right (words, TILE_COLUMNS or
     more) uint32; sums (TILE_ROWS, m) float32. All are contiguous, but the rows of `right` may be apart. Words hold
     elements of the type of `like`, as `word` makes them. Nothing is checked.
 

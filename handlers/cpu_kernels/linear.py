@@ -29,7 +29,7 @@ _NEAR_BYTES = 2**20
 def linear(rows, weight, bias, out, threads):
     """`rows @ weight.T + bias` -> out (n, out_features), for elements of bfloat16.
 
-    rows (n, in_features), contiguous; weight (panels, words, PANEL_COLUMNS) uint32, of which a word holds the weights
+    rows (n, in_features), contiguous; weight (panels, words, PANEL_COLUMNS) uint32, where a word holds the weights
     of two inputs in one output; bias (out_features or 0,). threads: how many share the work.
 
     Each share of the work has panels of its own: their weights are read once, and their columns written. The sums of a

@@ -142,7 +142,7 @@ def draw_rows(logits, temperatures, keys, top_p, min_p, drawn):
     float32 -> drawn (n,) int64.
 
     What is left are the tokens from some logit on. Instead of sorting for it, the tokens with a smaller logit than any
-    one that proves to be outside are left out, and another one is drawn.
+    one that proves to be outside are left out, and the draw is repeated.
     """
     in_threads(_draw_rows, len(logits), (logits, temperatures, keys, top_p, min_p, drawn))
 

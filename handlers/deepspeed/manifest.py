@@ -20,7 +20,7 @@ from lmi_server.contract.texts.quoting import excerpt
 SHARDS_MANIFEST = "ds_inference_config.json"
 """The manifest beside the weights, which names the files of each rank; DeepSpeed uses the same name."""
 MANIFEST_TYPE = "lmi-server ranks"
-"""The type of such a manifest; DeepSpeed's own has another one."""
+"""The type of such a manifest; DeepSpeed's own has another type."""
 
 _WHOLE = ("bloom", "ds_model")
 _ORIGINAL = "remove the key to load the model's original weights, or split those with `lmi-server partition`"

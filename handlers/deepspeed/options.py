@@ -97,7 +97,7 @@ class DeepSpeedOptions(RollingBatchOptions):
     training_mp_size: PositiveInt = 1
     """Tensor parallel degree that the model was trained with, for DeepSpeed's kernels."""
     checkpoint: Annotated[str | None, NAMES_PATH] = None
-    """Manifest, in the model directory, of weights: those that `lmi-server partition` has split or quantised, or
+    """Manifest, in the model directory, of weights that `lmi-server partition` has split or quantised, or
     DeepSpeed's list of files with a whole model (type BLOOM or ds_model). For the rolling batch. Without option.dtype
     the data type of the manifest counts."""
     enable_cuda_graph: bool | None = Field(False, description=RECORDING)  # LMI documents this default

@@ -1,7 +1,7 @@
 """Communication between the ranks of a group: messages of rank 0 to the others, all-reduce and gather of activations.
 
 mpi4py carries the messages. Activations go through shared memory on the CPU and through NCCL on GPUs. A blocking
-receive of MPI spins, which takes a core away from whoever computes; so a follower polls, and sleeps if nothing has come
+receive of MPI spins, which takes a core away from the computation; so a follower polls, and sleeps if nothing has come
 for a while.
 """
 

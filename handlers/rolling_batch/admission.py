@@ -23,7 +23,7 @@ class Admission:
     """Checks requests for a model with `vocabulary` tokens; `end_ids` end a sequence.
 
     `max_len` is the number of tokens that prompt and output may have together. `scores_prompts`: the runner can.
-    `forced_ends` are the tokens of which one has to end an output of full length.
+    `forced_ends` are tokens; one of them has to end an output of full length.
     """
 
     forced_ends: Sequence[int] = ()

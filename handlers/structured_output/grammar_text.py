@@ -38,7 +38,7 @@ def _json_rule(schema: Mapping[str, Any], style: StructuredOutputs) -> str:
     """Return the part of a grammar for the contents of a schema."""
     if style.disable_additional_properties:
         schema = _without_additional_properties(schema)
-    # Of several alternatives in `oneOf`, an answer that matches one may match another one as well: the grammar cannot
+    # Of several alternatives in `oneOf`, an answer that matches one may match a second as well: the grammar cannot
     # know. Schemas of tagged unions, as pydantic makes them, have alternatives that exclude each other.
     options = {"coerce_one_of": True, **_white_space(style)}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"

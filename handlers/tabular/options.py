@@ -28,7 +28,7 @@ class SklearnOptions(TreeModelOptions):
     model_format: Literal["skops", "joblib", "pickle", "cloudpickle"] | None = None
     """Format of the model's file; if not set, the ending of the file's name decides."""
     skops_trusted_types: Annotated[Names, FOR_OPERATOR] = ()
-    """Types that a skops file may contain beside those that skops itself trusts."""
+    """Further types that a skops file may contain; skops trusts some by itself."""
 
 
 class XgboostOptions(TreeModelOptions):

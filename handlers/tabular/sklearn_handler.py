@@ -47,7 +47,7 @@ def _load_skops(path: Path, options: SklearnOptions) -> Any:
     unknown = sorted(set(skops.io.get_untrusted_types(file=path)) - set(options.skops_trusted_types))
     if unknown:
         raise ModelLoadError(
-            f"{path}: contains types that skops does not trust: {', '.join(unknown)}; add those that you trust to "
+            f"{path}: contains types that skops does not trust: {', '.join(unknown)}; add the ones you trust to "
             "option.skops_trusted_types"
         )
     return skops.io.load(path, trusted=list(options.skops_trusted_types))

@@ -15,7 +15,7 @@ from handlers.tensorrt_llm import package
 
 PREFIX = "trtllm_"
 _NOT_PASSED_ON = ("model", "backend", "mpi_session")  # this server decides them
-# The names in versions 1.1 to 1.4 beside those that options declare.
+# The names in versions 1.1 to 1.4 that no option declares.
 _KNOWN = (
     "gpus_per_node", "moe_cluster_parallel_size", "enable_lm_head_tp_in_adp", "cp_config",
     "fail_fast_on_attention_window_too_large", "lora_config", "kv_cache_config", "batched_logits_processor",

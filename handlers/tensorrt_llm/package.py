@@ -27,7 +27,7 @@ _ARGUMENTS = "llmapi/llm_args.py"
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package in the folder `root`; without a folder it is the newest one, of which no more is known."""
+    """A package in the folder `root`; without a folder it stands for the newest version."""
 
     root: Path | None = None
 

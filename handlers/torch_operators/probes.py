@@ -1,6 +1,6 @@
 """Probes of torch's private operators, which any version of torch may change or leave out.
 
-Whoever uses one asks here once in each process, and has another way to compute the same.
+Code that uses one asks here once in each process, and has another way to compute the same.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def fetch_hub_model(model: HubModel, revision: str | None, activity: Activity) -
         return _gguf(model, revision, activity)
     # Many models have their weights twice, as safetensors and pickled: the pickled copy would double the download.
     directory = _snapshot(repo_id, revision, activity, ignored=[*_FOREIGN, *_PICKLED])
-    if (directory / "model_index.json").is_file():  # a pipeline of diffusers, of which only safetensors are loaded
+    if (directory / "model_index.json").is_file():  # diffusers loads only the safetensors of a pipeline
         return directory
     if not list(directory.glob("*.safetensors")):
         directory = _snapshot(repo_id, revision, activity, ignored=[*_FOREIGN])
@@ -134,7 +134,7 @@ def _hub_error(repo_id: str, revision: str | None, error: Exception) -> Artifact
 
 
 _CONNECT = (
-    "give this machine access to the hub (HF_ENDPOINT names another one) and unset HF_HUB_OFFLINE, "
+    "give this machine access to the hub (HF_ENDPOINT names another hub) and unset HF_HUB_OFFLINE, "
     "or copy the model here and set option.model_id to its directory"
 )
 

@@ -109,7 +109,7 @@ class OfflineBatch:
     def _check(self) -> None:
         """Raise ConfigurationError for a file with a line that is no request, before anything loads."""
         if any(path.exists() and path.samefile(self._requests) for path in (self._output, self._partial)):
-            raise ConfigurationError(f"{self._output} is the file of the requests; name another one for the answers")
+            raise ConfigurationError(f"{self._output} is the file of the requests; name another file for the answers")
         seen: set[int] = set()
         for line in self._lines():
             if hash(line.custom_id) in seen:

@@ -57,7 +57,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """`concurrency` clients, each of which sends its next request when it has its answer."""
+    """`concurrency` clients; each sends its next request when it has its answer."""
 
     concurrency: int
 

@@ -88,7 +88,7 @@ class TrialServer:
 def trial_server(log: Path, choose_port: Callable[[], int] = lambda: free_port(None)) -> Iterator[TrialServer]:
     """Start a server without a model, which writes its log to `log`. Raises ConfigurationError if it does not start.
 
-    Another process may take the port before the server does; then the server tries another one.
+    Another process may take the port before the server does; then the server tries another port.
     """
     for _ in range(_PORTS):
         port = choose_port()

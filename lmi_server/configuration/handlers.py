@@ -25,7 +25,7 @@ class Variant:
     """A second handler under the same entry points, for the workloads that the first one does not serve.
 
     `title` is that of its `HandlerSpec`; `serves` is "module:function", which takes a `Workload` and returns a bool.
-    `note` is a warning for the user, "" if the choice surprises nobody.
+    `note` is a warning for the user, "" if the choice needs no explanation.
     """
 
     title: str

@@ -383,7 +383,7 @@ class ModelOptions(Options):
     bedrock_compat: Annotated[bool, Unavailable.values(True, instead=_REMOVE_IT)] = False
     """Answer in the format that Amazon Bedrock expects."""
     enable_lora: bool = False
-    """Serve LoRA adapters of the model: those in its directory, and those that a call registers."""
+    """Serve LoRA adapters of the model: from its directory, and registered by calls."""
     adapters: Annotated[str, NAMES_PATH] = "adapters"
     """Directory in the model directory; each of its subdirectories is a LoRA adapter."""
     dynamic_lora_loading_path: Annotated[str | None, NAMES_MODEL] = None

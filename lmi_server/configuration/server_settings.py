@@ -269,8 +269,8 @@ class ServerSettings(Options):
     )
     unload_idle_models: bool = Field(
         False,
-        description="Unload models without requests, the least recently used first, if another one finds too little "
-        "memory; not those of the start. Otherwise that one is refused with 507, and SageMaker unloads others.",
+        description="Unload models without requests, the least recently used first, if another model finds too little "
+        "memory; models of the start stay. Otherwise that model is refused with 507, and SageMaker unloads others.",
     )
     fail_fast: bool = Field(
         False, description="Drain and stop the server, with exit code 1, as soon as a model of the start fails."
@@ -292,7 +292,7 @@ class ServerSettings(Options):
     log_prompts: bool = Field(False, description="The body of each request, cut at 8 KiB, in its line of access_log.")
     metric_names: MetricNames = Field(
         ("djl_serving", "vllm"),
-        description="Under whose names /metrics shows what it measures, beside those that begin with lmi_.",
+        description="Further names under which /metrics shows what it measures, beside names that begin with lmi_.",
     )
     extra_logs: ExtraLogs | None = Field(
         None,

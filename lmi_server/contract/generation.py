@@ -189,7 +189,7 @@ class Delta(msgspec.Struct, frozen=True):
     last one, has a `finish_reason` and `usage`; its `stop_reason` is the stop string or token id that ended the
     sequence. The first delta has `prompt_text`, the prompt as the model saw it (a chat rendered by its template),
     `prompt_token_ids`, and, if the request set `prompt_logprobs`, `prompt_tokens`. The last one has `transfer_params`
-    if the engine hands the KV cache over to another one: the parameters of that request, by the names of its fields.
+    if the engine hands the KV cache to another engine: the parameters of that request, by the names of its fields.
 
     If the handler parses tool calls and reasoning out of a chat's answer, `text` is the content alone.
     """

@@ -192,7 +192,7 @@ class WakeUp(_Command, frozen=True, tag="wake_up"):
 class ResetPrefixCache(_Command, frozen=True, tag="reset_prefix_cache"):
     """Forget the computed prefixes of prompts. The data of the answer is b"true", or b"false" if some stay.
 
-    With `running` also those of requests that run, with `external` also those that a connector keeps elsewhere.
+    With `running` also the prefixes of running requests, with `external` also what a connector keeps elsewhere.
     """
 
     running: bool

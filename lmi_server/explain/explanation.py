@@ -161,8 +161,8 @@ def memory_of(found: Inspection) -> Estimate:
 
 def memory_of_running(model: ResolvedModel, machine: Machine) -> Estimate:
     """Estimate the memory of one worker of a model that was loaded, on each of its devices."""
-    location = model.options.model_id or model.model_dir
-    return estimate(model.engine.memory, location, read_config(location), model.engine.devices_per_worker(machine), machine)
+    location, engine = model.options.model_id or model.model_dir, model.engine
+    return estimate(engine.memory, location, read_config(location), engine.devices_per_worker(machine), machine)
 
 
 def _explain_options(found: Inspection | ResolvedModel, location: str) -> Sequence[ExplainedOption]:

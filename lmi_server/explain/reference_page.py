@@ -33,7 +33,7 @@ _ROLLING_BATCH = "option.rolling_batch"
 _INTRODUCTION = """\
 # Configuration
 
-How a model and the server are configured, and where each key is described. This page and those that it leads to are
+How a model and the server are configured, and where each key is described. This page and the pages of all keys are
 generated from the declarations in the code (`python -m lmi_server.explain.reference_page docs`).
 
 | page | what it lists |
@@ -91,9 +91,9 @@ The more requests run together, the more tokens are generated in a second. The a
   Now and then it does no harm.
 - If memory runs out, lower `option.chunked_prefill_size` when it happens in prefill, and
   `option.max_rolling_batch_size` when it happens while decoding. A lower `option.mem_fraction_static` helps with both.
-- `option.schedule_policy=lpm` is for requests that share prefixes. If none do, or if those that do are sent together,
+- `option.schedule_policy=lpm` is for requests that share prefixes. If none do, or if such requests are sent together,
   `fcfs` does as well at less cost. The policy chooses among the `option.schedule_window` oldest of the requests that
-  wait; with 0 it chooses only among those that have a place.
+  wait; with 0 it chooses only among requests that have a place.
 - If the device has memory left, several workers (`minWorkers`) serve more than one.
 """
 

@@ -295,7 +295,7 @@ _TGI = Engine(
         "kv_cache_dtype": _mapped("option.kv_cache_dtype", {"fp8_e5m2": "fp8", "fp8_e4m3fn": "fp8"}),
         "dtype": "option.dtype",
         "trust_remote_code": "option.trust_remote_code",
-        "max_concurrent_requests": _mapped("job_queue_size", {}, "requests that wait, beside those that run"),
+        "max_concurrent_requests": _mapped("job_queue_size", {}, "waiting requests, not counting running ones"),
         **dict.fromkeys(
             ("max_input_tokens", "max_input_length"),
             lambda migration, flag: migration.differ(flag.origin, "only prompt and output together have a limit"),

@@ -52,7 +52,7 @@ class Migration:
     mounts: dict[str, str] = field(default_factory=dict)
 
     def carry(self, origin: str, key: str, value: object, differs: str = "") -> None:
-        """Carry a value over, unless it is secret, or the shell would put in another one."""
+        """Carry a value over, unless it is secret, or the shell would replace it."""
         text = "true" if value is True else "false" if value is False else str(value).strip()
         if _KEY.fullmatch(key) is None or len(text) > _LONGEST_VALUE:
             self.drop(origin, "is no name of a setting, or its value is too long")

@@ -1,4 +1,4 @@
-"""Environment variables of a container: those that this server knows become the keys that they stand for."""
+"""Environment variables of a container; the ones that this server knows become the keys that they stand for."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ WORKER_VARIABLE = "LMI_WORKER"
 _PROC = Path("/proc")
 _RESOURCE_TRACKER = "from multiprocessing.resource_tracker import main"
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_PASSES = 3  # a process may start another one between the listing and its end
+_PASSES = 3  # a process may start a child between the listing and its end
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _GONE = (psutil.Error, ProcessLookupError)  # or hidden from this user
 

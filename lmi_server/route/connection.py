@@ -246,6 +246,6 @@ class Connections:
             connection.abort()
 
     def retire(self) -> None:
-        """Close each connection once it has no request: nobody looks after idle ones from now on."""
+        """Close each connection once it has no request: idle ones are not watched from now on."""
         self._keeps = False
         self.close_idle(0.0)

@@ -39,7 +39,7 @@ class Exchange:
         self._is_done = False
 
     def cancel(self) -> None:
-        """Close the connection, by which the server knows that nobody waits; end with the kind "Cancelled"."""
+        """Close the connection, which tells the server to stop; end with the kind "Cancelled"."""
         self._count(failed=self._status == 0)
         self._end(Error(self.id, CANCELLED, "the client went away"))
 

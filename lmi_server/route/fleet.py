@@ -1,6 +1,6 @@
 """The servers behind the URLs of a router: where they are, whether they can serve, and which models they have.
 
-A name may have several addresses, of which each is a server: a headless service of Kubernetes, the nodes of a cluster.
+A name may have several addresses, each a server: a headless service of Kubernetes, the nodes of a cluster.
 Names are looked up again at every check, so that new addresses get requests and old ones only finish theirs.
 """
 
@@ -48,7 +48,7 @@ class CheckError(Exception):
 
 
 class Server:
-    """One address. `models` are those that it serves, each with its adapters; none while it `is_healthy` not."""
+    """One address. `models` has the models that it serves, each with its adapters; empty unless it `is_healthy`."""
 
     def __init__(self, site: Site, peer: Peer) -> None:
         self.site = site

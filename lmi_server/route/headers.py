@@ -1,4 +1,4 @@
-"""Which headers a router passes on: those that concern one connection alone end here (RFC 9110, section 7.6.1)."""
+"""Which headers a router passes on: headers of one connection end here (RFC 9110, section 7.6.1)."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class RoutePool(WorkerPool):
         return _renamed(request, fields, asked if asked is not None and asked in self._listed else self.name)
 
     def _names_for(self, asked: str | None) -> Sequence[str]:
-        """Return the names by one of which a key may use this model.
+        """Return the names of this model that permit its use: a key must allow one of them.
 
         What a body names counts if it is an adapter, or a model that this one serves for. Path, query and headers may
         have chosen another model than the body names.
@@ -280,7 +280,7 @@ def _fields_in(request: Input) -> Mapping[str, msgspec.Raw] | None:
 def _renamed(request: Input, fields: Mapping[str, msgspec.Raw], name: str) -> Input:
     """Return the request with these fields and this name of its model, once; other values stay as they were written.
 
-    A body may name two models, of which a server may read the other one.
+    A body may name two models, and a server may read either.
     """
     body = msgspec.json.encode({**fields, "model": name})
     query = [pair for pair in request.content if pair[0] != "data"]

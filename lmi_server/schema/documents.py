@@ -39,7 +39,9 @@ def serving_properties(strict: bool = False) -> Schema:
     for key in owners.keys() - {key for option in shared for key in option.keys}:
         properties[key]["x-handlers"] = owners[key]
     if strict:
-        engine = sorted({f"option.{name}" for spec in specs for name in load_engine_type(spec).argument_names()} - properties.keys())
+        engine = sorted(
+            {f"option.{name}" for spec in specs for name in load_engine_type(spec).argument_names()} - properties.keys()
+        )
         properties |= {key: {**_TEXT, "description": "An argument of the engine."} for key in engine}
     return _document("serving.properties", properties, strict)
 

@@ -65,7 +65,7 @@ def _accepts(adapter: TypeAdapter[Any], text: str) -> bool:
 
 
 def _alternatives(annotation: Any, metadata: Sequence[Any], adapter: TypeAdapter[Any]) -> Iterator[Schema]:
-    """Yield the schemas of which a value must match one."""
+    """Yield the schemas; a value must match one of them."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _alternatives(annotation.__origin__, (*annotation.__metadata__, *metadata), adapter)

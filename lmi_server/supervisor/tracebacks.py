@@ -55,7 +55,7 @@ class Tracebacks:
     def _continues(self, line: str) -> bool:
         if self._is_inside:
             return True
-        if line == _BEGINNING:  # behind indented lines another one begins
+        if line == _BEGINNING:  # a further traceback begins behind indented lines
             return self._has_traceback or len(self._lines) == 1
         return line in _BETWEEN if self._has_traceback else line[:1].isspace()
 

@@ -107,7 +107,7 @@ def test_neither_network_nor_cache(tmp_path: Path, offline: str) -> None:
     found, _ = fetch(tmp_path, NOBODY, HF_HUB_OFFLINE=offline)
     assert found.startswith(
         "ArtifactError: team/tiny: the hub cannot be reached, and the model is not in the cache; "
-        "give this machine access to the hub (HF_ENDPOINT names another one) and unset HF_HUB_OFFLINE, or"
+        "give this machine access to the hub (HF_ENDPOINT names another hub) and unset HF_HUB_OFFLINE, or"
     )
 
 

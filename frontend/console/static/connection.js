@@ -187,7 +187,7 @@ function take(message) {
   changed();
 }
 
-// A browser has six connections to a server for all tabs: one that nobody sees needs none for its events.
+// A browser has six connections to a server for all tabs: a hidden tab needs none for its events.
 export function connect() {
   const follow = () => (document.hidden ? following?.abort() : reconnect());
   document.addEventListener("visibilitychange", follow);

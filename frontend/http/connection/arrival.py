@@ -147,7 +147,7 @@ class ArrivingRequest:
             raise self._no_room()
 
     def _bound_framing(self) -> None:
-        """Bound the bytes between and behind the chunks of a body, of which the parser reports nothing."""
+        """Bound the bytes between and behind the chunks of a body, which the parser does not report."""
         self._framing_size = 0 if self._had_body else self._framing_size + self._read_size
         if self._framing_size > _MAX_HEAD:
             raise RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "BadRequestException", _TOO_MUCH_FRAMING)

@@ -103,13 +103,13 @@ POOL_GAUGES = (
 """The attributes of `WorkerPool`, as those of the next two."""
 
 POOL_COUNTERS = (
-    Quantity("members.deaths", "lmi_worker_deaths", "Workers that ended although nobody asked."),
+    Quantity("members.deaths", "lmi_worker_deaths", "Workers that ended unasked."),
     Quantity("dispatcher.recovery.retries", "lmi_requests_retried", "Requests that were sent to a worker again."),
 )
 POOL_HISTOGRAMS = (
     Quantity(
         "dispatcher.batch_sizes", "lmi_batch_size",
-        "Requests of a batch; without batches, those that a worker had with each that it got.",
+        "Requests of a batch; without batches, the requests of a worker at the arrival of each.",
     ),
     Quantity("members.load_times", "lmi_model_load_seconds", "Start of a worker's process to its loaded model."),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Quantiles of what was counted, to within 2 %: buckets that grow by a constant factor, as in DDSketch.
 
-The buckets of /metrics are a contract with those who scrape them, and too coarse to show a percentile as a number.
+The buckets of /metrics are a contract with its scrapers, and too coarse to show a percentile as a number.
 """
 
 from __future__ import annotations

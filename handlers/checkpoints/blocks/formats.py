@@ -119,7 +119,7 @@ def _read_q5_k(raw: torch.Tensor) -> Numbers:
 
 
 def _read_q6_k(raw: torch.Tensor) -> Numbers:
-    """Each half of a super-block has 64 bytes, of which the lower halves come first, and 32 bytes of upper bits."""
+    """Each half of a super-block has 64 bytes, whose lower halves come first, and 32 bytes of upper bits."""
     low = raw[:, :, :128].unflatten(2, (2, 1, 64)) >> torch.tensor([[0], [4]], dtype=torch.uint8) & 15
     shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
     high = raw[:, :, 128:192].unflatten(2, (2, 1, 32)) >> shifts & 3

@@ -61,7 +61,7 @@ def _chunk_attention(query, keys, values, span, columns, out, settings):
     """Compute attention for the rows of a chunk, each to the tokens that it may see.
 
     query (heads, rows, dim), any strides; keys (slots, kv_heads, max_len, dim) and values (slots, kv_heads, max_len,
-    value_dim), or packed rows, of which the SlotSpan `span` holds the columns -> out (rows, heads, value_dim).
+    value_dim), or packed rows; the SlotSpan `span` holds the columns -> out (rows, heads, value_dim).
     columns: SeenColumns. settings: AttentionSettings.
 
     The rows of this kernel are the query heads that share keys and values: those of a token, then those of the next
@@ -160,7 +160,7 @@ def _laid_out(cached, query, out):
     """Return keys and values of a slot in the layout that `add_product` reads, as elements of query and out.
 
     cached: keys (slots, kv_heads, max_len, dim), values (slots, kv_heads, max_len, value_dim), contiguous, or packed
-    rows; slot; offset; columns, so many of which are laid out from the offset on. Keys are transposed by tiles of
+    rows; slot; offset; columns: how many are laid out from the offset on. Keys are transposed by tiles of
     columns: (kv_heads, tiles, words of a key, TILE_COLUMNS). Each word of the values holds the elements of neighbouring
     columns: (kv_heads, words of all columns, value_dim rounded up to TILE_COLUMNS). Zeros replace values that are not
     finite: rows of other sequences in a tile multiply them by zero, which would make their sums NaN.

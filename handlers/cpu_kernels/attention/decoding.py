@@ -65,7 +65,7 @@ def _write_some(first, last, key, value, keys, values, slots, positions):
 def slot_attention(query, key, value, keys, values, slots, positions, out, settings):
     """Write each row's key and value into its slot; then each row attends to its slot up to its own position.
 
-    query (heads, rows, dim), key and value (kv_heads, rows, dim): any strides, of which the first `len(slots)` rows
+    query (heads, rows, dim), key and value (kv_heads, rows, dim): any strides; the first `len(slots)` rows
     are read. keys, values: (slots, kv_heads, max_len, dim), contiguous, or packed rows. slots, positions: (n,) int64,
     several rows may be of one slot. out: (rows, heads, value_dim), contiguous. settings: AttentionSettings.
 

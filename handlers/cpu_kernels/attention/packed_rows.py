@@ -2,7 +2,7 @@
 
 A row, the key or value of one head and token, is its numbers and behind them the two bytes of its scale in bfloat16.
 int8 rows hold integers from -127 to 127. uint8 rows hold numbers of 8 bits with 4 of exponent (E4M3 of Micikevicius et
-al., "FP8 Formats for Deep Learning", 2022), of which the greatest is 448. Numbers of both are exact in bfloat16: their
+al., "FP8 Formats for Deep Learning", 2022), at most 448. Numbers of both are exact in bfloat16: their
 products are those of the kernels for bfloat16, and the scale of a token multiplies its score, or its weight.
 """
 
@@ -188,7 +188,7 @@ def _write_row(row, source):
             is_finite &= number < np.float32(np.inf)
         bits, factor = np.uint16(0), np.float32(0)
         if not is_finite:
-            bits = np.uint16(0x7FC0)  # NaN: whoever sees the row gets NaN, as with rows of other types
+            bits = np.uint16(0x7FC0)  # NaN: what attends to the row becomes NaN, as with rows of other types
         elif most >= _TINY:
             bits = _scale_above(most / greatest)
             factor = np.float32(1) / load(bits)

@@ -1,4 +1,4 @@
-"""How the kernels hold weights of few bits: in panels of 32 outputs, of which a block has 32 inputs.
+"""How the kernels hold weights of few bits: in panels of 32 outputs, whose blocks have 32 inputs.
 
 The weights of a linear layer are one array, which begins with a table of its panels. Panels of one layer may be of
 different kinds, because files mix them. A panel is a run of super-blocks: of one block each, or of eight that share

@@ -86,7 +86,7 @@ def _exact(first_share, last_share, rows, weight, bias, out, shares):
 
 @kernel_part()
 def _multiply_in_vectors(rows, weight, bias, out, threads, words, like):
-    """Multiply rows as words of elements of the type of `like`, a block of which has `words`.
+    """Multiply rows, whose words hold elements of the type of `like`; a block has `words` of them.
 
     The last rows, fewer than a tile, are padded with zeros.
     """

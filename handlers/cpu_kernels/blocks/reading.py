@@ -31,7 +31,7 @@ HAS_TABLES = host_has("avx512f")
 
 
 def for_kind(builder, code, build) -> None:
-    """Write `build(kind)` for each kind, of which the one with a code runs."""
+    """Write `build(kind)` for each kind; the one with `code` runs."""
     for kind in KINDS if HAS_TABLES else [kind for kind in KINDS if not kind.has_codebook]:
         with builder.if_then(builder.icmp_signed("==", code, INT(kind.code))):
             build(kind)
@@ -141,7 +141,7 @@ class Block:
         return self._multiplied(address, factors, quarter)
 
     def _multiplied(self, address, factors, quarter: int):
-        """Return the bytes of a quarter at an address, times float16 at another one."""
+        """Return the bytes of a quarter at an address, times the float16 at `factors`."""
         builder, kind = self._builder, self.kind
         small = load_at(builder, address, _OF_QUARTER * quarter, ir.VectorType(ir.IntType(8), _OF_QUARTER))
         widen = builder.zext if kind.has_minimum else builder.sext

@@ -1,6 +1,6 @@
-"""Compiles parts of kernels as far as LLVM's intermediate representation (IR), of which the kernels make machine code.
+"""Compiles parts of kernels as far as LLVM's intermediate representation (IR); the kernels make machine code of it.
 
-By itself numba makes machine code of each function. A caller links the IR of those that it calls, and nothing runs the
+By itself numba makes machine code of each function. A caller links the IR of what it calls, and nothing runs the
 machine code of a part. Without it, kernels take a tenth less time to compile, and are the same. The IR of a part is
 optimised as before: if it is not until it is in a kernel, linear layers of 32 rows take 3 to 7 % longer.
 

@@ -9,10 +9,10 @@ its core in the middle of a piece. A region without helpers costs no more than a
 The words that threads share are in `STATE`:
 
 - ticket: the number of the region in its upper 32 bits, then 16 bits each for how many pieces it has, and for how many
-  are taken. Whoever adds one to it with a compare-and-swap has taken a piece. The number of the region makes that fail
+  are taken. A thread takes a piece when it adds one with a compare-and-swap. The number of the region makes that fail
   for a thread that read the ticket in an earlier region.
 - work and data: the function that computes pieces of this region, and the address of its arguments; count: how many
-  numbers its pieces make up. Nobody writes them before all pieces are done, so that who has a piece may read them.
+  numbers its pieces make up. They are not written before all pieces are done, so a thread with a piece may read them.
 - done: how many pieces are done.
 - sleepers: how many helpers sleep, or are about to. They look for a ticket some microseconds, and then sleep until the
   number of the region changes.

@@ -5,7 +5,7 @@ locks. A rank writes a block and then stores its counter with release order; the
 order until it is high enough, and then read the block. On x86 both are plain moves: the order only keeps compiler and
 processor from moving the block's reads and writes across.
 
-Blocks are numbered, and block n takes the place of block n - 2. No rank still reads that one: whoever writes block n
+Blocks are numbered, and block n takes the place of block n - 2. No rank still reads that one: the writer of block n
 has waited for block n - 1 of all ranks, and a rank publishes its block n - 1 after it has read every block n - 2. So
 two blocks per rank suffice, without a barrier.
 """
@@ -108,6 +108,6 @@ def gather_columns(part, out, shared):
 
 @kernel_part()
 def _copy(source, target):
-    """Copy an array (n,) to the beginning of another one. An assignment to a slice takes seconds to compile."""
+    """Copy an array (n,) to the beginning of `target`. An assignment to a slice takes seconds to compile."""
     for place in range(len(source)):
         target[place] = source[place]

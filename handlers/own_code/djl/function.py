@@ -124,7 +124,7 @@ class DjlFunction(RequestHandler):
 def _properties(model_dir: str, options: OwnCodeOptions) -> dict[str, str]:
     """Return the configuration as the call that loads the model gets it."""
     given = dict(options.given)
-    # The server sets model_id to the directory if no layer names another one. LMI's code takes a model_id that is
+    # The server sets model_id to the directory if no layer sets it. LMI's code takes a model_id that is
     # there as the name of weights elsewhere.
     if given.get("model_id") == model_dir:
         del given["model_id"]

@@ -194,7 +194,7 @@ def decoding_kernels(element: str, weights: str = PLAIN, kept: str | None = None
 
 
 def other_kernels(element: str, weights: str = PLAIN, kept: str | None = None) -> Iterator[Call]:
-    """Yield the kernels of single modules, of prompts and those that draw tokens, as `first_kernels` does."""
+    """Yield the kernels of single modules, of prompts and of sampling, as `first_kernels` does."""
     from handlers.cpu_kernels import rows as kernels
     from handlers.cpu_kernels.attention.chunks import chunk_attention
     from handlers.cpu_kernels.attention.decoding import write_rows

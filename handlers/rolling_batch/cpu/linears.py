@@ -58,7 +58,7 @@ def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection
 
 @functools.cache
 def read_weights(kind: type[nn.Module]) -> frozenset[str]:
-    """Return of which layers below it a module reads the weight (the index of DeepSeek V3.2 does).
+    """Return the layers below a module whose weight it reads itself (the index of DeepSeek V3.2 does).
 
     Its methods say so, inherited ones as well; what its constructor reads is read before weights are laid out.
     """

@@ -168,7 +168,7 @@ class ImageIntake:
     async def _read_one(
         self, part: ImagePart, data: bytes | None, images: int, found: Mapping[ImageKey, _Image], budget: MediaBudget
     ) -> tuple[ImageKey, _Image]:
-        """Return the key of one of so many images, and the image, which may be among those that were found."""
+        """Return the key of one of so many images, and the image, which the cache may have."""
         run, reader = asyncio.get_running_loop().run_in_executor, self._model.reader
         data = await run(self._reading, decoded, part) if data is None else data
         key = await run(self._reading, reader.key, data, images)  # the loop would stall for 64 MiB

@@ -1,4 +1,4 @@
-"""LoRA adapters in steps that are recorded: matrices at fixed addresses, of which each row takes those of a place.
+"""LoRA adapters in recorded steps: matrices at fixed addresses; each row takes the matrices of a place.
 
 A recorded step reads what lies at the addresses of its recording. So the matrices of the adapters in use are copied to
 places of a bank, and a step gets the number of a place for each of its rows (as in Punica, Chen et al., 2023). The bank

@@ -1,4 +1,4 @@
-"""Triton kernels for the updates of LoRA adapters, of which each row has its own (Punica, Chen et al., 2023)."""
+"""Triton kernels for the updates of LoRA adapters; each row has its own adapter (Punica, Chen et al., 2023)."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: N803 - Triton's constants are written in capitals

@@ -14,7 +14,7 @@ class PagedCache:
     """`keys[layer]` and `values[layer]` are (pages + 1, kv_heads, page, dim) tensors on the layer's device.
 
     `tables` has for each device, (slots + 1, pages of `max_len` tokens) int32, the page of every `page` tokens of the
-    sequence in a slot. The last page belongs to nobody: rows that only fill up a pass are written there, by way of
+    sequence in a slot. The last page is of no sequence: rows that only fill up a pass are written there, by way of
     `idle_slot`, and so are the rows of a slot without a sequence.
     """
 

@@ -320,7 +320,7 @@ def chunk_kernel(
     first_row = tl.load(chunk).to(tl.int64)
     count = tl.load(chunk + 1)
     start = tl.load(chunk + 2)
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # those that see the most columns first
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # tiles that see the most columns come first
     if tile >= count:
         return
     table = tables + tl.load(chunk + 3).to(tl.int64) * table_stride

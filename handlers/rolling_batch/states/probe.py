@@ -56,7 +56,7 @@ def find_mixers(model: Any, inputs: PassInputs) -> list[Mixer]:
     """Return the mixers of `model`, which computes `inputs`, in the order of calls. Raises UnsupportedAttentionError.
 
     Every module that takes a cache gets a recording one of its own in a pass over a few tokens. The modules that write
-    to it are the mixers; of two of which one contains the other, the outer one is.
+    to it are the mixers; if one contains another, the outer one is.
     """
     if not keeps_states(model):
         return []

@@ -97,7 +97,7 @@ class SpeechRecognition(Task):
         return ChunkedTranscription(samples, self.sampling_rate, parameters, chunks, forward, after)
 
     def advance(self, transcriptions: Sequence[Transcription]) -> None:
-        """Do the next step of sounds with the same key, of which only one may be None.
+        """Do the next step of sounds with the same key; a sound whose key is None comes alone.
 
         Raises ValueError or RequestError if a request cannot be served, and anything else if the model fails.
         """

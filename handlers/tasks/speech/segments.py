@@ -21,7 +21,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a sound, with start and end in seconds, and its tokens, the first and last of which may be times.
+    """A part of a sound, with start and end in seconds, and its tokens; the first and the last may be times.
 
     `seek` is where the window begins, in frames of features. `token_times` are in seconds, None if they were not asked
     for. `text` is that of the segment, `window_text` of its whole window.
@@ -62,7 +62,7 @@ def compression_ratio(text: str) -> float:
 def certain_tokens(tokens: Sequence[int], first_time: int) -> int:
     """Return how many tokens of a window that is not at its end will stay, whatever follows.
 
-    A time that follows another one ends a segment. What follows the last of these ends may be computed again, in the
+    A time behind a time ends a segment. What follows the last of these ends may be computed again, in the
     next window. Without any of them all tokens stay.
     """
     times = [token >= first_time for token in tokens]

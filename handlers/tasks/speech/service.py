@@ -122,7 +122,7 @@ class SpeechService(AsyncRequestHandler):
 
     async def _step(self, together: Sequence[_Turns]) -> None:
         failure = await self._in_thread(self._computing, lambda: self._advance(together))
-        for turns in (*together, *self._waiting):  # the time of those that wait for their turn does not run
+        for turns in (*together, *self._waiting):  # the time of a sound does not run while it waits for its turn
             self.note_progress(turns.request)
             turns.news.set()
         if isinstance(failure, LmiServerError) and len(together) > 1:  # so that only those fail that cannot be served

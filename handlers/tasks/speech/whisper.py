@@ -34,7 +34,7 @@ _OURS = ("language", "prompt", "task", "return_timestamps", _CONDITION, *OF_RESU
 
 
 class WhisperTranscription(Transcription):
-    """A sound of which `seek` frames of `features` (1, mels, frames) are written down, as `segments`.
+    """A sound; the first `seek` frames of its `features` (1, mels, frames) are written down, as `segments`.
 
     `reads_on`: each window is written down with the text of those before it, and so alone.
     """

@@ -36,7 +36,7 @@ from lmi_server.media.public_addresses import PrivateAddressError, connect_to_pu
 
 def _not_public() -> VLLMValidationError:
     return VLLMValidationError(
-        "media are fetched from public addresses alone, and the URL leads to another one; send a data: URL, "
+        "media are fetched from public addresses alone, and the URL leads to a private one; send a data: URL, "
         "or set option.allow_private_media=true",
         parameter="url",
     )

@@ -44,7 +44,7 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EngineEnvironment:
-    """An environment that a model uses. `packages` are the versions of those that its recipe names."""
+    """An environment that a model uses. `packages` has the version of each package that its recipe names."""
 
     directory: str
     python: str

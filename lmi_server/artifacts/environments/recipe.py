@@ -1,7 +1,7 @@
 """What a model asks for: packages by name and version. Its file of requirements is an input like any other.
 
 A line may name a package of the index, with extras, versions, a marker and hashes. Whatever else pip reads is refused:
-URLs and paths would bring files that nobody has chosen, and options (`--index-url`, `-r`) another index, or the text of
+URLs and paths would bring files from anywhere, and options (`--index-url`, `-r`) another index, or the text of
 another file of this machine into an error.
 """
 

@@ -1,8 +1,8 @@
 """Which environments are in use, and the removal of unused ones.
 
 A model in use holds a shared lock (flock) of its environment's file `.used`, whose time is that of the last use. The
-kernel frees the lock when the server ends, however it ends. What is removed must be locked by nobody, on this server or
-another one that shares the directory.
+kernel frees the lock when the server ends, however it ends. An environment is removed while no server locks it:
+this one, or another that shares the directory.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
-_WRAP = "; handle() in the model.py beside it gets each request first, and the built-in handler those that it leaves"
+_WRAP = "; handle() in the model.py beside it gets each request first, and the built-in handler the rest"
 VLLM = f"set option.entryPoint=djl_python.lmi_vllm.vllm_async_service{_WRAP}"
 VLLM_FORMATS = (
     "option.entryPoint=djl_python.lmi_vllm.vllm_async_service answers in this form; a function with @output_formatter"

@@ -108,7 +108,7 @@ class _Chooser:
             return f"{MODEL_CODE} takes the requests"
         if choice.spec is self._by_files():
             return "the model directory holds a file of its kind"
-        suits = ", ".join(self.checkpoint.architectures) or self._task or "a model of which nothing is known"
+        suits = ", ".join(self.checkpoint.architectures) or self._task or "an unknown model"
         return f"no key names one, and it suits {suits} on this machine"
 
     @property

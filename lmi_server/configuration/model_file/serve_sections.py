@@ -53,9 +53,9 @@ Nodes = Annotated[int, Field(ge=1, le=100), Allowed("an integer from 1 to 100")]
 class AutoscalingSection(Section):
     """How many replicas run, and when that changes."""
 
-    min_replicas: NonNegativeInt = Field(1, description="Fewest replicas; 0 lets the model go when nobody asks.")
+    min_replicas: NonNegativeInt = Field(1, description="Minimum number of replicas; with 0 an idle model has none.")
     initial_replicas: NonNegativeInt | None = Field(None, description="Replicas at first; min_replicas if not set.")
-    max_replicas: PositiveInt = Field(1, description="Most replicas.")
+    max_replicas: PositiveInt = Field(1, description="Maximum number of replicas.")
     target_ongoing_requests: PositiveFloat | None = Field(
         None,
         description="Requests per replica, running and waiting, that scaling aims at; 40 % of max_ongoing_requests if"

@@ -12,7 +12,7 @@ from lmi_server.serving.models.registry import ModelRegistry, Proof
 
 
 class FollowedModels(ModelRegistry):
-    """Has the models that those who serve them tell of. None is registered, unregistered or loaded again here.
+    """Has the models that other servers report. None is registered, unregistered or loaded again here.
 
     `untold` is why a request is refused before `_told` is set, and `elsewhere` why a change is.
     """

@@ -37,7 +37,7 @@ from lmi_server.supervisor.log import LEVELS
 logger = logging.getLogger(__name__)
 
 Proof = Callable[[Model], Awaitable[None]]
-"""Returns once a model that was loaded beside another one may take its place; raises LmiServerError if it may not."""
+"""Returns once a newly loaded model may replace the running one; raises LmiServerError if it may not."""
 
 _RELOAD_DRAIN_S = 600.0  # for the requests of the workers that a reload replaces; as when a model is scaled down
 

@@ -89,7 +89,7 @@ class FrameBuffer:
         if self._sealed:
             return
         # Append first, then look at the flag; `flush` clears the flag first, then takes entries. In whatever order the
-        # threads run, either this flush takes the entry or another one is scheduled.
+        # threads run, either this flush takes the entry or a further one is scheduled.
         self._entries.append(entry)
         if not self._scheduled:
             self._scheduled = True
