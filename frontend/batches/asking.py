@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from frontend.access.api_keys import TENANT
 from frontend.batches.pace import Line, Pace
-from frontend.detached.request import DetachedRequest, KeptAnswer
+from frontend.detached.request import DetachedRequest, KeptAnswer, receive_body
 from frontend.features import Inference
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import scope_without_client
@@ -116,11 +116,7 @@ class Asking:
         body = HeldBytes(self._memory)  # `hold` counts it
         scope = scope_without_client(line.url, headers, request, body)
         scope[TENANT] = tenant
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": line.body, "more_body": False}
-
-        await request.run(self._infer, (ROUTES[line.url], None, None), scope, receive, body)
+        await request.run(self._infer, (ROUTES[line.url], None, None), scope, receive_body(line.body), body)
         return request.record
 
 

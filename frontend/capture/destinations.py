@@ -10,9 +10,10 @@ import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from frontend.capture.settings import CaptureSettings
+from frontend.storage.objects import open_store
 from lmi_server.contract.errors import ConfigurationError
 
 _PREFIX, _SUFFIX = "capture-", ".jsonl"
@@ -28,6 +29,12 @@ class LostError(OSError):
         self.count = count
 
 
+class Objects(Protocol):
+    """The part of a store that is written to."""
+
+    def put(self, key: str, data: bytes) -> None: ...
+
+
 class Destination(Protocol):
     """Keeps lines, each of which is one exchange."""
 
@@ -41,13 +48,8 @@ class Destination(Protocol):
 def destination(settings: CaptureSettings) -> Destination:
     """Return what `capture_to` names. Raises ConfigurationError if it cannot be used."""
     place = settings.capture_to or ""
-    if place.startswith("s3://"):
-        bucket, _, prefix = place.removeprefix("s3://").partition("/")
-        if not bucket:
-            raise ConfigurationError(f'capture_to = "{place}" names no bucket; allowed: s3://bucket/prefix')
-        return S3Objects(_s3_client(), bucket, prefix, min(settings.capture_file_size, _OBJECT_BYTES))
     if "://" in place:
-        raise ConfigurationError(f'capture_to = "{place}" is not allowed; allowed: a directory, or s3://bucket/prefix')
+        return BucketObjects(open_store(place, "capture_to"), min(settings.capture_file_size, _OBJECT_BYTES))
     try:
         return RotatingFiles(Path(place), settings.capture_file_size, settings.capture_files)
     except OSError as error:
@@ -104,13 +106,11 @@ class RotatingFiles:
                 old.unlink()
 
 
-class S3Objects:
-    """Objects below prefix/yyyy/mm/dd/hh/, as SageMaker lays them out, of up to `size` bytes or one minute."""
+class BucketObjects:
+    """Objects below yyyy/mm/dd/hh/, as SageMaker lays them out, of up to `size` bytes or one minute."""
 
-    def __init__(self, client: Any, bucket: str, prefix: str, size: int) -> None:
-        self._client = client
-        self._bucket = bucket
-        self._prefix = prefix.strip("/")
+    def __init__(self, store: Objects, size: int) -> None:
+        self._store = store
         self._size = size
         self._lines = bytearray()
         self._count = 0  # of the lines that wait
@@ -132,16 +132,13 @@ class S3Objects:
     def _send(self) -> int:
         """Store what waits; it is dropped if that fails, so that it cannot grow without bounds."""
         self._number += 1
-        hour = datetime.now(UTC).strftime("%Y/%m/%d/%H")
-        key = "/".join(filter(None, (self._prefix, hour, _name(self._number))))
+        key = f"{datetime.now(UTC):%Y/%m/%d/%H}/{_name(self._number)}"
         lines, self._lines = bytes(self._lines), bytearray()
         count, self._count = self._count, 0
-        from botocore.exceptions import BotoCoreError, ClientError
-
         try:
-            self._client.put_object(Bucket=self._bucket, Key=key, Body=lines)
-        except (BotoCoreError, ClientError) as error:
-            raise LostError(count, f"s3://{self._bucket}/{key}: {error}; {len(lines)} bytes are lost") from error
+            self._store.put(key, lines)
+        except OSError as error:
+            raise LostError(count, f"{error}; {len(lines)} bytes are lost") from error
         return count
 
 
@@ -149,17 +146,3 @@ def _name(number: int) -> str:
     """Return a name that sorts by time; no other process has it."""
     at = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
     return f"{_PREFIX}{at}-{os.getpid()}-{number}{_SUFFIX}"
-
-
-def _s3_client() -> Any:
-    try:
-        import boto3
-    except ImportError as error:
-        raise ConfigurationError(f'capture_to on S3 needs boto3 ({error}); pip install "lmi-server[s3]"') from error
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError
-
-    try:
-        return boto3.session.Session().client("s3", config=Config(connect_timeout=10, read_timeout=30))
-    except BotoCoreError as error:
-        raise ConfigurationError(f"capture_to: {error}; set it as for other tools of AWS") from error

@@ -22,6 +22,15 @@ _TURN = 256  # pieces, after which other requests have their turn: nothing else 
 _ITEM_SIZE = 64  # bytes that a piece of an answer takes beside its content
 
 
+def receive_body(body: bytes) -> Receive:
+    """Return what receives a request with this whole body."""
+
+    async def receive() -> MutableMapping[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
 class KeptAnswer(msgspec.Struct):
     """An answer, as far as there is one. `items` are the pieces in which the model has sent it."""
 

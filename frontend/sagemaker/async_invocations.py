@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.responses import Response
 
-from frontend.detached.request import DetachedRequest, KeptAnswer
+from frontend.detached.request import DetachedRequest, KeptAnswer, receive_body
 from frontend.features import Inference
 from frontend.http.clients import Receive, Scope
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
@@ -245,13 +245,9 @@ class AsyncInvocations:
         self, data: bytes, timeout_s: int, name: str | None, scope: Scope, answer: HeldBytes
     ) -> DetachedRequest:
         request = DetachedRequest(KeptAnswer(), answer)
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": data, "more_body": False}
-
         headers = _forward_headers(scope["headers"], len(data), timeout_s)
         forwarded, decoded = {**scope, "headers": headers}, held_by(scope).another()
-        await request.run(self._infer, (routes.INVOCATIONS, name, None), forwarded, receive, decoded)
+        await request.run(self._infer, (routes.INVOCATIONS, name, None), forwarded, receive_body(data), decoded)
         return request
 
     async def _pause(self) -> None:

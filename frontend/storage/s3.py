@@ -25,6 +25,7 @@ _LEASE_S = 60.0
 _RENEWED_S = 15.0
 _READERS = 16
 _CONNECTIONS = 64  # as many as all threads of a feature need
+_CONNECT_S = 10
 _LEASE = "lease"
 _CHANGED = frozenset({"PreconditionFailed", "ConditionalRequestConflict", "412", "409"})
 _MISSING = frozenset({"NoSuchKey", "404"})
@@ -207,7 +208,8 @@ def aws_client(service: str, key: str) -> Any:
     from botocore.exceptions import BotoCoreError
 
     try:
-        return boto3.session.Session().client(service, config=Config(max_pool_connections=_CONNECTIONS))
+        config = Config(max_pool_connections=_CONNECTIONS, connect_timeout=_CONNECT_S)
+        return boto3.session.Session().client(service, config=config)
     except BotoCoreError as error:
         raise ConfigurationError(f"{key}: {error}; set it as for other tools of AWS") from error
 

@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.routing import Route
 
+from frontend.detached.request import receive_body
 from frontend.features import Inference, ServerFeature, ServerParts, Target
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.compression import decoded_body
@@ -91,7 +92,7 @@ class _Feature(ServerFeature):
         body = request.body_after(history)
         held_by(scope).reserve(max(0, len(body) - len(sent)))  # the conversation before
         _set_length(scope, len(body))
-        forward = _receiving(body)
+        forward = receive_body(body)
         target = (RESPONSES, name, version)
         if request.in_background:
             return await self._begin(owner, request, target, scope, forward)
@@ -157,13 +158,6 @@ class _Feature(ServerFeature):
 
     def give_up(self) -> None:
         self._background.give_up()
-
-
-def _receiving(body: bytes) -> Receive:
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive
 
 
 def _set_length(scope: Scope, length: int) -> None:

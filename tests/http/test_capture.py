@@ -17,7 +17,7 @@ from server_helpers import Server, connect, make_model, raw_request, received, r
 from waiting import wait_until
 
 from frontend.capture.budget import Budget
-from frontend.capture.destinations import LostError, RotatingFiles, S3Objects, destination
+from frontend.capture.destinations import BucketObjects, LostError, RotatingFiles, destination
 from frontend.capture.exchange import Exchange
 from frontend.capture.lines import captured_line
 from frontend.capture.settings import CaptureSettings
@@ -226,45 +226,43 @@ def test_files_take_turns_and_the_oldest_go(tmp_path: Path) -> None:
 
 
 class ListedObjects:
-    """Keeps objects as boto3's client would; a stand-in for S3."""
+    """Keeps objects in a dictionary; a fake of a store on S3."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
 
-    def put_object(self, Bucket: str, Key: str, Body: bytes) -> None:  # noqa: N803 - boto3's names
-        self.objects[f"{Bucket}/{Key}"] = Body
+    def put(self, key: str, data: bytes) -> None:
+        self.objects[key] = data
 
 
 def test_objects_on_s3_have_the_hour_in_their_names_and_a_bounded_size() -> None:
-    client = ListedObjects()
-    objects = S3Objects(client, "bucket", "/some/prefix/", 100)
+    store = ListedObjects()
+    objects = BucketObjects(store, 100)
     for _ in range(10):
         objects.write(b"x" * 39 + b"\n")
     objects.flush(now=False)
-    assert len(client.objects) == 3
+    assert len(store.objects) == 3
     objects.flush(now=True)
-    assert b"".join(client.objects.values()) == (b"x" * 39 + b"\n") * 10
-    assert all(key.startswith("bucket/some/prefix/20") and key.count("/") == 7 for key in client.objects)
+    assert b"".join(store.objects.values()) == (b"x" * 39 + b"\n") * 10
+    assert all(key.startswith("20") and key.count("/") == 4 for key in store.objects)
 
 
 class FailingObjects(ListedObjects):
-    """Refuses every second object; a stand-in for S3 that is throttled."""
+    """Refuses every second object; a fake of S3 that is throttled."""
 
     calls = 0
 
-    def put_object(self, Bucket: str, Key: str, Body: bytes) -> None:  # noqa: N803 - boto3's names
+    def put(self, key: str, data: bytes) -> None:
         self.calls += 1
         if self.calls % 2:
-            from botocore.exceptions import ClientError
-
-            raise ClientError({"Error": {"Code": "SlowDown", "Message": "slow down"}}, "PutObject")
-        super().put_object(Bucket, Key, Body)
+            raise OSError("s3://bucket: slow down")
+        super().put(key, data)
 
 
 def test_each_exchange_that_s3_does_not_take_is_counted_and_none_twice() -> None:
     client, budget = FailingObjects(), Budget(10**6)
     line = len(captured_line(exchange(b"{}", budget), ()))
-    writer = CaptureWriter(S3Objects(client, "bucket", "", 3 * line), frozenset())
+    writer = CaptureWriter(BucketObjects(client, 3 * line), frozenset())
     for _ in range(10):
         writer.add(exchange(b"{}", budget))
     writer.close(60)

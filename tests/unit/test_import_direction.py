@@ -72,7 +72,7 @@ INSIDE_MAY_IMPORT = {
         "stored_responses": {*_HTTP, "detached", "features", "management", "relay", "storage"},
         "kserve": {*_HTTP, "features"},
         "tgi": {*_HTTP, "features", "management"},
-        "capture": {*_HTTP, "features"},
+        "capture": {*_HTTP, "features", "storage"},
         "canary": {*_HTTP, "access", "features", "management", "observability"},
         "vllm_calls": {*_HTTP, "access", "features", "management"},
         "openapi": {*_HTTP, "management"},
