@@ -10,15 +10,13 @@ import typer
 from lmi_server.client.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.commands import reload as plain
+from lmi_server.commands.reload import ModelName, Url
 from lmi_server.contract.errors import ConfigurationError
 
 
 def reload_model(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="Name of the model, or name:version; it may be left out if it is one."),
-    ] = None,
-    url: Annotated[str, typer.Option(help="The server.")] = DEFAULT_URL,
+    model: ModelName = None,
+    url: Url = DEFAULT_URL,
     header: Headers = None,
     canary: Annotated[
         str | None, typer.Option(help="Share of the requests that the new version gets at first, such as 5%.")

@@ -8,20 +8,22 @@ from urllib.parse import quote
 
 import typer
 
-from lmi_server.client.server_calls import DEFAULT_URL, ServerCalls, parse_headers
+from lmi_server.client.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 
+ModelName = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="Name of the model, or name:version; it may be left out if it is one."),
+]
+Url = Annotated[str, typer.Option(help="The server.")]
 _LIST_S = 30.0
 
 
 def reload_model(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="Name of the model, or name:version; it may be left out if it is one."),
-    ] = None,
-    url: Annotated[str, typer.Option(help="The server.")] = DEFAULT_URL,
-    header: Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")] = None,
+    model: ModelName = None,
+    url: Url = DEFAULT_URL,
+    header: Headers = None,
 ) -> None:
     """Load a model of a running server again, with its files as they are now, and switch without losing a request.
 

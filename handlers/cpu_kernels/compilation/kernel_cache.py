@@ -27,7 +27,7 @@ from numba.core.caching import (
     UserWideCacheLocator,
 )
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _LOCATORS = (UserProvidedCacheLocator, InTreeCacheLocator, UserWideCacheLocator)
 
@@ -40,7 +40,7 @@ def find_place(package: Path) -> bool:
     sources = [next(filter(_has_kernels, _caches(folder)), None) for folder in packages]
     own = _temporary_folder()
     if own is None:
-        _log.warning(
+        logger.warning(
             "compiled kernels cannot be kept, so that each start takes longer by the time that it takes to compile "
             "them: make a directory that can be written, and name it by NUMBA_CACHE_DIR"
         )
@@ -51,7 +51,7 @@ def find_place(package: Path) -> bool:
             _copy(source, next(_caches(folder)))
     first = next(filter(None, sources), None)
     copied = f" with those of {first}" if first else ""
-    _log.info("Compiled kernels are kept in %s%s: no other place can be written", own, copied)
+    logger.info("Compiled kernels are kept in %s%s: no other place can be written", own, copied)
     return True
 
 

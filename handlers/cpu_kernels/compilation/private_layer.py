@@ -18,7 +18,7 @@ import llvmlite.binding
 import numba
 from numba import njit
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -91,7 +91,7 @@ def _if_possible(ask: Callable[[], _T], instead: Callable[[], _T], effect: str) 
         return ask()
     # The border to numba's private classes: nothing says what they raise.
     except Exception as error:  # noqa: BLE001
-        _log.warning(
+        logger.warning(
             "numba %s is not as the versions that were tested (%s to %s): %s: %s; %s",
             numba.__version__,
             *(".".join(map(str, version)) for version in TESTED),
