@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
-from lmi_server.configuration.engine import EngineDescription, without_keys
-from lmi_server.configuration.model_directory.memory_estimate import EngineMemory
+from lmi_server.configuration.engine import EngineDescription, EngineMemory, without_keys
 from lmi_server.configuration.options import (
     LONG_DTYPES,
     Lengths,

@@ -10,7 +10,7 @@ from handlers.chats.options import ParserOptions
 from handlers.cpu_kernels.row_layout import SCALE_BYTES
 from handlers.structured_output.options import WhiteSpaceLimit
 from lmi_server.configuration.declaration import Allowed
-from lmi_server.configuration.model_directory.memory_estimate import EngineMemory
+from lmi_server.configuration.engine import EngineMemory
 from lmi_server.configuration.options import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, lower
 from lmi_server.configuration.references import NAMES_DRAFT
 

@@ -33,10 +33,14 @@ _KNOWN = (
 )  # fmt: skip
 
 
-@cache
 def passed_on() -> frozenset[str]:
     """Return the undeclared names (without "option.") that are passed on, in both spellings."""
-    names = {*_KNOWN, *package.installed().argument_names()}.difference(_NOT_PASSED_ON)
+    return _passed_on(package.installed())
+
+
+@cache
+def _passed_on(installed: package.Package) -> frozenset[str]:
+    names = {*_KNOWN, *installed.argument_names()}.difference(_NOT_PASSED_ON)
     return frozenset({*names, *(f"{PREFIX}{name}" for name in names)})
 
 

@@ -9,8 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from handlers.tensorrt_llm import engine_arguments, engine_fields, package
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented, Key, NoEffect, Unavailable
-from lmi_server.configuration.engine import EngineDescription, without_keys
-from lmi_server.configuration.model_directory.memory_estimate import EngineMemory
+from lmi_server.configuration.engine import EngineDescription, EngineMemory, without_keys
 from lmi_server.configuration.options import (
     DTYPE_NOTE,
     FloatDtype,

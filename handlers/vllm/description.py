@@ -10,8 +10,7 @@ from pathlib import Path
 from handlers.chats.options import tool_parser_note
 from handlers.vllm import engine_fields
 from handlers.vllm.options import VllmEngineOptions
-from lmi_server.configuration.engine import EngineDescription
-from lmi_server.configuration.model_directory.memory_estimate import EngineMemory
+from lmi_server.configuration.engine import EngineDescription, EngineMemory
 from lmi_server.machine.environment import THREAD_VARIABLES
 from lmi_server.machine.inventory import Machine
 

@@ -4,14 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from lmi_server.configuration.handlers import HandlerSpec, load
-from lmi_server.configuration.model_directory.memory_estimate import EngineMemory
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.machine.inventory import Machine
 
-_AnyOptions = TypeVar("_AnyOptions", bound=ModelOptions)
+_AnyOptions = TypeVar("_AnyOptions", bound=ModelOptions, covariant=True)
+
+
+class EngineMemory(Generic[_AnyOptions]):
+    """What an engine takes of the memory beside the weights. A subclass says what differs."""
+
+    def __init__(self, options: _AnyOptions) -> None:
+        self.options = options
+
+    def max_running(self) -> int:
+        """Return how many requests the engine has room for at a time."""
+        return self.options.max_rolling_batch_size
+
+    def kv_row_bytes(self, elements: int, width: int) -> int:
+        """Return the bytes of the key or value of a head and token, `elements` of a model whose own take `width`."""
+        return elements * width
+
+    def reserved_kv_bytes(self, wanted: int, minimum: int, available: int) -> int | None:
+        """Return the bytes of KV cache that a worker without GPU reserves; None if it allocates them on demand.
+
+        All arguments are in bytes: `wanted` holds max_rolling_batch_size sequences of full length, `minimum` holds one,
+        and `available` is the free memory.
+        """
+        return None
+
+    def image_bytes(self, config: Mapping[str, Any]) -> int | None:
+        """Return what a worker keeps of encoded images at most; None if the model of this config.json reads none."""
+        return None
 
 
 class EngineDescription(Generic[_AnyOptions]):

@@ -13,13 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lmi_server.configuration.checks.memory_estimate import Estimate, estimate, shortages
 from lmi_server.configuration.choice.engine_recipe import engine_recipe, missing_uv
 from lmi_server.configuration.declaration import Deprecated, DeprecatedValue, NoEffect, Option
 from lmi_server.configuration.handlers import load_options_type
 from lmi_server.configuration.layers import Source
 from lmi_server.configuration.model_directory.checkpoint import read_config
 from lmi_server.configuration.model_directory.gguf import is_gguf
-from lmi_server.configuration.model_directory.memory_estimate import Estimate, estimate, shortages
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.resolve import Inspection, ResolvedModel
 from lmi_server.contract.errors import ConfigurationError

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from lmi_server.configuration.checks.memory_estimate import gib
 from lmi_server.configuration.declaration import written
-from lmi_server.configuration.model_directory.memory_estimate import gib
 from lmi_server.explain.explanation import ExplainedOption, Explanation
 
 _INDENT = "  "

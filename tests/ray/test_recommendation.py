@@ -12,7 +12,7 @@ import pytest
 from forked_servers import run_command
 from paths import SAMPLES
 
-from lmi_server.configuration.model_directory.memory_estimate import Estimate
+from lmi_server.configuration.checks.memory_estimate import Estimate
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.ray.recommendation.accelerators import ACCELERATORS, FAMILIES, accelerator_of

@@ -9,15 +9,13 @@
       format                             the rest of the answer is written and sent
       execute                            instead of these three, if nothing is known of tokens
 
-All spans are made when the request has ended: their times are known then. They are made as plain data. The SDK's tracer
-measures the times itself, with a lock and copies for each span, and would take several times as long.
+The span of the request begins with it, because the client gets its id. The others are made when the request has ended:
+their times are known then.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import random
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -25,19 +23,18 @@ from typing import Any, NamedTuple
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import (
-    SpanContext,
+    NoOpTracer,
     SpanKind,
     Status,
     StatusCode,
-    TraceFlags,
-    TraceState,
+    Tracer,
     format_span_id,
     format_trace_id,
-    get_current_span,
+    set_span_in_context,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -49,8 +46,7 @@ from lmi_server.dialects.optional import optional_dialects
 _NAME = "lmi-server"
 _PROPAGATOR = TraceContextTextMapPropagator()
 logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # its warnings quote what clients send
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-_UNSET, _ERROR = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
+_ERROR = Status(StatusCode.ERROR)
 _LONGEST = 256  # characters of a text from the client
 _CHAT, _TEXT = "chat", "text_completion"
 # gen_ai.operation.name by route; other routes have one if text was generated.
@@ -71,64 +67,58 @@ class OpenTelemetrySpans:
         resource = Resource.create()
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: _NAME}))
-        source = {
-            "resource": _Source(resource.attributes, resource.schema_url),
-            "instrumentation_scope": InstrumentationScope(_NAME, version(_NAME)),
-        }
-        self._make = functools.partial(ReadableSpan, **source)
-        self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint))
+        # `Tracing` has drawn already which requests are traced.
+        self._provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self._tracer = self._provider.get_tracer(_NAME, version(_NAME))
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether the SDK makes no spans: OTEL_SDK_DISABLED=true."""
+        return isinstance(self._tracer, NoOpTracer)
 
     def begin(self, properties: dict[str, str], scope: Scope) -> RequestSpans:
         """Begin the span of a request with these headers: in the trace that they name, otherwise in a new one."""
-        return RequestSpans(self, properties, scope)
-
-    def add(self, phase: _Phase, context: SpanContext, parent: SpanContext | None, offset: float, **more: Any) -> None:
-        """Send a span, soon. `offset` is what time.time() is ahead of time.monotonic()."""
-        times = {"start_time": int((phase.began + offset) * 1e9), "end_time": int((phase.ended + offset) * 1e9)}
-        status = _ERROR if phase.failed else _UNSET
-        self._processor.on_end(self._make(phase.name, context, parent, status=status, **times, **more))
+        return RequestSpans(self._tracer, properties, scope)
 
     def close(self) -> None:
         """Send what waits."""
-        self._processor.shutdown()
-
-
-class _Source(Resource):  # type: ignore[misc]  # mypy skips OpenTelemetry
-    """The resource of all spans. The exporter looks it up for each span, and the SDK's own hash writes it as JSON."""
-
-    def __hash__(self) -> int:
-        return id(self)
+        self._provider.shutdown()
 
 
 class RequestSpans:
     """The span of one request, and those of its phases."""
 
-    def __init__(self, spans: OpenTelemetrySpans, properties: dict[str, str], scope: Scope) -> None:
-        self._spans = spans
-        self._attributes = _http_attributes(properties, scope)
-        parent = get_current_span(_PROPAGATOR.extract(properties)).get_span_context()
-        self._parent = parent if parent.is_valid else None
-        self._context = _context(parent.trace_id or random.getrandbits(128), parent.trace_state)
-        self.trace_id = format_trace_id(self._context.trace_id)
-        self.header = f"00-{self.trace_id}-{format_span_id(self._context.span_id)}-01"
+    def __init__(self, tracer: Tracer, properties: dict[str, str], scope: Scope) -> None:
+        self._tracer = tracer
+        self._http = _http_attributes(properties, scope)
+        self._began_ns = time.time_ns()
+        self._offset_ns = self._began_ns - time.monotonic_ns()
+        parent = _PROPAGATOR.extract(properties)
+        self._span = tracer.start_span("", parent, SpanKind.SERVER, self._http, start_time=self._began_ns)
+        own = self._span.get_span_context()
+        self.trace_id = format_trace_id(own.trace_id)
+        self.header = f"00-{self.trace_id}-{format_span_id(own.span_id)}-01"
 
     def end(self, record: RequestRecord) -> None:
         """Send the spans, soon."""
-        own, http = self._context, self._attributes
         operation = _OPERATIONS.get(record.route, "" if record.summary is None else _TEXT)
-        name = f"{operation} {record.model}" if operation else f"{http['http.request.method']} {http['http.route']}"
-        failed = record.code >= FAILED and record.code != CLIENT_GONE
-        attributes = http | _attributes(record, operation)
-        offset = time.time() - time.monotonic()
-        whole = _Phase(name.strip(), record.arrived, record.ended, failed)
-        self._spans.add(whole, own, self._parent, offset, kind=SpanKind.SERVER, attributes=attributes)
+        http = f"{self._http['http.request.method']} {self._http['http.route']}"
+        self._span.update_name(f"{operation} {record.model}".strip() if operation else http)
+        self._span.set_attributes(_attributes(record, operation))
+        if record.code >= FAILED and record.code != CLIENT_GONE:
+            self._span.set_status(_ERROR)
+        self._span.end(self._wall_ns(record.ended))
+        within = set_span_in_context(self._span)
         for phase in _phases(record):
-            self._spans.add(phase, _context(own.trace_id, own.trace_state), own, offset)
+            span = self._tracer.start_span(phase.name, within, start_time=self._wall_ns(phase.began))
+            if phase.failed:
+                span.set_status(_ERROR)
+            span.end(self._wall_ns(phase.ended))
 
-
-def _context(trace_id: int, state: TraceState) -> SpanContext:
-    """Return a new span of a trace."""
-    return SpanContext(trace_id, random.getrandbits(64) or 1, False, _SAMPLED, state)
+    def _wall_ns(self, moment: float) -> int:
+        """Return a time.monotonic() as nanoseconds of time.time(), not before the request's span."""
+        return max(self._began_ns, int(moment * 1e9) + self._offset_ns)
 
 
 class _Phase(NamedTuple):

@@ -49,11 +49,14 @@ class Tracing:
         if endpoint is None:
             return None
         try:
-            spans: Spans = import_module("frontend.observability.traces.spans").OpenTelemetrySpans(endpoint)
+            spans = import_module("frontend.observability.traces.spans").OpenTelemetrySpans(endpoint)
         except ImportError as error:
             raise ConfigurationError(
                 f'otlp_traces_endpoint = "{endpoint}" needs OpenTelemetry ({error}); run: pip install lmi-server[otel]'
             ) from error
+        if spans.is_disabled:
+            logger.warning("otlp_traces_endpoint has no effect, because OTEL_SDK_DISABLED=true")
+            return None
         return cls(asked.trace_sample, spans)
 
     def begin(self, properties: dict[str, str], scope: Scope) -> RequestTrace | None:

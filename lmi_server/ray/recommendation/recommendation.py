@@ -1,7 +1,7 @@
 """Recommends workers and batch sizes for a model on a kind of accelerator, from its size and the memory.
 
 docs/ray-model-files.md has the rule. It asks the estimate that `lmi-server explain` shows
-(`configuration.memory_estimate`).
+(`configuration.checks.memory_estimate`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lmi_server.configuration.checks.memory_estimate import Estimate, estimate, gib, inner_size
 from lmi_server.configuration.engine import describe_engine
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.model_directory.checkpoint import read_config
-from lmi_server.configuration.model_directory.memory_estimate import Estimate, estimate, gib, inner_size
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.machine.device_tools import Gpu

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
-from lmi_server.configuration.model_directory.memory_estimate import estimate_of_files, shortages
+from lmi_server.configuration.checks.memory_estimate import estimate_of_files, shortages
 from lmi_server.configuration.resolve import ResolvedModel
 from lmi_server.contract.errors import ModelMemoryError
 from lmi_server.machine.environment import is_multi_model
