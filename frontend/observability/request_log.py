@@ -8,13 +8,13 @@ only if `log_prompts` asks for it.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import logging
 import random
 import re
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from http import HTTPStatus
 
 import msgspec
@@ -91,20 +91,17 @@ class RequestLog:
 
 
 def _line(record: RequestRecord, offset: float) -> RequestLine:
-    """Return the line of a request; `offset` is what time.time() is ahead of time.monotonic().
-
-    It is made for every request, so it calls little; whole microseconds become milliseconds.
-    """
+    """Return the line of a request; `offset` is what time.time() is ahead of time.monotonic()."""
     arrived, sent, summary = record.arrived, record.sent, record.summary
     line = RequestLine(
-        _stamp(int((record.ended + offset) * 1000)),
+        _stamp(record.ended + offset),
         record.id if len(record.id) <= _LONGEST_ID else excerpt(record.id, _LONGEST_ID),
         record.model,
         record.route,
         record.code,
         record.client,
-        round((record.ended - arrived) * 1e6) / 1000,
-        round((sent - record.queued) * 1e6) / 1000 if sent else None,
+        _milliseconds(record.ended - arrived),
+        _milliseconds(sent - record.queued) if sent else None,
         error=record.error,
         trace_id=record.trace_id,
     )
@@ -112,22 +109,19 @@ def _line(record: RequestRecord, offset: float) -> RequestLine:
         line.prompt_tokens, line.output_tokens = summary.prompt_tokens, summary.output_tokens
         line.finish_reason, line.adapter = summary.finish_reason, summary.adapter
         if summary.prefill_s is not None:
-            line.ttft_ms = round((sent - arrived + summary.prefill_s) * 1e6) / 1000
+            line.ttft_ms = _milliseconds(sent - arrived + summary.prefill_s)
     if record.prompt:
         line.prompt = record.prompt.decode(errors="replace")
     return line
 
 
-@functools.lru_cache(1)  # several requests end in one millisecond
-def _stamp(milliseconds: int) -> str:
+def _stamp(moment: float) -> str:
     """Return a time.time() in ISO 8601, in UTC."""
-    second, rest = divmod(milliseconds, 1000)
-    return f"{_second(second)}.{rest:03d}Z"
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 
 
-@functools.lru_cache(1)
-def _second(moment: int) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment))
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)
 
 
 def _texts(lines: Sequence[RequestLine]) -> bytes:
