@@ -8,13 +8,13 @@ only if `log_prompts` asks for it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import random
 import re
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from http import HTTPStatus
 
 import msgspec
@@ -117,7 +117,12 @@ def _line(record: RequestRecord, offset: float) -> RequestLine:
 
 def _stamp(moment: float) -> str:
     """Return a time.time() in ISO 8601, in UTC."""
-    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+    return f"{_second(int(moment))}.{int(moment % 1 * 1000):03d}Z"
+
+
+@functools.lru_cache(1)  # without it, the stamp takes three times as long: 1 % of a small request
+def _second(second: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
 def _milliseconds(seconds: float) -> float:
