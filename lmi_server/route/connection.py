@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, cast
 import httptools
 
 _CONNECT_S = 5.0
-_MAX_HEAD = 128 * 1024  # bytes
+_MAX_HEAD = 128 * 1024  # bytes; also of trailers, and of anything else that is no part of a body
 _MAX_HEADERS = 500
 _IDLE_S = 3.0  # below the 5 seconds after which uvicorn, and so most servers of models, close an idle connection
 _MAX_IDLE = 256
@@ -64,6 +64,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._headers: Headers = []
         self._head_bytes = 0
+        self._bodiless = 0  # bytes since the head, or since the last part of the body
         self._in_head = True
         self._until_close = False
         self._complete = False
@@ -125,6 +126,7 @@ class Connection(asyncio.Protocol):
                 self._fail(f"sent a head of more than {_MAX_HEAD} bytes")
                 return
             self._head_bytes += len(data)
+        self._bodiless += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -137,6 +139,8 @@ class Connection(asyncio.Protocol):
             self._spoilt = True
         if self._complete:
             self._finish()
+        elif not self._in_head and self._bodiless > _MAX_HEAD:
+            self._fail(f"sent more than {_MAX_HEAD} bytes of trailers")
 
     def _finish(self) -> None:
         receiver, self._receiver = self._receiver, None
@@ -176,6 +180,7 @@ class Connection(asyncio.Protocol):
         if status not in _FINAL:
             raise _AnswerError(f"answered with {status}, which is no status of HTTP")
         self._in_head = False
+        self._bodiless = 0
         names = {name.lower(): value for name, value in self._headers}
         length = names.get(b"content-length")
         has_body = status not in (204, 304)
@@ -186,6 +191,7 @@ class Connection(asyncio.Protocol):
             receiver.began(status, self._headers, size if has_body else 0)
 
     def on_body(self, body: bytes) -> None:
+        self._bodiless = 0
         if self._receiver is not None and not self._complete:
             self._receiver.got(body)
 

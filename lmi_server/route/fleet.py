@@ -11,6 +11,8 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,6 +31,8 @@ _NOT_FOUND = (404, 405)
 _MAX_ANSWER = 4 << 20  # bytes of a list of models
 _MAX_MODELS, _LONGEST_NAME = 1000, 256
 _MAX_ADDRESSES = 256  # of one name
+_LOOK_UP_S = 1.0  # for which the checks wait for a name server
+_MAX_LOOK_UPS = 64  # at a time
 _UNNAMED = "default"  # the model of a server without a list of models
 
 
@@ -158,7 +162,10 @@ class Fleet:
         """Raises ConfigurationError for what is no URL of a server."""
         self.servers: dict[tuple[str, Peer], Server] = {}
         self.on_checked: Callable[[], None] = lambda: None
-        self._places = [_Place(url, key) for url in dict.fromkeys(urls)]
+        threads = ThreadPoolExecutor(_MAX_LOOK_UPS, "names")
+        self._places = [_Place(url, key, threads) for url in dict.fromkeys(urls)]
+        self._look_ups: dict[_Place, asyncio.Task[None]] = {}
+        self._late: set[_Place] = set()
         self._every_s = every_s
         self._wanted = asyncio.Event()
 
@@ -170,8 +177,8 @@ class Fleet:
         """Check all servers again and again."""
         while True:
             self._wanted.clear()
-            await asyncio.gather(*(self._follow(place) for place in self._places))
-            await asyncio.gather(*(server.check() for server in self.servers.values()))
+            await self._follow_all()
+            await asyncio.gather(*(self._check(server) for server in self.servers.values()))
             for server in self.servers.values():
                 server.connections.close_idle()
             self.on_checked()
@@ -187,6 +194,32 @@ class Fleet:
         server.note(reason)
         self._wanted.set()
         self.on_checked()
+
+    async def _check(self, server: Server) -> None:
+        """Check a server. Requests that it can have now do not wait for the checks of others."""
+        was_healthy = server.is_healthy
+        await server.check()
+        if server.is_healthy != was_healthy:
+            self.on_checked()
+
+    async def _follow_all(self) -> None:
+        """Look up every name again. A name server that is late delays the checks once, and this name alone."""
+        begun = [place for place in self._places if place not in self._look_ups]
+        for place in begun:
+            self._look_ups[place] = task = asyncio.create_task(self._follow(place))
+            task.add_done_callback(partial(self._looked_up, place))
+        tasks = [self._look_ups[place] for place in begun]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=_LOOK_UP_S)
+            self._late.update(place for place, task in zip(begun, tasks, strict=True) if task in late)
+
+    def _looked_up(self, place: _Place, task: asyncio.Task[None]) -> None:
+        del self._look_ups[place]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s cannot be looked up", place.site.host, exc_info=error)
+        if place in self._late:  # what it has found was not checked yet
+            self._late.remove(place)
+            self._wanted.set()
 
     async def _follow(self, place: _Place) -> None:
         """Have a server for each address that the name has now."""
@@ -204,7 +237,9 @@ class Fleet:
 class _Place:
     """One URL."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, threads: Executor) -> None:
+        """`threads` wait for the name server."""
+        self._threads = threads
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -228,9 +263,7 @@ class _Place:
     async def peers(self) -> set[Peer] | None:
         """Return where its servers are; None if the name cannot be looked up now."""
         try:
-            found: Iterable[Any] = await asyncio.get_running_loop().getaddrinfo(
-                self._name, self._port, type=socket.SOCK_STREAM
-            )
+            found = await self._look_up()
         except OSError as error:
             logger.warning("%s cannot be looked up: %s", self._name, error)
             return None
@@ -240,6 +273,14 @@ class _Place:
         addresses = [address for address, family in families.items() if family == chosen][:_MAX_ADDRESSES]
         name = None if self._context is None else self._name
         return {Peer(address, self._port, self._context, name) for address in addresses}
+
+    async def _look_up(self) -> Iterable[Any]:
+        """Return what the name server says; an address in digits needs none."""
+        asked = partial(socket.getaddrinfo, self._name, self._port, type=socket.SOCK_STREAM)
+        try:
+            return asked(flags=socket.AI_NUMERICHOST)
+        except socket.gaierror:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, asked)
 
 
 def _sorted_models(listed: Sequence[_Listed]) -> Mapping[str, frozenset[str]]:

@@ -176,6 +176,29 @@ def test_what_comes_unasked_closes_an_idle_connection() -> None:
     assert connections.idle() is None
 
 
+@pytest.mark.parametrize("endless", [b"x-trailer: 1\r\n" * 100, b"x" * 4000], ids=["many", "one"])
+def test_trailers_without_end_are_bounded(endless: bytes) -> None:
+    _, connection, transport = connected()
+    recorder = Recorder()
+    connection.send(b"", b"", recorder)
+    connection.data_received(CHUNKED[:-2])
+    for _ in range(200):
+        if not transport.is_closing():
+            connection.data_received(endless)
+    assert transport.is_closing()
+    assert recorder.ends == ["sent more than 131072 bytes of trailers"]
+
+
+def test_a_long_body_in_small_chunks_is_no_trailer() -> None:
+    _, connection, transport = connected()
+    connection.send(b"", b"", Recorder())
+    connection.data_received(CHUNKED[: CHUNKED.index(b"2\r\n")])
+    for _ in range(20_000):
+        connection.data_received(b"1;extension=1\r\n")
+        connection.data_received(b"x\r\n")
+    assert not transport.is_closing()
+
+
 def test_a_head_without_end_is_bounded() -> None:
     _, connection, transport = connected()
     recorder = Recorder()

@@ -68,6 +68,51 @@ def test_addresses_come_and_go() -> None:
     ]
 
 
+class SlowPlace(FakePlace):
+    """A name whose name server answers when `answers` is set."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(fleet)
+        self.answers = asyncio.Event()
+        self.asked = 0
+
+    async def peers(self) -> set[Peer] | None:
+        self.asked += 1
+        await self.answers.wait()
+        return await super().peers()
+
+
+def test_a_name_server_that_does_not_answer_delays_no_check_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmi_server.route.fleet._LOOK_UP_S", 0.01)
+
+    async def follow() -> None:
+        fleet = Fleet([URL], None, 0.01)
+        slow, other = SlowPlace(fleet), FakePlace(fleet)
+        slow.site = slow.site._replace(url="http://slow.example:8000")
+        slow.addresses, other.addresses = {"127.0.0.1"}, {"127.0.0.1"}
+        fleet._places = cast(Any, [slow, other])
+        rounds = asyncio.Semaphore(0)
+        fleet.on_checked = rounds.release
+        running = asyncio.create_task(fleet.run())
+        for _ in range(3):
+            await asyncio.wait_for(rounds.acquire(), 60)
+        assert [url for url, _ in fleet.servers] == [other.site.url]
+        assert slow.asked == 1, "it is asked once at a time"
+        slow.answers.set()
+        while len(fleet.servers) < 2 or "not asked" in list(fleet.servers.values())[1].reason:
+            await asyncio.wait_for(rounds.acquire(), 60)
+        running.cancel()
+
+    asyncio.run(follow())
+
+
+def test_an_address_in_digits_needs_no_name_server() -> None:
+    fleet = Fleet(["http://[::1]:8000", "http://127.0.0.1:8000"], None, 1.0)
+    for place in fleet._places:
+        place._threads = cast(Any, None)  # nothing that could wait for one
+        assert len(asyncio.run(place.peers()) or ()) == 1
+
+
 def test_an_address_in_digits_is_one_server() -> None:
     fleet = Fleet(["http://127.0.0.1:8000/base/v1/"], "key", 1.0)
     assert asyncio.run(fleet._places[0].peers()) == {Peer("127.0.0.1", 8000)}
