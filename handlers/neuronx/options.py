@@ -373,7 +373,10 @@ class NeuronxOptions(ModelOptions):
         if self.loader == "optimum":
             for key in (f"option.{name}" for name in self._only_of_tnx()):
                 if key in given:
-                    yield Conflict((key,), "has no effect on optimum-neuron, only on transformers-neuronx")
+                    yield Conflict(
+                        (key,),
+                        "has no effect on optimum-neuron, only on transformers-neuronx (option.model_loader=tnx)",
+                    )
         continuous = self.rolling_batch_strategy == "continuous_batching"
         if continuous and self.rolling_batch == "disable":
             yield Conflict(("option.rolling_batch_strategy",), "has no effect with option.rolling_batch=disable")

@@ -53,17 +53,47 @@ TOGETHER = {
 }
 
 
-def outcome(section: str, line: str, directory: Path) -> str:
+_ON_GPU = Machine(2**36, 2**35, gpus=(Gpu("0"),), engines=ENGINES)
+_TRTLLM = f"{CHOSEN_BY['TensorRT-LLM']}\noption.backend=tensorrt"
+_TNX = f"{CHOSEN_BY['Transformers-NeuronX']}\noption.model_loader=tnx"
+_SCHEDULER = "engine=Python\noption.rolling_batch=scheduler"
+# The rows that are refused or warned about, as the message says to write them: section, what chooses the handler, the
+# line, the machine. The tests of each handler serve with these.
+REMEDIES: tuple[tuple[str, str, str, Machine | None], ...] = (
+    ("Common", "engine=MPI", "option.entryPoint=djl_python.deepspeed", None),
+    ("Common", "engine=Python\noption.rolling_batch=disable", "batch_size=1", None),
+    ("DeepSpeed", "engine=MPI\noption.rolling_batch=deepspeed", "option.enable_cuda_graph=true", None),
+    ("DeepSpeed", "engine=DeepSpeed", "option.triangular_masking=true", _ON_GPU),
+    ("DeepSpeed", "engine=DeepSpeed", "option.return_tuple=true", _ON_GPU),
+    ("DeepSpeed", "engine=DeepSpeed", "option.training_mp_size=1", _ON_GPU),
+    ("HuggingFace Accelerate", _SCHEDULER, "option.decoding_strategy=greedy", None),
+    ("HuggingFace Accelerate", _SCHEDULER, "option.decoding_strategy=sample", None),
+    ("HuggingFace Accelerate", _SCHEDULER, "option.quantize=bitsandbytes4", None),
+    ("HuggingFace Accelerate", _SCHEDULER, "option.quantize=bitsandbytes8", None),
+    ("LMI-Dist", "engine=MPI\noption.rolling_batch=scheduler", "option.quantize=bitsandbytes8", None),
+    ("Transformers-NeuronX", _TNX, "option.unroll=2", None),
+    ("Transformers-NeuronX", _TNX, "option.neuron_optimize_level=1", None),
+    ("Transformers-NeuronX", _TNX, "option.low_cpu_mem_usage=False", None),
+    ("Transformers-NeuronX", _TNX, "option.group_query_attention=shard-over-heads", None),
+    ("Transformers-NeuronX", _TNX, "option.enable_mixed_precision_accumulation=true", None),
+    ("TensorRT-LLM", _TRTLLM, "option.multi_block_mode=true", None),
+    ("TensorRT-LLM", _TRTLLM, "option.use_fused_mlp=true", None),
+)
+
+
+def outcome(
+    section: str, line: str, directory: Path, chosen_by: str | None = None, machine: Machine | None = None
+) -> str:
     """Return "honoured", or what the first warning or refusal says of the key of `line`."""
     key = line.partition("=")[0]
     (directory / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     manifest = {"type": "BLOOM", "checkpoints": ["weights.bin"], "version": 1.0}
     (directory / "ds_inference_checkpoint.json").write_text(json.dumps(manifest))
     (directory / "weights.bin").touch()
-    chosen = [text for text in CHOSEN_BY[section].splitlines() if text.partition("=")[0] != key]
+    chosen = [text for text in (chosen_by or CHOSEN_BY[section]).splitlines() if text.partition("=")[0] != key]
     lines = [*chosen, line, TOGETHER.get(key, "")]
     (directory / "serving.properties").write_text("\n".join(lines))
-    found = inspect_model(directory, {}, machine=MACHINES.get(section, MACHINE))
+    found = inspect_model(directory, {}, machine=machine or MACHINES.get(section, MACHINE))
     refused = [*found.problems, *found.unavailable]
     if refused:
         return f"refused: {_without_place(refused[0], directory)}"
@@ -86,6 +116,13 @@ def test_each_row_is_honoured_or_refused_as_the_table_says(section: str, tmp_pat
             if found != expected:
                 wrong.append(f"{key}={value}: {found!r}, not {expected!r}")
     assert wrong == []
+
+
+@pytest.mark.parametrize(("section", "chosen_by", "line", "machine"), REMEDIES)
+def test_what_a_message_says_to_write_is_honoured(
+    section: str, chosen_by: str, line: str, machine: Machine | None, tmp_path: Path
+) -> None:
+    assert outcome(section, line, tmp_path, chosen_by, machine) == "honoured"
 
 
 def test_each_refusal_and_each_warning_says_what_to_do() -> None:
