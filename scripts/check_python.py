@@ -19,6 +19,7 @@ MORE = ("jinja2", "llguidance>=1.7,<2", "numba", "tokenizers", "transformers>=5.
 # These need torch or a browser.
 LEFT_OUT = ("sentence-transformers", "playwright", "torch")
 TESTS = ("tests/unit", "tests/configuration", "tests/dialects")
+PROCESSES = ("-n", "2", "--dist", "loadfile")
 
 
 def main() -> int:
@@ -34,7 +35,7 @@ def main() -> int:
     install = [str(UV), "pip", "install", "--quiet", "--python", str(directory / "bin" / "python")]
     install += ["--constraint", str(CONSTRAINTS), "--editable", str(ROOT), *wanted, *MORE]
     run(install, env=environment)
-    tests = arguments or ["-m", "not slow", "-p", "no:cacheprovider", *TESTS]
+    tests = arguments or ["-m", "not slow", "-p", "no:cacheprovider", *PROCESSES, *TESTS]
     command = [str(directory / "bin" / "python"), "-m", "pytest", *tests]
     return subprocess.run(command, cwd=Path(ROOT), env=dict(os.environ), check=False).returncode
 

@@ -1,6 +1,6 @@
 """The switches of `make chaos`. pytest knows them if it is given this folder, as there.
 
-CHAOS_SECONDS, which .ci/run sets, holds for a run of all tests.
+CHAOS_SECONDS holds for a run of all tests.
 """
 
 from __future__ import annotations

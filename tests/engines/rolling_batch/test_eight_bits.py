@@ -24,7 +24,7 @@ def test_a_model_answers_in_8_bits(options: dict[str, str], tmp_path: Path) -> N
     weights = tmp_path / "weights"
     llama_of_whole_blocks().save_pretrained(weights)
     byte_tokenizer().save_pretrained(weights)
-    with serving(tmp_path, weights, tensor_parallel_degree="1", **options) as server:
+    with serving(tmp_path, weights, libraries="transformers", tensor_parallel_degree="1", **options) as server:
         answer = server.http.post("/invocations", json={"inputs": "a fox", "parameters": {"max_new_tokens": 5}})
         assert (answer.status_code, bool(answer.json()["generated_text"])) == (200, True), answer.text
         loaded = next(line for line in server.lines if "] loaded: " in line)
