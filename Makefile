@@ -94,7 +94,7 @@ check-python: $(SETUP) ## Run the fast tests that load no engine on OTHER_PYTHON
 	$(BIN)/python scripts/check_python.py $(OTHER_PYTHON)
 
 ARM64 ?= build/arm64
-check-arm64: $(RUN_SETUP) ## Run kernels and a tiny model on an emulated 64-bit Arm processor (an hour; Debian's packages)
+check-arm64: $(RUN_SETUP) ## Run kernels and a tiny model on an emulated 64-bit Arm processor (20 minutes; Debian's packages)
 	scripts/emulate_arm64/prepare.sh $(ARM64)
 	$(ARM64)/python -u scripts/emulate_arm64/checks.py kernels answers
 

@@ -1,7 +1,7 @@
 """What runs under the emulation: `python checks.py kernels` and `python checks.py answers`.
 
 `kernels` compares compiled kernels with numpy. `answers` compares the tokens of a tiny random model under the rolling
-batch with those of transformers. Under the emulator the first takes minutes, the second the better part of an hour.
+batch with those of transformers. Under the emulator the first takes minutes, the second a quarter of an hour.
 """
 
 from __future__ import annotations
