@@ -7,13 +7,11 @@ the packages that this code imports.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -22,7 +20,8 @@ from lmi_server.artifacts.child_process import ChildTimeoutError, run_child
 from lmi_server.artifacts.environments.environment import EngineEnvironment, EnvironmentMaker
 from lmi_server.artifacts.environments.recipe import Recipe
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.store import entry, file_errors, fill, importable
+from lmi_server.artifacts.store import entry, fill
+from lmi_server.artifacts.worker_code import worker_code
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 
 WORKER_PACKAGES: Mapping[str, str] = {"msgspec": "msgspec", "pydantic": "pydantic>=2.7", "uvloop": "uvloop"}
@@ -36,7 +35,6 @@ _PIP_NAMES = {
     "vllm_neuron": "vllm-neuron",
 }
 _OLDEST = (3, 11)
-_OWN_PACKAGES = ("lmi_server", "handlers")
 _LIMIT_S = 120.0
 # Prints what an interpreter is and lacks. Engines are looked for and not imported, because that may take a minute.
 _PROBE = """
@@ -126,7 +124,7 @@ class Interpreters:
         if wanted.executable is None and wanted.recipe is None and not wanted.own_environment:
             return Interpreter(self._own)
         path = self._own if wanted.executable is None else self._find(wanted.executable, model_dir)
-        code = self._code()
+        code = worker_code(self._root)
         environment = None
         if wanted.recipe is not None:
             environment = self._environments.prepare(wanted.recipe, path, self._activity)
@@ -148,21 +146,6 @@ class Interpreters:
                 "the key: workers then run in the Python of the server"
             )
         return os.path.abspath(path)
-
-    def _code(self) -> Path:
-        """Return a directory that holds nothing but the server's own packages.
-
-        The directory that they are installed in would bring the server's other packages along.
-        """
-        sources = {name: str(_directory_of(name)) for name in _OWN_PACKAGES}
-        digest = hashlib.sha256("\0".join(sources.values()).encode()).hexdigest()[:20]
-        directory = importable(self._root / "worker-code" / digest)
-        with file_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            for name, source in sources.items():
-                if not (directory / name).exists():
-                    _link(directory / name, source)
-        return directory
 
     def _check(self, wanted: WorkerPython, path: str, code: Path) -> None:
         # As workers have it (plan_pool.py): the server's PYTHONPATH brings nothing into an environment.
@@ -238,18 +221,3 @@ class Interpreters:
             last = (ended.stderr.strip().splitlines() or ["it gave no reason"])[-1]
             raise ArtifactError(f"option.pythonExecutable: {command[0]} failed (exit code {ended.code}): {last}")
         return ended.stdout
-
-
-def _directory_of(package: str) -> Path:
-    spec = find_spec(package)
-    assert spec is not None
-    assert spec.submodule_search_locations, package
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _link(link: Path, target: str) -> None:
-    """Make or replace the link in one step: other servers may use the directory."""
-    partial = link.with_name(f"{link.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(target)
-    partial.replace(link)

@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from lmi_server.artifacts.environments.uv import Uv, find_uv
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.artifacts.interpreter import WORKER_PACKAGES, Interpreters, WorkerPython
 from lmi_server.artifacts.progress import Activity
+from lmi_server.artifacts.worker_code import worker_code
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 
 needs_uv = pytest.mark.skipif(find_uv(os.environ) is None, reason="uv is not installed")
@@ -213,6 +215,32 @@ def test_any_path_holds_wheels(tmp_path: Path, name: str) -> None:
     write_wheel(wheels, "tinyone", "1.0", "value = 1")
     made = maker(tmp_path / name).prepare(recipe(wheels, "tinyone"), sys.executable, Activity())
     assert imported(made, "tinyone.value") == "1"
+
+
+@needs_uv
+def test_plugins_of_the_server_are_found_in_it(tmp_path: Path) -> None:
+    """vLLM calls one in each of its processes: without it, its attention ends the worker on processors with AMX."""
+    wheels = tmp_path / "wheelhouse"
+    write_installed(wheels, *WORKER)
+    interpreters = Interpreters(sys.executable, {}, tmp_path / "downloads", maker(tmp_path), Activity())
+    wanted = WorkerPython(recipe=recipe(wheels, *WORKER_PACKAGES.values()))
+    made = interpreters.prepare(wanted, tmp_path)
+    code = (
+        "from importlib.metadata import distribution, entry_points\n"
+        "print(distribution('lmi-server').version)\n"
+        "for found in entry_points(group='vllm.general_plugins'): print(found.load().__module__)"
+    )
+    variables = {"PYTHONPATH": os.pathsep.join(made.python_path)}
+    said = subprocess.run([made.path, "-c", code], env=variables, capture_output=True, text=True, check=True).stdout
+    assert said.split() == [metadata.version("lmi-server"), "lmi_server.machine.tile_registers"]
+
+
+def test_models_that_load_at_once_share_the_code_of_workers(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: worker_code(tmp_path), range(32)))
+    assert len(set(found)) == 1
+    assert sorted(path.name for path in found[0].iterdir()) == ["handlers", "lmi_server", "lmi_server-0.dist-info"]
+    assert (found[0] / "lmi_server" / "__init__.py").exists()
 
 
 def test_downloads_that_python_cannot_have_on_its_path_are_refused(tmp_path: Path) -> None:
