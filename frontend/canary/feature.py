@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -50,12 +50,11 @@ class CanaryFeature(ServerFeature):
         self._reloads: set[asyncio.Task[None]] = set()
 
     def wrap(self, infer: Inference) -> Inference:
+        shadows = self._shadows
+
         async def with_copies(
             route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
         ) -> None:
-            if not self._shadows:
-                await infer(route, name, version, scope, receive, send)
-                return
             sent = SentAnswer()
             token = SENT.set(sent)
             try:
@@ -64,7 +63,13 @@ class CanaryFeature(ServerFeature):
                 SENT.reset(token)
                 sent.end()
 
-        return with_copies
+        def call(
+            route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
+        ) -> Awaitable[None]:
+            """Serve a request. Without a shadow it costs this look, and no coroutine of its own."""
+            return (with_copies if shadows else infer)(route, name, version, scope, receive, send)
+
+        return call
 
     def management_routes(self) -> list[Route]:
         routes: list[Route] = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from random import random
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -46,9 +46,6 @@ class Capture(ServerFeature):
         async def capture(
             route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
         ) -> None:
-            if random() >= self._share:
-                await infer(route, name, version, scope, receive, send)
-                return
             exchange = Exchange(route, scope, self._limit, self._budget)
             try:
                 await infer(route, name, version, scope, exchange.receiving(receive), exchange.sending(send))
@@ -59,7 +56,12 @@ class Capture(ServerFeature):
                 else:
                     self._writer.add(exchange)
 
-        return capture
+        def call(
+            route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
+        ) -> Awaitable[None]:
+            return (capture if random() < self._share else infer)(route, name, version, scope, receive, send)
+
+        return call
 
     async def finish(self) -> None:
         await asyncio.to_thread(self._writer.close, _CLOSE_S)

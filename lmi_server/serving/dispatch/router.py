@@ -25,6 +25,7 @@ class Router:
             settings.sessions, settings.prefix_affinity, settings.adapter_affinity, adapters
         )
         self.sessions = self._affinity.sessions
+        self._chooses = self._affinity.chooses
         self._max_in_flight = settings.max_in_flight
         self._roster = roster
 
@@ -34,9 +35,11 @@ class Router:
         The worker of the session comes first, the least loaded one last. In between come a worker with the adapter and
         one that knows the beginning of the request, if the settings say so.
         """
-        sticky = self._affinity.worker_of_session(request)
-        if sticky is not None and self.has_room(sticky.requests):
-            return sticky
+        sessions = self.sessions
+        if sessions is not None and sessions.has_any:
+            sticky = sessions.worker_of(request)
+            if sticky is not None and self.has_room(sticky.requests):
+                return sticky
         if not self._compares:
             return self._least_loaded()
         able = [worker for worker in self._roster.ready if self.has_room(worker.requests)]
@@ -53,7 +56,7 @@ class Router:
     @property
     def _compares(self) -> bool:
         """Return whether there is anything to compare: a single worker gets every request."""
-        return self._affinity.chooses and len(self._roster.ready) > 1
+        return self._chooses and len(self._roster.ready) > 1
 
     def has_room(self, requests: WorkerRequests) -> bool:
         if requests.batch_size is None:

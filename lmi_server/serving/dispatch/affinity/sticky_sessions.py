@@ -30,6 +30,11 @@ class StickySessions(Generic[W]):
     def __init__(self) -> None:
         self._workers: OrderedDict[str, W] = OrderedDict()
 
+    @property
+    def has_any(self) -> bool:
+        """Return whether any session is remembered."""
+        return bool(self._workers)
+
     def worker_of(self, request: Input) -> W | None:
         """Return the worker that `request` should go to; None if any will do."""
         session = session_of(request)
