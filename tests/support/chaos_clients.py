@@ -33,12 +33,13 @@ class Ending:
 
 @dataclass(frozen=True)
 class Question:
-    """One request; `is_right` says whether a whole body of status 200 answers it."""
+    """One request; `is_right` says whether a whole body of status 200 answers it. `errors` are other statuses."""
 
     model: str
     data: bytes
     is_right: Callable[[bytes], bool]
     shown: str
+    errors: frozenset[int] = ERRORS
 
 
 class Answers:
@@ -193,7 +194,7 @@ async def _ending(question: Question, received: AsyncIterator[bytes], writer: as
 
 
 def _judged(question: Question, status: int, body: bytes) -> Ending:
-    if status in ERRORS:
+    if status in question.errors:
         return Ending("error", str(status))
     if status == 200 and _is_failed_stream(body):
         return Ending("error", "stream")

@@ -90,6 +90,10 @@ class FakeServer:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            for _ in range(10):  # turns in which transports are closed, and connections that had just come begin
+                for writer in list(self._writers):
+                    writer.transport.abort()
+                await asyncio.sleep(0)
 
         self._call(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -198,6 +202,13 @@ class FakeServer:
     async def _do_many_headers(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         writer.write(_HEAD + b"".join(b"x-%d: 1\r\n" % number for number in range(2000)) + b"\r\n")
         await writer.drain()
+        return False
+
+    async def _do_trailers(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(_STREAM + b"%x\r\n%b\r\n0\r\n" % (len(EVENTS[0]), EVENTS[0]))
+        while not reader.at_eof():
+            writer.write(b"x-trailer: 1\r\n" * 1000)
+            await writer.drain()
         return False
 
     async def _do_two(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
