@@ -17,11 +17,9 @@ _LOSSY_QUALITY = 95
 
 def read_image(name: str, value: Any) -> Image:
     """Return the image in the bytes of a file, or in base64 of them, the right side up. Raises RequestError."""
-    from PIL import ImageOps
-
     image = images.read_image(name, file_bytes(value, "image"))
     try:
-        return ImageOps.exif_transpose(image)
+        return images.upright(image)
     except Exception as error:  # noqa: BLE001 - the border to Pillow, which raises anything for broken metadata
         raise RequestError(f"{name} is an image that cannot be turned: {error}; send another file") from None
 

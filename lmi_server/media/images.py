@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING
 
 from lmi_server.contract.errors import LmiServerError, PayloadTooLargeError, RequestError
 from lmi_server.media.budget import MediaBudget, current_budget
+from lmi_server.media.image_work import CountedFile, refuse_long_tags, refuse_slow_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -16,23 +16,29 @@ if TYPE_CHECKING:
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _PIXEL_SIZE = 4  # bytes of a pixel in memory, whatever its mode; only grey ones take less
 _MAX_RATIO = 200  # of the sides; processors that scale by the shorter one would make any number of pixels of a line
+_ORIENTATION = 0x0112  # of EXIF
 _TILE_TAGS = (322, 323)  # width and height of the tiles of a TIFF file, which are decoded as a whole
 
 
 def open_image(data: bytes, budget: MediaBudget | None = None) -> Image:
     """Return the image in a file, its first frame if it has several; only the head has been read.
 
-    Raises PayloadTooLargeError if it would take too much, and Pillow's errors for a file that is no image.
+    Raises PayloadTooLargeError if it would take too much, TooMuchWorkError, and Pillow's errors for a file that is no
+    image.
     """
     from PIL import Image
 
     Image.init()  # else it knows some of the formats only
+    refuse_long_tags(data)
+    file = CountedFile(data)
     try:
-        image = Image.open(io.BytesIO(data), formats=[name for name in FORMATS if name in Image.OPEN])
+        image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
     except Image.DecompressionBombError as error:
         raise PayloadTooLargeError(f"an image has more pixels than Pillow opens: {error}") from error
+    file.head_is_read()
     what = f"an image of {image.width} x {image.height} pixels"
     (budget or current_budget()).take(_pixels(image) * _PIXEL_SIZE, what)
+    refuse_slow_pixels(image, data)
     return image
 
 
@@ -52,6 +58,26 @@ def read_image(name: str, data: bytes, budget: MediaBudget | None = None) -> Ima
     except Exception as error:  # noqa: BLE001 - the border to Pillow, whose decoders raise anything for a broken file
         raise RequestError(f"{name} is an image that cannot be read: {error}; send another file") from None
     return image
+
+
+def upright(image: Image) -> Image:
+    """Return a decoded image as its camera was held, by its EXIF. Raises anything for EXIF that cannot be read.
+
+    Pillow's own function also writes all of the EXIF anew, which may be far longer than the image.
+    """
+    from PIL.Image import Transpose
+
+    turns = (
+        Transpose.FLIP_LEFT_RIGHT,
+        Transpose.ROTATE_180,
+        Transpose.FLIP_TOP_BOTTOM,
+        Transpose.TRANSPOSE,
+        Transpose.ROTATE_270,
+        Transpose.TRANSVERSE,
+        Transpose.ROTATE_90,
+    )
+    turn = dict(enumerate(turns, 2)).get(image.getexif().get(_ORIENTATION, 1))
+    return image if turn is None else image.transpose(turn)
 
 
 def _check_sides(name: str, image: Image) -> None:

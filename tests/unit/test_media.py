@@ -7,18 +7,18 @@ import io
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from lmi_server.contract.errors import PayloadTooLargeError, RequestError
 from lmi_server.media import budget
 from lmi_server.media.budget import MediaBudget, limit_media, media_of_request
-from lmi_server.media.images import FORMATS, open_image, read_image
+from lmi_server.media.images import FORMATS, open_image, read_image, upright
 from lmi_server.media.sounds import read_sound
 
 MIB = 1 << 20
@@ -269,3 +269,93 @@ def test_a_head_that_lies_is_not_relied_on() -> None:
 def test_what_is_no_sound_for_a_model(data: bytes, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
         read_sound("inputs", data, RATE)
+
+
+# --- images that take long ---
+
+
+def jpeg_segment(marker: int, data: bytes = b"") -> bytes:
+    return bytes([0xFF, marker]) + struct.pack(">H", len(data) + 2) + data
+
+
+def jpeg_of_exif(segments: int) -> bytes:
+    """Return a JPEG file with EXIF in many parts, to each of which Pillow copies all those before."""
+    file = image_file("JPEG")
+    return file[:2] + jpeg_segment(0xE1, b"Exif\0\0.") * segments + file[2:]
+
+
+def jpeg_of_scans(scans: int, behind: bytes = b"") -> bytes:
+    """Return a progressive JPEG file of so many scans and more, each of which passes over all pixels."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + last * scans + data[-2:] + behind
+
+
+def tiff(entries: list[tuple[int, int, int, int]], behind: bytes) -> bytes:
+    directory = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    return b"II*\0" + struct.pack("<IH", 8, len(entries)) + directory + bytes(4) + behind
+
+
+def tiff_of_strips(strips: int, magic: bytes = b"II*\0") -> bytes:
+    """Return a TIFF file of one column of pixels with `strips` strips, whatever its height."""
+    begin = 10 + 12 * 9 + 4
+    values = [(256, 1), (257, 99), (258, 8), (259, 1), (262, 1), (277, 1), (278, 1)]
+    entries = [(tag, 4, 1, value) for tag, value in values]
+    places = [(273, 4, strips, begin), (279, 4, strips, begin + 4 * strips)]
+    behind = struct.pack("<I", 8) * strips + struct.pack("<I", 1) * strips
+    return magic + tiff(sorted(entries + places), behind)[4:]
+
+
+def bmp_in_rle() -> bytes:
+    lines = b"\1\0\0\0" * 8
+    head = struct.pack("<IiiHHIIiiII", 40, 8, 8, 1, 8, 1, len(lines), 1, 1, 256, 0)
+    return b"BM" + struct.pack("<IHHI", 1078 + len(lines), 0, 0, 1078) + head + bytes(1024) + lines
+
+
+def png_with_chunks(kind: bytes) -> bytes:
+    file = image_file("PNG")
+    return file[:33] + chunk(kind, b"") * 5000 + file[33:]
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        (lambda: jpeg_of_exif(2000), "too many parts"),
+        (lambda: jpeg_of_scans(100), "passes over its pixels more than 32 times"),
+        (lambda: jpeg_of_scans(100)[:-40] + jpeg_segment(0xFE) * 5000 + jpeg_of_scans(100)[-40:], "more than 32 times"),
+        (lambda: png_with_chunks(b"prVt"), "too many parts"),
+        (lambda: png_with_chunks(b"IDAT"), "too many parts"),
+        (lambda: tiff_of_strips(300_000), "a tag of 300000 numbers"),
+        (lambda: tiff_of_strips(300_000, b"II\0*"), "a tag of 300000 numbers"),
+        (lambda: tiff_of_strips(1000), "draw the same pixels again and again"),
+        (lambda: b"P3 8 8 255\n" + b"#\n" * 9 + b"1 " * 192, "reads one by one"),
+        (lambda: b"P6 8 8 100\n" + bytes(192), "reads one by one"),
+        (lambda: bmp_in_rle(), "reads one by one"),
+    ],
+    ids=[
+        *("exif", "scans", "parts between scans", "chunks", "chunks of pixels", "strips", "strips of another kind"),
+        *("pixels drawn twice", "plain ppm", "ppm of another range", "rle"),
+    ],
+)
+def test_an_image_that_would_take_far_longer_than_its_pixels_is_refused(file: Callable[[], bytes], why: str) -> None:
+    with pytest.raises(RequestError, match=f"image is an image that cannot be read: .*{why}.*; send another file"):
+        read_image("image", file())
+
+
+def test_a_progressive_image_with_another_file_behind_it_is_read() -> None:
+    """Telephones put a film there, which may have the bytes of any marker."""
+    assert read_image("image", jpeg_of_scans(0, behind=b"\xff\xda" * 100)).size == (64, 64)
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_an_image_stands_as_pillow_turns_it(orientation: int) -> None:
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture = Image.effect_noise((8, 4), 90)
+    picture.save(file, "PNG", exif=exif)
+    image = read_image("image", file.getvalue())
+    expected = ImageOps.exif_transpose(image)
+    assert (upright(image).size, upright(image).tobytes()) == (expected.size, expected.tobytes())

@@ -13,7 +13,7 @@ import torch
 from handlers.rolling_batch.images.prompt import Positions
 from lmi_server.contract.errors import LmiServerError, RequestError, first_line
 from lmi_server.media.budget import MediaBudget
-from lmi_server.media.images import read_image
+from lmi_server.media.images import read_image, upright
 
 _NOT_OF_IMAGES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 _GRIDS = "image_grid_thw"
@@ -81,7 +81,7 @@ class ImageReader:
         """
         image = read_image(name, data, budget)
         try:
-            return self.process(_upright(image), alone)
+            return self.process(_as_loaded(image), alone)
         except LmiServerError:
             raise
         # The border to Pillow, which reads EXIF only now, and to the processor of any model: they may raise anything
@@ -149,11 +149,9 @@ class ImageReader:
         return Positions(axes[:, 0].numpy(), int(delta))
 
 
-def _upright(image: Any) -> Any:
+def _as_loaded(image: Any) -> Any:
     """Return an image as its camera was held, in RGB, as transformers loads images."""
-    from PIL import ImageOps
-
-    turned = ImageOps.exif_transpose(image)
+    turned = upright(image)
     if turned.mode == "P" and "transparency" in turned.info:
         turned = turned.convert("RGBA")
     return turned.convert("RGB")

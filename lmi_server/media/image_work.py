@@ -1,0 +1,91 @@
+"""What Pillow may do to read the file of an image.
+
+The size of a file and its pixels say little of that: Pillow copies all metadata again for each further part of them, a
+JPEG file may pass over its pixels any number of times, and a TIFF file may draw them as often. Each takes hours for a
+file of a megabyte.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.ImageFile import ImageFile
+
+_MOST_PARTS = 4096  # reads before the pixels: a few for each segment, chunk or tag
+_PART_OF_PIXELS = 256  # bytes for each further read, on average; encoders of PNG write 8 KiB or more at a time
+_MOST_SCANS = 32  # of a JPEG file; encoders write up to about 20 for a progressive one
+_MOST_NUMBERS = 200_000  # of a tag of a TIFF file; there is one for each strip of rows
+_MOST_LAYERS = 8  # times that the pixels are drawn: a TIFF file may have a layer for each colour
+_JPEG_MARKER = re.compile(rb"\xff+[^\x00\x01\xd0-\xd8\xff]")  # one that a length follows, or the end
+_START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
+_BYTES = (1, 2, 7)  # types of tags that Pillow leaves as they are
+
+
+class TooMuchWorkError(ValueError):
+    """The file of an image would take far more work than its pixels."""
+
+
+class CountedFile(io.BytesIO):
+    """A file in memory that can be read so many times, first for its head and then for its pixels."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._left = _MOST_PARTS
+        self._for_pixels = _MOST_PARTS + len(data) // _PART_OF_PIXELS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise TooMuchWorkError("it has too many parts beside its pixels")
+        return super().read(size)
+
+    def head_is_read(self) -> None:
+        """Let the pixels be read."""
+        self._left = self._for_pixels
+
+
+def refuse_long_tags(data: bytes) -> None:
+    """Raise TooMuchWorkError for a TIFF file with more strips, tiles or other numbers than any image needs."""
+    if data[:2] not in (b"II", b"MM"):
+        return
+
+    def number(at: int, size: int) -> int:
+        return int.from_bytes(data[at : at + size], "little" if data[:2] == b"II" else "big")
+
+    word, head = (8, 8) if data[2:3] == b"+" else (4, 2)
+    begin = number(word, word) + head
+    step = 4 + 2 * word
+    end = min(begin + number(begin - head, head) * step, len(data))
+    counts = (number(tag + 4, word) for tag in range(begin, end, step) if number(tag + 2, 2) not in _BYTES)
+    longest = max(counts, default=0)
+    if longest > _MOST_NUMBERS:
+        raise TooMuchWorkError(f"it has a tag of {longest} numbers, such as those of its strips")
+
+
+def refuse_slow_pixels(image: ImageFile, data: bytes) -> None:
+    """Raise TooMuchWorkError if the pixels of an opened image would take far longer than others."""
+    from PIL import Image
+
+    tiles: list[Any] = image.tile
+    if any(tile[0] in Image.DECODERS for tile in tiles):  # as a plain PPM file or a BMP file in RLE
+        raise TooMuchWorkError("its pixels are stored in a way that Pillow reads one by one")
+    drawn = sum((right - left) * (lower - upper) for _, (left, upper, right, lower), *_ in tiles)
+    if drawn > _MOST_LAYERS * image.width * image.height:
+        raise TooMuchWorkError("its strips or tiles draw the same pixels again and again")
+    if image.format in ("JPEG", "MPO") and data.count(b"\xff\xda") > _MOST_SCANS and _scans(data) > _MOST_SCANS:
+        raise TooMuchWorkError(f"it passes over its pixels more than {_MOST_SCANS} times")
+
+
+def _scans(data: bytes) -> int:
+    """Return how many scans a JPEG file has; more than are allowed if it has too many parts to tell."""
+    at, scans = 2, 0  # other files may follow its end, with markers of their own
+    for _ in range(_MOST_PARTS):
+        found = _JPEG_MARKER.search(data, at)
+        if found is None or data[found.end() - 1] == _END_OF_IMAGE:
+            return scans
+        scans += data[found.end() - 1] == _START_OF_SCAN
+        at = found.end() + int.from_bytes(data[found.end() : found.end() + 2])
+    return _MOST_SCANS + 1
