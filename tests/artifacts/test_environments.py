@@ -496,7 +496,7 @@ def model(tmp_path: Path, text: str, name: str = "engine.txt") -> Path:
 
 def test_lines_that_name_packages(tmp_path: Path) -> None:
     digest = "a" * 64
-    text = f"""
+    text = f"""\ufeff
     # a comment
     vllm==0.32.0  # pinned
     Transformers[torch, vision] >=5.0,  !=5.1

@@ -75,7 +75,7 @@ def requirement_lines(model_dir: Path, name: str, key: str) -> tuple[str, ...]:
         raise ConfigurationError(f"{place} cannot be read ({error}); name a file in {model_dir}") from error
     if len(content) > _MAX_BYTES:
         raise ConfigurationError(f"{place} has more than {_MAX_BYTES} bytes; it takes one line for each package")
-    lines = tuple(_checked_lines(content.decode("utf-8", "replace"), place))
+    lines = tuple(_checked_lines(content.decode("utf-8-sig", "replace"), place))
     if not lines:
         raise ConfigurationError(f"{place} names no package; write one in each line, or remove the key")
     return lines
