@@ -27,7 +27,7 @@ CYCLONEDX := 7.5.0
 unexport PYTHONDONTWRITEBYTECODE
 # The recipes share one virtual environment.
 .NOTPARALLEL:
-.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test check-python check-arm64 test-gpu test-vllm-versions fuzz chaos coverage bench lock sbom release audit docs
+.PHONY: help setup demo-model embedding-model run image test-image lint test-unit check test check-python check-arm64 check-vscode test-gpu test-vllm-versions fuzz chaos coverage bench lock sbom release audit docs
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,12 @@ ARM64 ?= build/arm64
 check-arm64: $(RUN_SETUP) ## Run kernels and a tiny model on an emulated 64-bit Arm processor (20 minutes; Debian's packages)
 	scripts/emulate_arm64/prepare.sh $(ARM64)
 	$(ARM64)/python -u scripts/emulate_arm64/checks.py kernels answers
+
+# VS Code for the browser, from npm; it needs Node.js 20.
+VSCODE ?= build/vscode
+check-vscode: $(SETUP) ## Use the extension of editors/vscode in VS Code (a few minutes; npm's packages)
+	scripts/check_vscode/prepare.sh $(VSCODE)
+	$(BIN)/uv run --no-project --with 'pygls>=2,<3' --python $(BIN)/python python -m scripts.check_vscode.checks $(VSCODE)
 
 # One core compiles the kernels while the other runs the linters. Several processes of the tests, and both ranks of a
 # split model, would each compile them otherwise.

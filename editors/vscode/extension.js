@@ -2,7 +2,7 @@
 "use strict";
 
 const vscode = require("vscode");
-const { LanguageClient, TransportKind } = require("vscode-languageclient/node");
+const { LanguageClient } = require("vscode-languageclient/node");
 
 const SECTION = "lmi-server";
 const DOCUMENTS = [
@@ -23,7 +23,7 @@ async function activate(context) {
 
 async function start() {
   const [command, ...args] = vscode.workspace.getConfiguration(SECTION).get("command");
-  const server = { command, args, transport: TransportKind.stdio };
+  const server = { command, args };  // a transport would add an argument to those that the user has set
   client = new LanguageClient(SECTION, "lmi-server", server, { documentSelector: DOCUMENTS });
   try {
     await client.start();

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Annotated
+
+import typer
 
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.configuration.handlers import HANDLERS
@@ -13,7 +16,11 @@ from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine, with_gpu_memory
 
 
-def lsp() -> None:
+def lsp(
+    stdio: Annotated[
+        bool, typer.Option("--stdio", help="Standard input and output, as always: many editors say so by themselves.")
+    ] = False,
+) -> None:
     """Serve an editor over standard input and output: completion, hover, and what `check` finds while you type."""
     with plain_configuration_errors():
         if find_spec("pygls") is None:

@@ -18,7 +18,8 @@ const registered = {};
 
 class FakeLanguageClient {
   constructor(id, name, server, options) {
-    calls.push(["new", server.command, ...server.args]);
+    // The real one hands its transport to the program as an argument.
+    calls.push(["new", server.command, ...server.args, ...(server.transport === undefined ? [] : ["--transport"])]);
     calls.selector = options.documentSelector;
   }
 
@@ -41,7 +42,7 @@ const fakes = {
       onDidChangeConfiguration: (listener) => void (configurationChanged = listener),
     },
   },
-  "vscode-languageclient/node": { LanguageClient: FakeLanguageClient, TransportKind: { stdio: 0 } },
+  "vscode-languageclient/node": { LanguageClient: FakeLanguageClient },
 };
 
 const load = Module._load;
