@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.access.management_access import Access, protected
+from frontend.access.management_access import Access, protect
 from frontend.features import Inference, ServerParts, Target, attach_features
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.listeners import Place
@@ -112,7 +112,7 @@ class App:
             *(route for feature in features for route in feature.management_routes()),
         ]
         if check is not None:
-            requests = protected(requests, check)
+            requests = protect(requests, check)
         inference = {**self._exact, **_WITH_MODEL}
         answer_types: dict[str, str] = {}
         for feature in features:
@@ -199,7 +199,7 @@ class App:
         _, name, version = target
         try:
             if name is not None:
-                self._models.named(name, version)
+                self._models.find(name, version)
         except LmiServerError as error:
             return error_response("", error)
         return json_response({})
@@ -318,7 +318,7 @@ def _managing_routes(status: StatusEndpoints, models: ModelRegistry, access: Acc
     managing = [*AdapterManagement(models, access.limits).routes(), *Management(models, access.limits).routes()]
     # Prometheus is on another machine; /server/metrics is the path in LMI.
     metrics = [Route("/metrics", status.metrics), Route("/server/metrics", status.metrics)]
-    return [*protected(metrics, access.guard.check_reader), *protected(managing, access.guard.check)]
+    return [*protect(metrics, access.guard.check_reader), *protect(managing, access.guard.check)]
 
 
 def _application(routes: list[Route], inference: Mapping[str, str], answer_types: Mapping[str, str]) -> Starlette:

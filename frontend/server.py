@@ -117,7 +117,7 @@ def _run(
     try:
         server = _Server(sources, settings, listeners, certificate, environment, inspect, registry, access, log)
         code = uvloop.run(server.serve())
-        server.ended()
+        server.note_end()
         return code
     finally:
         for listener in listeners:
@@ -167,7 +167,7 @@ class _Server:
         finally:
             self._write_reports()
 
-    def ended(self) -> None:
+    def note_end(self) -> None:
         """Note that the event loop has ended."""
         self._forced_end.leave()
 

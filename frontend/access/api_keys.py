@@ -65,7 +65,7 @@ class KeyRing:
         Requests of a key that is gone are finished. One that stays keeps the count of its requests.
         """
         while self._file is not None:
-            await self._watched.changed()
+            await self._watched.wait_for_change()
             try:
                 read = self._read()
             except ConfigurationError as error:
@@ -78,7 +78,7 @@ class KeyRing:
             logger.info("%s_file was loaded again: %d keys are valid", self._setting, len(read))
 
     def _read(self) -> Sequence[ApiKey]:
-        keys = [*_parsed(self._setting, self._given), *(() if self._file is None else self._of_file(self._file))]
+        keys = [*_parse_keys(self._setting, self._given), *(() if self._file is None else self._of_file(self._file))]
         if not keys:
             raise ConfigurationError(
                 f"{self._setting} names no key; allowed: {_FORM}; remove the setting to take all requests"
@@ -91,7 +91,7 @@ class KeyRing:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f'{self._setting}_file = "{file}" cannot be read: {error}') from error
         lines = ("" if line.lstrip().startswith("#") else line for line in text.splitlines())
-        return _parsed(f"{self._setting}_file", "\n".join(lines))
+        return _parse_keys(f"{self._setting}_file", "\n".join(lines))
 
     def check(self, scope: Scope) -> ApiKey:
         """Return the key of a request, and move it from the headers to `TENANT`. Raises AuthenticationError."""
@@ -138,7 +138,7 @@ def key_ring(setting: str, given: str | None, file: str | None) -> KeyRing | Non
     return None if given is None and file is None else KeyRing(setting, given or "", file)
 
 
-def _parsed(setting: str, text: str) -> Iterator[ApiKey]:
+def _parse_keys(setting: str, text: str) -> Iterator[ApiKey]:
     for number, entry in enumerate(_SEPARATOR.split(text), start=1):
         key, *rest = entry.split() or ("",)
         limit = _limit(rest)

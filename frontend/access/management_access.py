@@ -129,14 +129,14 @@ class Access:
         return cls(keys, pages, ManagementGuard(settings, environment), RegistrationLimits(settings, environment))
 
 
-def protected(routes: list[Route], check: Callable[[Scope], object]) -> list[Route]:
+def protect(routes: list[Route], check: Callable[[Scope], object]) -> list[Route]:
     """Return the routes, now with the refusals of `check`."""
     for route in routes:
-        route.app = _checked(route.app, check)
+        route.app = _check_calls(route.app, check)
     return routes
 
 
-def _checked(application: _Application, check: Callable[[Scope], object]) -> _Application:
+def _check_calls(application: _Application, check: Callable[[Scope], object]) -> _Application:
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         check(scope)
         await application(scope, receive, send)

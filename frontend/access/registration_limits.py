@@ -77,14 +77,14 @@ class RegistrationLimits:
 
     def check_model(self, source: ModelSource, scope: Scope) -> ModelSource:
         """Return the model to register. Raises PermissionDeniedError if it names what this client may not use."""
-        return self._checked(source) if self._apply_to(scope) else source
+        return self._check_source(source) if self._apply_to(scope) else source
 
     def check_requested(self, source: ModelSource) -> ModelSource:
         """Return the model that an inference request registers. Raises PermissionDeniedError.
 
         `model_url_pattern` says which it may; `registration_sources` narrows that, as for all registrations.
         """
-        return self._checked(source) if self._given and not self._unlimited else source
+        return self._check_source(source) if self._given and not self._unlimited else source
 
     def check_adapter(self, src: str, model_dir: str, scope: Scope) -> str:
         """Return the source of an adapter to register. Raises PermissionDeniedError if this client may not use it."""
@@ -95,12 +95,12 @@ class RegistrationLimits:
     def _apply_to(self, scope: Scope) -> bool:
         return not self._unlimited and (self._given or not is_local(scope))
 
-    def _checked(self, source: ModelSource) -> ModelSource:
+    def _check_source(self, source: ModelSource) -> ModelSource:
         url = self._allowed.model("url", source.url, Path.cwd())
         options = (
             _Options(self._allowed.and_in(url), Path(url)) if _is_model_directory(url) else _Options(self._allowed)
         )
-        settings = {key: options.checked(key, value) for key, value in source.settings.items()}
+        settings = {key: options.check(key, value) for key, value in source.settings.items()}
         return replace(source, url=url, settings=settings)
 
 
@@ -163,7 +163,7 @@ class _Options:
     allowed: _Allowed
     directory: Path | None = None
 
-    def checked(self, key: str, value: str) -> str:
+    def check(self, key: str, value: str) -> str:
         """Return the value to use. Raises PermissionDeniedError."""
         value = value.strip()  # as it is read later
         reference = references().get(key)
@@ -221,7 +221,7 @@ class _Options:
     def _json(self, members: _Members, value: str) -> str:
         """Return a value in JSON, written anew: of several members with one name, the last one counts."""
         try:
-            return msgspec.json.encode(members.checked(msgspec.json.decode(value))).decode()
+            return msgspec.json.encode(members.check(msgspec.json.decode(value))).decode()
         except (msgspec.MsgspecError, RecursionError, UnicodeError):
             raise refusal(members.key, value, _FROM_OPERATOR) from None
 
@@ -235,12 +235,12 @@ class _Members:
     reference: Reference
     within: Mapping[str, Kind]
 
-    def checked(self, member: Any, name: str = "") -> Any:
+    def check(self, member: Any, name: str = "") -> Any:
         """Return the value of `name`, with its references resolved. Raises PermissionDeniedError."""
         if isinstance(member, dict):
-            return {self._name(inner): self.checked(value, inner) for inner, value in member.items()}
+            return {self._name(inner): self.check(value, inner) for inner, value in member.items()}
         if isinstance(member, list):
-            return [self.checked(each, name) for each in member]
+            return [self.check(each, name) for each in member]
         if not isinstance(member, str) or (name in self.within and member in self.reference.words):
             return member
         return self.options.text(f"{self.key}: {name}", member, self.within.get(name, self.reference.kind))

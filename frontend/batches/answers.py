@@ -29,7 +29,7 @@ class KeptLine(NamedTuple):
     is_answered: bool
     line: bytes
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         return b"%d %b %b\n" % (self.number, _ANSWERED if self.is_answered else _FAILED, self.line)
 
 
@@ -77,7 +77,7 @@ class AnswerLog:
         try:
             while self._waiting:
                 taken, self._waiting = self._waiting, []
-                await self._write(b"".join(line.encoded() for line, _ in taken))
+                await self._write(b"".join(line.encode() for line, _ in taken))
                 for line, kept in taken:
                     self._on_kept(line)
                     if not kept.done():  # else its task is cancelled

@@ -36,7 +36,7 @@ class BatchInput:
             yield block
             offset += len(block)
 
-    def _numbered(self) -> Iterator[tuple[int, bytes | None]]:
+    def _number_lines(self) -> Iterator[tuple[int, bytes | None]]:
         for number, data in enumerate(split_lines(self._blocks(), self._longest), start=1):
             if number % _BREATH == 0:
                 time.sleep(_BREATH_S)
@@ -44,7 +44,7 @@ class BatchInput:
 
     def lines(self) -> Iterator[BatchLine]:
         """Yield the requests. Raises LineError if `check` would find a fault, as if another server has found none."""
-        for number, data in self._numbered():
+        for number, data in self._number_lines():
             line = parse_line(number, data, self._longest, self._endpoint)
             if line is not None:
                 yield line
@@ -54,7 +54,7 @@ class BatchInput:
         seen: set[int] = set()
         faults: list[LineFault] = []
         number = 0
-        for number, data in self._numbered():
+        for number, data in self._number_lines():
             if number > most:
                 message = f"the file has more than batches_max_requests={most} lines"
                 return number, 0, [LineFault("too_many_requests", message)]

@@ -102,7 +102,7 @@ class Pace:
         if has_others:
             self._make_way(lane)
         if dispatcher.queued <= pool.settings.job_queue_size // _QUEUE_SHARE:
-            self._begin(lane, self._allowed(now - lane.live_at - lane.quiet_s))
+            self._begin(lane, self._allowed_lines(now - lane.live_at - lane.quiet_s))
 
     def _make_way(self, lane: _Lane) -> None:
         """Take back all lines but the oldest few."""
@@ -115,7 +115,7 @@ class Pace:
         if taken:
             lane.quiet_s = min(lane.quiet_s * 2, _QUIET_S[1])
 
-    def _allowed(self, quiet_s: float) -> int:
+    def _allowed_lines(self, quiet_s: float) -> int:
         """Return how many lines a model may have that has been quiet for so many seconds longer than it must."""
         if quiet_s < 0:
             return self._beside

@@ -98,7 +98,7 @@ class BatchRunner:
     async def _begin(self, owner: str, tenant: bytes, batch_id: str) -> None:
         try:
             journal = await self._parts.threads.run(self._parts.records.store.journal, journal_key(owner, batch_id))
-            record = await self._parts.threads.run(self._unfinished, owner, batch_id, journal)
+            record = await self._parts.threads.run(self._take_up, owner, batch_id, journal)
         except TakenError:
             return
         except OSError as error:  # the others do not wait for this one
@@ -110,11 +110,11 @@ class BatchRunner:
         self._runs[batch_id] = run
         task = asyncio.create_task(run.run())
         self._tasks[task] = (owner, batch_id)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_end)
         if self._ends:
             task.cancel()
 
-    def _unfinished(self, owner: str, batch_id: str, journal: Journal) -> BatchRecord | None:
+    def _take_up(self, owner: str, batch_id: str, journal: Journal) -> BatchRecord | None:
         """Return the record as its last server has left it; None, and close the journal, if there is nothing to do."""
         try:
             record = self._parts.records.batch(owner, batch_id)
@@ -127,7 +127,7 @@ class BatchRunner:
         self._parts.records.forget_unfinished(owner, batch_id)
         return None
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         _, batch_id = self._tasks.pop(task)
         run = self._runs.pop(batch_id)
         if not task.cancelled() and task.exception() is not None:

@@ -58,7 +58,7 @@ class Compared:
     def mean_shift(self) -> float | None:
         return self._sum_of_shifts / self.shifts if self.shifts else None
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return what the management API says."""
         latency, mean = self.latency, self.mean_shift
         times = {} if latency is None else {"timesAsLong": latency.median, "interval": list(latency.interval)}

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.access.management_access import protected
+from frontend.access.management_access import protect
 from frontend.canary.copies import SENT, SentAnswer
 from frontend.canary.rules import Rules
 from frontend.canary.trial import CanaryTrial, Verdict, refuse_if_not_loaded
@@ -77,7 +77,7 @@ class CanaryFeature(ServerFeature):
             WholePathRoute("/models/{model}/canary/promote", {"POST": self.promote}),
             WholePathRoute("/models/{model}/canary/take_back", {"POST": self.take_back}),
         ]
-        return protected(routes, self._guard.check)
+        return protect(routes, self._guard.check)
 
     async def begin(self, request: Request) -> Response:
         """Load a model again; the new version gets a share of the requests, or copies of them, until it is judged."""
@@ -94,14 +94,14 @@ class CanaryFeature(ServerFeature):
             raise ModelExistsError(f"A new version of model {model.label} is being tried already")
         trial = CanaryTrial(model, share, _rules(given), shadow, self._drain_timeout_s)
         self._trials[model] = trial
-        model.notes["canary"] = trial.described
+        model.notes["canary"] = trial.describe
         reload = asyncio.create_task(self._reload(trial))
         self._reloads.add(reload)
         reload.add_done_callback(self._forget)
         if not truth(given, "synchronous", True):
-            return json_response({"status": "the new version is loading", "canary": trial.described()}, 202)
+            return json_response({"status": "the new version is loading", "canary": trial.describe()}, 202)
         await asyncio.shield(reload)
-        return json_response({"status": f"promoted: {trial.reason}", "canary": trial.described()})
+        return json_response({"status": f"promoted: {trial.reason}", "canary": trial.describe()})
 
     async def promote(self, request: Request) -> Response:
         """Have the new version take the place of the old one, whatever the figures say."""
@@ -121,7 +121,7 @@ class CanaryFeature(ServerFeature):
         await model.until_reloaded()
         if trial.verdict is not verdict:
             raise ModelExistsError(f"The new version of model {model.label} is {trial.verdict.value}: {trial.reason}")
-        return json_response({"status": trial.verdict.value, "canary": trial.described()})
+        return json_response({"status": trial.verdict.value, "canary": trial.describe()})
 
     async def _reload(self, trial: CanaryTrial) -> None:
         if trial.shadow:

@@ -46,7 +46,7 @@ class Figures:
         """Return the latencies with an interval of their median; None without any."""
         return PairedRatios.from_values(self.seconds) if self.seconds else None
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return what the management API says."""
         latency = self.latency
         median = {} if latency is None else {"medianMs": latency.median * 1000}

@@ -189,10 +189,10 @@ class CanaryTrial:
                 return
             await asyncio.sleep(_CHECK_S)
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return what the management API says."""
         workers = {} if self._pool is None else {"workers": sorted(self._pool.roster.pids.values())}
-        copies = {} if self._compared is None else {"copies": self._compared.described()}
+        copies = {} if self._compared is None else {"copies": self._compared.describe()}
         left = {} if self._pool is None else {"secondsLeft": max(0.0, round(self._ends - time.monotonic(), 1))}
         return {
             "status": self.verdict.value,
@@ -201,8 +201,8 @@ class CanaryTrial:
             "judgedAfter": self._rules.requests,
             **left,
             **({"reason": SECRETS.masked(self.reason)} if self.reason else {}),
-            "old": self.old.described(),
-            "new": self.new.described(),
+            "old": self.old.describe(),
+            "new": self.new.describe(),
             **copies,
             **workers,
         }

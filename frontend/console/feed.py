@@ -148,7 +148,7 @@ class ConsoleFeed:
             "kv": None if used is None else rounded(used / max(len(pool.roster.ready), 1)),
         }
         if window.last.requests or window.last.tokens:
-            row |= window.measured()
+            row |= window.measure()
         return row
 
 

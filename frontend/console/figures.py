@@ -48,7 +48,7 @@ class Window:
         while len(self._counts) > 2 and self._counts[1].at <= counts.at - _LATENCY_S:
             self._counts.popleft()
 
-    def measured(self) -> Row:
+    def measure(self) -> Row:
         """Return rates over the last seconds, and percentiles of the requests that ended in the last ten."""
         last = self.last
         recent = next((each for each in reversed(self._counts) if each.at <= last.at - _RATE_S), self.first)

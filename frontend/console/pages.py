@@ -19,13 +19,13 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from frontend.access.management_access import ManagementGuard, protected
+from frontend.access.management_access import ManagementGuard, protect
 from frontend.console.feed import ConsoleFeed
 from frontend.console.requests import KEPT, RecentRequests
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.parameters import integer
 from frontend.http.responses import json_response
-from frontend.management.models import described
+from frontend.management.models import describe_model
 from frontend.relay.relay import Relay
 from lmi_server.contract.errors import LmiServerError, RouteNotFoundError
 from lmi_server.contract.texts.quoting import excerpt
@@ -94,7 +94,7 @@ class Console:
             Route(f"{PAGE}/models/{{model}}", self.details, methods=["GET"], include_in_schema=False),
             Route(f"{PAGE}/models/{{model}}/{{version}}", self.details, methods=["GET"], include_in_schema=False),
         ]
-        return [*protected(page, self._guard.check_page), *protected(data, self._guard.check)]
+        return [*protect(page, self._guard.check_page), *protect(data, self._guard.check)]
 
     @cached_property
     def _files(self) -> Mapping[str, bytes]:
@@ -147,7 +147,7 @@ class Console:
         return json_response(await self._details(model))
 
     async def _details(self, model: Model) -> dict[str, Any]:
-        found: dict[str, Any] = {"server": version("lmi-server"), **described(model)}
+        found: dict[str, Any] = {"server": version("lmi-server"), **describe_model(model)}
         found["adapters"] = model.adapter_names
         if model.resolved is not None:
             found |= await asyncio.to_thread(_configuration, model)

@@ -36,7 +36,7 @@ class RecentRequests:
     def add(self, record: RequestRecord) -> None:
         """Keep a request that has just ended, in place of the oldest."""
         self._added += 1
-        self._records.append(record if _is_short(record) else _shortened(record))
+        self._records.append(record if _is_short(record) else _shorten(record))
 
     def page(self, model: str, wanted: str, failed: bool, number: int) -> Row:
         """Return a page of the requests that match, the newest first; pages count from 0.
@@ -69,7 +69,7 @@ class RecentRequests:
             "attempts": [[_ms(sent - record.arrived), _ms(lost - record.arrived)] for sent, lost in record.attempts],
             "client": record.client,
             "trace": record.trace_id,
-            **_generated(record),
+            **_generation_row(record),
             "prompt": SECRETS.masked(record.prompt.decode(errors="replace")) if record.prompt else None,
         }
 
@@ -82,7 +82,7 @@ def _is_short(record: RequestRecord) -> bool:
     return length <= _LONGEST and len(record.prompt) <= _PROMPT_BYTES
 
 
-def _shortened(record: RequestRecord) -> RequestRecord:
+def _shorten(record: RequestRecord) -> RequestRecord:
     """Return a record that holds no more of what a client or a worker says than is shown."""
     names = ("id", "route", "model", "error", "trace_id")
     shorter = {name: excerpt(getattr(record, name), _LONGEST) for name in names}
@@ -111,7 +111,7 @@ def _row(number: int, record: RequestRecord, offset: float) -> Row:
     }
 
 
-def _generated(record: RequestRecord) -> Row:
+def _generation_row(record: RequestRecord) -> Row:
     summary = record.summary
     if summary is None:
         return {}

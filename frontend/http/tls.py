@@ -41,7 +41,7 @@ class Certificate:
     async def watch(self) -> None:
         """Load the certificate again whenever its files change; one that cannot be used is reported and left out."""
         while True:
-            await self._watched.changed()
+            await self._watched.wait_for_change()
             try:
                 self._current = self._load()
                 logger.info("the certificate was loaded again from %s", ", ".join(self._files))

@@ -17,7 +17,7 @@ class WatchedFiles:
         self._names = names
         self._seen = self._state()
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait until a watched file was replaced or changed."""
         state = self._seen
         while state == self._seen:

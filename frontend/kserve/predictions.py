@@ -114,7 +114,7 @@ class KServeEndpoints(ServerFeature):
         )
 
     def _find(self, request: Request) -> Model:
-        return self._models.named(request.path_params["model"], request.path_params.get("version"))
+        return self._models.find(request.path_params["model"], request.path_params.get("version"))
 
     def _metadata(self, model: Model) -> dict[str, Any]:
         versions = [one.version for one in self._models.endpoint(model.name).models if one.version is not None]

@@ -65,7 +65,7 @@ class AdapterManagement:
     async def register(self, request: Request) -> Response:
         given = await parameters(request)
         model, adapters = self._model(request), self._adapters(request)
-        name = _required(given, "name")
+        name = _require(given, "name")
         self._check_name(name, model)
         adapters.refuse_known(name)
         alias = request.headers.get(ALIAS_HEADER, name)
@@ -77,7 +77,7 @@ class AdapterManagement:
             alias=alias,
             options=_options(given),
         )
-        status = await self.put(model, wanted, _required(given, "src"), request)
+        status = await self.put(model, wanted, _require(given, "src"), request)
         _warn_of_options(model, wanted)
         return json_response({"status": status or f"Adapter {alias} registered"})
 
@@ -120,12 +120,12 @@ class AdapterManagement:
         return json_response({"status": status or f"Adapter {registered.alias} unregistered"})
 
     async def _register(self, model: Model, wanted: Adapter, source: str) -> str:
-        fetched = await self._fetched(model, wanted, source)
+        fetched = await self._fetch(model, wanted, source)
         await model.until_reloaded()
         return await model.loaded().adapters.register(fetched)
 
     async def _update(self, model: Model, wanted: Adapter, source: str) -> str:
-        fetched = await self._fetched(model, wanted, source)
+        fetched = await self._fetch(model, wanted, source)
         await model.until_reloaded()
         return await model.loaded().adapters.update(fetched)
 
@@ -133,7 +133,7 @@ class AdapterManagement:
         await model.until_reloaded()
         return await model.loaded().adapters.remove(name)
 
-    async def _fetched(self, model: Model, wanted: Adapter, source: str) -> RegisteredAdapter:
+    async def _fetch(self, model: Model, wanted: Adapter, source: str) -> RegisteredAdapter:
         """Fetch the files of an adapter and return it with their directory."""
         if wanted.pin and not wanted.preload:
             raise RequestError("preload=false is not allowed with pin=true; leave one of them out")
@@ -191,7 +191,7 @@ def _row(registered: RegisteredAdapter) -> dict[str, Any]:
     return {"name": adapter.name, "src": masked_url(registered.source), "preload": adapter.preload, "pin": adapter.pin}
 
 
-def _required(given: Mapping[str, str], name: str) -> str:
+def _require(given: Mapping[str, str], name: str) -> str:
     value = given.get(name, "").strip()
     if not value:
         raise BadParameterError(f"Parameter {name} is required.")

@@ -43,7 +43,7 @@ class ModelList:
         if form is None:
             return json_response({"object": "list", "data": [self._entry(*each, request.scope) for each in able]})
         try:
-            created = [(each.name, _created(*each)) for each in able]
+            created = [(each.name, _created_at(*each)) for each in able]
             return json_response(form.page(created, request.query_params))
         except BadParameterError as error:
             return error_response(form.route, error)
@@ -58,7 +58,7 @@ class ModelList:
                 raise
             return error_response(form.route, error)
         if form is not None:
-            return json_response(form.entry(name, _created(name, model)))
+            return json_response(form.entry(name, _created_at(name, model)))
         return json_response(self._entry(name, model, request.scope))
 
     def _entry(self, name: str, model: Model, scope: Scope) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _entry(name: str, model: Model, scope: Scope, parent: str | None) -> dict[st
     `root` is the path or hub id of the weights, as far as it is known, and this client may know it. `max_model_len` is
     there once the model has loaded. An adapter names its `parent`.
     """
-    entry: dict[str, Any] = {"id": name, "object": "model", "created": int(_created(name, model))}
+    entry: dict[str, Any] = {"id": name, "object": "model", "created": int(_created_at(name, model))}
     entry |= {"owned_by": "lmi-server", "root": place_of(name, model, scope)}
     entry["parent"] = parent
     if model.pool is not None and model.pool.members.max_model_len:
@@ -97,7 +97,7 @@ def _entry(name: str, model: Model, scope: Scope, parent: str | None) -> dict[st
     return entry
 
 
-def _created(name: str, model: Model) -> float:
+def _created_at(name: str, model: Model) -> float:
     """Return when a model or an adapter was registered, by time.time()."""
     is_adapter = model.pool is not None and name in model.pool.adapters
     return model.pool.adapters.registered_at(name) if is_adapter and model.pool is not None else model.registered_at

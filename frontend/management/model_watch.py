@@ -37,7 +37,7 @@ class ModelWatch:
         while True:
             places = {model: model.directory for model in self._models.models if model.directory is not None}
             states = await asyncio.to_thread(_states, places)
-            for model in self._changed(states):
+            for model in self._changed_models(states):
                 logger.info("model %s: its configuration has changed", model.label)
                 self._tried[model] = states[model]
                 self._begin(model)
@@ -45,7 +45,7 @@ class ModelWatch:
             self._tried = {model: state for model, state in self._tried.items() if model in states}
             await asyncio.sleep(_LOOK_S)
 
-    def _changed(self, states: Mapping[Model, FileState]) -> Iterator[Model]:
+    def _changed_models(self, states: Mapping[Model, FileState]) -> Iterator[Model]:
         for model, state in states.items():
             is_new = state not in (None, model.configured_by, self._tried.get(model))
             is_complete = state == self._seen.get(model)

@@ -128,13 +128,13 @@ class Management:
         return source if given.get("model_name") else named_by_file(source)
 
     async def describe(self, request: Request) -> Response:
-        return json_response([_description(model) for model in self._named(request)])
+        return json_response([_description(model) for model in self._named_versions(request)])
 
     async def scale(self, request: Request) -> Response:
         given = await parameters(request)
         least, most = _count(given, "min_worker"), _count(given, "max_worker")
         device = _device(given)
-        models = self._named(request)
+        models = self._named_versions(request)
         for model in models:
             await model.until_reloaded()
         pools = [model.loaded() for model in models]
@@ -151,12 +151,12 @@ class Management:
         """Load a model again beside itself, with its configuration as it is now; then that gets the requests."""
         name, version = _path(request)
         waits = truth(await parameters(request), "synchronous", True)
-        self._named(request)  # so that an unknown name is refused at once
+        self._named_versions(request)  # so that an unknown name is refused at once
         reloading = asyncio.ensure_future(self._models.reload(name, version))
         if waits:
             await asyncio.shield(reloading)  # it goes on if the client goes away
             return json_response({"status": f'Model "{name}" reloaded.'})
-        reloading.add_done_callback(_heard)
+        reloading.add_done_callback(_retrieve_error)
         return json_response({"status": f'Model "{name}" reload scheduled.'}, 202)
 
     async def unregister(self, request: Request) -> Response:
@@ -179,7 +179,7 @@ class Management:
         self._models.set_log_level(level, request.query_params.get("logger", "").strip())
         return json_response({"status": "OK"})
 
-    def _named(self, request: Request) -> list[Model]:
+    def _named_versions(self, request: Request) -> list[Model]:
         """Return the version that the path names, or all versions."""
         name, version = _path(request)
         endpoint = self._models.endpoint(name)
@@ -209,7 +209,7 @@ class WholePathRoute(MethodRoute):
         return (Match.NONE if match is Match.NONE else Match.FULL), child_scope
 
 
-def _heard(task: asyncio.Future[Any]) -> None:
+def _retrieve_error(task: asyncio.Future[Any]) -> None:
     """Look at the error, if any, which the description of the model tells: asyncio would log it."""
     if not task.cancelled():
         task.exception()
@@ -273,7 +273,7 @@ def _device(given: Mapping[str, str]) -> int | None:
 
 
 def _description(model: Model) -> dict[str, Any]:
-    return {"workflowName": model.name, **_version(model), "models": [described(model)]}
+    return {"workflowName": model.name, **_version(model), "models": [describe_model(model)]}
 
 
 def _url(model: Model) -> str:
@@ -285,7 +285,7 @@ def _url(model: Model) -> str:
 
 
 def _address(source: ModelSource) -> str:
-    """Return where a model is described, relative to the address of all models."""
+    """Return where a model is describe_model, relative to the address of all models."""
     return "/".join(quote(part, safe="") for part in ("models", source.name, source.version) if part is not None)
 
 
@@ -293,7 +293,7 @@ def _version(model: Model) -> dict[str, str]:
     return {} if model.version is None else {"version": model.version}
 
 
-def described(model: Model) -> dict[str, Any]:
+def describe_model(model: Model) -> dict[str, Any]:
     """Return what the management API says of one version of a model."""
     failure = model.failure
     reason = {} if failure is None else {"reason": SECRETS.masked(failure.message)}

@@ -29,7 +29,7 @@ class ModelChoice:
             return self._models.endpoint(name).choose_preferring(asked)
         name = name or request.parameter("model_name")
         if name:
-            return self._models.named(name, asked)
+            return self._models.find(name, asked)
         if self._models.only is not None:
             return self._models.only.choose(asked)
         if self._models.default is not None and request.route not in MODEL_IN_BODY and not request.has_form:
@@ -52,16 +52,16 @@ class ModelChoice:
             name, in_form = last_of(form, "model") if names_in_body else None, last_of(form, "model_name")
         model = request.model
         if model is None:
-            model = self._named(request.route, name, in_form, version or request.parameter("model_version"))
+            model = self._find(request.route, name, in_form, version or request.parameter("model_version"))
         if name is not None and names_in_body:
             self._refuse_unknown(model, name)
         return model
 
-    def _named(self, route: str, name: str | None, in_form: str | None, version: str | None) -> Model:
+    def _find(self, route: str, name: str | None, in_form: str | None, version: str | None) -> Model:
         """Return the model of a body with `name` in `model` and `in_form` in a form's `model_name`, or the default."""
         models = self._models
         if in_form:
-            return models.named(in_form, version)
+            return models.find(in_form, version)
         default = models.default
         # Clients send some names to any server with one model.
         if name is not None and (default is None or not means_any_model(name) or models.has(name)):

@@ -159,7 +159,7 @@ class _Usage:
         """Write the file, if anything was spent since it was written."""
         if self._file is None:
             return
-        text = json.dumps(self._accounts.spent())
+        text = json.dumps(self._accounts.usage_by_key())
         if text == self._saved:
             return
         try:

@@ -35,9 +35,9 @@ class ServerList(ServerFeature):
     async def servers(self, request: Request) -> Response:
         """Return each server: whether it gets requests, why not, its models, and how many requests it has."""
         self._guard.check(request.scope)
-        return json_response({"servers": [self._described(server) for server in self._models.fleet.servers.values()]})
+        return json_response({"servers": [self._describe(server) for server in self._models.fleet.servers.values()]})
 
-    def _described(self, server: Server) -> dict[str, Any]:
+    def _describe(self, server: Server) -> dict[str, Any]:
         described = {
             "server": server.label,
             "url": server.site.url,

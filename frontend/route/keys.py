@@ -55,12 +55,12 @@ class RouteKeys(KeyRing):
 
     def _read(self) -> Sequence[ApiKey]:
         assert self._file is not None
-        keys, limits = _parsed(self._file)
+        keys, limits = _parse(self._file)
         self._accounts.replace(limits, time.monotonic())
         return keys
 
 
-def _parsed(file: str) -> tuple[Sequence[ApiKey], Mapping[bytes, KeyLimits]]:
+def _parse(file: str) -> tuple[Sequence[ApiKey], Mapping[bytes, KeyLimits]]:
     try:
         found = msgspec.toml.decode(Path(file).read_bytes(), type=_File).keys
     except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:

@@ -71,7 +71,7 @@ class SignatureCheck:
         self._check_body(body, named.get(_PAYLOAD_HASH))
         names = set(signature.signed.split(";"))
         signed = [pair for pair in headers if pair[0] in names]
-        if not hmac.compare_digest(self._expected(signature, scope, signed, body), signature.signature):
+        if not hmac.compare_digest(self._expected_signature(signature, scope, signed, body), signature.signature):
             raise _invalid("the signature is not the one that the secret key of sigv4_keys makes of this request")
 
         async def again() -> Any:
@@ -118,7 +118,9 @@ class SignatureCheck:
         if stated is not None and not hmac.compare_digest(stated, hashlib.sha256(body).hexdigest()):
             raise _invalid(f"{_PAYLOAD_HASH} is not the SHA-256 of the body; a body must be signed, and as a whole")
 
-    def _expected(self, signature: _Signature, scope: Scope, signed: list[tuple[str, str]], body: bytes) -> str:
+    def _expected_signature(
+        self, signature: _Signature, scope: Scope, signed: list[tuple[str, str]], body: bytes
+    ) -> str:
         from botocore.awsrequest import AWSRequest
 
         path = scope["raw_path"].decode("latin-1")

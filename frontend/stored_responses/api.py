@@ -94,7 +94,7 @@ def _page(record: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:
         if start is None:
             raise BadParameterError(f"Parameter after is {excerpt(after)}; it takes the id of an item")
         numbers = numbers[start + 1 :]
-    listed = [_listed(record.id, number, items[number]) for number in numbers[:limit]]
+    listed = [_list_item(record.id, number, items[number]) for number in numbers[:limit]]
     return list_object(listed, len(numbers) > limit)
 
 
@@ -122,7 +122,7 @@ def _item_id(response_id: str, number: int, item: Any) -> Any:
     return f"msg_{response_id.removeprefix(PREFIX)}_{number}" if own is None else own
 
 
-def _listed(response_id: str, number: int, item: Any) -> dict[str, Any]:
+def _list_item(response_id: str, number: int, item: Any) -> dict[str, Any]:
     """Return an item of an input as the API lists it: with an id, a type, and its content in parts."""
     given = item if isinstance(item, dict) else {}
     listed = {"type": "message", **given, "id": _item_id(response_id, number, item)}

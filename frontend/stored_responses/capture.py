@@ -62,13 +62,13 @@ class ResponseCapture:
         data = b"".join(self._parts)
         response = _object(data)
         if response is not None:
-            data = msgspec.json.encode(await self._kept(response))
+            data = msgspec.json.encode(await self._without_request(response))
         assert self._start is not None
         headers = [header for header in self._start["headers"] if header[0].lower() != b"content-length"]
         await self._send({**self._start, "headers": [*headers, (b"content-length", b"%d" % len(data))]})
         await self._send({"type": "http.response.body", "body": data})
 
-    async def _kept(self, response: dict[str, Any]) -> dict[str, Any]:
+    async def _without_request(self, response: dict[str, Any]) -> dict[str, Any]:
         response.update(self._own)
         if self._keep is not None and not await self._keep(response):
             response["store"] = False
@@ -95,7 +95,7 @@ class ResponseCapture:
             return event + _BLANK_LINE
         response: dict[str, Any] = value["response"]
         if kind in _LAST:
-            await self._kept(response)
+            await self._without_request(response)
         else:
             response.update(self._own)
         return named_event(kind, value)

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.access.management_access import protected
+from frontend.access.management_access import protect
 from frontend.features import ServerFeature, ServerParts
 from frontend.http.parameters import integer, json_fields, truth
 from frontend.http.responses import json_response
@@ -81,7 +81,7 @@ class VllmCalls(ServerFeature):
             WholePathRoute("/v1/load_lora_adapter", {"POST": self.load_adapter}),
             WholePathRoute("/v1/unload_lora_adapter", {"POST": self.unload_adapter}),
         ]
-        return protected(routes, self._guard.check)
+        return protect(routes, self._guard.check)
 
     def tasks(self) -> Sequence[Coroutine[Any, Any, None]]:
         return (self._sleepers.keep_asleep(),)

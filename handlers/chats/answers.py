@@ -204,13 +204,13 @@ class _Calls:
         pieces = self._reader.close(closed)
         rest = "" if cut else self._reader.rest
         if not (self._called or pieces):
-            return (), "" if cut else self._written(closed)
+            return (), "" if cut else self._with_markers(closed)
         if self._stream:
             return pieces, rest
         pieces = self._waiting + pieces
-        return (pieces, rest) if cut or _are_whole(pieces) else ((), self._written(closed))
+        return (pieces, rest) if cut or _are_whole(pieces) else ((), self._with_markers(closed))
 
-    def _written(self, closed: bool) -> str:
+    def _with_markers(self, closed: bool) -> str:
         """Return the text between the markers with the markers, as the model wrote it."""
         return self._format.begin + "".join(self._texts) + (self._format.end if closed else "")
 

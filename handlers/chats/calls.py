@@ -248,7 +248,7 @@ class TaggedCalls(CallReader):
         while found := pattern.match(self._unread):
             self._unread = self._unread[found.end() :]
             key = found["key"].strip()
-            value = _typed(found["value"], (self._properties or {}).get(key))
+            value = _as_type(found["value"], (self._properties or {}).get(key))
             pieces.append(CallPiece(None, f"{', ' if self._count else '{'}{_dumped(key)}: {_dumped(value)}"))
             self._count += 1
         return pieces
@@ -276,7 +276,7 @@ class TaggedCalls(CallReader):
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
-def _typed(text: str, schema: Any) -> Any:
+def _as_type(text: str, schema: Any) -> Any:
     """Return the value that `text` stands for by its JSON schema: a text, unless the schema has another type."""
     types = frozenset(_types(schema))
     if not types or types == {"string"}:

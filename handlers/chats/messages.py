@@ -70,8 +70,8 @@ class ContentForms:
     def from_template(cls, render: Callable[[list[dict[str, Any]]], str], image: str) -> ContentForms:
         """Find out the rendering of a template for images; `render` renders messages."""
         mark = "probe"
-        text = _rendered(render, mark)
-        parts = _rendered(render, [{"type": "text", "text": mark}])
+        text = _render_content(render, mark)
+        parts = _render_content(render, [{"type": "text", "text": mark}])
         takes_parts = mark in parts and "'type'" not in parts
         return cls(text=mark in text or not takes_parts, parts=takes_parts, image=image)
 
@@ -88,7 +88,7 @@ class ContentForms:
         return "\n".join([*images, *(part["text"] for part in content if part.get("type") == "text")])
 
 
-def _rendered(render: Callable[[list[dict[str, Any]]], str], content: Any) -> str:
+def _render_content(render: Callable[[list[dict[str, Any]]], str], content: Any) -> str:
     try:
         return render([{"role": "user", "content": content}])
     # The border to the template's own code, which may raise anything for a form it does not take.

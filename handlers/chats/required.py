@@ -42,7 +42,7 @@ def _schema(request: GenerationRequest) -> dict[str, Any]:
         return schemas[choice.name]
     calls = [_call(name, f"#/$defs/{index}") for index, name in enumerate(schemas)]
     at_most = {} if request.chat.parallel_tool_calls else {"maxItems": 1}
-    parameters = {str(index): _moved(schema, f"#/$defs/{index}") for index, schema in enumerate(schemas.values())}
+    parameters = {str(index): _relocate(schema, f"#/$defs/{index}") for index, schema in enumerate(schemas.values())}
     return {"type": "array", "minItems": 1, **at_most, "items": {"anyOf": calls}, "$defs": parameters}
 
 
@@ -55,13 +55,13 @@ def _call(name: str, parameters: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, root: str) -> Any:
+def _relocate(schema: Any, root: str) -> Any:
     """Return `schema` with its references, which count from its own root, to where it is now: below `root`."""
     if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
+        return [_relocate(item, root) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(value, root) for key, value in schema.items()}
+    moved = {key: _relocate(value, root) for key, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = root + reference[1:]

@@ -36,7 +36,7 @@ class TextLength:
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self.longest_token = 0 if backend is None else _longest_token(backend)
-        self._dropped = _dropped(backend) if self.longest_token else ()
+        self._dropped_characters = _dropped_characters(backend) if self.longest_token else ()
         self._counts_words = backend is not None and _counts_words(backend)
 
     def min_tokens(self, text: str) -> int:
@@ -44,7 +44,7 @@ class TextLength:
         if len(text) <= LONG_TEXT_CHARS:
             return 0
         if self.longest_token:
-            return -(-(len(text) - sum(map(text.count, self._dropped))) // self.longest_token)
+            return -(-(len(text) - sum(map(text.count, self._dropped_characters))) // self.longest_token)
         # BERT drops control characters; str.split() takes some of them for spaces.
         if self._counts_words and text.isascii() and text.translate(_TO_SPACES).isprintable():
             return len(text.split())
@@ -99,7 +99,7 @@ def _longest_token(backend: Any) -> int:
     return max(_COMPLETE.get(step["type"], 1) for step in [*steps, {"type": ""}]) * max(map(len, vocabulary))
 
 
-def _dropped(backend: Any) -> tuple[str, ...]:
+def _dropped_characters(backend: Any) -> tuple[str, ...]:
     """Return the characters that a tokenizer of bytes drops, because it lacks their symbols.
 
     Tokenizers trained on texts may lack control characters, as SmolLM2's does. Bytes that are in no

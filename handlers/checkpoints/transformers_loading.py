@@ -235,7 +235,7 @@ def _weights_counted() -> Iterator[None]:
     """Report how many weights transformers has loaded, in place of the bar that it draws on stderr."""
 
     def count(bar: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return _counted(*given) if named.get("desc") == _WEIGHTS else bar(*given, **named)
+        return _count_loaded(*given) if named.get("desc") == _WEIGHTS else bar(*given, **named)
 
     before = set_tqdm_hook(count)
     try:
@@ -244,7 +244,7 @@ def _weights_counted() -> Iterator[None]:
         set_tqdm_hook(before)
 
 
-def _counted(weights: Collection[_T]) -> Iterator[_T]:
+def _count_loaded(weights: Collection[_T]) -> Iterator[_T]:
     for done, weight in enumerate(weights):
         load_progress.report("loading weights", done, len(weights), "tensors")
         yield weight

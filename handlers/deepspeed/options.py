@@ -137,14 +137,16 @@ class DeepSpeedOptions(RollingBatchOptions):
 
     def reading(self) -> TransformersOptions:
         """Return the options with which transformers loads the checkpoint, before DeepSpeed splits the model."""
-        return TransformersOptions(**self._shared())
+        return TransformersOptions(**self._shared_values())
 
     def pipeline(self, task: str) -> PipelineOptions:
         """Return the options with which a task loads the checkpoint and runs."""
         max_model_len, streaming = self.max_tokens if generates(task) else None, self.enable_streaming
-        return PipelineOptions(**self._shared(), task=task, enable_streaming=streaming, max_model_len=max_model_len)
+        return PipelineOptions(
+            **self._shared_values(), task=task, enable_streaming=streaming, max_model_len=max_model_len
+        )
 
-    def _shared(self) -> dict[str, Any]:
+    def _shared_values(self) -> dict[str, Any]:
         names = ("model_id", "revision", "trust_remote_code", "dtype", "threads")
         return {name: getattr(self, name) for name in names}
 

@@ -18,14 +18,16 @@ LIBRARY = "optimum-neuron"
 def load(path: str, config: Any, options: NeuronxOptions, save_to: Path | None) -> LineRunner:
     """Load the compiled model in `path`, or compile it; write it to `save_to`. Raises ModelLoadError."""
     with failures_of_load(LIBRARY, path):
-        model = _compiled(path) if (Path(path) / COMPILED_BY_OPTIMUM).is_file() else _exported(path, config, options)
+        model = (
+            _load_compiled(path) if (Path(path) / COMPILED_BY_OPTIMUM).is_file() else _compile(path, config, options)
+        )
         _check(model.neuron_config, path, options)
         if save_to is not None:
             model.save_pretrained(str(save_to))
     return LineRunner(_Lines(model, int(config.get_text_config().vocab_size)))
 
 
-def _compiled(path: str) -> Any:
+def _load_compiled(path: str) -> Any:
     from optimum.neuron import NeuronModelForCausalLM
 
     return NeuronModelForCausalLM.from_pretrained(path)
@@ -48,7 +50,7 @@ def _check(compiled: Any, path: str, options: NeuronxOptions) -> None:
         raise ModelLoadError(f"{path} was compiled for other shapes; set {', '.join(wrong)}, or compile it again")
 
 
-def _exported(path: str, config: Any, options: NeuronxOptions) -> Any:
+def _compile(path: str, config: Any, options: NeuronxOptions) -> Any:
     from optimum.neuron import NeuronModelForCausalLM
 
     # The library's defaults for the model and the device come first. Sampling on the device is among them.

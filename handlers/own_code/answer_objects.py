@@ -93,18 +93,18 @@ class StreamEvent(str):
         return event
 
     def __getattr__(self, name: str) -> Any:
-        fields = None if name.startswith(("_", "model_")) else self._parsed()
+        fields = None if name.startswith(("_", "model_")) else self._parse()
         if fields is None:
             raise AttributeError(name)
         return getattr(fields, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        fields = self._parsed()
+        fields = self._parse()
         if fields is None:
             raise AttributeError(f"{name}: the event holds no JSON object")
         fields[name] = value
 
-    def written(self, texts: list[tuple[str, str]]) -> str:
+    def write_event(self, texts: list[tuple[str, str]]) -> str:
         """Return the event with what the function changed.
 
         `texts` collects those of the tokens of a stream, before and after. The last event repeats all of them.
@@ -127,7 +127,7 @@ class StreamEvent(str):
         start = self.find("{")
         return slice(start, max(start, self.rfind("}") + 1)) if start >= 0 else slice(0, 0)
 
-    def _parsed(self) -> LmiAnswer | None:
+    def _parse(self) -> LmiAnswer | None:
         found = self[self._place()] if self._fields is None else ""
         if found:
             try:

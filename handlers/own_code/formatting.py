@@ -44,11 +44,13 @@ def load_formatting(
     file and line.
     """
     code = _Code(Path(model_dir, DEFAULT_ENTRY_POINT))
-    reads = code.named("option.input_formatter", options.input_formatter, base is None) or code.marked.get(_INPUT)
+    reads = code.find_function("option.input_formatter", options.input_formatter, base is None) or code.marked.get(
+        _INPUT
+    )
     if options.output_formatter in lmi.FORMATTER_NAMES:
         writes = None
     else:
-        named = code.named("option.output_formatter", options.output_formatter, base is None)
+        named = code.find_function("option.output_formatter", options.output_formatter, base is None)
         writes = named or code.marked.get(_OUTPUT)
     for function in (reads, writes):
         if function is not None and (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)):
@@ -71,7 +73,7 @@ class _Code:
             if name in self.marked:
                 logger.warning("%s: @%s has no effect beside a model that generates text", path.parent, name)
 
-    def named(self, key: str, name: str | None, required: bool) -> Callable[..., Any] | None:
+    def find_function(self, key: str, name: str | None, required: bool) -> Callable[..., Any] | None:
         """Return the function that an option names. Raises ModelLoadError if it is missing and `required`."""
         if name is None:
             return None

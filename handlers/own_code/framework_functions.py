@@ -58,7 +58,7 @@ class Script:
             return Output().error(str(error), code=error.status, message=str(error))
         status, phrase = context.get_response_status(0)
         output = Output(status, phrase or "OK").add(result)
-        for name, value in {"Content-Type": kind, **_titled(context.get_response_headers(0))}.items():
+        for name, value in {"Content-Type": kind, **_with_usual_names(context.get_response_headers(0))}.items():
             output.add_property(name, value)
         return output
 
@@ -172,7 +172,7 @@ def _as_list(value: Any) -> Any:
     return value.tolist()
 
 
-def _titled(headers: Mapping[str, str]) -> dict[str, str]:
+def _with_usual_names(headers: Mapping[str, str]) -> dict[str, str]:
     """Return headers of an answer; the content type under the name that Output has for it."""
     return {"Content-Type" if name.lower() == "content-type" else name: value for name, value in headers.items()}
 

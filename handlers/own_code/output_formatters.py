@@ -226,7 +226,7 @@ class _Rewritten(Exchange):
     def _event(self, event: StreamEvent) -> bytes:
         written = self._function(event)
         if isinstance(written, StreamEvent):
-            return written.written(self._texts).encode()
+            return written.write_event(self._texts).encode()
         data = _bytes(written)
         return data if isinstance(written, str | bytes) or not data else self._start + data + self._end
 

@@ -97,7 +97,7 @@ def check_listed(constraint: StructuredOutputs, most: int) -> None:
     found = constraint.value
     if constraint.kind == "json":
         schema = msgspec.json.decode(found) if isinstance(found, str) else found
-        found = [text for _, part in _parts(schema) if isinstance(part, Mapping) for text in _listed(part)]
+        found = [text for _, part in _parts(schema) if isinstance(part, Mapping) for text in _texts_of(part)]
     elif constraint.kind != "choice":
         return
     characters = sum(map(len, found))
@@ -109,7 +109,7 @@ def check_listed(constraint: StructuredOutputs, most: int) -> None:
         )
 
 
-def _listed(part: Mapping[str, Any]) -> Iterator[str]:
+def _texts_of(part: Mapping[str, Any]) -> Iterator[str]:
     values = part.get("enum")
     for value in (*(values if isinstance(values, list) else ()), part.get("const")):
         if isinstance(value, str):

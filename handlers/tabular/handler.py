@@ -132,7 +132,7 @@ class TabularHandler(RequestHandler):
     def _output(self, request: Input, predictions: Any) -> Response:
         formatter, function = self._own.get("output_formatter"), self._own.get("output_fn")
         if formatter is None and function is None:
-            return _response(predictions, self._accepted(request))
+            return _response(predictions, self._accept_header(request))
         accept = self._accept(request)
         if formatter is None:
             result, kind = _sagemaker_output(function, predictions, accept)
@@ -157,7 +157,7 @@ class TabularHandler(RequestHandler):
         groups: dict[Any, list[tuple[int, Any, str]]] = {}
         for index, request in enumerate(requests):
             try:
-                kind, rows = self._accepted(request), rows_of(request)
+                kind, rows = self._accept_header(request), rows_of(request)
             except LmiServerError as error:
                 outcomes[index] = error
             else:
@@ -187,7 +187,7 @@ class TabularHandler(RequestHandler):
         except Exception as error:  # the border to the library
             raise HandlerError(f"{type(error).__name__}: {error}") from error
 
-    def _accepted(self, request: Input) -> str:
+    def _accept_header(self, request: Input) -> str:
         return content.accepted_type(request, self._default, _KINDS)
 
 

@@ -18,7 +18,7 @@ from handlers.checkpoints.transformers_loading import load_model
 from handlers.tasks.batches import even_batches
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.padding import load_padding_tokenizer
-from handlers.tasks.task import Task, named, read_object, read_text
+from handlers.tasks.task import Task, read_object, read_text, same_names
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.dialects import fields
 
@@ -51,7 +51,7 @@ class _Window(NamedTuple):
 class QuestionAnswering(Task):
     """Finds answers with a model that scores each token as the start and as the end of an answer."""
 
-    parameters = named(
+    parameters = same_names(
         top_k=_COUNT,
         doc_stride=_COUNT,
         max_answer_len=_COUNT,

@@ -188,7 +188,7 @@ def texts(name: str, value: Any) -> list[str]:
     return items
 
 
-def named(**readers: Reader) -> dict[str, Field]:
+def same_names(**readers: Reader) -> dict[str, Field]:
     """Return parameters whose `run` gets them under the same name."""
     return {name: Field(name, reader) for name, reader in readers.items()}
 

@@ -17,7 +17,7 @@ from handlers.tasks import padding
 from handlers.tasks.generation.parameters import LOWERED, PARAMETERS
 from handlers.tasks.generation.task import GenerationTask, Prompt
 from handlers.tasks.options import TRANSLATION, PipelineOptions
-from handlers.tasks.task import named, read_text
+from handlers.tasks.task import read_text, same_names
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class TextGeneration(GenerationTask):
     """Continues prompts with a causal language model."""
 
-    parameters: Mapping[str, Field] = MappingProxyType({**PARAMETERS, **named(return_full_text=fields.boolean)})
+    parameters: Mapping[str, Field] = MappingProxyType({**PARAMETERS, **same_names(return_full_text=fields.boolean)})
     auto_class = AutoModelForCausalLM
     padding_side = "left"
     default_new_tokens = 30  # the default of LMI
@@ -73,7 +73,7 @@ class TextGeneration(GenerationTask):
 class TextToText(GenerationTask):
     """Generates with an encoder and a decoder: text2text-generation, summarization, translation."""
 
-    parameters: Mapping[str, Field] = MappingProxyType({**PARAMETERS, **named(truncation=fields.boolean)})
+    parameters: Mapping[str, Field] = MappingProxyType({**PARAMETERS, **same_names(truncation=fields.boolean)})
     auto_class = AutoModelForSeq2SeqLM
     padding_side = "right"
     default_new_tokens = 256  # the default of the pipelines of transformers 4
@@ -124,7 +124,7 @@ class Translation(TextToText):
     """Translates. For a model of many languages, `src_lang` and `tgt_lang` or the name of the task say which ones."""
 
     parameters: Mapping[str, Field] = MappingProxyType(
-        {**TextToText.parameters, **named(src_lang=fields.string, tgt_lang=fields.string)}
+        {**TextToText.parameters, **same_names(src_lang=fields.string, tgt_lang=fields.string)}
     )
 
     def __init__(self, task: str, path: str, options: PipelineOptions) -> None:

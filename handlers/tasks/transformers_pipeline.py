@@ -14,7 +14,7 @@ from handlers.checkpoints.placement import refuse_divided_layers
 from handlers.checkpoints.text_length import TextLength
 from handlers.checkpoints.transformers_loading import model_arguments, save_weights
 from handlers.tasks.options import PipelineOptions
-from handlers.tasks.task import Task, file_bytes, named, read_image, read_object, read_text, texts
+from handlers.tasks.task import Task, file_bytes, read_image, read_object, read_text, same_names, texts
 from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
@@ -79,29 +79,32 @@ class _Kind:
     object_fields: tuple[str, ...] = ()
 
 
-_LABELS = {"candidate_labels": Field("candidate_labels", texts), **named(hypothesis_template=fields.string)}
+_LABELS = {"candidate_labels": Field("candidate_labels", texts), **same_names(hypothesis_template=fields.string)}
 
 _KINDS = {
-    "fill-mask": _Kind(named(top_k=_COUNT, targets=texts)),
+    "fill-mask": _Kind(same_names(top_k=_COUNT, targets=texts)),
     "text-classification": _Kind(
-        named(top_k=_COUNT, function_to_apply=_FUNCTION, truncation=fields.boolean, max_length=_COUNT), _text_or_pair
+        same_names(top_k=_COUNT, function_to_apply=_FUNCTION, truncation=fields.boolean, max_length=_COUNT),
+        _text_or_pair,
     ),
     "token-classification": _Kind(
-        named(
+        same_names(
             aggregation_strategy=fields.one_of("none", "simple", "first", "average", "max"),
             ignore_labels=texts,
             stride=fields.integer(0),
         ),
     ),
-    "zero-shot-classification": _Kind({**_LABELS, **named(multi_label=fields.boolean)}, required=("candidate_labels",)),
-    "table-question-answering": _Kind(
-        named(sequential=fields.boolean), reader_for=_table_reader, object_fields=("query", "table")
+    "zero-shot-classification": _Kind(
+        {**_LABELS, **same_names(multi_label=fields.boolean)}, required=("candidate_labels",)
     ),
-    "image-classification": _Kind(named(top_k=_COUNT, function_to_apply=_FUNCTION), read_image),
-    "image-feature-extraction": _Kind(named(pool=fields.boolean), read_image),
-    "object-detection": _Kind(named(threshold=fields.PROBABILITY), read_image),
+    "table-question-answering": _Kind(
+        same_names(sequential=fields.boolean), reader_for=_table_reader, object_fields=("query", "table")
+    ),
+    "image-classification": _Kind(same_names(top_k=_COUNT, function_to_apply=_FUNCTION), read_image),
+    "image-feature-extraction": _Kind(same_names(pool=fields.boolean), read_image),
+    "object-detection": _Kind(same_names(threshold=fields.PROBABILITY), read_image),
     "zero-shot-image-classification": _Kind(_LABELS, read_image, required=("candidate_labels",)),
-    "audio-classification": _Kind(named(top_k=_COUNT, function_to_apply=_FUNCTION), reader_for=sound_reader),
+    "audio-classification": _Kind(same_names(top_k=_COUNT, function_to_apply=_FUNCTION), reader_for=sound_reader),
 }
 _ALONE = frozenset({"table-question-answering", "object-detection"})
 """Tasks whose pipelines cannot pad inputs of different sizes to one batch, or return other results if they do."""

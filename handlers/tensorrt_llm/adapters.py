@@ -55,7 +55,7 @@ class Adapters:
         self.registered.pop(name, None)
         self._by_name.pop(name, None)
 
-    def named(self, name: str | None) -> library.LoRARequest | None:
+    def find(self, name: str | None) -> library.LoRARequest | None:
         """Return an adapter as TensorRT-LLM knows it; None for the base model. Raises RequestError if it is unknown."""
         if name is None:
             return None

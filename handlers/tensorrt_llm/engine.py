@@ -62,7 +62,7 @@ class Engine:
 
         Raises RequestError if the request cannot be served as sent, HandlerError if the engine gives it up.
         """
-        adapter = self.adapters.named(request.adapter)
+        adapter = self.adapters.find(request.adapter)
         ids, text = await self.prompts.encode(request, self._max_seq_len)
         room = self._limits.room(len(ids), request.sampling)
         parameters = sampling_params(request.sampling, room, self._limits)

@@ -55,7 +55,7 @@ def build(options: TensorRtLlmOptions) -> Mapping[str, Any]:
         "tensor_parallel_size": _devices(options.tensor_parallel_degree),
         "pipeline_parallel_size": options.pipeline_parallel_degree,
         "dtype": LONG_DTYPES.get(options.dtype, options.dtype),
-        **_given(options, _SAME_NAMES),
+        **_given_values(options, _SAME_NAMES),
         "kv_cache_config": _kv_cache(options),
         "scheduler_config": {"capacity_scheduler_policy": options.batch_scheduler_policy.upper()},
         **_lora(options),
@@ -63,24 +63,24 @@ def build(options: TensorRtLlmOptions) -> Mapping[str, Any]:
         CONFIG_JSON: _config_changes(options),
     }
     kept = {name: value for name, value in arguments.items() if value is not None and value != {}}
-    return _merged(kept, engine_fields.values(options.passed(engine_fields.passed_on())))
+    return _merge(kept, engine_fields.values(options.undeclared_values(engine_fields.passed_on())))
 
 
 def _devices(degree: int | str) -> int:
     return degree if isinstance(degree, int) and degree > 0 else 1
 
 
-def _given(options: TensorRtLlmOptions, names: Iterable[str]) -> dict[str, Any]:
+def _given_values(options: TensorRtLlmOptions, names: Iterable[str]) -> dict[str, Any]:
     """Return the values of the `names` that are set."""
     return {name: getattr(options, name) for name in names if name in options.model_fields_set}
 
 
-def _merged(arguments: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(arguments: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Return `arguments` with `others`; mappings in both are merged, and the value of `others` wins."""
     merged = {**arguments, **others}
     for name in arguments.keys() & others.keys():
         if isinstance(arguments[name], Mapping) and isinstance(others[name], Mapping):
-            merged[name] = _merged(arguments[name], others[name])
+            merged[name] = _merge(arguments[name], others[name])
     return merged
 
 
@@ -89,7 +89,7 @@ def _kv_cache(options: TensorRtLlmOptions) -> Mapping[str, Any]:
     sizes = {
         "free_gpu_memory_fraction": options.kv_cache_free_gpu_mem_fraction,
         "enable_block_reuse": options.enable_kv_cache_reuse,
-        **_given(options, _SAME_NAMES_KV_CACHE),
+        **_given_values(options, _SAME_NAMES_KV_CACHE),
         **({"max_attention_window": _numbers(windows, int)} if windows is not None else {}),
     }
     if options.runs_on == "tensorrt":  # the engine is built for the size and the type of the blocks
@@ -132,7 +132,7 @@ def _tensorrt(options: TensorRtLlmOptions) -> Mapping[str, Any]:
         "calib_config": _calibration(options) if "quant_algo" in quantization else {},
         "enable_build_cache": options.enable_build_cache,
         "extended_runtime_perf_knob_config": knobs,
-        **_given(options, _SAME_NAMES_TENSORRT),
+        **_given_values(options, _SAME_NAMES_TENSORRT),
     }
 
 
@@ -141,10 +141,10 @@ def _build(options: TensorRtLlmOptions) -> Mapping[str, Any]:
         "tokens_per_block": options.tokens_per_block,
         # Without it the engine cannot attend to blocks of another request.
         **({"use_paged_context_fmha": True} if options.enable_kv_cache_reuse else {}),
-        **_given(options, ("use_fused_mlp", "use_fp8_context_fmha")),
+        **_given_values(options, ("use_fused_mlp", "use_fp8_context_fmha")),
     }
     lora = {name: value for name, value in _lora(options).items() if name == "lora_config"}
-    return {**_sizes(options), **_given(options, ("max_draft_len",)), **lora, "plugin_config": plugins}
+    return {**_sizes(options), **_given_values(options, ("max_draft_len",)), **lora, "plugin_config": plugins}
 
 
 def _quantization(options: TensorRtLlmOptions) -> Mapping[str, Any]:
@@ -164,7 +164,7 @@ def _quantization(options: TensorRtLlmOptions) -> Mapping[str, Any]:
         **({"clamp_val": _numbers(options.clamp_val, float)} if options.clamp_val is not None else {}),
         **({"exclude_modules": _names(options.exclude_modules)} if options.exclude_modules is not None else {}),
         **({"pre_quant_scale": True} if options.pre_quant_scales else {}),
-        **_given(options, _SAME_NAMES_QUANT),
+        **_given_values(options, _SAME_NAMES_QUANT),
     }
     return {name: value for name, value in values.items() if value is not None}
 
@@ -176,7 +176,7 @@ def _calibration(options: TensorRtLlmOptions) -> Mapping[str, Any]:
     return {
         "calib_batches": batches,
         "calib_batch_size": min(samples, options.calib_batch_size),
-        **_given(
+        **_given_values(
             options, ("device", "calib_dataset", "calib_max_seq_length", "random_seed", "tokenizer_max_seq_length")
         ),
     }
@@ -184,7 +184,7 @@ def _calibration(options: TensorRtLlmOptions) -> Mapping[str, Any]:
 
 def _pytorch(options: TensorRtLlmOptions) -> Mapping[str, Any]:
     given = options.model_fields_set
-    arguments = {**_sizes(options), "enable_iter_perf_stats": True, **_given(options, ("attn_backend",))}
+    arguments = {**_sizes(options), "enable_iter_perf_stats": True, **_given_values(options, ("attn_backend",))}
     if given & {"enable_trt_overlap", "enable_overlap_scheduler"}:
         arguments["disable_overlap_scheduler"] = not (options.enable_trt_overlap or options.enable_overlap_scheduler)
     if "use_custom_all_reduce" in given:

@@ -70,10 +70,10 @@ def _argument(name: str, value: Any) -> Any:
     if name == "build_config":
         return _build_config(value)
     values = {key: _algorithm(key, inner) for key, inner in value.items()} if name == "quant_config" else value
-    return _nested(name, values)
+    return _make_nested(name, values)
 
 
-def _nested(name: str, values: Mapping[str, Any]) -> Any:
+def _make_nested(name: str, values: Mapping[str, Any]) -> Any:
     """Return a nested argument. Raises ModelLoadError for a name that this version does not have."""
     cls = _class(_CLASSES[name])
     known = getattr(cls, "model_fields", None) or getattr(cls, "__dataclass_fields__", None)
@@ -96,7 +96,7 @@ def _class(name: str) -> Any:
 def _build_config(values: Mapping[str, Any]) -> Any:
     """Return the configuration of the build; plugins are attributes of an object that it makes itself."""
     plugins = values.get("plugin_config", {})
-    config = _nested(
+    config = _make_nested(
         "build_config", {name: _argument(name, value) for name, value in values.items() if name != "plugin_config"}
     )
     for name, value in plugins.items():

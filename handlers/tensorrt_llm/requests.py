@@ -73,7 +73,7 @@ def sampling_params(sampling: SamplingParameters, room: int, limits: RequestLimi
         "skip_special_tokens": sampling.skip_special_tokens,
         "spaces_between_special_tokens": sampling.spaces_between_special_tokens,
         "add_special_tokens": False,  # the prompt is tokenized already
-        "guided_decoding": _guided(sampling.structured_outputs, limits.options),
+        "guided_decoding": _guided_decoding(sampling.structured_outputs, limits.options),
         "embedding_bias": _bias(sampling, limits.vocabulary),
         **_choice(sampling, limits.options),
         **_logprobs(sampling, limits.keeps_logits),
@@ -124,7 +124,7 @@ def _logprobs(sampling: SamplingParameters, keeps_logits: bool) -> Mapping[str, 
     return tokens if prompt is None else {**tokens, "prompt_logprobs": max(1, prompt)}
 
 
-def _guided(constraint: StructuredOutputs | None, options: TensorRtLlmOptions) -> Any:
+def _guided_decoding(constraint: StructuredOutputs | None, options: TensorRtLlmOptions) -> Any:
     if constraint is None:
         return None
     if options.guided_decoding_backend is None:

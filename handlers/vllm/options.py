@@ -180,7 +180,7 @@ class VllmEngineOptions(MediaOptions):
 
     def passed_to_engine(self) -> Mapping[str, str]:
         """Return the undeclared values that vLLM knows, by its own names and as text."""
-        return self.passed(engine_fields.names())
+        return self.undeclared_values(engine_fields.names())
 
     def engine_arguments(self) -> Mapping[str, Any]:
         """Return the arguments of vLLM's EngineArgs; arguments under vLLM's own names are text."""

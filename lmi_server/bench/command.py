@@ -97,7 +97,7 @@ def bench(
 ) -> None:
     """Put a load on a server, this one or another, and print how fast it answers."""
     with plain_configuration_errors():
-        data, speed = _replayed(data, replay)
+        data, speed = _replay_source(data, replay)
         workload = _workload(data, input_tokens, output_tokens, shared_prefix, tokenizer, turns)
         runs = _arrivals(concurrency, rate, burstiness, ramp_to, duration, speed, workload)
         length = RunLength(_requests(requests, duration, speed), duration, timeout)
@@ -177,7 +177,7 @@ def observer_of(target: Target, metrics: str | None) -> Observer:
     return Observer(metrics or f"{target.url}/metrics", headers, pid, process_environment() if pid else None)
 
 
-def _replayed(data: Path | None, replay: str | None) -> tuple[Path | None, float | None]:
+def _replay_source(data: Path | None, replay: str | None) -> tuple[Path | None, float | None]:
     """Return the file of the prompts, and how many times as fast as recorded they are sent; None without --replay.
 
     Raises ConfigurationError if --replay is neither a speed nor a file, or a file beside --data.

@@ -59,7 +59,7 @@ class Run:
         ticker = asyncio.create_task(self._tick(on_tick))
         try:
             if isinstance(self._arrivals, ClosedLoop):
-                await self._closed(self._arrivals.concurrency)
+                await self._run_closed_loop(self._arrivals.concurrency)
             else:
                 await self._open(within(self._arrivals.offsets(seed), self._length.requests, self._length.duration_s))
             self._all_sent = True
@@ -75,7 +75,7 @@ class Run:
 
     # --- when requests are sent ---
 
-    async def _closed(self, concurrency: int) -> None:
+    async def _run_closed_loop(self, concurrency: int) -> None:
         """Keep `concurrency` requests running."""
         done = asyncio.Event()
         left = self._length.requests
@@ -153,7 +153,10 @@ class Run:
         try:
             async with asyncio.timeout(self._length.timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(target, self._idle.append, self._lost), target.host, target.port, ssl=target.tls
+                    lambda: Connection(target, self._idle.append, self._forget),
+                    target.host,
+                    target.port,
+                    ssl=target.tls,
                 )
         except OSError as error:  # TimeoutError, too
             record.sent = record.end = time.perf_counter()
@@ -179,7 +182,7 @@ class Run:
         self._busy[connection] = record
         connection.send(request.data, record, on_answer)
 
-    def _lost(self, connection: Connection) -> None:
+    def _forget(self, connection: Connection) -> None:
         if connection in self._idle:
             self._idle.remove(connection)
 

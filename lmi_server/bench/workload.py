@@ -116,9 +116,9 @@ class Recorded:
 
     def prompts(self, seed: int) -> Iterator[Prompt]:
         """Yield the prompts without end."""
-        return itertools.cycle([self._asked(prompt) for prompt in self.recorded])
+        return itertools.cycle([self._with_lengths(prompt) for prompt in self.recorded])
 
-    def _asked(self, prompt: Prompt) -> Prompt:
+    def _with_lengths(self, prompt: Prompt) -> Prompt:
         later = prompt.later[: None if self.turns is None else self.turns - 1]
         if self.output_tokens is None:
             return replace(prompt, later=later)

@@ -60,15 +60,15 @@ class ServerCalls:
                 message = error_message(error.read()) or f"{self.url}{path}: {error}"
                 raise ConfigurationError(f"{message}{remedy(error)}") from error
         except (OSError, HTTPException) as error:
-            raise self._gone(error) from error
+            raise self._unreachable(error) from error
 
     def _read(self, answer: HTTPResponse) -> bytes:
         try:
             return answer.read()
         except (OSError, HTTPException) as error:
-            raise self._gone(error) from error
+            raise self._unreachable(error) from error
 
-    def _gone(self, error: Exception) -> ConfigurationError:
+    def _unreachable(self, error: Exception) -> ConfigurationError:
         reason = error.reason if isinstance(error, URLError) else error
         return ConfigurationError(f"{self.url} does not answer: {reason}")
 

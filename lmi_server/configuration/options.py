@@ -444,8 +444,8 @@ class ModelOptions(Options):
     def passed_through(self) -> Mapping[str, str]:
         """Return values as they were written, by key without "option.".
 
-        These are the values of undeclared keys; an engine may know some of them (`passed`). If the handler is
-        the user's own code, they also hold the values of declared keys.
+        These are the values of undeclared keys; an engine may know some (`undeclared_values`). If the handler is the
+        user's own code, they also hold the values of declared keys.
         """
         return self._passed_through
 
@@ -459,7 +459,7 @@ class ModelOptions(Options):
         """Return the arguments of the engine, by the engine's own names."""
         return {}
 
-    def passed(self, names: Collection[str]) -> Mapping[str, str]:
+    def undeclared_values(self, names: Collection[str]) -> Mapping[str, str]:
         """Return the part of `passed_through` with these names, as text; the handler converts it for its engine."""
         return {name: raw for name, raw in self.passed_through.items() if name in names}
 

@@ -376,7 +376,7 @@ def resolve_server(
     # The command line is a layer of its own below, because its keys need no sorting: typer knows them all.
     layers = [from_variables("environment", env.server_variables(environment)), _from_config_file(config_file)]
     found = [sort_keys(_with_address(layer, problems), declared) for layer in layers]
-    options = {option.key: str(command_line[option.field]) for option in declared if _given(command_line, option)}
+    options = {option.key: str(command_line[option.field]) for option in declared if _given_value(command_line, option)}
     given = merge([from_values("command line", options), *(layer.known for layer in found)])
     settings, wrong = build(ServerSettings, given)
     try:
@@ -452,5 +452,5 @@ def _without_effect(key: str, source: Source) -> str:
     return f"{source.place}: {key} has no effect in this version: {WITHOUT_EFFECT[key]}"
 
 
-def _given(command_line: Mapping[str, Any], option: Option) -> bool:
+def _given_value(command_line: Mapping[str, Any], option: Option) -> bool:
     return command_line.get(option.field) is not None

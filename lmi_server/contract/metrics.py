@@ -48,7 +48,7 @@ class Metric(NamedTuple):
 MetricSink = Callable[[Metric], None]
 
 
-def unrecorded(metric: Metric) -> None:
+def drop_metric(metric: Metric) -> None:
     """Drop `metric`."""
 
 

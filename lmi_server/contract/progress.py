@@ -50,7 +50,7 @@ class Progress(msgspec.Struct, array_like=True, frozen=True):
             return None
         return max(0, self.total - self.done) / self.rate
 
-    def bounded(self) -> Progress:
+    def bound(self) -> Progress:
         """Return what may be kept and shown of a report by a process that runs a user's code."""
         total = None if self.total is None else min(max(0, self.total), _MAX_AMOUNT)
         done = min(max(0, self.done), _MAX_AMOUNT if total is None else total)

@@ -65,7 +65,7 @@ def not_allowed(name: str, value: Any, remedy: str) -> RequestError:
     return RequestError(f"{name}: {show(value)} is not allowed; {remedy}")
 
 
-def unsupported(name: str, feature: Feature | None = None) -> RequestError:
+def unsupported_error(name: str, feature: Feature | None = None) -> RequestError:
     """Return the error about a field whose feature the model's handler lacks."""
     parser = " and option.reasoning_parser" if feature == "reasoning" else ""
     return RequestError(
@@ -169,7 +169,7 @@ def read_fields(
         target, read, needs, _ = field
         found = read(prefix + name, value)
         if needs is not None and field.lacks(found, features):
-            raise unsupported(prefix + name, needs)
+            raise unsupported_error(prefix + name, needs)
         if target is not None:
             values[target] = found
     return values, unknown

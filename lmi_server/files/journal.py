@@ -30,9 +30,9 @@ class FileJournal:
         """Raise TakenError if another process has it."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.ExitStack() as opened:  # closes what is open if the next step fails
-            self._lock = _opened(_lock_of(path), opened)
+            self._lock = _open(_lock_of(path), opened)
             _take(self._lock, path.name)
-            self._file = _opened(path, opened)
+            self._file = _open(path, opened)
             synchronize(path.parent)
             self._guard = threading.Lock()
             self._size = self._whole_size()
@@ -92,7 +92,7 @@ def synchronize(directory: Path) -> None:
         os.close(opened)
 
 
-def _opened(path: Path, opened: contextlib.ExitStack) -> int:
+def _open(path: Path, opened: contextlib.ExitStack) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     opened.callback(os.close, file)
     return file

@@ -56,11 +56,11 @@ def hover(text: str, line: int, checked: Checked) -> str | None:
     field = None if section is None else _fields(section).get(name)
     if field is None and path[-1:] != [_ENGINE_ARGUMENTS]:
         return None
-    about = ["An argument of the engine."] if field is None else _described(field)
+    about = ["An argument of the engine."] if field is None else _describe(field)
     return markdown(name, iter([*about, *_stands_for(".".join((*path, name)), checked)]))
 
 
-def _described(field: FieldInfo) -> Iterator[str]:
+def _describe(field: FieldInfo) -> Iterator[str]:
     yield f"{field.description or ''}\n\nAllowed: {allowed_in_words(field)}."
     if not field.is_required() and isinstance(field.default, str | int | float):
         yield f"Default: {code(written(field.default))}"

@@ -46,16 +46,14 @@ def hover(path: Path, text: str, line: int, checked: Checked, around: Surroundin
         title = key.removeprefix("option.")
         known = title in load_engine_type(_spec(checked)).argument_names()
         return markdown(key, iter(["An argument of the engine, which gets it."])) if known else None
-    return markdown(option.key, _described(option, key, path, text, checked, around))
+    return markdown(option.key, _describe(option, key, path, text, checked, around))
 
 
-def _described(
-    option: Option, key: str, path: Path, text: str, checked: Checked, around: Surroundings
-) -> Iterator[str]:
+def _describe(option: Option, key: str, path: Path, text: str, checked: Checked, around: Surroundings) -> Iterator[str]:
     yield document_of(option)
     if key != option.key:
         yield f"{code(key)} is another spelling of it."
-    here = _explained(checked.explanation, option.key)
+    here = _find_option(checked.explanation, option.key)
     if here is not None:
         yield f"Here: {_with_origin(here)}"
         if here.note:
@@ -64,7 +62,7 @@ def _described(
         without = explain(inspect_text(path, edited_properties(text, {key: None}), around))
     except ConfigurationError:
         return
-    other = _explained(without, option.key)
+    other = _find_option(without, option.key)
     if other is not None:
         yield f"Without this line, on this machine: {_with_origin(other)}"
 
@@ -74,7 +72,7 @@ def _with_origin(explained: ExplainedOption) -> str:
     return f"{code(written(explained.value))} ({origin})"
 
 
-def _explained(explanation: Explanation | None, key: str) -> ExplainedOption | None:
+def _find_option(explanation: Explanation | None, key: str) -> ExplainedOption | None:
     options = () if explanation is None else explanation.options
     return next((each for each in options if each.key == key), None)
 

@@ -49,12 +49,12 @@ class Documents:
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="check")
 
-    def changed(self, uri: str, delay: float = _DELAY) -> None:
+    def on_change(self, uri: str, delay: float = _DELAY) -> None:
         """Check the document soon, in place of a check that still waits."""
         self._stop(uri)
         self._waiting[uri] = asyncio.get_running_loop().create_task(self._check(uri, delay))
 
-    def closed(self, uri: str) -> None:
+    def on_close(self, uri: str) -> None:
         """Forget the document, and take its findings from the editor."""
         self._stop(uri)
         self._checked.pop(uri, None)
@@ -173,10 +173,10 @@ def make_server(around: Surroundings) -> LanguageServer:
     documents = Documents(server, around)
     triggers = types.CompletionOptions(trigger_characters=["=", ":", ".", " "])
     # pygls sets attributes of what it is given, and a bound method has none.
-    server.feature(types.TEXT_DOCUMENT_DID_OPEN)(lambda params: documents.changed(params.text_document.uri, 0))
-    server.feature(types.TEXT_DOCUMENT_DID_CHANGE)(lambda params: documents.changed(params.text_document.uri))
-    server.feature(types.TEXT_DOCUMENT_DID_SAVE)(lambda params: documents.changed(params.text_document.uri, 0))
-    server.feature(types.TEXT_DOCUMENT_DID_CLOSE)(lambda params: documents.closed(params.text_document.uri))
+    server.feature(types.TEXT_DOCUMENT_DID_OPEN)(lambda params: documents.on_change(params.text_document.uri, 0))
+    server.feature(types.TEXT_DOCUMENT_DID_CHANGE)(lambda params: documents.on_change(params.text_document.uri))
+    server.feature(types.TEXT_DOCUMENT_DID_SAVE)(lambda params: documents.on_change(params.text_document.uri, 0))
+    server.feature(types.TEXT_DOCUMENT_DID_CLOSE)(lambda params: documents.on_close(params.text_document.uri))
     server.feature(types.TEXT_DOCUMENT_COMPLETION, triggers)(partial(documents.complete))
     server.feature(types.TEXT_DOCUMENT_HOVER)(partial(documents.hover))
     fixes = types.CodeActionOptions([types.CodeActionKind.QuickFix])

@@ -84,10 +84,10 @@ def visible_by(listed: str | None, installed: int) -> tuple[str, ...]:
         return tuple(str(index) for index in range(installed))
     if not installed:
         return ()
-    return tuple(_known(listed.split(","), installed))
+    return tuple(_known_devices(listed.split(","), installed))
 
 
-def _known(entries: Sequence[str], installed: int) -> Iterator[str]:
+def _known_devices(entries: Sequence[str], installed: int) -> Iterator[str]:
     for entry in (text.strip() for text in entries):
         named = entry.startswith(("GPU-", "MIG-"))  # by UUID
         if not named and not (entry.isdecimal() and int(entry) < installed):
@@ -119,7 +119,7 @@ def plan_devices(
         firsts = _every_set(per_worker, len(gpus), accelerator)
     else:
         named = (text.strip() for text in load_on_devices.split(";") if text.strip())
-        firsts = [_named(text, per_worker, len(gpus), accelerator) for text in named]
+        firsts = [_devices_of_entry(text, per_worker, len(gpus), accelerator) for text in named]
     if not firsts:
         raise ConfigurationError(f'load_on_devices = "{load_on_devices}" names no device; use * for all of them')
     _check_apart(load_on_devices, firsts)
@@ -139,7 +139,7 @@ def _every_set(per_worker: int | None, available: int, accelerator: Accelerator)
     return [tuple(range(first, first + size)) for first in range(0, available - size + 1, size)]
 
 
-def _named(text: str, per_worker: int | None, available: int, accelerator: Accelerator) -> tuple[int, ...]:
+def _devices_of_entry(text: str, per_worker: int | None, available: int, accelerator: Accelerator) -> tuple[int, ...]:
     """Return the devices of one entry of `load_on_devices`; an empty tuple is the CPU."""
     if text.lower() in _CPU:
         return ()

@@ -85,7 +85,7 @@ def this_machine(environment: Mapping[str, str], engines: Iterable[str] = ()) ->
         gpu_accelerator=accelerator,
         neuron_devices=len(list(Path("/dev").glob("neuron[0-9]*"))),
         neuron_cores=_neuron_cores(environment),
-        gaudi_cards=_shown(device_tools.gaudi_cards(environment), environment.get(GAUDI.variables[0])),
+        gaudi_cards=_visible_devices(device_tools.gaudi_cards(environment), environment.get(GAUDI.variables[0])),
         engines=frozenset(name for name in engines if _is_installed(name)),
         mpirun=find_mpirun(environment),
     )
@@ -101,7 +101,7 @@ def shown_gpus(environment: Mapping[str, str]) -> tuple[Accelerator, tuple[Gpu, 
     if not found:
         return NVIDIA, tuple(Gpu(name) for name in visible_gpus(environment, installed))
     listed = next((environment[name] for name in AMD.variables if name in environment), None)
-    return AMD, tuple(Gpu(gpu.name) for gpu in _shown(found, listed))
+    return AMD, tuple(Gpu(gpu.name) for gpu in _visible_devices(found, listed))
 
 
 def _neuron_cores(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -109,11 +109,11 @@ def _neuron_cores(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
     cores = device_tools.neuron_cores(environment)
     listed, count = (environment.get(name) for name in (NEURON.variables[0], "NEURON_RT_NUM_CORES"))
     if listed is not None:
-        return _shown(cores, ",".join(device_tools.listed_cores(listed)))
+        return _visible_devices(cores, ",".join(device_tools.listed_cores(listed)))
     return cores[: int(count)] if count is not None and count.isdecimal() else cores
 
 
-def _shown(devices: tuple[Gpu, ...], listed: str | None) -> tuple[Gpu, ...]:
+def _visible_devices(devices: tuple[Gpu, ...], listed: str | None) -> tuple[Gpu, ...]:
     """Return the devices that a variable lists; all of them if it is not set."""
     named = {device.name: device for device in devices}
     return devices if listed is None else tuple(named[name] for name in _names(listed) if name in named)

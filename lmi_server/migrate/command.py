@@ -30,7 +30,7 @@ from lmi_server.migrate.documents import (
     json_object,
     read_text,
 )
-from lmi_server.migrate.migration import Kind, Migration, shown
+from lmi_server.migrate.migration import Kind, Migration, display_text
 
 _STYLES: Mapping[Kind, str] = {"carried": "green", "differs": "yellow", "not carried": "red"}
 _FROM = re.compile(r"(?im)\A(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*FROM[ \t]")
@@ -132,4 +132,4 @@ def _report(migration: Migration, said: Sequence[str]) -> None:
         line = f"{note.kind:<12} {note.origin}: {note.text}"
         console.print(line, style=_STYLES[note.kind], markup=False, highlight=False, soft_wrap=True)
     for text in said:
-        console.print(f"{'check':<12} {shown(text)}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{'check':<12} {display_text(text)}", markup=False, highlight=False, soft_wrap=True)

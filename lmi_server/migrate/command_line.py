@@ -90,7 +90,7 @@ def split_commands(text: str) -> list[list[str]]:
     except ValueError as error:
         raise ConfigurationError(f"the command cannot be taken apart: {error}; quote it as the shell does") from error
     commands: list[list[str]] = [[]]
-    for word in bounded(words):
+    for word in check_count(words):
         if _OPERATOR.fullmatch(word):
             commands.append([])
         else:
@@ -98,7 +98,7 @@ def split_commands(text: str) -> list[list[str]]:
     return [command for command in commands if command]
 
 
-def bounded(words: list[str]) -> list[str]:
+def check_count(words: list[str]) -> list[str]:
     """Return the words. Raises ConfigurationError if they are too many."""
     if len(words) > MOST_WORDS:
         raise ConfigurationError(f"the command has more than {MOST_WORDS} words")

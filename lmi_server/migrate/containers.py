@@ -9,7 +9,7 @@ from typing import Any
 
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.texts.secrets import is_secret
-from lmi_server.migrate.command_line import Command, bounded, module_of, mount, read_command, split_commands
+from lmi_server.migrate.command_line import Command, check_count, module_of, mount, read_command, split_commands
 from lmi_server.migrate.engines import carry_options, engine_of_image, engine_of_program, vllm
 from lmi_server.migrate.migration import Migration
 from lmi_server.migrate.variables import carry_variables, hide_secrets
@@ -58,7 +58,7 @@ def _is_secret_option(word: str) -> bool:
 
 def from_words(words: Sequence[str]) -> Migration:
     """Return the migration of a command whose words the caller's shell has taken apart."""
-    command = _read(bounded(list(words)))
+    command = _read(check_count(list(words)))
     if not _is_known(command):
         raise ConfigurationError(f"{words[0]} starts neither vLLM, SGLang nor text-generation-inference")
     return _from_container(command)
@@ -151,7 +151,7 @@ def _command_of_service(service: Mapping[str, Any]) -> Command:
 def _words(command: Any) -> list[str]:
     """Return a command that is a text or a list; $$ is compose's $."""
     if isinstance(command, list):
-        return bounded([str(word).replace("$$", "$") for word in command])
+        return check_count([str(word).replace("$$", "$") for word in command])
     return next(iter(split_commands(str(command))), []) if command else []
 
 

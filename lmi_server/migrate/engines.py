@@ -75,7 +75,7 @@ def _log(migration: Migration, flag: Flag) -> None:
     migration.differ(flag.origin, "settings of the server: log_level, log_format, access_log")
 
 
-def _mapped(key: str, values: Mapping[str, str], differs: str = "") -> Rule:
+def _mapping_rule(key: str, values: Mapping[str, str], differs: str = "") -> Rule:
     return lambda migration, flag: migration.carry(flag.origin, key, values.get(_value(flag), _value(flag)), differs)
 
 
@@ -156,7 +156,7 @@ _VLLM = Engine(
         "lora_modules": _adapters,
         "max_model_len": _human("option.max_model_len"),
         "max_num_batched_tokens": _human("option.max_rolling_batch_prefill_tokens"),
-        "dtype": _mapped("option.dtype", {"half": "fp16", "float": "fp32"}),
+        "dtype": _mapping_rule("option.dtype", {"half": "fp16", "float": "fp32"}),
         "config": lambda migration, flag: migration.drop(flag.origin, "the file is not read; write its options out"),
         **dict.fromkeys(("root_path", "middleware", "allowed_origins", "allow_credentials", "response_role"), _idle),
         **dict.fromkeys(("return_tokens_as_token_ids", "disable_frontend_multiprocessing", "api_server_count"), _idle),
@@ -237,8 +237,10 @@ _SGLANG = Engine(
         "max_prefill_tokens": "option.max_rolling_batch_prefill_tokens",
         "schedule_policy": _unless("option.schedule_policy", ["random", "dfs-weight", "lof"], "there are lpm and fcfs"),
         "schedule_conservativeness": "option.schedule_conservativeness",
-        "dtype": _mapped("option.dtype", {"half": "fp16", "float": "fp32"}),
-        "kv_cache_dtype": _mapped("option.kv_cache_dtype", {"fp8_e5m2": "fp8", "fp8_e4m3": "fp8", "bf16": "auto"}),
+        "dtype": _mapping_rule("option.dtype", {"half": "fp16", "float": "fp32"}),
+        "kv_cache_dtype": _mapping_rule(
+            "option.kv_cache_dtype", {"fp8_e5m2": "fp8", "fp8_e4m3": "fp8", "bf16": "auto"}
+        ),
         "quantization": "option.quantize",
         "trust_remote_code": "option.trust_remote_code",
         "revision": "option.revision",
@@ -292,10 +294,10 @@ _TGI = Engine(
         "num_shard": "option.tensor_parallel_degree",
         "sharded": _unless("option.tensor_parallel_degree", ["true", "false"], "the number of shards decides"),
         "quantize": _quantize,
-        "kv_cache_dtype": _mapped("option.kv_cache_dtype", {"fp8_e5m2": "fp8", "fp8_e4m3fn": "fp8"}),
+        "kv_cache_dtype": _mapping_rule("option.kv_cache_dtype", {"fp8_e5m2": "fp8", "fp8_e4m3fn": "fp8"}),
         "dtype": "option.dtype",
         "trust_remote_code": "option.trust_remote_code",
-        "max_concurrent_requests": _mapped("job_queue_size", {}, "waiting requests, not counting running ones"),
+        "max_concurrent_requests": _mapping_rule("job_queue_size", {}, "waiting requests, not counting running ones"),
         **dict.fromkeys(
             ("max_input_tokens", "max_input_length"),
             lambda migration, flag: migration.differ(flag.origin, "only prompt and output together have a limit"),

@@ -82,13 +82,13 @@ class Migration:
         self.note("not carried", origin, reason)
 
     def note(self, kind: Kind, origin: str, text: str) -> None:
-        self.notes.append(Note(kind, shown(origin), shown(text)))
+        self.notes.append(Note(kind, display_text(origin), display_text(text)))
 
     def text(self) -> str:
         """Return the content of serving.properties, with a comment above each key that says where it is from."""
-        lines = [f"# By lmi-server migrate, from {shown(self.source)}."]
+        lines = [f"# By lmi-server migrate, from {display_text(self.source)}."]
         for key, value in self.values.items():
-            lines += [f"# {shown(self.origins[key])}", f"{key}={_escaped(value)}"]
+            lines += [f"# {display_text(self.origins[key])}", f"{key}={_escaped(value)}"]
         return "\n".join((*lines, ""))
 
     def settle(self, machine: Machine, environment: Mapping[str, str], directory: Path | None = None) -> list[str]:
@@ -131,7 +131,7 @@ def _names_secret(pairs: str) -> bool:
     return any(is_secret(pair.partition("=")[0].strip()) for pair in pairs.split(","))
 
 
-def shown(text: str) -> str:
+def display_text(text: str) -> str:
     """Return a text of the source for a report or a comment: one line, not long, without secrets."""
     plain = _CONTROL.sub(" ", SECRETS.masked(_TOKENS.sub("***", text[:10_000])))
     return plain if len(plain) <= _LONGEST_SHOWN else f"{plain[: _LONGEST_SHOWN - 3]}..."

@@ -170,11 +170,11 @@ def _messages() -> list[str]:
     with contextlib.suppress(*_NO_ANSWER):
         found = serve.status().applications.get(APPLICATION)
         said = {} if found is None else {name: each.message for name, each in found.deployments.items()}
-        return [f"{name}: {shortened(message)}" for name, message in said.items() if message]
+        return [f"{name}: {shorten(message)}" for name, message in said.items() if message]
     return []
 
 
-def shortened(message: str) -> str:
+def shorten(message: str) -> str:
     """Return a message of Ray Serve as one line: of the traceback of a replica, only its last line."""
     text, _, traceback = message.partition(" Error:")
     reasons = [line.strip() for line in traceback.splitlines() if line.strip()]

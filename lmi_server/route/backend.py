@@ -122,9 +122,9 @@ class Backend:
             connection.send(self._head(request), request.body(), exchange)
             return
         self._opening[number] = task = self._loop.create_task(self._open(exchange, request))
-        task.add_done_callback(lambda task: self._opened(exchange, task))
+        task.add_done_callback(lambda task: self._on_task_end(exchange, task))
 
-    def _opened(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         """End a request that an error of this router has stopped: it would wait for ever."""
         self._opening.pop(exchange.id, None)
         error = None if task.cancelled() else task.exception()

@@ -29,7 +29,7 @@ class Receiver(Protocol):
     def got(self, data: bytes) -> None:
         """Take a part of the body."""
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Take the end of a whole answer."""
 
     def broke(self, reason: str) -> None:
@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
         if receiver is None:
             return
         if self._until_close and not self._in_head and exc is None:
-            receiver.ended()
+            receiver.on_end()
         else:
             receiver.broke("closed the connection " + ("before it answered" if self._in_head else "within its answer"))
 
@@ -151,7 +151,7 @@ class Connection(asyncio.Protocol):
         else:
             self._connections.keep(self)
         if receiver is not None:
-            receiver.ended()
+            receiver.on_end()
 
     def _fail(self, reason: str) -> None:
         receiver, self._receiver = self._receiver, None

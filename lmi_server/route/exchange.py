@@ -70,7 +70,7 @@ class Exchange:
         else:
             self._emit(Chunk(self.id, data))
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         self.connection = None  # it serves others already
         failed = self._status >= _FAILED
         summary = None if failed else self._meter.summary()

@@ -143,7 +143,7 @@ class _Answer:
         else:
             self._fail(f"its answer is longer than {_MAX_ANSWER} bytes")
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         if not self.whole.done():
             self.whole.set_result((self._status, bytes(self._body)))
 

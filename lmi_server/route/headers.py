@@ -39,8 +39,8 @@ def request_lines(request: Input, key: str | None) -> bytes:
     A line names this router, by which a server knows that its client is not on its own machine.
     """
     properties = request.properties
-    own = _exploded(request)
-    dropped = {*_named(properties.get("connection", "")), *(() if key is None else _KEYS)}
+    own = _custom_attribute_names(request)
+    dropped = {*_names_in(properties.get("connection", "")), *(() if key is None else _KEYS)}
     lines = [
         f"{name}: {value}\r\n"
         for name, value in properties.items()
@@ -59,7 +59,7 @@ def request_lines(request: Input, key: str | None) -> bytes:
 def answer_headers(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
     """Return the headers of an answer that go on to the client, with names in lower case."""
     pairs = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
-    dropped = {*_named(",".join(value for name, value in pairs if name == "connection"))}
+    dropped = {*_names_in(",".join(value for name, value in pairs if name == "connection"))}
     return [
         (name, value)
         for name, value in pairs
@@ -77,13 +77,13 @@ def _is_safe(name: str, value: str) -> bool:
     return _TOKEN.fullmatch(name) is not None and _VALUE.fullmatch(value) is not None
 
 
-def _named(connection: str) -> Iterator[str]:
+def _names_in(connection: str) -> Iterator[str]:
     """Yield the names in a Connection header."""
     for name in connection.split(","):
         yield name.strip().lower()
 
 
-def _exploded(request: Input) -> set[str]:
+def _custom_attribute_names(request: Input) -> set[str]:
     """Return the properties that are custom attributes and no headers."""
     if not request.custom_attributes:
         return set()

@@ -142,7 +142,7 @@ class Accounts:
 
     # --- what outlives the process ---
 
-    def spent(self) -> dict[str, dict[str, int | str]]:
+    def usage_by_key(self) -> dict[str, dict[str, int | str]]:
         """Return what each key has spent, by its name."""
         return {
             each.limits.name: {

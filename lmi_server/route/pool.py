@@ -150,7 +150,7 @@ class RoutePool(WorkerPool):
             return False
         return self.dispatcher.queued < self.settings.job_queue_size
 
-    def _admitted(self, request: Input, tenant: bytes) -> Input:
+    def _prepare(self, request: Input, tenant: bytes) -> Input:
         """Return the request with its priority and the name of its model, within the limits of its key."""
         if request.route not in self._route.paths:
             raise RouteNotFoundError(f"A router does not pass on requests of the kind {request.route}")

@@ -17,7 +17,7 @@ from lmi_server.configuration.model_file.llm_config import LlmConfigFile
 from lmi_server.configuration.model_file.rayllm import RayLlmFile
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.server_settings import ADDRESSES, MODEL_DEFAULTS, WITHOUT_EFFECT, ServerSettings
-from lmi_server.schema.values import Schema, described, value_schema
+from lmi_server.schema.values import Schema, annotations_of, value_schema
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _TEXT: Schema = {"type": ["string", "number", "boolean"]}
@@ -108,7 +108,7 @@ def _flat(options: Iterable[Option]) -> dict[str, Schema]:
 
 
 def _property(key: str, option: Option, own_key: str, values: list[Schema]) -> Schema:
-    notes = described(option)
+    notes = annotations_of(option)
     if key != own_key:
         notes["description"] = f"The same as {own_key}. {notes['description']}"
     return notes | (values[0] if len(values) == 1 else {"anyOf": values})

@@ -39,7 +39,7 @@ def value_schema(option: Option) -> Schema:
     return found[0] if len(found) == 1 else {"anyOf": found}
 
 
-def described(option: Option) -> Schema:
+def annotations_of(option: Option) -> Schema:
     """Return the annotations of a key: description, default, whether it is deprecated."""
     notes = [mark.advice for mark in option.marks if isinstance(mark, Deprecated)]
     idle = [mark.reason for mark in option.marks if isinstance(mark, NoEffect)]

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from lmi_server.contract.metrics import MARK, MetricSink, parse_metric, unrecorded
+from lmi_server.contract.metrics import MARK, MetricSink, parse_metric, drop_metric
 from lmi_server.contract.texts.log_fields import WorkerLogger, of_worker
 from lmi_server.supervisor.tracebacks import Tracebacks
 
@@ -44,7 +44,7 @@ class WorkerLog:
         self,
         name: str,
         rank_of_line: Callable[[str], tuple[int | None, str]] = lambda line: (None, line),
-        on_metric: MetricSink = unrecorded,
+        on_metric: MetricSink = drop_metric,
     ) -> None:
         self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._name = name

@@ -127,7 +127,7 @@ class Owner(Protocol):
     def forget(self, worker: WorkerProcess) -> None:
         """Drop a worker whose process is gone."""
 
-    def died(self) -> None:
+    def count_death(self) -> None:
         """Count the unexpected end of a worker."""
 
     def cannot_add(self, error: ModelLoadError) -> None:
@@ -298,7 +298,7 @@ class ReplicaSet:
         if error is not None and self.size > self.min_workers:
             self._no_growth_before = time.monotonic() + self._growth.pause_s(was_of_use=False)
             return True
-        self._owner.died()
+        self._owner.count_death()
         return False
 
     async def _run(self, worker: WorkerProcess, replica: _Replica) -> bool:

@@ -28,7 +28,7 @@ from lmi_server.contract.errors import (
     error_from_kind,
 )
 from lmi_server.contract.link import worker_link
-from lmi_server.contract.metrics import MetricSink, unrecorded
+from lmi_server.contract.metrics import MetricSink, drop_metric
 from lmi_server.contract.progress import Progress
 from lmi_server.contract.protocol import (
     Failed,
@@ -83,7 +83,7 @@ class WorkerProcess:
         heartbeat_timeout_s: float,
         environment: Mapping[str, str],
         mpi: MpiLauncher | None = None,
-        on_metric: MetricSink = unrecorded,
+        on_metric: MetricSink = drop_metric,
         python: str = sys.executable,
         remote: RemotePlace | None = None,
     ) -> None:
@@ -202,7 +202,7 @@ class WorkerProcess:
                 self._on_items(self, items)
             case Stats(gauges, progressed, loading):
                 self.gauges = gauges
-                self._loading = None if loading is None else loading.bounded()
+                self._loading = None if loading is None else loading.bound()
                 self._health.beat()
                 self.requests.note_progress(progressed)
             case Ready():

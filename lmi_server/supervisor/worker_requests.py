@@ -60,7 +60,7 @@ class WorkerRequests:
         self.in_flight[job.id] = self.ahead[job.id] = job
         self._link.send(Submit(job.id, job.request, ahead=True))
 
-    def begun(self, job: Job, now: float) -> None:
+    def begin(self, job: Job, now: float) -> None:
         """Record that a job sent ahead has a place at `now`."""
         del self.ahead[job.id]
         job.begin(now)
@@ -68,7 +68,7 @@ class WorkerRequests:
         job.batch = self._sent_batches
         self._batches[job.batch] = 1
 
-    def ended(self, job: Job) -> None:
+    def remove(self, job: Job) -> None:
         """Remove `job`, which has ended."""
         del self.in_flight[job.id]
         if job.is_ahead:

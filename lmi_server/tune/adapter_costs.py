@@ -49,7 +49,7 @@ def adapter_costs(
         costs = list(_of_traffic(server, model, traffic, heaviest))
     finally:
         server.unload()
-    return [*costs, _merged(server, model, settings, traffic, heaviest, timeout_s)]
+    return [*costs, _cost_of_merged(server, model, settings, traffic, heaviest, timeout_s)]
 
 
 def _of_traffic(server: TrialServer, model: Path, traffic: Traffic, heaviest: str) -> Iterator[Cost]:
@@ -91,7 +91,7 @@ def _load_time(server: TrialServer, adapter: Path) -> float | None:
     return time.monotonic() - began
 
 
-def _merged(
+def _cost_of_merged(
     server: TrialServer, model: Path, settings: Mapping[str, str], traffic: Traffic, adapter: str, timeout_s: float
 ) -> Cost:
     title = f"{adapter}, merged into the model"

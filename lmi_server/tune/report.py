@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lmi_server.bench.reports.page import Plot, Section, Table, scattered
+from lmi_server.bench.reports.page import Plot, Section, Table, scatter
 from lmi_server.tune.adapter_costs import Cost
 from lmi_server.tune.confirmation import Confirmation, choose
 from lmi_server.tune.outcome import THROUGHPUT, Trial, pareto
@@ -138,7 +138,7 @@ def _front_plot(result: SearchResult, front: Sequence[Trial]) -> Plot:
         if trial.outcome.value is not None and p99 is not None:
             group = "as it is" if trial.number < 0 else "front" if trial.number in on_front else "other settings"
             groups[group].append((trial.outcome.value, p99))
-    points = scattered(groups)
+    points = scatter(groups)
     return Plot("p99 end to end, by throughput", result.unit, "ms", points.x, points.series, "points")
 
 
@@ -159,11 +159,11 @@ def cost_table(costs: Sequence[Cost]) -> Table:
     rows = [
         [
             cost.traffic,
-            _compared(cost.prefill_ms, base.prefill_ms),
-            _compared(cost.decode_ms, base.decode_ms),
-            _compared(cost.loaded_decode_ms, base.loaded_decode_ms),
-            _compared(cost.output_tokens_per_s, base.output_tokens_per_s),
-            _compared(cost.p99_e2el_ms, base.p99_e2el_ms),
+            _compare(cost.prefill_ms, base.prefill_ms),
+            _compare(cost.decode_ms, base.decode_ms),
+            _compare(cost.loaded_decode_ms, base.loaded_decode_ms),
+            _compare(cost.output_tokens_per_s, base.output_tokens_per_s),
+            _compare(cost.p99_e2el_ms, base.p99_e2el_ms),
             "" if cost.load_s is None else f"{cost.load_s:.2f}",
             cost.reason,
         ]
@@ -172,7 +172,7 @@ def cost_table(costs: Sequence[Cost]) -> Table:
     return Table("", columns, rows)
 
 
-def _compared(value: float | None, base: float | None) -> str:
+def _compare(value: float | None, base: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.1f}" if value == base or not base else f"{value:.1f} ({value / base - 1:+.0%})"

@@ -22,7 +22,7 @@ def tuned_properties(text: str, best: Trial, baseline: Trial | None, confirmatio
     """
     lines = text.splitlines()
     for key, value in best.settings.items():
-        comment = f"{_MARK}trial {best.number}, {_figures(best)}{_compared(baseline, confirmation)}"
+        comment = f"{_MARK}trial {best.number}, {_figures(best)}{_compare(baseline, confirmation)}"
         place = next((number for number, line in enumerate(lines) if _is_entry(line, key)), None)
         if place is None:
             lines += [comment, f"{key}={value}"]
@@ -80,7 +80,7 @@ def _figures(trial: Trial) -> str:
     return f"{value:.1f} {trial.outcome.unit} at {trial.outcome.concurrency} requests, p99 end to end {seconds:.2f} s"
 
 
-def _compared(baseline: Trial | None, confirmation: Confirmation | None) -> str:
+def _compare(baseline: Trial | None, confirmation: Confirmation | None) -> str:
     before = None if baseline is None else baseline.outcome.value
     if baseline is None or before is None:
         return ""

@@ -78,10 +78,10 @@ def _ask(prompts: Sequence[Prompt], old: Side, new: Side, output_tokens: int, ti
     for number, prompt in enumerate(prompts):
         first, second = (new, old) if number % 2 else (old, new)
         answers = {side.title: side.ask(prompt, output_tokens, timeout_s) for side in (first, second)}
-        yield compare(_shown(prompt), answers[old.title], answers[new.title])
+        yield compare(_excerpt(prompt), answers[old.title], answers[new.title])
 
 
-def _shown(prompt: Prompt) -> str:
+def _excerpt(prompt: Prompt) -> str:
     return prompt.text or str(prompt.messages[-1].get("content", ""))
 
 

@@ -82,7 +82,7 @@ class Worker:
             case Recall(request_id):
                 self._drop(request_id, unless_begun=True)
             case Waiting(requests):
-                self._loaded().note_waiting(requests)
+                self._load_service().note_waiting(requests)
             case Control():
                 self._run(self._control(message))
             case SetLogLevel(level, name):
@@ -187,7 +187,7 @@ class Worker:
 
     # --- requests ---
 
-    def _loaded(self) -> WorkerService:
+    def _load_service(self) -> WorkerService:
         assert self._service is not None, "the front end sends requests only after Ready"
         return self._service
 
@@ -195,17 +195,17 @@ class Worker:
         # A request that crosses the Shutdown on the link is dropped. The front end sees the link end without an answer
         # to it, and gives it to another worker.
         if not self._stopping:
-            service = self._loaded()
+            service = self._load_service()
             service.submit(submit, service.buffer.new_writer(submit))
 
     def _writer(self, request_id: int) -> ResponseWriter | None:
         """Return the writer of a request; None if the end of its answer and a message about it crossed on the link."""
-        return self._loaded().buffer.writers.get(request_id)
+        return self._load_service().buffer.writers.get(request_id)
 
     def _drop(self, request_id: int, unless_begun: bool) -> None:
         writer = self._writer(request_id)
         if writer is not None:
-            self._loaded().drop(writer, unless_begun)
+            self._load_service().drop(writer, unless_begun)
 
     def _hold(self, request_id: int, held: bool) -> None:
         writer = self._writer(request_id)
@@ -216,7 +216,7 @@ class Worker:
         assert self._link is not None
         outcome: Item
         try:
-            outcome = Reply(control.id, 200, [], await self._loaded().control(control.command))
+            outcome = Reply(control.id, 200, [], await self._load_service().control(control.command))
         except LmiServerError as error:
             outcome = Error(control.id, error.kind, error.message)
         except BaseException as error:  # the border to handlers and engines, which raise anything; the command fails
@@ -231,10 +231,10 @@ class Worker:
         """Start a task that the worker keeps alive; if it raises, the process ends with an error."""
         task = asyncio.create_task(work)
         self._background.add(task)
-        task.add_done_callback(self._finished)
+        task.add_done_callback(self._on_task_end)
         return task
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("the worker cannot go on", exc_info=task.exception())

@@ -115,8 +115,8 @@ def test_the_rate_is_that_of_the_last_seconds_and_begins_with_what_was_there() -
     ],
 )
 def test_what_a_worker_says_is_bounded(said: Progress, kept: Progress) -> None:
-    assert said.bounded() == kept
-    assert len(Progress("x" * 10**6, unit="y" * 10**6).bounded().what) < 300
+    assert said.bound() == kept
+    assert len(Progress("x" * 10**6, unit="y" * 10**6).bound().what) < 300
 
 
 def test_a_worker_that_names_ever_more_work_is_not_remembered() -> None:

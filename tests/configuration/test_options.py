@@ -171,7 +171,7 @@ def test_undeclared_values_are_passed_through() -> None:
     assert options.dump() == {"dtype": "fp16", "served_model_name": ["a", "b"]}
     assert ModelOptions.restore(options.dump(), options.passed_through) == options
     assert options.passed_through == {"threads": "2"}
-    assert options.passed({"dtype"}) == {}
+    assert options.undeclared_values({"dtype"}) == {}
     assert ModelOptions().passed_through == {}
 
 
@@ -187,7 +187,7 @@ def test_validators_take_their_own_results_unchanged() -> None:
 def test_arguments_of_vllm_beside_the_declared_ones_reach_the_engine() -> None:
     class OfAnEngine(VllmOptions):
         def passed_to_engine(self) -> Mapping[str, str]:
-            return self.passed({"seed", "max_num_seqs"})
+            return self.undeclared_values({"seed", "max_num_seqs"})
 
     values = {"model_id": "m", "speculative_config": '{"method": "ngram"}'}
     given = OfAnEngine.restore(values, {"seed": "7", "favourite": "blue"}).engine_arguments()

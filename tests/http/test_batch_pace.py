@@ -135,7 +135,7 @@ async def test_a_request_that_comes_takes_the_lines_back_at_once() -> None:
     ("quiet_s", "beside", "allowed"), [(-1, 0, 0), (-1, 2, 2), (0, 0, 1), (0.0045, 0, 4), (9, 3, 10)]
 )
 def test_the_lines_of_a_quiet_model_grow(quiet_s: float, beside: int, allowed: int) -> None:
-    assert Pace(10, beside)._allowed(quiet_s) == allowed
+    assert Pace(10, beside)._allowed_lines(quiet_s) == allowed
 
 
 @on_loop

@@ -435,7 +435,7 @@ def test_log_probabilities_of_copies_are_compared_where_both_have_them() -> None
     old = chat(("a", -0.5, {"a": -0.5}), ("b", -1.0, {"b": -1.0, "c": -1.05}))
     compared.add(old, chat(("a", -0.7, {}), ("c", -0.9, {})), 1.0)
     compared.add(b'{"choices": [{"text": "x"}]}', b'{"choices": [{"text": "x"}]}', 1.0)
-    said = compared.described()
+    said = compared.describe()
     assert said["changed"] == 1
     assert said["logProbs"] == {
         "compared": 1, "meanShift": pytest.approx(0.2), "largestShift": pytest.approx(0.2), "ties": 1

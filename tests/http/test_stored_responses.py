@@ -277,8 +277,8 @@ def test_a_page_of_an_input_makes_no_objects_of_other_items(
     query: dict[str, str], numbers: list[int], has_more: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    listed = api_module._listed
-    monkeypatch.setattr(api_module, "_listed", lambda *given: (made.append(given[1]), listed(*given))[1])
+    listed = api_module._list_item
+    monkeypatch.setattr(api_module, "_list_item", lambda *given: (made.append(given[1]), listed(*given))[1])
     items: list[Any] = list(range(1000))
     items[500] = {"id": "own", "role": "user", "content": "x"}
     record = StoredResponse({"id": f"{PREFIX}x"}, msgspec.Raw(json.dumps(items).encode()))

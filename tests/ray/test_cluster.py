@@ -115,15 +115,15 @@ def test_a_node_that_does_not_start_in_time_is_an_error_of_one_line(monkeypatch:
 
 
 def test_a_replica_that_cannot_start_is_told_in_one_line() -> None:
-    from lmi_server.ray.cluster import shortened
+    from lmi_server.ray.cluster import shorten
 
     failed = (
         "A replica failed. Retrying 2 more time(s). Error:\n\x1b[36mray::ServeReplica\x1b[39m (pid=1)\n  raise it\n"
     )
-    assert shortened(f"{failed}RuntimeError: model.py is gone\n\n") == (
+    assert shorten(f"{failed}RuntimeError: model.py is gone\n\n") == (
         "A replica failed. Retrying 2 more time(s). model.py is gone"
     )
-    assert shortened("More than 30s to be scheduled.\nResources: {}") == "More than 30s to be scheduled. Resources: {}"
+    assert shorten("More than 30s to be scheduled.\nResources: {}") == "More than 30s to be scheduled. Resources: {}"
 
 
 MARK = "STARTED_BY_TEST"

@@ -32,7 +32,7 @@ def make_model(directory: Path, required_mb: int) -> ModelSource:
 
 async def ask(models: ModelRegistry, name: str) -> None:
     body = msgspec.json.encode({"inputs": "a"})
-    job = models.named(name).loaded().submit(Input("invocations", {}, [("data", body)]), on_overflow=lambda: None)
+    job = models.find(name).loaded().submit(Input("invocations", {}, [("data", body)]), on_overflow=lambda: None)
     while job.reply.terminal is None:
         await job.reply.wait()
 

@@ -81,7 +81,7 @@ def test_what_was_spent_survives_another_file_and_another_process() -> None:
     found.replace({b"renewed": KeyLimits(name="a", tokens_per_day=20)}, 0.0)
     found.count(b"renewed", 9, 0.0, DAY)
     other = accounts(tokens_per_day=18)
-    other.restore(found.spent())
+    other.restore(found.usage_by_key())
     assert not admits(other, 0.0)
     with pytest.raises(KeyError):
         other.restore({"a": {}})

@@ -28,7 +28,7 @@ def keep_stored(model: Any, path: str) -> dict[str, Any]:
     Return details for the log, nothing if the file has no blocks that are known here.
     """
     before = model.get_memory_footprint()
-    files = dict(_stored(model, path))
+    files = dict(_known_weights(model, path))
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and head.weight is embeddings.weight
     formats: dict[str, int] = {}
@@ -63,7 +63,7 @@ def _replacement(module: Any, weight: StoredWeight) -> nn.Module:
     return BlockLinear.from_stored(weight, None if module.bias is None else module.bias.detach(), dtype)
 
 
-def _stored(model: Any, path: str) -> Iterator[tuple[str, StoredWeight]]:
+def _known_weights(model: Any, path: str) -> Iterator[tuple[str, StoredWeight]]:
     """Yield the weights of the file whose formats are known, by the name of their module."""
     from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map

@@ -32,7 +32,7 @@ def keep_packed(model: Any) -> int:
     kept = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            stored = _stored(child, model.dtype)
+            stored = _pack(child, model.dtype)
             if stored is not None:
                 bias = None if child.bias is None else child.bias.detach().to(model.dtype)
                 setattr(module, name, BlockLinear.from_stored(stored, bias, model.dtype))
@@ -42,7 +42,7 @@ def keep_packed(model: Any) -> int:
     return kept
 
 
-def _stored(layer: nn.Module, dtype: torch.dtype) -> StoredWeight | None:
+def _pack(layer: nn.Module, dtype: torch.dtype) -> StoredWeight | None:
     """Return the weights of a layer as blocks; None if it is of another kind, or its weights would change."""
     if hasattr(layer, "weight_packed"):
         return _of_compressed_tensors(layer)

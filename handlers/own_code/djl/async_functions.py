@@ -69,7 +69,7 @@ class AsyncFunction(AsyncRequestHandler):
 
 async def response_of(result: Any) -> Response:
     """Return the answer that the result of a function means: an Output, or an asynchronous iterator of them."""
-    return await _streamed(result) if isinstance(result, AsyncIterator) else _whole(result)
+    return await _stream_answer(result) if isinstance(result, AsyncIterator) else _whole(result)
 
 
 class _Piece(NamedTuple):
@@ -119,7 +119,7 @@ def _alone(piece: _Piece) -> Response:
     )
 
 
-async def _streamed(items: AsyncIterator[Any]) -> Response:
+async def _stream_answer(items: AsyncIterator[Any]) -> Response:
     """Return the answer that `items` make.
 
     HTTP sends status and headers before the body, so the function waits for the first item that has data or headers.

@@ -59,12 +59,12 @@ def respond(output: Any) -> Response:
 def split(output: Any, count: int) -> list[Response]:
     """Return the responses that the handler's `output` means for the `count` requests of a batch, in order."""
     if output is None and count > 1:
-        return [_unanswered("the handler returned None; return an Output with content for each request")] * count
+        return [_no_answer("the handler returned None; return an Output with content for each request")] * count
     whole = respond(output)
     if not isinstance(output, Output) or whole.status >= 300:
         outcomes = [replace(whole, after=None) for _ in range(count)]  # LMI gives an error of the whole batch to each
     elif whole.stream is not None:
-        outcomes = [_unanswered("add_stream_content answers one request, not a batch; set batch_size=1")] * count
+        outcomes = [_no_answer("add_stream_content answers one request, not a batch; set batch_size=1")] * count
     else:
         outcomes = _parts(output, count, whole)
     outcomes[-1] = replace(outcomes[-1], after=whole.after)  # once for the batch, after its last answer
@@ -93,7 +93,7 @@ def _part(
     index: int, keys: list[str | None], values: list[Any], properties: dict[str, Any], whole: Response
 ) -> Response:
     if not keys:
-        return _unanswered(f"the handler added no content batch_{index}.<key> for request {index} of the batch")
+        return _no_answer(f"the handler added no content batch_{index}.<key> for request {index} of the batch")
     code = str(properties.pop("code", whole.status))
     if not code.isdecimal() or int(code) not in _CODES:
         return error_response(f"batch_{index}_code is {code!r}; set a status from {_CODES.start} to {_CODES.stop - 1}")
@@ -196,7 +196,7 @@ def step_error(error: str, code: int) -> Response:
     return Response(status=code, data=error_body(code, STEP_FAILED, error), error=error)
 
 
-def _unanswered(message: str) -> Response:
+def _no_answer(message: str) -> Response:
     """Return LMI's answer to a request of a batch for which the handler's Output has none."""
     body = {"code": _UNANSWERED, "type": "TranslateException", "message": message, "error": message}
     headers = [("content-type", "application/json")]

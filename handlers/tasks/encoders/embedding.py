@@ -14,7 +14,7 @@ from handlers.checkpoints.placement import main_device
 from handlers.tasks.encoders.encoder import Encoder
 from handlers.tasks.encoders.pooling import Pooler, read_layout
 from handlers.tasks.options import PipelineOptions
-from handlers.tasks.task import Task, named
+from handlers.tasks.task import Task, same_names
 from lmi_server.contract.errors import LmiServerError, RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.openai.embeddings import EmbeddingRequest
@@ -43,7 +43,7 @@ class Embedding(NamedTuple):
 class TextEmbedding(Task):
     """Embeds texts with any encoder that transformers loads, and pools as the model's files or the options say."""
 
-    parameters = named(truncate=fields.boolean, normalize=fields.boolean, dimensions=fields.integer(1))
+    parameters = same_names(truncate=fields.boolean, normalize=fields.boolean, dimensions=fields.integer(1))
 
     def __init__(self, path: str, options: PipelineOptions) -> None:
         layout = read_layout(Path(path))

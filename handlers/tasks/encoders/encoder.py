@@ -18,7 +18,7 @@ from handlers.checkpoints.transformers_loading import load_model
 from handlers.tasks.batches import even_batches
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.padding import load_padding_tokenizer
-from handlers.tasks.task import Task, named, read_text
+from handlers.tasks.task import Task, read_text, same_names
 from lmi_server.contract.errors import ContextLengthError, RequestError
 from lmi_server.dialects import fields
 
@@ -127,7 +127,7 @@ def _positions_lost(model: Any) -> int:
 class FeatureExtraction(Task):
     """Returns the hidden states of a text's tokens, (1, tokens, width)."""
 
-    parameters = named(truncate=fields.boolean)
+    parameters = same_names(truncate=fields.boolean)
 
     def __init__(self, path: str, options: PipelineOptions) -> None:
         self._encoder = Encoder(path, options)

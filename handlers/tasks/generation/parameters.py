@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from handlers.tasks.task import named
+from handlers.tasks.task import same_names
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
 
@@ -42,7 +42,7 @@ def _sequence_bias(name: str, value: Any) -> list[Any]:
 
 
 PARAMETERS = {
-    **named(
+    **same_names(
         max_new_tokens=fields.MAX_TOKENS,
         max_length=fields.MAX_TOKENS,
         max_time=fields.number(lambda value: value > 0, "a number of seconds above 0"),

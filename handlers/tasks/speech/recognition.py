@@ -8,7 +8,7 @@ from typing import Any
 
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.speech.transcription import ChunkedTranscription, GrowingText, Transcription
-from handlers.tasks.task import Piece, Task, named
+from handlers.tasks.task import Piece, Task, same_names
 from handlers.tasks.transformers_pipeline import sound_reader
 from lmi_server.contract.errors import RequestError
 from lmi_server.dialects import fields
@@ -36,7 +36,7 @@ def _not_whisper(name: str, value: Any) -> Any:
     raise RequestError(f"{name} is for models of Whisper, which this one is not; leave it out")
 
 
-PARAMETERS = named(
+PARAMETERS = same_names(
     chunk_length_s=_SECONDS,
     stride_length_s=_strides,
     return_timestamps=_timestamps,
@@ -55,7 +55,7 @@ class SpeechRecognition(Task):
     """
 
     parameters: Mapping[str, Field] = MappingProxyType(
-        {**PARAMETERS, **named(**dict.fromkeys(_FOR_WHISPER, _not_whisper))}
+        {**PARAMETERS, **same_names(**dict.fromkeys(_FOR_WHISPER, _not_whisper))}
     )
 
     def __init__(self, pipeline: Any, options: PipelineOptions) -> None:

@@ -38,7 +38,7 @@ class SpeechService(AsyncRequestHandler):
         # One thread computes: see handlers/tasks/generation/task.py for what more of them cost.
         self._computing = ThreadPoolExecutor(1, "transcribe")
         self._reading = ThreadPoolExecutor(_READERS, "decode")
-        self._waiting: list[_Turns] = []
+        self._waiting: list[_SoundTask] = []
         self._running: asyncio.Task[None] | None = None
 
     async def handle(self, request: Input) -> Response:
@@ -51,7 +51,7 @@ class SpeechService(AsyncRequestHandler):
         return call.write(results)
 
     async def _results(self, request: Input, call: ParsedRequest, inputs: Sequence[object]) -> list[dict[str, object]]:
-        turns: list[_Turns] = []
+        turns: list[_SoundTask] = []
         try:
             turns += (self._queue(request, call, samples) for samples in inputs)
             return [await one.done for one in turns]
@@ -89,12 +89,12 @@ class SpeechService(AsyncRequestHandler):
 
     # --- turns ---
 
-    def _queue(self, request: Input, call: ParsedRequest, samples: object) -> _Turns:
+    def _queue(self, request: Input, call: ParsedRequest, samples: object) -> _SoundTask:
         try:
             transcription = self._recognition.begin(samples, call.parameters)
         except Exception as error:  # the border to the library, which checks some arguments here
             raise pipeline_failure(error) from error
-        turns = _Turns(request, transcription)
+        turns = _SoundTask(request, transcription)
         self._waiting.append(turns)
         if self._running is None:
             self._running = asyncio.create_task(self._run())
@@ -109,7 +109,7 @@ class SpeechService(AsyncRequestHandler):
         finally:
             self._running = None
 
-    def _next(self) -> list[_Turns]:
+    def _next(self) -> list[_SoundTask]:
         """Take the sound that has waited longest out of the queue, and all others of its step."""
         self._waiting = [turns for turns in self._waiting if not turns.ended]
         if not self._waiting:
@@ -120,7 +120,7 @@ class SpeechService(AsyncRequestHandler):
         self._waiting = [turns for turns in self._waiting if turns not in together]
         return together
 
-    async def _step(self, together: Sequence[_Turns]) -> None:
+    async def _step(self, together: Sequence[_SoundTask]) -> None:
         failure = await self._in_thread(self._computing, lambda: self._advance(together))
         for turns in (*together, *self._waiting):  # the time of a sound does not run while it waits for its turn
             self.note_progress(turns.request)
@@ -135,7 +135,7 @@ class SpeechService(AsyncRequestHandler):
         for turns in together:
             turns.finish(failure)
 
-    def _advance(self, together: Sequence[_Turns]) -> BaseException | None:
+    def _advance(self, together: Sequence[_SoundTask]) -> BaseException | None:
         """Do a step; return what failed. Runs in the thread that computes."""
         try:
             self._recognition.advance([turns.transcription for turns in together])
@@ -149,7 +149,7 @@ class SpeechService(AsyncRequestHandler):
         return await asyncio.get_running_loop().run_in_executor(pool, function)
 
 
-class _Turns:
+class _SoundTask:
     """One sound of a request, and where its result goes. `news` is set after each step of any sound."""
 
     def __init__(self, request: Input, transcription: Transcription) -> None:

@@ -19,7 +19,7 @@ from handlers.tasks.options import PipelineOptions
 from handlers.tasks.speech.recognition import OF_RESULT, PARAMETERS, SpeechRecognition
 from handlers.tasks.speech.segments import Segment, certain_tokens, join_tokens, score, without_padding
 from handlers.tasks.speech.transcription import Transcription
-from handlers.tasks.task import named
+from handlers.tasks.task import same_names
 from lmi_server.contract.errors import RequestError
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
@@ -83,7 +83,7 @@ class Whisper(SpeechRecognition):
     parameters: Mapping[str, Field] = MappingProxyType(
         {
             **PARAMETERS,
-            **named(
+            **same_names(
                 language=fields.string,
                 task=fields.one_of("transcribe", "translate"),
                 prompt=fields.string,

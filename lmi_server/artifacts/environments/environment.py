@@ -121,7 +121,7 @@ class EnvironmentMaker:
         logger.info("made the environment %s: %s", place.directory, in_words(size))
         asked = frozenset(recipe.names)
         return _Manifest(
-            recipe.requirements, dict(each for each in _installed(place.partial_files) if each[0] in asked)
+            recipe.requirements, dict(each for each in _installed_packages(place.partial_files) if each[0] in asked)
         )
 
     def _variables(self, of_pip: Mapping[str, str]) -> Mapping[str, str]:
@@ -144,7 +144,7 @@ class EnvironmentMaker:
             logger.warning("%s; it is cleaned with the next removal", error.message)
 
 
-def _installed(environment: Path) -> Iterator[tuple[str, str]]:
+def _installed_packages(environment: Path) -> Iterator[tuple[str, str]]:
     """Yield the name and version of each package, as the folders of their metadata are called.
 
     The metadata is not read: a wheel brings as much of it as it likes.

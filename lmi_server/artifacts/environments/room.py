@@ -56,7 +56,7 @@ def remove_unused(root: Path, allowed: int) -> bool:
         with _locked(root / f"{partial.stem}{_LOCK}") as free:
             if free:
                 shutil.rmtree(partial, ignore_errors=True)
-    unused = sorted(_unused(root), key=lambda found: found[0])
+    unused = sorted(_unused_environments(root), key=lambda found: found[0])
     room = sum(size for _, size, _ in unused)
     removed = False
     for _, size, directory in unused:
@@ -67,7 +67,7 @@ def remove_unused(root: Path, allowed: int) -> bool:
     return removed
 
 
-def _unused(root: Path) -> Iterator[tuple[float, int, Path]]:
+def _unused_environments(root: Path) -> Iterator[tuple[float, int, Path]]:
     """Yield the time of the last use, the bytes and the directory of each environment without a holder."""
     for size_file in root.glob(f"*/{SIZE}"):
         directory = size_file.parent

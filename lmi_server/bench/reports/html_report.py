@@ -8,7 +8,7 @@ from typing import Any
 
 from lmi_server.bench.observation import Measured, cores
 from lmi_server.bench.records import Record, quantile
-from lmi_server.bench.reports.page import Plot, Points, Section, Table, Values, page, scattered
+from lmi_server.bench.reports.page import Plot, Points, Section, Table, Values, page, scatter
 from lmi_server.bench.reports.terminal_report import TITLES, rows
 from lmi_server.bench.reports.timeline import start_of, timeline
 from lmi_server.bench.server_metrics import waiting
@@ -121,4 +121,4 @@ def _points(records: Sequence[Record]) -> Points:
     shown = good[:: len(good) // _MAX_POINTS + 1]
     found = {"end to end": [(record.due - start, record.e2el * 1000) for record in shown]}
     first = [(record.due - start, record.ttft * 1000) for record in shown if record.ttft is not None]
-    return scattered({**found, "to the first token": first} if first else found)
+    return scatter({**found, "to the first token": first} if first else found)

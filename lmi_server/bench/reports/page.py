@@ -54,7 +54,7 @@ class Points(NamedTuple):
     series: list[tuple[str, Values]]
 
 
-def scattered(points: Mapping[str, Sequence[tuple[float, float]]]) -> Points:
+def scatter(points: Mapping[str, Sequence[tuple[float, float]]]) -> Points:
     """Return x and series of points; each series has its own x."""
     places = sorted((x, y, name) for name, pairs in points.items() for x, y in pairs)
     series: list[tuple[str, Values]] = [

@@ -209,7 +209,7 @@ def _as_chat(
             warnings = ("thinking.budget_tokens is ignored: the handler does not limit the model's thinking",)
     if config.format is not None:
         if "structured_outputs" not in served.features:
-            raise fields.unsupported("output_config.format")
+            raise fields.unsupported_error("output_config.format")
         translated["response_format"] = config.format
     if chosen is not None:
         names = [tool["function"]["name"] for tool in values.get("tools", ())]

@@ -146,15 +146,15 @@ def model_warnings(request: Input, model: str | None, served: ServedModel) -> tu
     names = (*served.served_names, served.name, *sorted(served.adapters))
     if request.route in model_in_body():
         raise unknown_model(model, names)
-    return (f"model {fields.show(model)} is ignored; served here: {_listed(names)}",)
+    return (f"model {fields.show(model)} is ignored; served here: {_in_words(names)}",)
 
 
 def unknown_model(name: str, served: Iterable[str]) -> ModelNotFoundError:
     """Return the error about a `model` that is not among the names `served`."""
-    return ModelNotFoundError(f"The model {fields.show(name)} does not exist; served here: {_listed(served)}")
+    return ModelNotFoundError(f"The model {fields.show(name)} does not exist; served here: {_in_words(served)}")
 
 
-def _listed(names: Iterable[str]) -> str:
+def _in_words(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(names))
 
 

@@ -123,7 +123,7 @@ def _structured_outputs(name: str, value: Any) -> StructuredOutputs | None:
     return next((_constraint(kind, read, **style) for kind, read in found.items()), None)
 
 
-def _guided(kind: str) -> Reader:
+def _guided_reader(kind: str) -> Reader:
     """Return the reader of a field that is one kind of constraint by itself."""
 
     def read(name: str, value: Any) -> StructuredOutputs | None:
@@ -144,8 +144,8 @@ def _grammar(name: str, value: Any) -> StructuredOutputs | None:
 _READERS: dict[str, Reader] = {
     "response_format": response_format,
     "structured_outputs": _structured_outputs,
-    **{f"guided_{kind}": _guided(kind) for kind in ("json", "json_object", "regex", "choice", "grammar")},
-    "structural_tag": _guided("structural_tag"),
+    **{f"guided_{kind}": _guided_reader(kind) for kind in ("json", "json_object", "regex", "choice", "grammar")},
+    "structural_tag": _guided_reader("structural_tag"),
     "grammar": _grammar,
 }
 # Each field has a target of its own: so `find` can name two that contradict each other.

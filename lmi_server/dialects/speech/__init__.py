@@ -6,7 +6,7 @@ answer.py     LMI's result -> JSON, text, SRT or WebVTT, or the events of a stre
 
 from lmi_server.dialects import routes
 from lmi_server.dialects.optional import OptionalDialect, Translation
-from lmi_server.dialects.speech.answer import EventWriter, written
+from lmi_server.dialects.speech.answer import EventWriter, write_answer
 from lmi_server.dialects.speech.request import BODY, refuse_generation, speech_error, speech_request
 
 DIALECT = OptionalDialect(
@@ -17,7 +17,7 @@ DIALECT = OptionalDialect(
     paths={f"/v1/{route}": route for route in sorted(routes.AUDIO_ROUTES)},
     parsers=dict.fromkeys(routes.AUDIO_ROUTES, refuse_generation),
     translations=dict.fromkeys(
-        routes.AUDIO_ROUTES, Translation(speech_request, written, stream=EventWriter, error=speech_error)
+        routes.AUDIO_ROUTES, Translation(speech_request, write_answer, stream=EventWriter, error=speech_error)
     ),
     bodies=dict.fromkeys(routes.AUDIO_ROUTES, BODY),
     body_types=dict.fromkeys(routes.AUDIO_ROUTES, ("multipart/form-data",)),

@@ -16,7 +16,7 @@ _TEXT = "text/plain; charset=utf-8"
 _TYPES = {"text": _TEXT, "srt": _TEXT, "vtt": "text/vtt; charset=utf-8"}
 
 
-def written(asked: SpeechRequest, model: str, data: bytes) -> tuple[list[tuple[str, str]], bytes]:
+def write_answer(asked: SpeechRequest, model: str, data: bytes) -> tuple[list[tuple[str, str]], bytes]:
     """Return headers and body of an answer; `data` is LMI's, a list of one result."""
     (result,) = msgspec.json.decode(data)
     kind = _TYPES.get(asked.response_format, "application/json")
@@ -55,15 +55,15 @@ def _usage(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _srt(asked: SpeechRequest, result: Mapping[str, Any]) -> bytes:
-    parts = [f"{number}\n{_cue(segment, ',')}" for number, segment in enumerate(_spoken(result), 1)]
+    parts = [f"{number}\n{_cue(segment, ',')}" for number, segment in enumerate(_segments_with_text(result), 1)]
     return "\n".join(parts).encode()
 
 
 def _vtt(asked: SpeechRequest, result: Mapping[str, Any]) -> bytes:
-    return "\n".join(["WEBVTT\n", *(_cue(segment, ".") for segment in _spoken(result))]).encode()
+    return "\n".join(["WEBVTT\n", *(_cue(segment, ".") for segment in _segments_with_text(result))]).encode()
 
 
-def _spoken(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def _segments_with_text(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return [segment for segment in result["segments"] if segment["text"].strip()]
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Container
 
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.histogram import Histogram
-from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, unrecorded
+from lmi_server.contract.metrics import GAUGE, Metric, MetricSink, drop_metric
 from lmi_server.contract.protocol import CANCELLED, RECALLED, Begun, Chunk, End, Error, Frame, Head, Input, Reply
 from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.serving.dispatch import deadlines
@@ -67,7 +67,7 @@ class Dispatcher:
         settings: PoolSettings,
         roster: WorkerRoster,
         on_no_room: Callable[[], None],
-        on_metric: MetricSink = unrecorded,
+        on_metric: MetricSink = drop_metric,
         adapters: Container[str] = frozenset(),
     ) -> None:
         self._queue: JobQueue[Job] = JobQueue(settings.load.model_name, settings.job_queue_size)
@@ -227,7 +227,7 @@ class Dispatcher:
                     moved = True
                     continue
                 if not isinstance(item, Head):
-                    requests.ended(job)
+                    requests.remove(job)
                     moved = True
                     if isinstance(item, Error) and item.kind == RECALLED:
                         recalled.append(job)

@@ -27,7 +27,7 @@ class Lending:
 
     def begin(self, job: Job, worker: WorkerProcess, now: float) -> None:
         """Record that a worker has a place for a job sent ahead."""
-        worker.requests.begun(job, now)
+        worker.requests.begin(job, now)
         self._queue.remove(job)
         self._router.record(job.request, worker)
 

@@ -69,7 +69,7 @@ class ModelCatalog:
             raise ModelNotFoundError(f"Model or workflow not found: {excerpt(name)}")
         return endpoint
 
-    def named(self, name: str, version: str | None = None) -> Model:
+    def find(self, name: str, version: str | None = None) -> Model:
         """Return the model that a request names. Raises ModelNotFoundError."""
         return self.endpoint(name).choose(version)
 
@@ -81,8 +81,8 @@ class ModelCatalog:
                 return model
             base, _, adapter = name.rpartition(":")
             if adapter and self._find(base) is not None:
-                return self.named(base, version)  # model:adapter, as with Ray Serve LLM; the worker knows its adapters
-        return self.named(name, version)
+                return self.find(base, version)  # model:adapter, as with Ray Serve LLM; the worker knows its adapters
+        return self.find(name, version)
 
     def reads_by_code(self, model: Model) -> bool:
         """Return whether code of the user may read the bodies for `model`, and so take any name of a model in them."""

@@ -114,7 +114,7 @@ def discover(store: Path) -> tuple[list[ModelSource], list[str]]:
         if entry.is_dir() and not _visible(entry):
             warnings.append(f"{entry}: is empty and is no model")
         else:
-            sources += _sources_at(_nested(entry))
+            sources += _sources_at(_only_entry(entry))
     if not sources:
         warnings.append(f"model_store {store} holds no model")
     return list({source.url: source for source in sources}.values()), warnings
@@ -229,7 +229,7 @@ def _visible(directory: Path) -> list[Path]:
         ) from error
 
 
-def _nested(entry: Path) -> Path:
+def _only_entry(entry: Path) -> Path:
     """Return the only sub-directory or archive in `entry`; otherwise `entry` itself.
 
     A folder code/ is no model: it has the script that SageMaker's framework containers run.

@@ -21,7 +21,7 @@ from lmi_server.contract.errors import (
     ModelNotReadyError,
     RollingBatchError,
 )
-from lmi_server.contract.metrics import MetricSink, unrecorded
+from lmi_server.contract.metrics import MetricSink, drop_metric
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.models.catalog import ModelCatalog
 from lmi_server.serving.models.fetch_model import Inspect
@@ -57,7 +57,7 @@ class ModelRegistry(ModelCatalog):
         inspect: Inspect,
         drain_timeout_s: float,
         log_level: str = "INFO",
-        on_metric: MetricSink = unrecorded,
+        on_metric: MetricSink = drop_metric,
     ) -> None:
         super().__init__()
         self.artifacts = artifacts

@@ -118,7 +118,7 @@ class Membership:
     def forget(self, worker: WorkerProcess) -> None:
         self._roster.remove(worker)
 
-    def died(self) -> None:
+    def count_death(self) -> None:
         self.deaths += 1
         if self._crash_loop.record(time.monotonic()):
             self.unloadable(

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError
-from lmi_server.contract.metrics import MetricSink, unrecorded
+from lmi_server.contract.metrics import MetricSink, drop_metric
 from lmi_server.contract.protocol import Input
 from lmi_server.serving.adapters.adapter_store import OnDemand, hold_in_time
 from lmi_server.serving.adapters.adapters import Adapters
@@ -57,7 +57,7 @@ class WorkerPool:
     """
 
     def __init__(
-        self, settings: PoolSettings, on_metric: MetricSink = unrecorded, adapters: Adapters | None = None
+        self, settings: PoolSettings, on_metric: MetricSink = drop_metric, adapters: Adapters | None = None
     ) -> None:
         self.name = settings.load.model_name
         self.label = self.name if settings.version is None else f"{self.name}:{settings.version}"
@@ -106,9 +106,9 @@ class WorkerPool:
         QueueDelayError, QuarantinedError and ModelNotReadyError; nothing was accepted then.
         """
         self.availability.check()
-        return self.dispatcher.submit(self._admitted(request, tenant), on_overflow, deadline, tenant, reply)
+        return self.dispatcher.submit(self._prepare(request, tenant), on_overflow, deadline, tenant, reply)
 
-    def _admitted(self, request: Input, tenant: bytes) -> Input:
+    def _prepare(self, request: Input, tenant: bytes) -> Input:
         """Return a request as it goes on; a subclass may change it, or raise LmiServerError."""
         return request
 

@@ -36,12 +36,12 @@ class GroupDirectory:
 
 def remove_abandoned() -> None:
     """Remove the directories of servers that were killed while a group was loading, when no rank could do it."""
-    for path in _abandoned():
+    for path in _abandoned_directories():
         logger.info("removing %s, which a server that is gone has left in shared memory", path)
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _abandoned() -> Iterator[Path]:
+def _abandoned_directories() -> Iterator[Path]:
     for path in SHARED_MEMORY.glob("lmi-*-*"):
         with contextlib.suppress(OSError):  # another user's, in use, or gone meanwhile
             status = path.stat()

@@ -144,7 +144,7 @@ class MpiGroup(WorkerLaunch):
         self.progress = BatchProgress.create_file(progress_path(group.directory))
         try:
             self._server = await asyncio.get_running_loop().create_unix_server(
-                lambda: Arrival(RANK_BYTES, self._arrived), socket_path(group.directory)
+                lambda: Arrival(RANK_BYTES, self._greet_rank), socket_path(group.directory)
             )
             inherited = {**process_environment(), **variables}
             own = {**group.environment(inherited), **self._mpirun.environment(group.directory)}
@@ -157,7 +157,7 @@ class MpiGroup(WorkerLaunch):
         self._launcher = process.pid
         return process
 
-    def _arrived(self, number: bytes, transport: asyncio.Transport) -> WorkerLink:
+    def _greet_rank(self, number: bytes, transport: asyncio.Transport) -> WorkerLink:
         """Return the link of a rank that has connected and sent its number; send it the Load."""
         rank = int.from_bytes(number, "big")
         link = self._link if rank == 0 else worker_link(self._on_message, lambda: self._on_lost(rank))

@@ -62,7 +62,7 @@ class RequestProcessor(ABC):
 
         Raises RequestError if the handler does not support it, or whatever the handler raises.
         """
-        raise unsupported(command)
+        raise unsupported_error(command)
 
     def stats(self) -> Mapping[str, float]:
         """Return the gauges of the handler."""
@@ -73,7 +73,7 @@ class RequestProcessor(ABC):
         return
 
 
-def unsupported(command: Command) -> RequestError:
+def unsupported_error(command: Command) -> RequestError:
     """Return the error for a command that the handler of this model does not support."""
     return RequestError(f"the handler of this model does not support the operation {command.operation}")
 

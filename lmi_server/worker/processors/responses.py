@@ -10,7 +10,7 @@ from lmi_server.contract.handler import BURST, AsyncRequestHandler, ModelInfo, R
 from lmi_server.contract.protocol import AddAdapter, Command, Input, RemoveAdapter
 from lmi_server.worker.answers.frame_buffer import ResponseWriter
 from lmi_server.worker.processors import translation
-from lmi_server.worker.processors.base import RequestProcessor, unsupported
+from lmi_server.worker.processors.base import RequestProcessor, unsupported_error
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ResponseProcessor(RequestProcessor):
                 return (await self._handler.add_adapter(adapter)).encode()
             case RemoveAdapter(name):
                 return (await self._handler.remove_adapter(name)).encode()
-        raise unsupported(command)
+        raise unsupported_error(command)
 
     async def stop(self) -> None:
         await self._handler.stop()

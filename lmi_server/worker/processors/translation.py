@@ -48,7 +48,7 @@ def write(route: str, asked: Any, outcome: Response, model: str) -> Response:
         return msgspec.structs.replace(outcome, headers=headers, data=data)
     if translation.stream is None or not isinstance(outcome.stream, AsyncIterator):
         return outcome
-    return msgspec.structs.replace(outcome, stream=_translated(outcome.stream, translation.stream(asked, model)))
+    return msgspec.structs.replace(outcome, stream=_translate(outcome.stream, translation.stream(asked, model)))
 
 
 def error(route: str, asked: Any, failure: LmiServerError) -> LmiServerError:
@@ -57,7 +57,7 @@ def error(route: str, asked: Any, failure: LmiServerError) -> LmiServerError:
     return failure if asked is None or translation is None else translation.error(asked, failure)
 
 
-async def _translated(pieces: AsyncIterator[bytes], writer: StreamTranslation) -> AsyncIterator[bytes]:
+async def _translate(pieces: AsyncIterator[bytes], writer: StreamTranslation) -> AsyncIterator[bytes]:
     try:
         async for piece in pieces:
             yield writer.piece(piece)

@@ -25,7 +25,7 @@ from lmi_server.contract.protocol import AddAdapter, Command, Input, Ready, Remo
 from lmi_server.processes import model_imports
 from lmi_server.worker.answers.frame_buffer import FrameBuffer, ResponseWriter
 from lmi_server.worker.processors import translation
-from lmi_server.worker.processors.base import unsupported
+from lmi_server.worker.processors.base import unsupported_error
 from lmi_server.worker.processors.responses import call_after
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class QueueRunner:
                 return self._handler.add_adapter(adapter)
             case RemoveAdapter(name):
                 return self._handler.remove_adapter(name)
-        raise unsupported(command)
+        raise unsupported_error(command)
 
     def _answer(self, batch: Sequence[_Call]) -> None:
         """Answer every call of `batch`, whatever the handler does."""
