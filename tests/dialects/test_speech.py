@@ -19,7 +19,7 @@ from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.errors import error_reply
 from lmi_server.dialects.framing import SSE
 from lmi_server.dialects.optional import optional_dialects
-from lmi_server.dialects.speech.answer import EventWriter, written
+from lmi_server.dialects.speech.answer import EventWriter, write_answer
 from lmi_server.dialects.speech.request import SpeechRequest, speech_error, speech_request
 
 SOUND = b"RIFF\r\n--sound"
@@ -142,7 +142,7 @@ def test_a_model_that_generates_text_refuses_sounds() -> None:
 
 def answered(shape: str, *granularities: str, translates: bool = False) -> tuple[str, str]:
     asked = SpeechRequest(response_format=shape, granularities=granularities, translates=translates)
-    ((_, kind),), data = written(asked, "m", msgspec.json.encode([RESULT]))
+    ((_, kind),), data = write_answer(asked, "m", msgspec.json.encode([RESULT]))
     return kind, data.decode()
 
 
@@ -171,7 +171,7 @@ def test_no_text_can_break_a_cue(cues: list[tuple[float, float, str]]) -> None:
     result = {"text": "", "duration": 1.0, "segments": segments}
     for shape in ("srt", "vtt"):
         asked = SpeechRequest(response_format=shape)
-        data = written(asked, "m", msgspec.json.encode([result]))[1].decode()
+        data = write_answer(asked, "m", msgspec.json.encode([result]))[1].decode()
         spoken = [text for *_, text in cues if text.strip()]
         times = re.findall(r"^\d\d+:[0-5]\d:[0-5]\d[.,]\d{3} --> \d\d+:[0-5]\d:[0-5]\d[.,]\d{3}$", data, re.MULTILINE)
         assert len(times) == data.count("-->") == len(spoken)
