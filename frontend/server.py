@@ -70,7 +70,7 @@ def run(
     environment: Mapping[str, str],
     inspect: Inspect = inspect_model,
     registry: Callable[..., ModelRegistry] = ModelRegistry,
-    access: Callable[[ServerSettings, Mapping[str, str]], Access] = Access.of,
+    access: Callable[[ServerSettings, Mapping[str, str]], Access] = Access.from_settings,
 ) -> int:
     """Serve the models of `sources` until SIGTERM or SIGINT; return the exit code.
 

@@ -122,7 +122,7 @@ class Access:
         return [ring for ring in (self.keys, self.guard.keys) if ring is not None]
 
     @classmethod
-    def of(cls, settings: ServerSettings, environment: Mapping[str, str]) -> Access:
+    def from_settings(cls, settings: ServerSettings, environment: Mapping[str, str]) -> Access:
         """Return what the settings ask for. Raises ConfigurationError if keys cannot be read."""
         keys = key_ring("api_keys", settings.api_keys, settings.api_keys_file)
         pages = pages_of_requests(settings) if keys is None else None

@@ -96,8 +96,8 @@ def route(
 def _access(ring: RouteKeys | None) -> Callable[[ServerSettings, Mapping[str, str]], Access]:
     """Return what makes the access of the server, with the keys of `ring`."""
     if ring is None:
-        return Access.of
-    return lambda settings, environment: replace(Access.of(settings, environment), keys=ring, pages=None)
+        return Access.from_settings
+    return lambda settings, environment: replace(Access.from_settings(settings, environment), keys=ring, pages=None)
 
 
 def _key_ring(file: str, accounts: Accounts, settings: ServerSettings) -> RouteKeys:

@@ -14,7 +14,7 @@ from lmi_server.configuration.model_directory.gguf import GgufHeader, read_gguf
 from lmi_server.contract.errors import ConfigurationError, ModelLoadError
 
 # A model may have so many weights for each of the file, and some more, which transformers makes of others.
-_MOST_PER_WEIGHT, _ALLOWED_WEIGHTS = 2, 2**20
+_MAX_PER_WEIGHT, _ALLOWED_WEIGHTS = 2, 2**20
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -59,7 +59,7 @@ def refuse_sizes(config: Any, path: str) -> None:
     from transformers import AutoModelForCausalLM
 
     header = _header(path)
-    most = _MOST_PER_WEIGHT * header.parameters + _ALLOWED_WEIGHTS
+    most = _MAX_PER_WEIGHT * header.parameters + _ALLOWED_WEIGHTS
     try:
         experts = int(header.values.get(f"{header.architecture}.expert_count", 0))
         needed = experts * int(config.num_hidden_layers)  # modules that are made one by one

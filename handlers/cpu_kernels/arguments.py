@@ -49,7 +49,7 @@ class SeenColumns(NamedTuple):
     last_own: np.ndarray
 
     @classmethod
-    def of(cls, lengths: list[int], start: int, window: int, chunk: int = 0) -> SeenColumns:
+    def from_lengths(cls, lengths: list[int], start: int, window: int, chunk: int = 0) -> SeenColumns:
         """Return it for sequences of `lengths` rows that share `start` tokens; window and chunk may leave some out."""
         begin = max(start + 1 - window if window else 0, start // chunk * chunk if chunk else 0, 0)
         ends = np.cumsum(lengths)

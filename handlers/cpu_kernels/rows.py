@@ -15,7 +15,7 @@ from handlers.cpu_kernels.intrinsics import larger, load, store
 from handlers.cpu_kernels.threads.parallel import in_threads
 
 # Each draw leaves half of the greater tokens on average: far fewer are needed, unless logits are NaN.
-_MOST_DRAWS = 256
+_MAX_DRAWS = 256
 
 
 @kernel()
@@ -160,7 +160,7 @@ def _draw_rows(first, last, logits, temperatures, keys, top_p, min_p, drawn):
             mass = np.float32(0)
             for v in range(len(row)):
                 mass += exp(load(row[v]) * factor - highest)
-            for _ in range(_MOST_DRAWS):
+            for _ in range(_MAX_DRAWS):
                 above, least = tokens_above(row, factor, load(row[drawn[n]]) * factor, highest)
                 if above < top_p[n] * mass or above == 0:
                     break

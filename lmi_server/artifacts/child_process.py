@@ -17,7 +17,7 @@ from lmi_server.artifacts.progress import Activity
 
 _POLL_S = 0.2
 _KEPT_BYTES = 1 << 20
-_MOST_ON_DISK = 64 << 20
+_MAX_ON_DISK = 64 << 20
 
 
 class ChildTimeoutError(Exception):
@@ -80,7 +80,7 @@ def run_child(
 
 def _bound(file: IO[bytes]) -> None:
     """Give back what a file takes of the disk if that is too much. The program goes on to write behind a hole."""
-    if os.fstat(file.fileno()).st_blocks * 512 > _MOST_ON_DISK:
+    if os.fstat(file.fileno()).st_blocks * 512 > _MAX_ON_DISK:
         os.ftruncate(file.fileno(), 0)
 
 

@@ -20,7 +20,7 @@ from lmi_server.machine.inventory import Machine
 
 LONGEST = 1048576
 """Characters of a document beyond which it is not checked while it is open."""
-_MOST_MEMBERS = 20  # models of an application file that are checked
+_MAX_MEMBERS = 20  # models of an application file that are checked
 _MODEL_KEYS = ("engine_config:", "model_loading_config:", "llm_configs:", "applications:")
 
 
@@ -80,7 +80,7 @@ def _check_properties(directory: Path, text: str, around: Surroundings) -> Check
 
 def _check_yaml(path: Path, text: str, around: Surroundings) -> Checked:
     document = read_document(path, text)
-    names = member_names(document)[:_MOST_MEMBERS] if is_application(document) else [None]
+    names = member_names(document)[:_MAX_MEMBERS] if is_application(document) else [None]
     checks = [_check_member(path, text, name, around) for name in names]
     if not checks:
         return Checked()

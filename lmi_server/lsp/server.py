@@ -27,7 +27,7 @@ from lmi_server.lsp.fixes import fix
 from lmi_server.lsp.offers import Offer, lines_of
 
 _DELAY = 0.25  # seconds without a key stroke before a document is checked
-_MOST_FINDINGS = 500  # that an editor shows of one document
+_MAX_FINDINGS = 500  # that an editor shows of one document
 _LONGEST_TEXT = 2000  # characters of a finding
 _SEVERITIES: dict[Severity, types.DiagnosticSeverity] = {
     "error": types.DiagnosticSeverity.Error,
@@ -117,7 +117,7 @@ class Documents:
         self._checked[uri] = checked
         self._waiting.pop(uri, None)
         lines = lines_of(text)
-        shown = [_diagnostic(document, lines, found) for found in checked.findings[:_MOST_FINDINGS]]
+        shown = [_diagnostic(document, lines, found) for found in checked.findings[:_MAX_FINDINGS]]
         left = len(checked.findings) - len(shown)
         if left > 0:
             shown.append(_diagnostic(document, lines, Finding("warning", f"and {left} more, which the command shows")))

@@ -12,7 +12,7 @@ from lmi_server.contract.texts.secrets import is_secret
 
 LONGEST = 262144
 """Characters of a command line."""
-MOST_WORDS = 5000
+MAX_WORDS = 5000
 """Words of a command line."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL | re.ASCII)
 _OPERATOR = re.compile(r"[();<>|&]+")
@@ -100,8 +100,8 @@ def split_commands(text: str) -> list[list[str]]:
 
 def check_count(words: list[str]) -> list[str]:
     """Return the words. Raises ConfigurationError if they are too many."""
-    if len(words) > MOST_WORDS:
-        raise ConfigurationError(f"the command has more than {MOST_WORDS} words")
+    if len(words) > MAX_WORDS:
+        raise ConfigurationError(f"the command has more than {MAX_WORDS} words")
     return words
 
 

@@ -19,7 +19,7 @@ from lmi_server.migrate.variables import carry_variables
 
 LARGEST = 1048576
 """Bytes of a file that is read."""
-_MOST_MEMBERS = 10_000  # of an archive
+_MAX_MEMBERS = 10_000  # of an archive
 _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # others may ask for gigabytes
 _OWN_CODE = "write a model.py with a function handle: docs/own-code.md"
 _FOR_REQUESTS = "requests name it, or generation_config.json of the model"
@@ -222,8 +222,8 @@ def from_torchserve(path: Path) -> Migration:
 
 
 def _from_archive(archive: zipfile.ZipFile) -> Migration:
-    if len(archive.infolist()) > _MOST_MEMBERS:
-        raise ConfigurationError(f"the archive has more than {_MOST_MEMBERS} members")
+    if len(archive.infolist()) > _MAX_MEMBERS:
+        raise ConfigurationError(f"the archive has more than {_MAX_MEMBERS} members")
     manifest = json_object(_member(archive, "MAR-INF/MANIFEST.json"))
     model = manifest.get("model")
     if not isinstance(model, dict):

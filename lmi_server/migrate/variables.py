@@ -10,7 +10,7 @@ from lmi_server.contract.texts.secrets import SECRETS, is_secret
 from lmi_server.machine import environment as env
 from lmi_server.migrate.migration import Migration, holds_secret
 
-_MOST = 1000  # each text of the report is searched for each secret
+_MAX_VARIABLES = 1000  # each text of the report is searched for each secret
 _OF_ENGINE = re.compile(r"(VLLM|SGLANG|NCCL|OMP|TORCH|PYTORCH|CUDA_LAUNCH|GLOO)_\w+", re.ASCII)
 _DEVICES = re.compile(r"(CUDA|NVIDIA|HIP)_VISIBLE_DEVICES")
 
@@ -40,8 +40,8 @@ def carry_variables(migration: Migration, variables: Mapping[str, str]) -> None:
 
 def hide_secrets(variables: Mapping[str, str]) -> None:
     """Have reports hide the values of secret variables from now on. Raises ConfigurationError if they are too many."""
-    if len(variables) > _MOST:
-        raise ConfigurationError(f"there are {len(variables)} variables; at most {_MOST} are read")
+    if len(variables) > _MAX_VARIABLES:
+        raise ConfigurationError(f"there are {len(variables)} variables; at most {_MAX_VARIABLES} are read")
     SECRETS.add_named(variables)
 
 

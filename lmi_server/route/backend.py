@@ -36,7 +36,7 @@ from lmi_server.supervisor.worker_requests import WorkerRequests
 
 logger = logging.getLogger(__name__)
 
-_MOST_TRIES = 10
+_MAX_TRIES = 10
 
 
 class Site(NamedTuple):
@@ -149,9 +149,9 @@ class Backend:
     def _refusal(self, number: int, reason: str) -> Error:
         """Return what ends a request that was not sent: another server gets it, unless several could not be reached."""
         job = self.requests.in_flight.get(number)
-        if job is None or len(job.attempts) < _MOST_TRIES:
+        if job is None or len(job.attempts) < _MAX_TRIES:
             return Error(number, RECALLED, reason)
-        return Error(number, "ModelNotReadyError", f"No server could be reached in {_MOST_TRIES} tries: {reason}")
+        return Error(number, "ModelNotReadyError", f"No server could be reached in {_MAX_TRIES} tries: {reason}")
 
     def _head(self, request: Input) -> bytes:
         query = urlencode([pair for pair in request.content if pair[0] != "data"])

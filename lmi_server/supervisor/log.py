@@ -9,7 +9,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from lmi_server.contract.metrics import MARK, MetricSink, parse_metric, drop_metric
+from lmi_server.contract.metrics import MARK, MetricSink, drop_metric, parse_metric
 from lmi_server.contract.texts.log_fields import WorkerLogger, of_worker
 from lmi_server.supervisor.tracebacks import Tracebacks
 

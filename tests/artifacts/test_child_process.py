@@ -24,7 +24,7 @@ def test_the_end_of_an_output_is_returned(whole: bool) -> None:
 
 
 def test_an_endless_output_does_not_fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "_MOST_ON_DISK", MIB)
+    monkeypatch.setattr(child_process, "_MAX_ON_DISK", MIB)
     code = (
         "import os, time\n"
         f"os.write(1, b'a' * {4 * MIB})\n"

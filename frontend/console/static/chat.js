@@ -5,7 +5,7 @@ import { call, eventsOf, store } from "./connection.js";
 import { statusName } from "./models.js";
 import { counted, number } from "./text.js";
 
-const MOST_TOKENS = 2000;  // that are listed with their times
+const MAX_TOKENS = 2000;  // that are listed with their times
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const NAMES = { temperature: "Temperature", top_p: "Top p", max_tokens: "Maximum tokens", seed: "Seed" };
 
@@ -36,7 +36,7 @@ class Answer {
     this.last = now;
     const tokens = listed?.length ? listed : [{ token: text, logprob: null }];
     tokens.forEach((token, index) => {
-      if (this.tokens.length < MOST_TOKENS) this.tokens.push({ ...token, ms: index ? 0 : gap });
+      if (this.tokens.length < MAX_TOKENS) this.tokens.push({ ...token, ms: index ? 0 : gap });
     });
   }
 
@@ -289,7 +289,7 @@ function Reply({ answer, logprobs }) {
   return html`<article class="message assistant" aria-busy=${!answer.ended}>
     <div class="who">Model</div>
     ${answer.reasoning && html`<details><summary>Reasoning</summary><p class="text">${answer.reasoning}</p></details>`}
-    ${coloured && answer.tokens.length < MOST_TOKENS
+    ${coloured && answer.tokens.length < MAX_TOKENS
       ? html`<p class="text">${answer.tokens.map((token) => html`<span class=${`token p${band(token.logprob)}`}
           title=${tokenText(token)}>${token.token}</span>`)}</p>`
       : html`<p class="text">${answer.content}</p>`}

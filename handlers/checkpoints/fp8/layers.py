@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = 448.0  # of E4M3
-_LEAST_SCALE = 1e-12
+_MIN_SCALE = 1e-12
 _WIDTH_STEP = 16  # of inputs and outputs
-_LEAST_CAPABILITY = (8, 9)
+_MIN_CAPABILITY = (8, 9)
 # Up to so many rows cuBLAS's product without scales and a kernel that applies them are faster than the product of torch
 # that has scales of rows and outputs: on an H200 26 and 43 microseconds for 64 rows of 14,336 inputs, 4,096 outputs.
 _FEW_ROWS = 256
@@ -89,7 +89,7 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> 
 
 def _scales(rows: torch.Tensor) -> torch.Tensor:
     """(rows, width) -> (rows, 1) float32: what 1 stands for in each row's 8-bit numbers."""
-    return (rows.abs().amax(dim=1, keepdim=True).float() / _LARGEST).clamp_min(_LEAST_SCALE)
+    return (rows.abs().amax(dim=1, keepdim=True).float() / _LARGEST).clamp_min(_MIN_SCALE)
 
 
 def quantize_to_fp8(model: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def quantize_to_fp8(model: Any) -> dict[str, Any]:
     device = main_device(model)
     if device.type != "cuda":
         raise ModelLoadError("option.quantize=fp8 is for models on a GPU; set option.quantize=q8_0 on the CPU")
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         raise ModelLoadError(
             "option.quantize=fp8 needs a GPU by NVIDIA of compute capability 8.9 or later; set"
             " option.quantize=bitsandbytes8"

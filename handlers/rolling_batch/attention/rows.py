@@ -52,7 +52,7 @@ class ChunkGroup:
     def columns(self, window: int, chunk: int = 0) -> SeenColumns:
         """Return what each row sees under a window and a chunk."""
         if (window, chunk) not in self._columns:
-            self._columns[window, chunk] = SeenColumns.of(self._lengths, self.chunks[0].start, window, chunk)
+            self._columns[window, chunk] = SeenColumns.from_lengths(self._lengths, self.chunks[0].start, window, chunk)
         return self._columns[window, chunk]
 
     def ends(self, window: int, columns: SeenColumns) -> np.ndarray | None:

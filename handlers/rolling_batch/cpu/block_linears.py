@@ -14,7 +14,7 @@ from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 from handlers.rolling_batch.cpu.large_pages import use_large_pages
 
-_MOST_ROWS = 8  # more are always unpacked: reading takes no longer than multiplying them
+_MAX_ROWS = 8  # more are always unpacked: reading takes no longer than multiplying them
 _READ = 32 * 2**20  # bytes of weights that are measured: more than caches hold
 
 
@@ -29,7 +29,7 @@ def limit_exact_rows(model: nn.Module, crossovers: Crossovers) -> int:
     for name, linears in alike.items():
         crossover = _crossover(name, linears[: max(1, _READ // linears[0].laid.nbytes)], crossovers)
         for linear in linears:
-            linear.laid[EXACT_ROWS] = min(crossover, _MOST_ROWS)
+            linear.laid[EXACT_ROWS] = min(crossover, _MAX_ROWS)
     return len(modules)
 
 
@@ -49,4 +49,4 @@ def _crossover(name: str, linears: list[BlockLinear], crossovers: Crossovers) ->
         return of
 
     with torch.inference_mode():
-        return crossovers.crossover(name, passes(ALL), passes(0), most=_MOST_ROWS, unmeasured=FEW_ROWS)
+        return crossovers.crossover(name, passes(ALL), passes(0), most=_MAX_ROWS, unmeasured=FEW_ROWS)

@@ -19,7 +19,7 @@ from torch import nn
 
 from handlers.rolling_batch.device_arrays import upload
 
-_LEAST_PLACES, _RANK_STEP = 4, 16
+_MIN_PLACES, _RANK_STEP = 4, 16
 
 
 class Adapter(Protocol):
@@ -126,7 +126,7 @@ class AdapterBank:
             module: (kept.down.new_empty((0, kept.down.shape[2])), kept.up.new_empty((0, kept.up.shape[2])))
             for module, kept in self._matrices.items()
         }
-        self._capacity = max(_LEAST_PLACES, self._capacity, 1 << (len(needed) - 1).bit_length())
+        self._capacity = max(_MIN_PLACES, self._capacity, 1 << (len(needed) - 1).bit_length())
         self._matrices.clear()
         for module, pair in widths.items():
             shape = (self._capacity, ranks[module])

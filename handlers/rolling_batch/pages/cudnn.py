@@ -14,19 +14,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from handlers.rolling_batch.attention.terms import AttentionTerms
 from handlers.rolling_batch.pages.launch import PageLayer
 
-LEAST_ROWS = 1024
+MIN_ROWS = 1024
 """Of a chunk. Lengths are padded to multiples of it: cuDNN plans for each length that it meets."""
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_MOST_WIDTH, _WIDTH_STEP = 128, 8  # of a head
+_MAX_WIDTH, _WIDTH_STEP = 128, 8  # of a head
 
 
 def takes(layer: PageLayer, terms: AttentionTerms, dtype: torch.dtype, shortest: int, longest: int) -> bool:
     """Whether it computes attention of such a layer, for chunks of `shortest` to `longest` rows."""
-    same = layer.dim == layer.value_dim <= _MOST_WIDTH and not layer.dim % _WIDTH_STEP
+    same = layer.dim == layer.value_dim <= _MAX_WIDTH and not layer.dim % _WIDTH_STEP
     in_sight = not terms.window or longest <= terms.window
     plain = terms.is_plain and not terms.softcap and in_sight
-    return same and plain and dtype in _DTYPES and shortest >= LEAST_ROWS
+    return same and plain and dtype in _DTYPES and shortest >= MIN_ROWS
 
 
 def attend(
@@ -52,5 +52,5 @@ def attend(
 
 def _padded(states: torch.Tensor) -> torch.Tensor:
     """Return (rows, heads, dim) with zeros behind them; masked, these change nothing."""
-    missing = -len(states) % LEAST_ROWS
+    missing = -len(states) % MIN_ROWS
     return functional.pad(states, (0, 0, 0, 0, 0, missing)) if missing else states

@@ -24,14 +24,14 @@ def tokens_and_states(
     options: RollingBatchOptions,
     step: StepSize,
     running: int,
-    most_tokens: int,
+    max_tokens: int,
 ) -> tuple[int, int]:
     """Return how many tokens of the KV cache and how many states there is memory for; no states if no layer has any.
 
     Running sequences come first, then snapshots, then tokens. Raises ModelMemoryError if those leave no room.
     """
     if runner.states is None:
-        return min(most_tokens, kv_tokens(runner, weights, options, step)), 0
+        return min(max_tokens, kv_tokens(runner, weights, options, step)), 0
     size, per_token = runner.states.bytes_per_sequence, bytes_per_token(runner.layers, runner.kept_dtype)
     room = cache_room(runner, weights, options, step)
     least = max(running, 2)
@@ -44,5 +44,5 @@ def tokens_and_states(
         )
     snapshots = min(_SNAPSHOTS * running, int(left * _SNAPSHOT_SHARE // size))
     left -= snapshots * size
-    tokens = most_tokens if not per_token else min(most_tokens, int(left // per_token))
+    tokens = max_tokens if not per_token else min(max_tokens, int(left // per_token))
     return tokens, least + snapshots

@@ -17,7 +17,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from handlers.rolling_batch.states.scans import ContinuedScan, with_continued_scan
 
-_MOST_STATES = 16  # of one kind in one layer
+_MAX_STATES = 16  # of one kind in one layer
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Computed = tuple[Any, list[torch.Tensor]]
@@ -73,7 +73,7 @@ class LayerCache:
     """
 
     def __init__(self) -> None:
-        self.layer = LinearAttentionLayer(number_of_states=_MOST_STATES)
+        self.layer = LinearAttentionLayer(number_of_states=_MAX_STATES)
         self.layers = _Always(self.layer)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:

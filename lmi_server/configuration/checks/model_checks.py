@@ -225,7 +225,7 @@ def _unknown_key_warnings(unknown: Given, spec: HandlerSpec, handlers: HandlerTa
         if key.removeprefix("option.") in of_engine:
             continue
         others = owners.get(key)
-        if index == _MOST_ADVISED:
+        if index == _MAX_ADVISED:
             known = []  # looking for the nearest key takes a millisecond
         if spec.runs_user_code:
             if nearest_key(key, known) is not None:  # otherwise it is a key of the user's code, not a misspelling
@@ -245,4 +245,4 @@ def _handlers_by_key(handlers: HandlerTable) -> Mapping[str, list[str]]:
     return found
 
 
-_MOST_ADVISED = 200  # undeclared keys of a model for which the nearest declared one is looked for
+_MAX_ADVISED = 200  # undeclared keys of a model for which the nearest declared one is looked for

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-_MOST_LAYERS = 1000  # of a model whose layers are looked at one by one; config.json may claim any number
+_MAX_LAYERS = 1000  # of a model whose layers are looked at one by one; config.json may claim any number
 _STATE_BYTES = 4  # of an element of a recurrence, which most architectures keep in float32
 _RECURRENT = {"conv", "linear_attention", "mamba", "recurrent"}
 _BOTH = {"hybrid", "hybrid_sliding"}
@@ -26,7 +26,7 @@ class LayerCounts(NamedTuple):
 
 def layer_counts(text: Mapping[str, Any], layers: int) -> LayerCounts:
     """Return the kinds of `layers` layers of a model with the configuration `text`."""
-    if layers > _MOST_LAYERS or _elements(text) is None:
+    if layers > _MAX_LAYERS or _elements(text) is None:
         return LayerCounts(layers, 0)
     named = (text.get(name) for name in ("layer_types", "layers_block_type", "block_types"))
     kinds = next((kinds for kinds in named if kinds), None) or _kinds_by_rule(text, layers)

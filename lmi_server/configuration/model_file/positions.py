@@ -169,8 +169,8 @@ class _Reader:
 
     def _count_one(self, node: Node) -> None:
         self._count += 1
-        if self._count > MOST_VALUES:
-            raise self._error(node, f"has more than {MOST_VALUES} values, counting what aliases repeat")
+        if self._count > MAX_VALUES:
+            raise self._error(node, f"has more than {MAX_VALUES} values, counting what aliases repeat")
 
     def _error(self, node: Node, text: str) -> ConfigurationError:
         return ConfigurationError(f"{self._file}:{node.start_mark.line + 1}: {text}")
@@ -178,7 +178,7 @@ class _Reader:
 
 LONGEST = 1048576
 """Characters that a file in YAML may have."""
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 """Values that a document may have, counting what its aliases repeat."""
 _MERGE, _TEXT = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:str"
 _LONGEST_NUMBER = 1000  # characters; the time that a number takes grows faster than its length

@@ -60,7 +60,7 @@ def test_a_chunk_attends_to_what_it_may_see(
     for area in (*cache.keys, *cache.values):
         area[1, :, :end] = torch.randn(area[1, :, :end].shape, generator=chance).to(dtype)
     terms = AttentionTerms(0.3, window, chunk, softcap, _sinks(6) if sinks else None)
-    columns = SeenColumns.of([rows], start, window, chunk)
+    columns = SeenColumns.from_lengths([rows], start, window, chunk)
     kept = (cache.keys[0], cache.values[0], SlotSpan(1, columns.begin, end))
     exact = (cache.keys[0].float(), cache.values[0].float(), SlotSpan(1, columns.begin, end))
     found, expected = (torch.zeros((rows, 6, shape.value_dim), dtype=kind) for kind in (dtype, torch.float32))

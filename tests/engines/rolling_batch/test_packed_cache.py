@@ -143,7 +143,7 @@ def test_a_chunk_attends_to_a_packed_slot(
     end = start + rows
     cache = random_cache(shape, kind, 2, end, chance)
     query = torch.randn((6, rows, shape.head_dim), generator=chance).to(dtype)
-    terms, columns = AttentionTerms(0.3, window, chunk), SeenColumns.of([rows], start, window, chunk)
+    terms, columns = AttentionTerms(0.3, window, chunk), SeenColumns.from_lengths([rows], start, window, chunk)
     span = SlotSpan(1, columns.begin, end)
     found, expected = (torch.zeros((rows, 6, shape.value_dim), dtype=kind) for kind in (dtype, torch.float32))
     KernelAttention(cache, dtype).attend_chunk(query, cache.keys[0], cache.values[0], span, found, columns, terms)
