@@ -59,7 +59,7 @@ class Recorder:
         assert not self.ends
         self.body += data
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         self.ends.append("whole")
 
     def broke(self, reason: str) -> None:
