@@ -21,18 +21,18 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Receiver(Protocol):
-    """What becomes of an answer. After `ended` or `broke` nothing follows."""
+    """What becomes of an answer. After `on_end` or `on_break` nothing follows."""
 
-    def began(self, status: int, headers: Headers, length: int | None) -> None:
+    def on_head(self, status: int, headers: Headers, length: int | None) -> None:
         """Take the head; `length` is that of the body in bytes, None if it is not known."""
 
-    def got(self, data: bytes) -> None:
+    def on_body(self, data: bytes) -> None:
         """Take a part of the body."""
 
     def on_end(self) -> None:
         """Take the end of a whole answer."""
 
-    def broke(self, reason: str) -> None:
+    def on_break(self, reason: str) -> None:
         """Take the end of an answer that is not whole; `reason` goes on "the server ..."."""
 
 
@@ -115,7 +115,7 @@ class Connection(asyncio.Protocol):
         if self._until_close and not self._in_head and exc is None:
             receiver.on_end()
         else:
-            receiver.broke("closed the connection " + ("before it answered" if self._in_head else "within its answer"))
+            receiver.on_break("closed the connection " + ("before it answered" if self._in_head else "within its answer"))
 
     def data_received(self, data: bytes) -> None:
         if self._receiver is None:
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
         receiver, self._receiver = self._receiver, None
         self.abort()
         if receiver is not None:
-            receiver.broke(reason)
+            receiver.on_break(reason)
 
     # --- the parser's side ---
 
@@ -188,12 +188,12 @@ class Connection(asyncio.Protocol):
         receiver = self._receiver
         if receiver is not None:
             size = int(length) if length is not None and length.isdigit() and len(length) < 20 else None
-            receiver.began(status, self._headers, size if has_body else 0)
+            receiver.on_head(status, self._headers, size if has_body else 0)
 
     def on_body(self, body: bytes) -> None:
         self._bodiless = 0
         if self._receiver is not None and not self._complete:
-            self._receiver.got(body)
+            self._receiver.on_body(body)
 
     def on_message_complete(self) -> None:
         if self._in_head:  # an interim answer, such as 103

@@ -54,7 +54,7 @@ class Exchange:
 
     # --- the connection's side ---
 
-    def began(self, status: int, headers: Headers, length: int | None) -> None:
+    def on_head(self, status: int, headers: Headers, length: int | None) -> None:
         self._status = status
         self._headers = answer_headers(headers)
         content_type = next((value for name, value in self._headers if name == "content-type"), "")
@@ -63,7 +63,7 @@ class Exchange:
         else:
             self._emit(Head(self.id, status, self._headers))
 
-    def got(self, data: bytes) -> None:
+    def on_body(self, data: bytes) -> None:
         self._meter.add(data)
         if self._parts is not None:
             self._parts.append(data)
@@ -80,7 +80,7 @@ class Exchange:
         else:
             self._end(Reply(self.id, self._status, self._headers, b"".join(self._parts), summary=summary))
 
-    def broke(self, reason: str) -> None:
+    def on_break(self, reason: str) -> None:
         self.connection = None
         self.fail(reason)
 

@@ -134,10 +134,10 @@ class _Answer:
         self._status = 0
         self._body = bytearray()
 
-    def began(self, status: int, headers: Headers, length: int | None) -> None:
+    def on_head(self, status: int, headers: Headers, length: int | None) -> None:
         self._status = status
 
-    def got(self, data: bytes) -> None:
+    def on_body(self, data: bytes) -> None:
         if len(self._body) + len(data) <= _MAX_ANSWER:
             self._body += data
         else:
@@ -147,7 +147,7 @@ class _Answer:
         if not self.whole.done():
             self.whole.set_result((self._status, bytes(self._body)))
 
-    def broke(self, reason: str) -> None:
+    def on_break(self, reason: str) -> None:
         self._fail(f"it {reason}")
 
     def _fail(self, reason: str) -> None:

@@ -52,17 +52,17 @@ class Recorder:
         self.heads: list[int] = []
         self.ends: list[str] = []
 
-    def began(self, status: int, headers: Headers, length: int | None) -> None:
+    def on_head(self, status: int, headers: Headers, length: int | None) -> None:
         self.heads.append(status)
 
-    def got(self, data: bytes) -> None:
+    def on_body(self, data: bytes) -> None:
         assert not self.ends
         self.body += data
 
     def on_end(self) -> None:
         self.ends.append("whole")
 
-    def broke(self, reason: str) -> None:
+    def on_break(self, reason: str) -> None:
         self.ends.append(reason)
 
 
