@@ -1,6 +1,6 @@
 """Serves models from directories with a `serving.properties`; see docs/architecture.md for the way of a request.
 
-contract/       what every process shares: errors, messages, the handlers' contract; imports nothing else of ours
+contract/       what every process shares: errors, messages, the handlers' contract
 machine/        what this computer has: devices, memory, MPI, environment variables
 processes/      process trees and what they use, secrets, the imports of a process that loads a model
 files/          files that are written at once, compared, or executed

@@ -1,7 +1,6 @@
 """Structured output: turns what an answer must match into a grammar, within bounds of time and memory.
 
-May import the contract and the machine. llguidance, the library of the grammars, is imported late, when a model loads
-or a request needs it.
+llguidance, the library of the grammars, is imported late, when a model loads or a request needs it.
 
     options.py        the key of handlers that use it
     limits.py         what a schema, a pattern or a list of choices may be
