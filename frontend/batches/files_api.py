@@ -165,7 +165,7 @@ class FilesApi:
 
 
 async def check_room(records: OwnedRecords, threads: StoreThreads, settings: BatchSettings, owner: str) -> int:
-    """Return the bytes of an owner's files. Raises PayloadTooLargeError if it may not have another one."""
+    """Return the bytes of an owner's files. Raises PayloadTooLargeError if it may not have another file."""
     sizes = await threads.serve(records.sizes, owner)
     if len(sizes) >= _MAX_FILES:
         raise PayloadTooLargeError(f"this API key has {len(sizes)} files, and may have {_MAX_FILES}; delete some")

@@ -29,7 +29,7 @@ class BatchSettings(FeatureSettings):
     )
     batches_max_kept: PositiveInt = Field(
         10000,
-        description="Most batches of one API key that are kept, with those that have ended. A further one takes the "
+        description="Batches of one API key that are kept at most, ended ones included. A further one takes the "
         "place of the oldest that has ended, whose files stay.",
     )
     batches_concurrency: PositiveInt = Field(

@@ -45,7 +45,7 @@ class Rules:
         return failures or _objection_to_refusals(old, new)
 
     def finding(self, old: Figures, new: Figures) -> str | None:
-        """Return what nobody may have meant to change, although it does not speak against the new version."""
+        """Return a change that may be unintended, although it does not speak against the new version."""
         if chance_of_more(new.refused, new.requests, old.refused, old.requests) >= _CHANCE:
             return None
         return f"it refuses fewer requests: {_refusals(old, new)}"

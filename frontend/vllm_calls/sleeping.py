@@ -48,7 +48,7 @@ class _Rest:
 class Sleepers:
     """The models that sleep. Requests that run get `drain_timeout_s` seconds to finish before a model falls asleep.
 
-    A worker has `limit_s` seconds to fall asleep, or to wake up; one that takes longer is killed, and another one
+    A worker has `limit_s` seconds to fall asleep, or to wake up; one that takes longer is killed, and a new one
     starts. A model that is loaded again meanwhile gets workers that are awake.
     """
 

@@ -115,7 +115,9 @@ class Connection(asyncio.Protocol):
         if self._until_close and not self._in_head and exc is None:
             receiver.on_end()
         else:
-            receiver.on_break("closed the connection " + ("before it answered" if self._in_head else "within its answer"))
+            receiver.on_break(
+                "closed the connection " + ("before it answered" if self._in_head else "within its answer")
+            )
 
     def data_received(self, data: bytes) -> None:
         if self._receiver is None:

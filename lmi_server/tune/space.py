@@ -1,4 +1,4 @@
-"""Which values of which options a search tries."""
+"""The values of options that a search tries."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ OF_USERS = {
     "1/model.py",
 }  # files of model directories, not of this project
 
+_TWISTED = re.compile(r"\b(?:(?<!each )of which(?! folder)|those that|whoever|nobody|another one)\b", re.IGNORECASE)
 _FILE = re.compile(r"`([\w./-]+\.py)`")
 _FOLDER = re.compile(rf"`((?:{'|'.join(map(re.escape, FOLDERS))})/[\w/]*)`")
 _WRITTEN = re.compile(r"\bWrite `([^`]+)`")  # by a step of an example
@@ -55,3 +56,20 @@ def missing(document: Path) -> Iterator[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.relative_to(ROOT).as_posix())
 def test_a_document_names_what_is_there(document: Path) -> None:
     assert list(missing(document)) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.relative_to(ROOT).as_posix())
+def test_the_sentences_of_a_document_are_plain(document: Path) -> None:
+    assert list(twisted(document)) == []
+
+
+def test_the_sentences_of_the_code_are_plain() -> None:
+    sources = [path for package in FOLDERS[:3] for path in (ROOT / package).rglob("*.py")]
+    assert [line for path in sorted(sources) for line in twisted(path)] == []
+
+
+def twisted(path: Path) -> Iterator[str]:
+    """Yield the lines whose relative clause has no noun before it: name what is meant, or begin a second sentence."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if _TWISTED.search(line):
+            yield f"{path.relative_to(ROOT).as_posix()}:{number}: {line.strip()}"

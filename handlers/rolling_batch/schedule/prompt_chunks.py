@@ -1,4 +1,4 @@
-"""How much of which prompts a step computes: chunked prefill as in Sarathi-Serve (Agrawal et al., OSDI 2024)."""
+"""How many tokens of each prompt a step computes: chunked prefill as in Sarathi-Serve (Agrawal et al., OSDI 2024)."""
 
 from __future__ import annotations
 
