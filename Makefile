@@ -69,8 +69,10 @@ lint: $(SETUP) ## Run ruff and mypy
 	$(LINT)
 
 # Tests of one file share their servers, so a file stays in one process; tests/support/schedule.py says which files start
-# first. Each process may run servers of engines, of about 2 GiB each.
-JOBS ?= 3
+# first. The tests wait for half of their time, so there are two processes more than cores. With its servers of engines a
+# process takes up to 5 GiB.
+JOBS ?= $(shell awk -v most=$$(($$(nproc) + 2)) \
+  '/^MemAvailable/ {n = int($$2 / 5e6); print (n < 2 ? 2 : (n > most ? most : n))}' /proc/meminfo)
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 UNITS := tests/unit tests/configuration tests/dialects

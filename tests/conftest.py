@@ -51,8 +51,10 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # torch would compile programs, for 17 s of a processor, to see which vector instructions the compiler knows.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    # A machine may switch bytecode off. Each server would then compile the sources of this project again.
+    # A machine may switch bytecode off. Each server would then compile the sources of this project again, and each
+    # process of the tests would rewrite the assertions of all of them.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     model_imports.prepare()
     ours = {name for layer in VARIABLES.values() for name in layer}
     for name in list(os.environ):

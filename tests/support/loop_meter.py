@@ -45,7 +45,7 @@ class LoopMeter:
     def take(self) -> Reading:
         """Return what was measured since this was called last."""
         number = self._page[_ASKED] = (int.from_bytes(self._page[_ASKED]) + 1).to_bytes(8)
-        wait_until(lambda: self._page[_ANSWERED] == number, "the loop turns")
+        wait_until(lambda: self._page[_ANSWERED] == number, "the loop turns", first_pause_s=_TURN_S)
         busy, spent = (int.from_bytes(self._page[place]) / _NANOSECONDS for place in (_BUSY, _SPENT))
         return Reading(busy, spent)
 

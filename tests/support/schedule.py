@@ -37,9 +37,8 @@ AS_ONE_FILE = {
 # Without the slow tests, most of what these folders take is the import of their libraries: once is enough.
 TOGETHER_WITHOUT_SLOW = ("artifacts", "configuration", "dialects", "unit")
 # A process that starts a long file last would work on while the others have nothing left to do. So the three longest
-# come first, one for each process of `make test`: two that are made of many files, and eight installations one after
-# the other. The tests of hosting wait more than they compute. Those of artifacts wait for servers of storage, and are
-# one file without the slow ones.
+# come first: two that are made of many files, and eight installations one after the other. The tests of hosting wait
+# more than they compute. Those of artifacts wait for servers of storage, and are one file without the slow ones.
 LONGEST = (
     "engines/vllm/test_vllm.py",
     "engines/rolling_batch/test_lmi_requests.py",
