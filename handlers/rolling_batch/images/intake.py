@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from handlers.abandoned_work import to_its_end
 from handlers.generation.prompts import PromptEncoder
 from handlers.rolling_batch.images.encoder import BothWays, ImageEncoder
 from handlers.rolling_batch.images.features import FeatureCache, KnownImage
@@ -170,12 +171,12 @@ class ImageIntake:
     ) -> tuple[ImageKey, _Image]:
         """Return the key of one of so many images, and the image, which the cache may have."""
         run, reader = asyncio.get_running_loop().run_in_executor, self._model.reader
-        data = await run(self._reading, decoded, part) if data is None else data
-        key = await run(self._reading, reader.key, data, images)  # the loop would stall for 64 MiB
+        data = await to_its_end(run(self._reading, decoded, part)) if data is None else data
+        key = await to_its_end(run(self._reading, reader.key, data, images))  # the loop would stall for 64 MiB
         known = found.get(key) or self._cache.find(key)
         if known is not None:
             return key, known
-        return key, await run(self._reading, reader.read, part.name, data, budget, key.alone)
+        return key, await to_its_end(run(self._reading, reader.read, part.name, data, budget, key.alone))
 
     async def _encode(self, keys: Sequence[ImageKey], found: dict[ImageKey, _Image]) -> list[KnownImage]:
         """Return the encoded image of each key."""
@@ -184,7 +185,7 @@ class ImageIntake:
             for key, image in found.items():
                 if isinstance(image, ReadImage):
                     await self._cache.wait_for_room(sum(each.features.nbytes for each in known.values()))
-                    known[key] = await self._loop.call(_encoding(self._model.encoder, image))
+                    known[key] = await to_its_end(self._loop.call(_encoding(self._model.encoder, image)))
                     self._cache.add(key, known[key])
             return [known[key] for key in keys]
         finally:  # a traceback holds what a frame has

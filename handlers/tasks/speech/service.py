@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from handlers.abandoned_work import to_its_end
 from handlers.tasks.speech.recognition import SpeechRecognition
 from handlers.tasks.speech.transcription import GrowingText, Transcription
 from handlers.tasks.task import device_failure, pipeline_failure
@@ -38,11 +39,13 @@ class SpeechService(AsyncRequestHandler):
         # One thread computes: see handlers/tasks/generation/task.py for what more of them cost.
         self._computing = ThreadPoolExecutor(1, "transcribe")
         self._reading = ThreadPoolExecutor(_READERS, "decode")
+        self._readers = asyncio.Semaphore(_READERS)  # further requests wait here, where they can leave
         self._waiting: list[_SoundTask] = []
         self._running: asyncio.Task[None] | None = None
 
     async def handle(self, request: Input) -> Response:
-        call = await self._in_thread(self._reading, lambda: self._tasks.read(request))
+        async with self._readers:
+            call = await to_its_end(self._in_thread(self._reading, lambda: self._tasks.read(request)))
         if call.framing is not None:
             return Response(headers=[("content-type", call.framing.content_type)], stream=self._stream(request, call))
         results: list[dict[str, object]] = []

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from image_helpers import ServedImages, data_url, noise
 from tiny_image_models import save_image_model
+from waiting import wait_until
 
 from handlers.rolling_batch.images import files, intake
 from handlers.rolling_batch.images.reader import ImageReader, ReadImage
@@ -177,6 +178,51 @@ def test_images_beyond_the_context_are_not_all_processed(directory: Path, monkey
         with pytest.raises(ContextLengthError):
             await ask(served, *(data_url(noise(number)) for number in range(16)))
         assert 0 < len(read) < 16
+        await served.handler.stop()
+
+    asyncio.run(run())
+
+
+def test_clients_that_leave_queue_no_images(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thread has of a client that has left takes memory until it is done; the next one waits for its turn."""
+    goes_on, begun = threading.Event(), threading.Event()
+    original = ImageReader.read
+
+    def slow(self: ImageReader, *arguments: Any) -> ReadImage:
+        begun.set()
+        goes_on.wait(60)
+        return original(self, *arguments)
+
+    async def leave(asking: list[asyncio.Task[list[Delta]]]) -> None:
+        await asyncio.sleep(0.05)
+        for one in asking:
+            one.cancel()
+        await asyncio.sleep(0.05)
+        assert [one.done() for one in asking] == [False] + [True] * (len(asking) - 1)
+
+    async def run() -> None:
+        served = await ServedImages.start(directory)
+        monkeypatch.setattr(ImageReader, "read", slow)
+        images = served.handler._intake._images
+        asking = [asyncio.create_task(ask(served, data_url(noise(number)))) for number in range(10, 16)]
+        await asyncio.to_thread(begun.wait, 60)
+        await leave(asking)
+        assert images is not None
+        assert images._reading._work_queue.qsize() == 0
+        goes_on.set()
+        await asyncio.gather(*asking, return_exceptions=True)
+        monkeypatch.setattr(ImageReader, "read", original)
+
+        goes_on.clear()
+        busy = asyncio.create_task(served.handler._loop.call(lambda: goes_on.wait(60)))
+        first = [asyncio.create_task(ask(served, data_url(noise(20))))]
+        commands = served.handler._loop._commands
+        await asyncio.to_thread(wait_until, lambda: len(commands) == 1, "the first image waits for the engine")
+        await leave(first + [asyncio.create_task(ask(served, data_url(noise(number)))) for number in range(21, 26)])
+        assert len(commands) == 1
+        goes_on.set()
+        await asyncio.gather(busy, *first, return_exceptions=True)
+        assert (await ask(served, data_url(noise(30))))[-1].finish_reason
         await served.handler.stop()
 
     asyncio.run(run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -377,6 +378,31 @@ def test_a_request_that_is_cancelled_has_no_further_step(
     seen = asyncio.run(cancelled())
     assert [one.duration for one in seen].count(62.0) == 2
     assert seen[0].result is None
+
+
+def test_clients_that_leave_queue_no_sounds(handler: PipelineHandler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thread has of a client that has left takes memory until it is done; the next one waits for its turn."""
+    goes_on, read = threading.Event(), handler.read
+
+    def slow(request: Input) -> Any:
+        goes_on.wait(60)
+        return read(request)
+
+    async def left() -> None:
+        service = service_of(handler)
+        monkeypatch.setattr(handler, "read", slow)
+        calls = [asyncio.create_task(answer_of(service, SHORT)) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        for call in calls:
+            call.cancel()
+        await asyncio.sleep(0.05)
+        assert [call.done() for call in calls].count(True) == 16
+        assert service._reading._work_queue.qsize() == 0
+        goes_on.set()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert (await answer_of(service, SHORT))["text"]
+
+    asyncio.run(left())
 
 
 def test_waiting_requests_show_progress(handler: PipelineHandler) -> None:
