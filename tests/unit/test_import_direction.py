@@ -156,6 +156,7 @@ HANDLERS_MAY_IMPORT = (
 )
 # Folders and modules of handlers/ that several handlers share.
 SHARED = {
+    "abandoned_work",
     "batch_messages",
     "chats",
     "checkpoints",
