@@ -150,7 +150,8 @@ BODIES: Mapping[str, tuple[str, bytes]] = {
     "fields of a form": (FORM, repeated("a=b&")),
     "blank fields of a form": (FORM, repeated("a&")),
     "percents of a form": (FORM, b"model_name=" + repeated("%41")),
-    "broken percents of a form": (FORM, b"model_name=" + repeated("%")),
+    # Fewer, because a worker decodes them all, a million in 0.4 s. The server would take 0.13 s for these.
+    "broken percents of a form": (FORM, b"model_name=" + repeated("%", SIZE // 3)),
     "name in a form": (FORM, b"model_name=" + repeated("a://")),
     "parts of a form": (MULTIPART, repeated(PART % (b"a", b"b")) + b"--b--\r\n"),
     "distinct parts of a form": (
