@@ -124,7 +124,7 @@ class BatchesApi:
         record = await self._batch(request)
         if record.has_ended:
             raise BadParameterError(f"batch {record.id} is {record.status}, and cannot be cancelled")
-        await self._threads.serve(self._records.cancel, owner_of(request.scope), record.id)
+        await self._threads.serve(self._records.cancellations.add, owner_of(request.scope), record.id)
         self._runner.wake()
         return json_response({**record.as_object(), "status": "cancelling"})
 

@@ -136,11 +136,32 @@ class UnreadableError(OSError):
     """What is stored is no record."""
 
 
+class Cancellations:
+    """Marks of batches whose servers are to end them. Every method may block; raises OSError."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def add(self, owner: str, batch_id: str) -> None:
+        """Ask the server that runs a batch to end it."""
+        self._store.put(_cancel_key(owner, batch_id), b"{}")
+
+    def remove(self, owner: str, batch_id: str) -> None:
+        self._store.remove(_cancel_key(owner, batch_id))
+
+    def ids(self, owner: str) -> list[str]:
+        return [entry.name for entry in self._store.entries(f"{owner}/cancels")]
+
+    def includes(self, owner: str, batch_id: str) -> bool:
+        return self._store.get(_cancel_key(owner, batch_id)) is not None
+
+
 class OwnedRecords:
     """The files and batches in a store, each in the folder of its owner. Every method may block; raises OSError."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
+        self.cancellations = Cancellations(store)
 
     def owners(self) -> list[str]:
         return [folder for folder in self.store.folders() if is_owner(folder)]
@@ -231,18 +252,8 @@ class OwnedRecords:
     def forget_unfinished(self, owner: str, batch_id: str) -> None:
         """Remove what only an unfinished batch has, the mark of it last."""
         self.store.remove_journal(journal_key(owner, batch_id))
-        self.store.remove(cancel_key(owner, batch_id))
+        self.cancellations.remove(owner, batch_id)
         self.store.remove(f"{owner}/unfinished/{batch_id}")
-
-    def cancel(self, owner: str, batch_id: str) -> None:
-        """Ask the server that runs a batch to end it."""
-        self.store.put(cancel_key(owner, batch_id), b"{}")
-
-    def cancelled(self, owner: str) -> list[str]:
-        return [entry.name for entry in self.store.entries(f"{owner}/cancels")]
-
-    def is_cancelled(self, owner: str, batch_id: str) -> bool:
-        return self.store.get(cancel_key(owner, batch_id)) is not None
 
 
 def if_readable(load: Callable[[str], _Record | None]) -> Callable[[str], _Record | None]:
@@ -266,7 +277,7 @@ def journal_key(owner: str, batch_id: str) -> str:
     return f"{owner}/journals/{batch_id}"
 
 
-def cancel_key(owner: str, batch_id: str) -> str:
+def _cancel_key(owner: str, batch_id: str) -> str:
     return f"{owner}/cancels/{batch_id}"
 
 

@@ -195,7 +195,7 @@ class BatchRun:
         """Return once the batch is cancelled or has expired; record its progress until then."""
         parts, saved = self._parts, time.monotonic()
         while True:
-            if await parts.threads.run(parts.records.is_cancelled, self._owner, self.record.id):
+            if await parts.threads.run(parts.records.cancellations.includes, self._owner, self.record.id):
                 self.record.enter(records.CANCELLING)
                 return records.CANCELLED
             left_s = self.record.expires_at - time.time()

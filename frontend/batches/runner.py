@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from frontend.access.api_keys import KeyRing
-from frontend.batches.records import BatchRecord, cancel_key, journal_key
+from frontend.batches.records import BatchRecord, journal_key
 from frontend.batches.run import BatchRun, RunParts
 from frontend.storage.objects import Journal
 from frontend.storage.owners import created_at, tenants
@@ -80,7 +80,7 @@ class BatchRunner:
             if tenant is None:
                 self._note_keyless(owner, waiting)
                 continue
-            cancelled = set(await threads.run(records.cancelled, owner)) if waiting else set()
+            cancelled = set(await threads.run(records.cancellations.ids, owner)) if waiting else set()
             for batch_id in sorted(waiting, key=lambda each: (each not in cancelled, each)):
                 if batch_id not in cancelled and not self._has_room(owner):
                     break
@@ -149,12 +149,12 @@ class BatchRunner:
         oldest = time.time() - self._parts.settings.batches_lifetime
         for file_id in records.file_ids(owner):
             _attempt(records.remove_if_expired, owner, file_id, oldest)
-        cancelled = set(records.cancelled(owner))  # before `unfinished`: each had its mark there at this time
+        cancelled = set(records.cancellations.ids(owner))  # before `unfinished`: each had its mark there at this time
         unfinished = set(records.unfinished(owner))
         if not unfinished:  # else its files may be about to get their records
             _attempt(records.remove_orphans, owner)
         for batch_id in cancelled - unfinished:  # which came when the batch had just ended
-            _attempt(records.store.remove, cancel_key(owner, batch_id))
+            _attempt(records.cancellations.remove, owner, batch_id)
         for batch_id in records.batch_ids(owner):
             if batch_id not in unfinished and created_at(batch_id) < oldest:
                 _attempt(records.remove_batch, owner, batch_id)

@@ -127,9 +127,9 @@ def test_nothing_is_left_of_a_cancellation_that_came_too_late(tmp_path: Path) ->
     ended, running = begun(records, 1), begun(records, 1)
     records.end_batch(EVERYONE, ended)
     for batch in (ended, running):
-        records.cancel(EVERYONE, batch.id)
+        records.cancellations.add(EVERYONE, batch.id)
     cast("Any", runner)._sweep()
-    assert records.cancelled(EVERYONE) == [running.id]
+    assert records.cancellations.ids(EVERYONE) == [running.id]
 
 
 @on_loop
