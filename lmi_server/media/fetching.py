@@ -57,6 +57,8 @@ def _body(answer: Any, max_bytes: int) -> bytes:
         if found.tell() + len(data) > max_bytes:
             raise TooLargeError(f"what the URL leads to is larger than {max_bytes >> 20} MiB; send a smaller file")
         found.write(data)
+    if answer.length:  # http.client takes the end of a connection for that of the answer
+        raise OSError(f"the connection ended {answer.length} bytes before the end of the answer")
     return found.getvalue()
 
 

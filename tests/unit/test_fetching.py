@@ -51,6 +51,15 @@ def test_a_public_file_is_returned() -> None:
         assert fetch_bytes(url, private=True) == b"picture"
 
 
+def test_a_file_whose_end_is_missing_is_an_error() -> None:
+    head = HEAD.replace(b"\r\n\r\n", b"\r\ncontent-length: 9\r\n\r\n")
+    with (
+        site(lambda connection: connection.sendall(head + b"picture")) as url,
+        pytest.raises(OSError, match="the connection ended 2 bytes before the end of the answer"),
+    ):
+        fetch_bytes(url, private=True)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "2130706433"])
 def test_an_open_and_a_closed_private_port_look_the_same(host: str) -> None:
     with socket.create_server(("0.0.0.0", 0)) as listener, socket.socket() as closed:

@@ -109,7 +109,8 @@ class ImageFiles:
         except PrivateAddressError as error:
             raise RequestError(f"{part.name}: {error}") from None
         except (OSError, HTTPException, ValueError) as error:
-            raise RequestError(f"{part.name}: '{excerpt(part.url, 80)}' cannot be fetched: {error}") from None
+            why = excerpt(str(error), 200)  # it may be the words of that server
+            raise RequestError(f"{part.name}: '{excerpt(part.url, 80)}' cannot be fetched: {why}") from None
 
 
 class FileRoom:

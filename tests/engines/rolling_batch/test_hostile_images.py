@@ -18,6 +18,7 @@ from tiny_image_models import save_image_model
 from waiting import wait_until
 
 from handlers.rolling_batch.images import files, intake
+from handlers.rolling_batch.images.options import ImageOptions
 from handlers.rolling_batch.images.reader import ImageReader, ReadImage
 from lmi_server.contract.errors import ContextLengthError, PayloadTooLargeError, RequestError
 from lmi_server.contract.generation import Delta, GenerationRequest, SamplingParameters
@@ -79,6 +80,17 @@ def test_images_in_requests_do_not_wait_for_slow_servers(directory: Path, monkey
         await served.handler.stop()
 
     asyncio.run(run())
+
+
+def test_the_words_of_another_server_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(url: str, **limits: Any) -> bytes:
+        raise OSError("HTTP Error 404: \x1b[31m\n" + "a" * 8000)
+
+    monkeypatch.setattr(files, "fetch_bytes", refused)
+    with pytest.raises(RequestError) as error:
+        files.ImageFiles(ImageOptions()).fetch(files.ImagePart("url", "http://a.example/"), 1)
+    assert error.value.message.startswith(r"url: 'http://a.example/' cannot be fetched: HTTP Error 404: \x1b[31m\naaa")
+    assert len(error.value.message) < 400
 
 
 def test_fetched_files_of_a_request_are_bounded_together(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
