@@ -201,6 +201,10 @@ def test_a_front_end_is_not_ready_before_it_knows_its_models(cluster: Cluster) -
         ]
         assert [answer.status_code for answer in unknown] == [503] * len(unknown)
         assert all("retry-after" in answer.headers for answer in unknown)
+        starting.knows(None, {})
+        wait_until(lambda: http.get("/models/model").status_code == 200, "it knows the model")
+        loading = http.get("/models/model").json()[0]["models"][0]["loading"]
+        assert (loading["what"], loading["done"], loading["total"]) == ("waiting for replicas of Ray", 0, 1)
         starting.knows(replica.model, {"a": replica})
         starting.log.wait_for("ready: API .*; try: curl ")
         assert sum("ready: API" in line for line in starting.log.lines) == 1
@@ -336,7 +340,10 @@ def test_a_request_that_waits_when_the_last_replica_goes_has_ray_start_another(c
         wait_until(lambda: cluster.details()["requestInQueue"] == 1, "the request waits")
         cluster.front_end.knows(replica.model, {})
         assert cluster.front_end.heard() == ReplicaNeeded("model")
+        missing = cluster.details()["loading"]
+        assert (missing["unit"], missing["done"], missing["total"]) == ("replicas", 0, 1)
         cluster.announce("c")
+        assert "loading" not in cluster.details()
         assert answer.result().status_code == 200
 
 

@@ -92,7 +92,7 @@ class FrontEndProcess(Process):
 
     def knows(
         self,
-        model: ModelDescription,
+        model: ModelDescription | None,
         replicas: Mapping[str, ReplicaReady],
         aliases: tuple[str, ...] = (),
         *,

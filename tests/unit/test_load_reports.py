@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from lmi_server.contract.progress import Progress
-from lmi_server.serving.pool.load_reports import LoadReports
+from lmi_server.serving.pool.load_reports import WorkerLoads
 from lmi_server.serving.roster import WorkerRoster
 
 
@@ -26,24 +26,24 @@ def roster(*workers: FakeWorker) -> WorkerRoster:
 
 def test_it_is_that_of_the_worker_that_says_so() -> None:
     ready, silent = FakeWorker(1.0, is_loading=False), FakeWorker(2.0)
-    assert LoadReports("m", roster(ready)).current is None
-    found = LoadReports("m", roster(ready, silent)).current
+    assert WorkerLoads("m", roster(ready)).current is None
+    found = WorkerLoads("m", roster(ready, silent)).current
     assert found == (Progress("starting a worker"), 2.0)
     weights = Progress("loading weights", 3, 4, unit="tensors")
-    assert LoadReports("m", roster(ready, silent, FakeWorker(5.0, weights))).current == (weights, 5.0)
+    assert WorkerLoads("m", roster(ready, silent, FakeWorker(5.0, weights))).current == (weights, 5.0)
 
 
 def test_connections_to_replicas_elsewhere_are_no_loads() -> None:
     elsewhere = FakeWorker(2.0)
     elsewhere.is_local = False
-    assert LoadReports("m", roster(elsewhere)).current is None
+    assert WorkerLoads("m", roster(elsewhere)).current is None
 
 
 def test_each_load_has_lines_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     worker = FakeWorker(1.0, Progress("loading weights", 1, 4, unit="tensors"))
     workers = roster(worker)
-    reports = LoadReports("m", workers, lambda: now)
+    reports = WorkerLoads("m", workers, lambda: now)
     caplog.set_level(logging.INFO)
     for _ in range(2):
         reports.check()

@@ -27,7 +27,7 @@ from lmi_server.ray.messages import (
     ReplicaNeeded,
     line,
 )
-from lmi_server.ray.processes.remote_replicas import ClusterPool
+from lmi_server.ray.processes.remote_replicas import ClusterPool, starting
 from lmi_server.serving.adapters.adapter_store import OnDemand
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
 from lmi_server.serving.models.followed import FollowedModels
@@ -85,6 +85,8 @@ class ClusterRegistry(FollowedModels):
                 self._described[name].set()
             if name not in self._endpoints:
                 self.register(ModelSource(name, name), at_startup=True)
+            for model in self._endpoints[name].models:
+                model.fetching = starting(len(replicas.places), replicas.min_replicas)
             for pool in self._pools_of(name):
                 pool.follow(replicas)
             self._renew_if_outdated(name)

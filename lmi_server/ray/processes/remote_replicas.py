@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from lmi_server.contract.errors import BadParameterError, ModelLoadError
 from lmi_server.contract.metrics import MetricSink
+from lmi_server.contract.progress import Progress
 from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.machine.devices import DeviceSet
 from lmi_server.ray.messages import ModelReplicas
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
+from lmi_server.serving.pool.load_reports import LoadReports, LoadStatus
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.supervisor.launch.remote import RemotePlace
@@ -130,12 +133,36 @@ class RemoteReplicas:
                 await asyncio.sleep(backoff.pause_s(was_of_use))
 
 
+def starting(there: int, wanted: int) -> Progress:
+    """Return how many of the replicas that Ray is to keep running are there."""
+    return Progress("waiting for replicas of Ray", there, max(1, wanted), unit="replicas")
+
+
+class ReplicaStarts(LoadReports):
+    """The replicas that are missing: Ray starts them, and the log of each says how far it is in loading the model."""
+
+    def __init__(self, label: str, replicas: RemoteReplicas) -> None:
+        super().__init__(label)
+        self._replicas = replicas
+        self._missing_since: float | None = None
+
+    @property
+    def current(self) -> LoadStatus | None:
+        ready, wanted = self._replicas.ready, self._replicas.min_workers
+        if ready >= wanted:
+            self._missing_since = None
+            return None
+        self._missing_since = self._missing_since or time.time()
+        return LoadStatus(starting(ready, wanted), self._missing_since)
+
+
 class ClusterPool(WorkerPool):
     """The pool of a front end whose workers are replicas of a cluster; see `RemoteReplicas` for `on_wanted`."""
 
     def __init__(self, settings: PoolSettings, on_metric: MetricSink, on_wanted: Callable[[], None]) -> None:
         self._on_wanted = on_wanted
         super().__init__(settings, on_metric)
+        self.loads = ReplicaStarts(self.label, self.replicas)
 
     def _make_replica_sets(self, plan: LoadPlan) -> Sequence[Replicas]:
         self.replicas = RemoteReplicas(plan, self.members, self._on_wanted)

@@ -19,21 +19,17 @@ class LoadStatus(NamedTuple):
 
 
 class LoadReports:
-    """The loads of workers that join a model which serves already: after a restart, or because more are wanted."""
+    """Logs how far the loads of a pool are; a subclass says what they are."""
 
-    def __init__(self, label: str, roster: WorkerRoster, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, label: str, now: Callable[[], float] = time.monotonic) -> None:
         self._label = label
-        self._roster = roster
         self._now = now
         self._log: LogProgress | None = None
 
     @property
     def current(self) -> LoadStatus | None:
-        """Return how far the first worker is that loads; None if none does."""
-        worker = self._roster.loading
-        if worker is None:
-            return None
-        return LoadStatus(worker.loading or Progress("starting a worker"), worker.started_at)
+        """Return how far the load is that goes on; None if none does."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """Log how far it is if that is due; the pool calls this every second."""
@@ -43,3 +39,19 @@ class LoadReports:
             return
         self._log = self._log or LogProgress(self._label, at_once=False, now=self._now)
         self._log(load.progress)
+
+
+class WorkerLoads(LoadReports):
+    """The loads of workers that join a model which serves already: after a restart, or because more are wanted."""
+
+    def __init__(self, label: str, roster: WorkerRoster, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(label, now)
+        self._roster = roster
+
+    @property
+    def current(self) -> LoadStatus | None:
+        """Return how far the first worker is that loads; None if none does."""
+        worker = self._roster.loading
+        if worker is None:
+            return None
+        return LoadStatus(worker.loading or Progress("starting a worker"), worker.started_at)

@@ -28,7 +28,7 @@ from lmi_server.serving.adapters.store_listing import StoreListing
 from lmi_server.serving.dispatch.dispatcher import Dispatcher
 from lmi_server.serving.pool.availability import Availability
 from lmi_server.serving.pool.gate import Gate
-from lmi_server.serving.pool.load_reports import LoadReports
+from lmi_server.serving.pool.load_reports import LoadReports, WorkerLoads
 from lmi_server.serving.pool.membership import Membership
 from lmi_server.serving.pool.progress_watch import ProgressWatch
 from lmi_server.serving.pool.scaling import WorkerScaling
@@ -83,7 +83,7 @@ class WorkerPool:
             on_metric,
         )
         self.replica_sets += self._make_replica_sets(LoadPlan(settings.load, settings.model_loading_timeout_s))
-        self.loads = LoadReports(self.label, roster)
+        self.loads: LoadReports = WorkerLoads(self.label, roster)
         shortest_s = min(settings.predict_timeout_s, settings.max_idle_s)
         self._watch = ProgressWatch(settings.predict_timeout_s, shortest_s, lambda: roster.serving, self._on_check)
 
