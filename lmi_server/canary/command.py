@@ -72,6 +72,9 @@ def reload_model(
             _call(server, name, "/promote" if promote else "/take_back", {})
             typer.echo(f"{name}: {'promoted' if promote else 'taken back'}")
             return
+        if wait:
+            message = "loading the new version; GET /models/%s says how its trial goes, and --take-back ends it"
+            typer.echo(f"{name}: {message % quote(name.partition(':')[0], safe='')}", err=True)
         given |= {"shadow": str(shadow).lower(), "synchronous": str(wait).lower()}
         answer = _call(server, name, "", given | ({} if canary is None else {"share": canary}))
     typer.echo(f"{name}: {answer['status']}")

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from lmi_server.contract.errors import ModelExistsError
+from lmi_server.contract.errors import ModelExistsError, ModelNotReadyError
 from lmi_server.route.fleet import Fleet, Server
 from lmi_server.route.limits import Accounts
 from lmi_server.route.pool import RoutePool, RouteSettings
@@ -51,12 +51,18 @@ class RouteRegistry(FollowedModels):
         self._accounts = accounts
         self._on_round = on_round
         self._left_out = 0  # models in the last round
+        self._has_heard = False  # from any server which models it has
         fleet.on_checked = self.update
 
     async def follow(self) -> None:
         for name in self._route.fallbacks:
             self._serve(name)
         await self.fleet.run()
+
+    def refuse_if_untold(self) -> None:
+        super().refuse_if_untold()
+        if not self._has_heard:
+            raise ModelNotReadyError("No server has said yet which models it has; GET /route/servers says why")
 
     @property
     def startup_statuses(self) -> set[ModelStatus]:
@@ -70,6 +76,7 @@ class RouteRegistry(FollowedModels):
         if self._draining:
             return
         found: dict[str, dict[Server, Collection[str]]] = {}
+        self._has_heard = self._has_heard or bool(self.fleet.healthy)
         for server in self.fleet.healthy:
             for name, adapters in server.models.items():
                 found.setdefault(name, {})[server] = adapters

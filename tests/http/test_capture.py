@@ -317,6 +317,26 @@ def test_a_captured_text_with_other_ends_of_lines_is_a_prompt(tmp_path: Path) ->
     assert [prompt.text for prompt in read_prompts(path)] == ["one\u2028two\x85"]
 
 
+def test_captured_responses_are_asked_as_chats_from_all_files_of_a_directory(tmp_path: Path) -> None:
+    parts = [{"type": "input_text", "text": "sec"}, {"type": "input_text", "text": "ond"}]
+    bodies: list[dict[str, Any]] = [
+        {"input": "first", "max_output_tokens": 5},
+        {"instructions": "Be brief.", "input": [{"role": "user", "content": parts}, {"type": "reasoning"}]},
+        {"input": "left out", "previous_response_id": "resp_1"},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"input": 7},
+    ]
+    for number, body in enumerate(bodies):
+        made = exchange(json.dumps(body).encode(), Budget(10**6), path="/v1/responses")
+        made.arrived = 1_700_000_000 + number
+        (tmp_path / f"capture-{number}.jsonl").write_bytes(captured_line(made, ()).rstrip())
+    (tmp_path / "other.txt").write_text("no prompts")
+    first, second = read_prompts(tmp_path)
+    assert first.chat == [{"role": "user", "content": "first"}]
+    assert (first.output_tokens, first.at, second.at) == (5, 0.0, 1.0)
+    assert second.chat == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "second"}]
+
+
 def test_captured_prompts_come_in_the_order_of_their_times(tmp_path: Path) -> None:
     bodies = [
         {"messages": [{"role": "user", "content": "third"}], "max_completion_tokens": 3},

@@ -27,7 +27,6 @@ async def test_models_beyond_the_bound_are_one_line_of_the_log(
     fleet = Fleet(["http://models.example:8000"], None, 1.0)
     server = Server(fleet._places[0].site, Peer("10.0.0.1", 8000))
     fleet.servers["", server.peer] = server
-    server.is_healthy = True
     server.models = {f"model-{number}": frozenset() for number in range(50)}
     settings = RouteSettings(paths={}, max_in_flight=1, queue_size=1, timeout_s=1.0)
     models = RouteRegistry(
@@ -35,6 +34,10 @@ async def test_models_beyond_the_bound_are_one_line_of_the_log(
     )
     with pytest.raises(ModelNotReadyError, match="does not know the models of its servers yet"):
         models.refuse_if_untold()
+    models.update()
+    with pytest.raises(ModelNotReadyError, match="No server has said yet which models it has"):  # while all of them load
+        models.refuse_if_untold()
+    server.is_healthy = True
     try:
         with caplog.at_level(logging.ERROR):
             for _ in range(5):

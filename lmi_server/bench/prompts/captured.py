@@ -16,13 +16,14 @@ logger = logging.getLogger(__name__)
 MARK = '"captureData"'
 """What every line of such a file has."""
 
-_LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens")
 
 
 def captured_prompts(lines: Iterable[str]) -> list[Prompt]:
     """Return the prompts that the lines have, in the order of their times; the first one is at second 0.
 
-    A request that is no prompt (embeddings, bytes, a body that was cut off or withheld) is left out, with a warning.
+    A request that is no prompt is left out, with a warning: embeddings, bytes, a body that was cut off or withheld, and
+    one that continues a stored response, whose beginning it does not have.
     """
     found: list[tuple[float, Prompt]] = []
     left_out = 0
@@ -50,7 +51,25 @@ def _of_line(line: Mapping[str, Any]) -> tuple[float, Prompt]:
     given = line["captureData"]["endpointInput"]
     data = given["data"]
     body = json.loads(base64.b64decode(data, validate=True) if given.get("encoding") == "BASE64" else data)
+    if "path=/v1/responses" in (line["eventMetadata"].get("customAttributes") or ()):
+        body = _as_chat(body)
     return time, _of_body(body)
+
+
+def _as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request of OpenAI's Responses as one of its chats. Its items that are no messages are left out."""
+    if body.get("previous_response_id") is not None:
+        raise ValueError("the conversation before it is not there")
+    given = body["input"]
+    said = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    messages = [{"role": each["role"], "content": _text(each["content"])} for each in said if "role" in each]
+    if body.get("instructions"):
+        messages.insert(0, {"role": "system", "content": body["instructions"]})
+    return {**body, "messages": messages}
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _of_body(body: Mapping[str, Any]) -> Prompt:

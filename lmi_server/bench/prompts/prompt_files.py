@@ -16,14 +16,15 @@ _USERS = ("human", "user")  # as ShareGPT's files name them
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Return the prompts of a file: JSON lines, or ShareGPT's JSON.
+    """Return the prompts of a file: JSON lines, or ShareGPT's JSON; or those of the files `*.jsonl` of a directory.
 
     The lines may be those of a data capture (`captured.py`). Otherwise a line has `prompt`, `messages`, or the `turns`
     of a user. It may have `max_tokens`, `adapter`, and `at`, the second in which it is sent.
     Raises ConfigurationError if the file is neither, or has none.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--data {path}: {error}") from error
     if MARK in text.partition("\n")[0]:

@@ -19,7 +19,7 @@ from lmi_server.dialects.openai.request import SHARED_FIELDS, UNSUPPORTED, read
 from lmi_server.dialects.openai.responses_answer import RequestEcho, ResponseBody, ResponseStream
 from lmi_server.dialects.parameters import constraints
 
-_STORED = fields.off("send the whole conversation as input: this server does not store it")
+_STORED = fields.off("send the whole conversation as input; with responses_store previous_response_id continues one")
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 _SAMPLING = (
     "temperature",
