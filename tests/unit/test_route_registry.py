@@ -35,7 +35,7 @@ async def test_models_beyond_the_bound_are_one_line_of_the_log(
     with pytest.raises(ModelNotReadyError, match="does not know the models of its servers yet"):
         models.refuse_if_untold()
     models.update()
-    with pytest.raises(ModelNotReadyError, match="No server has said yet which models it has"):  # while all of them load
+    with pytest.raises(ModelNotReadyError, match="No server has said yet which models it has"):  # all load
         models.refuse_if_untold()
     server.is_healthy = True
     try:

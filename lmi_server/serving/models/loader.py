@@ -66,9 +66,8 @@ class ModelLoader:
             raise ModelNotFoundError(f'url = "{excerpt(source.url, 200)}" {error}') from error
         if isinstance(location, HubModel) and "/" not in source.url and not model.at_startup:
             raise ModelNotFoundError(
-                f'url = "{excerpt(source.url, 200)}" is not allowed; there is no such directory; a registration '
-                "names one, also of the model store, by its full path, and a model of the Hugging Face Hub by "
-                "owner/name"
+                f'url = "{excerpt(source.url, 200)}" is not allowed; there is no such directory; name one, also of '
+                "the model store, by its full path, or a model of the Hugging Face Hub by owner/name"
             )
         environment = {**self._environment, **source.variables}
         with show_progress(source.label, sys.stderr) as show:
