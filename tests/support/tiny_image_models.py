@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
+    Qwen3_5Config,
     Qwen3VLConfig,
     SiglipVisionConfig,
     SmolVLMConfig,
@@ -93,6 +94,15 @@ class Family:
     names: dict[str, str] = field(default_factory=dict)
 
 
+_DELTA_NET = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+}
+
+
 def _qwen2(kind: Any) -> PreTrainedConfig:
     vision = {**_QWEN_VISION, "hidden_size": 32}
     if kind is Qwen2VLConfig:
@@ -107,6 +117,10 @@ def _qwen2(kind: Any) -> PreTrainedConfig:
             "deepstack_visual_indexes": [0, 1],
         }
     text = {**_TEXT, "rope_parameters": dict(_QWEN_ROPE)}
+    if kind is Qwen3_5Config:
+        vision.pop("deepstack_visual_indexes")
+        text |= {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]} | _DELTA_NET
+        text["rope_parameters"] = {**_QWEN_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
     if kind is Qwen3VLConfig:
         text |= {"head_dim": 16, "rope_parameters": {**_QWEN_ROPE, "mrope_interleaved": True}}
     ids = {
@@ -360,6 +374,7 @@ FAMILIES = {
     "qwen2_vl": lambda: _qwen(Qwen2VLConfig, "Qwen2VLProcessor"),
     "qwen2_5_vl": lambda: _qwen(Qwen2_5_VLConfig, "Qwen2_5_VLProcessor"),
     "qwen3_vl": lambda: _qwen(Qwen3VLConfig, "Qwen3VLProcessor"),
+    "qwen3_5": lambda: _qwen(Qwen3_5Config, "Qwen3VLProcessor"),
     "gemma3": _gemma3,
     "gemma4": lambda: _gemma4(0, "vision"),
     "gemma4_of_layers": lambda: _gemma4(8, None),

@@ -12,6 +12,7 @@ from handlers.rolling_batch.images.encoder import ImageEncoder
 from handlers.rolling_batch.images.prompt import EncodedImages, ImagePlace, blocks_of, keys_of
 from handlers.rolling_batch.images.reader import ImageReader
 from handlers.rolling_batch.schedule.plan import Chunk, Sequence, StepPlan
+from handlers.rolling_batch.schedule.state_table import StateStep
 
 _SIZE = (72, 48)  # pixels
 _TEXT = 6  # tokens before and behind the image
@@ -60,12 +61,13 @@ class ImageCheck:
         sequence = Sequence(0, self._ids[:prompt], prompt, _DECODED, images=self._images)
         sequence.slot = 0
         cut = self._images.chunk_end(0, prompt // 2, prompt)
-        logits = [run(StepPlan([], [Chunk(sequence, 0, cut)]), set()).logits[:0]]
-        logits.append(run(StepPlan([], [Chunk(sequence, cut, prompt)]), set()).logits)
+        states = StateStep({0: 0})  # if layers keep some
+        logits = [run(StepPlan([], [Chunk(sequence, 0, cut)], states=states), set()).logits[:0]]
+        logits.append(run(StepPlan([], [Chunk(sequence, cut, prompt)], states=states), set()).logits)
         for number in self._ids[prompt:]:
             sequence.tokens.append(number)
             sequence.computed = len(sequence.tokens) - 1
-            logits.append(run(StepPlan([sequence], []), set()).logits)
+            logits.append(run(StepPlan([sequence], [], states=states), set()).logits)
         computed, expected = torch.cat(logits).float().cpu(), self._expected[prompt - 1 :]
         spread = expected - expected.mean(dim=-1, keepdim=True)
         return float((computed - expected).norm() / spread.norm())

@@ -24,7 +24,10 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+_WITH_STATES = "qwen3_5"  # of recurrent layers, which take memory and give prefixes of their own
+
+
+@pytest.fixture(scope="module", params=[name for name in FAMILIES if name != _WITH_STATES])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
     directory = save_image_model(request.param, tmp_path_factory.mktemp(request.param))
     return directory, Reference(directory)
@@ -64,6 +67,30 @@ def test_answers_are_those_of_transformers(family: tuple[Path, Reference]) -> No
         assert all(answer.cached > 0 for answer in answers)
         # Each image was encoded once, or twice where it matters whether it is the only one of its prompt.
         assert served.stat("encoded_images_total") in (3, 6)
+        await served.handler.stop()
+
+    asyncio.run(run())
+
+
+def test_images_and_states_of_recurrent_layers_go_together(tmp_path: Path) -> None:
+    """In chunks that divide images, from snapshots, and after a retraction."""
+    directory, reference = _of(_WITH_STATES, tmp_path)
+    expected = [reference.generate(parts, 30) for parts in _MIXED]
+    assert len({tuple(tokens) for tokens in expected}) >= 4
+
+    async def run() -> None:
+        served = await ServedImages.start(
+            directory,
+            max_rolling_batch_size=4,
+            kv_cache_memory_gb=1e-4,
+            schedule_conservativeness=0.01,
+            chunked_prefill_size=7,
+        )
+        for _ in range(2):
+            answers = await asyncio.gather(*(served.ask(parts, max_new_tokens=30) for parts in _MIXED))
+            assert [answer.tokens for answer in answers] == expected
+        assert any(answer.cached > 0 for answer in answers)
+        assert served.stat("retracted_requests_total")
         await served.handler.stop()
 
     asyncio.run(run())
