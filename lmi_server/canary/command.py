@@ -73,7 +73,7 @@ def reload_model(
             typer.echo(f"{name}: {'promoted' if promote else 'taken back'}")
             return
         if wait:
-            message = "loading the new version; GET /models/%s says how its trial goes, and --take-back ends it"
+            message = "waiting for the outcome; GET /models/%s says how the trial goes, and --take-back ends it"
             typer.echo(f"{name}: {message % quote(name.partition(':')[0], safe='')}", err=True)
         given |= {"shadow": str(shadow).lower(), "synchronous": str(wait).lower()}
         answer = _call(server, name, "", given | ({} if canary is None else {"share": canary}))
