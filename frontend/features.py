@@ -16,10 +16,13 @@ from starlette.routing import Route
 
 from frontend.access.management_access import Access
 from frontend.http.clients import Receive, Scope, Send
+from frontend.http.responses import error_response
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.server_log import LogTail
 from frontend.relay.relay import Relay
 from lmi_server.configuration.server_settings import ServerSettings
+from lmi_server.contract.errors import RouteNotFoundError
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.features import FEATURES, load
 from lmi_server.serving.models.registry import ModelRegistry
 
@@ -97,6 +100,21 @@ class ServerFeature:
 
     def give_up(self) -> None:
         """Log which answers are not stored."""
+
+
+class Unset(ServerFeature):
+    """Answers the paths of a feature that nobody has switched on: 404, with the name of the setting."""
+
+    def __init__(self, server: ServerParts, setting: str, *beginnings: str) -> None:
+        async def refuse(scope: Scope, receive: Receive, send: Send) -> bool:
+            path = scope["path"]
+            if scope["method"] == "OPTIONS" or not f"{path}/".startswith(tuple(f"{each}/" for each in beginnings)):
+                return False
+            message = f"Requested resource is not found: {excerpt(path)}; the setting {setting} switches it on"
+            await server.answer(error_response(path, RouteNotFoundError(message)), scope, receive, send)
+            return True
+
+        self.takers = dict.fromkeys(beginnings, refuse)
 
 
 def attach_features(parts: ServerParts) -> list[ServerFeature]:

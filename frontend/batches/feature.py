@@ -15,7 +15,7 @@ from frontend.batches.records import OwnedRecords
 from frontend.batches.run import RunParts
 from frontend.batches.runner import BatchRunner
 from frontend.batches.settings import BatchSettings
-from frontend.features import Inference, ServerFeature, ServerParts
+from frontend.features import Inference, ServerFeature, ServerParts, Unset
 from frontend.http.clients import Receive, Scope, Send
 from frontend.storage.objects import open_store
 from frontend.storage.threads import StoreThreads
@@ -23,10 +23,10 @@ from frontend.storage.threads import StoreThreads
 _THREADS = 16
 
 
-def attach(server: ServerParts) -> ServerFeature | None:
-    """Return the feature; None without a store. Raises ConfigurationError if the store cannot be used."""
+def attach(server: ServerParts) -> ServerFeature:
+    """Return the feature; without a store what says so. Raises ConfigurationError if the store cannot be used."""
     place = server.settings.part(BatchSettings).batches_store
-    return None if place is None else _Feature(server, place)
+    return Unset(server, "batches_store", "/v1/files", "/v1/batches") if place is None else _Feature(server, place)
 
 
 class _Feature(ServerFeature):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.detached.request import receive_body
-from frontend.features import Inference, ServerFeature, ServerParts, Target
+from frontend.features import Inference, ServerFeature, ServerParts, Target, Unset
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.compression import decoded_body
 from frontend.http.protocol import held_by
@@ -37,10 +37,10 @@ _SWEEP_S = 3600.0
 _COPIES = 4  # of a body: as text, for the model, as a list of items, as it is stored
 
 
-def attach(server: ServerParts) -> ServerFeature | None:
-    """Return the feature; None without a store. Raises ConfigurationError if the store cannot be used."""
+def attach(server: ServerParts) -> ServerFeature:
+    """Return the feature; without a store what says so. Raises ConfigurationError if the store cannot be used."""
     place = server.settings.part(ResponseSettings).responses_store
-    return None if place is None else _Feature(server, place)
+    return Unset(server, "responses_store", "/v1/responses") if place is None else _Feature(server, place)
 
 
 class _Feature(ServerFeature):

@@ -405,7 +405,9 @@ def test_lines_give_way_to_other_requests(tmp_path: Path) -> None:
 
 def test_without_a_store_there_are_no_such_paths(tmp_path: Path) -> None:
     with running(make_model(tmp_path / "model")) as server:
-        assert server.http.get("/v1/batches").status_code == 404
+        unset = server.http.get("/v1/batches")
+        assert (unset.status_code, "the setting batches_store switches it on" in unset.text) == (404, True)
+        assert "batches_store" not in server.http.get("/v1/batchesque").text
         assert server.http.post("/v1/files").status_code == 404
 
 

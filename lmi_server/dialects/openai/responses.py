@@ -15,7 +15,7 @@ from lmi_server.dialects import fields
 from lmi_server.dialects.base import Exchange, ServedModel
 from lmi_server.dialects.fields import Field
 from lmi_server.dialects.openai import messages as chats
-from lmi_server.dialects.openai.request import SHARED_FIELDS, UNSUPPORTED, read
+from lmi_server.dialects.openai.request import SHARED_FIELDS, read
 from lmi_server.dialects.openai.responses_answer import RequestEcho, ResponseBody, ResponseStream
 from lmi_server.dialects.parameters import constraints
 
@@ -172,7 +172,7 @@ RESPONSE_FIELDS: dict[str, Field] = {
     "truncation": Field("truncation", fields.string),
     "previous_response_id": Field(None, _STORED),
     "conversation": Field(None, _STORED),
-    "background": Field(None, UNSUPPORTED),
+    "background": Field(None, fields.off("leave it out; it needs the setting responses_store")),
     "prompt": Field(None, fields.off("send input: prompts are not stored")),
     **{name: Field(None, fields.ignored) for name in _IGNORED},
 }
