@@ -43,7 +43,11 @@ model is served up to the border: `option.max_model_len`.
 
 Models whose layers keep states beside keys and values, or in their place, run under the rolling batch on one device
 ([rolling-batch.md](rolling-batch.md#states)). A model whose config.json names no context (Mamba, RecurrentGemma, xLSTM)
-gets 32,768 tokens, unless `option.max_model_len` says otherwise.
+gets 32,768 tokens, unless `option.max_model_len` says otherwise. Without states (some Bloom) it gets 2048, and the log
+says so.
+
+The rolling batch does not know the form of gpt-oss's answers (harmony): their text has the reasoning before the answer,
+and calls of tools stay text.
 
 Any other model of images or sounds that is no causal language model is served with vLLM, if it is installed and knows
 the architecture. Most of vLLM's models of images need the package torchvision, too.

@@ -11,6 +11,8 @@ from lmi_server.configuration.server_settings import UNIX, ServerSettings
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.pool_settings import ModelStatus
 
+_SPEECH_RECOGNITION = "automatic-speech-recognition"  # the value of option.task
+
 
 def ready_line(
     listeners: Sequence[Listener], settings: ServerSettings, models: Sequence[Model], pages: Mapping[str, str]
@@ -25,12 +27,14 @@ def ready_line(
 
 
 def _curl(url: str, settings: ServerSettings, model: Model) -> str:
+    has_keys = settings.api_keys or settings.api_keys_file
+    key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
+    if model.resolved is not None and getattr(model.resolved.options, "task", None) == _SPEECH_RECOGNITION:
+        return f"curl {url}/v1/audio/transcriptions{key} -F file=@FILE -F {shlex.quote(f'model={model.name}')}"
     if model.resolved is None or not model.resolved.spec.formats_text:
         return (
             f"curl {url}/models/{shlex.quote(model.name)}" if settings.management_port is None else f"curl {url}/ping"
         )
     body = {"model": model.name, "max_tokens": 32, "messages": [{"role": "user", "content": "Hello"}]}
-    has_keys = settings.api_keys or settings.api_keys_file
-    key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
     json_type = " -H 'Content-Type: application/json'"
     return f"curl {url}/v1/chat/completions{key}{json_type} -d {shlex.quote(json.dumps(body))}"

@@ -147,6 +147,7 @@ def _max_len(model: Any, options: HuggingFaceOptions) -> int:
         return int(context)
     if context is not None and options.max_model_len > context:
         raise ModelLoadError(
-            f"option.max_model_len={options.max_model_len} is more than the model's context of {context} tokens"
+            f"option.max_model_len={options.max_model_len} is more than the model's context of {context} tokens;"
+            " lower it, or leave it out"
         )
     return options.max_model_len

@@ -127,6 +127,8 @@ class TaskHandler(RequestHandler):
     def _not_for(self, route: str) -> RequestError:
         path = route if route in routes.TGI_ROUTES else f"v1/{route}"
         remedy = "send inputs to /invocations"
+        if self._name == SPEECH_RECOGNITION:
+            remedy += ", or the file of a sound to /v1/audio/transcriptions"
         if self._name == "text-generation" and route not in routes.POOLING_ROUTES:
             remedy += ", or serve the model with option.rolling_batch=auto instead of static batches"
         return RequestError(f"the model serves {self._name}, which /{path} is not for; {remedy}")

@@ -56,7 +56,8 @@ def lower(value: Any) -> Any:
 
 # Validators get texts from files and variables. They also get their own results, when a worker restores options, and
 # must return these unchanged.
-def _comma_separated(value: Any) -> Any:
+def comma_separated(value: Any) -> Any:
+    """Return the parts of a text between commas; anything else as it is."""
     if isinstance(value, str):
         return tuple(item.strip() for item in value.split(",") if item.strip())
     return value
@@ -127,7 +128,7 @@ Lengths = Annotated[
 ]
 Fraction = Annotated[float, Field(gt=0, lt=1), Allowed("a number between 0 and 1")]
 Share = Annotated[float, Field(gt=0, le=1), Allowed("a number above 0, at most 1")]
-Names = Annotated[tuple[str, ...], BeforeValidator(_comma_separated), Allowed("names separated by commas")]
+Names = Annotated[tuple[str, ...], BeforeValidator(comma_separated), Allowed("names separated by commas")]
 JsonObject = Annotated[str, AfterValidator(_json_object), Allowed("a JSON object")]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_json_texts), Allowed('a JSON list of texts, ["a", "b"]')]
 EnvironmentPairs = Annotated[str, AfterValidator(_environment_pairs), Allowed("NAME=VALUE pairs separated by commas")]

@@ -111,18 +111,19 @@ def _pairs(pairs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _memory(memory: Mapping[str, Any]) -> Mapping[str, str]:
-    per_token, fit = memory["kv_bytes_per_token"], memory["kv_tokens_that_fit"]
+    per_token, fit, tokens = memory["kv_bytes_per_token"], memory["kv_tokens_that_fit"], memory["kv_tokens"]
+    needed = f"{gib(memory['kv_bytes'])} for {tokens} tokens" if tokens else "unknown: config.json names no context"
     unquantized, reserved = memory["unquantized_bytes"], memory["kv_reserved_bytes"]
     rows = {
         "devices": f"{memory['devices']} ({memory['device_kind']})",
         "weights": gib(memory["weights_bytes"]),
         "weights without quantisation": unquantized and gib(unquantized),
         "KV cache per token": "unknown" if per_token is None else f"{per_token} bytes",
-        "KV cache that is needed at most": f"{gib(memory['kv_bytes'])} for {memory['kv_tokens'] or '?'} tokens",
+        "KV cache that is needed at most": per_token is not None and needed,
         "states of recurrent layers": memory["state_bytes"] and gib(memory["state_bytes"]),
         "encoded images": memory["image_bytes"] and f"{gib(memory['image_bytes'])} at most",
         "KV cache that the worker reserves": reserved and gib(reserved),
-        "KV cache that fits": f"{'?' if fit is None else fit} tokens",
+        "KV cache that fits": fit is not None and f"{fit} tokens",
         "free": gib(memory["available_bytes"]),
     }
     return {name: text for name, text in rows.items() if text}

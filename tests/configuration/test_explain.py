@@ -291,6 +291,36 @@ def test_the_room_for_the_kv_cache_and_the_need_are_both_shown(tmp_path: Path) -
     assert int(fits[1]) > int(needed[1])
 
 
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        ({"architectures": ["MptForCausalLM"], "max_seq_len": 512}, r"needed at most +[\d.]+ GiB for 16384 tokens"),
+        ({"architectures": ["MptForCausalLM"]}, r"needed at most +unknown: config.json names no context"),
+    ],
+)
+def test_the_need_of_a_kv_cache_follows_from_the_context(config: dict[str, Any], shown: str, tmp_path: Path) -> None:
+    sizes = {"n_layers": 2, "d_model": 128, "n_heads": 4, "hidden_size": 128, "num_hidden_layers": 2}
+    (tmp_path / "serving.properties").write_text("")
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "num_attention_heads": 4, **config}))
+    text = printed_explanation(explain(inspect_model(tmp_path, {}, machine=NO_GPU)))
+    assert re.search(f"KV cache that is {shown}", text), text
+
+
+def test_a_model_without_a_kv_cache_has_no_lines_about_it(tmp_path: Path) -> None:
+    (tmp_path / "serving.properties").write_text("option.task=automatic-speech-recognition")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["WhisperForConditionalGeneration"]}))
+    text = printed_explanation(explain(inspect_model(tmp_path, {}, machine=NO_GPU)))
+    assert "Memory of one worker" in text
+    assert "?" not in text
+    assert "KV cache that" not in text
+
+
+def printed_explanation(found: Explanation) -> str:
+    printed = Console(width=100, record=True, file=io.StringIO())
+    print_explanation(found, printed, with_defaults=False)
+    return printed.export_text()
+
+
 def test_layers_on_several_gpus_share_the_memory(tmp_path: Path) -> None:
     found = explained(tmp_path, "option.tensor_parallel_degree=4", FOUR_GPUS)
     assert found.memory["devices"] == 4

@@ -1246,9 +1246,14 @@ def test_deepspeed_serves_no_images(write: Write) -> None:
     [
         ('option.limit_mm_per_prompt={"image": 2}', None),
         ("option.limit_mm_per_prompt=two", "a JSON object"),
-        ('option.limit_mm_per_prompt={"image": -1}', "the limit of image must be an integer of 0 or more"),
-        ('option.limit_mm_per_prompt={"video": 1}', "video is not read; name image alone"),
+        ('option.limit_mm_per_prompt={"image": -1}', "allowed: an integer of 0 or more as the limit of image"),
+        ('option.limit_mm_per_prompt={"video": 1}', "allowed: a limit of image alone; this handler reads no video"),
         ("option.image_cache_gb=0", "image_cache_gb"),
+        ("option.allowed_media_domains=images.example.com, 10.0.0.7,::1", None),
+        ("option.allowed_media_domains=a.example,https://example.com/", "allowed: hosts separated by commas"),
+        ("option.allowed_media_domains=*.example.com", "allowed: hosts"),
+        ("option.allowed_media_domains=example.com:8080", "allowed: hosts"),
+        ("option.allowed_media_domains=[::1]", "allowed: hosts"),
     ],
 )
 def test_limits_of_images(write: Write, line: str, problem: str | None) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
+from urllib.error import URLError
 
 from handlers.rolling_batch.images.options import ImageOptions
 from lmi_server.contract.errors import PayloadTooLargeError, RequestError
@@ -109,8 +110,12 @@ class ImageFiles:
         except PrivateAddressError as error:
             raise RequestError(f"{part.name}: {error}") from None
         except (OSError, HTTPException, ValueError) as error:
-            why = excerpt(str(error), 200)  # it may be the words of that server
-            raise RequestError(f"{part.name}: '{excerpt(part.url, 80)}' cannot be fetched: {why}") from None
+            reason = error.reason if type(error) is URLError else error  # its own text has the reason in brackets
+            why = excerpt(str(reason), 200)  # it may be the words of that server
+            raise RequestError(
+                f"{part.name}: '{excerpt(part.url, 80)}' cannot be fetched: {why}; send a data: URL, or a URL that"
+                " the server can reach"
+            ) from None
 
 
 class FileRoom:

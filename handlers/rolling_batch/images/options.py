@@ -36,6 +36,6 @@ class ImageOptions(MediaOptions):
         """Yield a conflict if the limits are not numbers of what the model can read."""
         for kind, limit in json.loads(self.limit_mm_per_prompt or "{}").items():
             if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
-                yield Conflict((_LIMIT_KEY,), f"the limit of {kind} must be an integer of 0 or more")
+                yield Conflict((_LIMIT_KEY,), f"an integer of 0 or more as the limit of {kind}")
             elif kind != "image" and limit:
-                yield Conflict((_LIMIT_KEY,), f"{kind} is not read; name image alone")
+                yield Conflict((_LIMIT_KEY,), f"a limit of image alone; this handler reads no {kind}")

@@ -85,7 +85,7 @@ def estimate(
     parameters = model.parameters()
     per_token = model.kv_bytes_per_token()
     context = engine.options.context_length() or _int(
-        model.text, "max_position_embeddings", "n_positions", "seq_length"
+        model.text, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len"
     )
     tokens = None if context is None else context * engine.max_running()
     kv_bytes = None if tokens is None or per_token is None else tokens * per_token

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import io
+import socket
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from image_helpers import ServedImages, data_url, noise
 from tiny_image_models import save_image_model
 from waiting import wait_until
 
+from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.images import files, intake
 from handlers.rolling_batch.images.options import ImageOptions
 from handlers.rolling_batch.images.reader import ImageReader, ReadImage
@@ -150,6 +152,17 @@ def test_files_of_all_requests_are_bounded_and_none_is_forgotten(
         await served.handler.stop()
 
     asyncio.run(run())
+
+
+def test_an_address_that_does_not_answer_is_refused_with_the_remedy() -> None:
+    with socket.socket() as bound:  # and not listening
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}/cat.jpg"
+        images = files.ImageFiles(HuggingFaceOptions(model_id="m", allow_private_media=True))
+        with pytest.raises(RequestError) as refused:
+            images.fetch(files.ImagePart("messages[0]", url), 1)
+    assert "Connection refused; send a data: URL" in refused.value.message
+    assert "<" not in refused.value.message
 
 
 def test_a_failed_fetch_keeps_nothing_alive() -> None:

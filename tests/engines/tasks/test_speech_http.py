@@ -197,6 +197,12 @@ def test_errors_name_the_field_in_openai_s_form(
     assert error["type"] == "invalid_request_error"
 
 
+def test_a_chat_is_refused_with_the_path_for_sounds(server: Server) -> None:
+    answer = server.http.post("/v1/chat/completions", json={"model": "whisper", "messages": []})
+    assert answer.status_code == 400
+    assert "or the file of a sound to /v1/audio/transcriptions" in answer.json()["error"]["message"]
+
+
 def test_a_body_that_is_no_form_is_refused(server: Server) -> None:
     for kind, body in (("application/json", b'{"model": "whisper"}'), ("audio/wav", sound_file(SHORT))):
         answer = server.http.post(TRANSCRIPTIONS, content=body, headers={"content-type": kind, "x-model": "whisper"})
