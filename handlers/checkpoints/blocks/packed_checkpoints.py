@@ -19,7 +19,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,22 +95,21 @@ def _files(directory: Path) -> list[Path]:
 
 @dataclass
 class _Tensors:
-    """The packed layers of a checkpoint: which file has each of their tensors."""
+    """The packed layers of a checkpoint: which open file has each of their tensors, by layer and name in it."""
 
     directory: Path
-    places: dict[str, dict[str, Path]] = field(default_factory=dict)
+    places: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def find(cls, directory: Path) -> _Tensors:
-        found = cls(directory)
-        by_layer: dict[str, dict[str, Path]] = {}
+        by_layer: dict[str, dict[str, Any]] = {}
         for path in _files(directory):
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 - it is no mapping
-                    layer, _, part = key.rpartition(".")
-                    by_layer.setdefault(layer, {})[part] = path
-        found.places = {layer: parts for layer, parts in by_layer.items() if "qweight" in parts or "blocks" in parts}
-        return found
+            file: Any = safe_open(path, framework="pt")  # whose header is read once, and not for each tensor
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                layer, _, part = key.rpartition(".")
+                by_layer.setdefault(layer, {})[part] = file
+        packed = {layer: parts for layer, parts in by_layer.items() if "qweight" in parts or "blocks" in parts}
+        return cls(directory, packed)
 
     def read(self, layer: str) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer by their names in it. Raises ModelLoadError if one is missing."""
@@ -118,11 +117,7 @@ class _Tensors:
         for part in () if "blocks" in places else _PARTS:
             if part not in places:
                 raise ModelLoadError(f"{self.directory}: {layer} has a qweight, but no {part}; fetch the files again")
-        tensors = {}
-        for part, path in places.items():
-            with safe_open(path, framework="pt") as file:
-                tensors[part] = file.get_tensor(f"{layer}.{part}")
-        return tensors
+        return {part: file.get_tensor(f"{layer}.{part}") for part, file in places.items()}
 
 
 class _PackedLayer(nn.Module):
@@ -164,16 +159,17 @@ class _PackedQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = {*own, rf"^({names})\."}
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
-        declared = self.quantization_config.declared
+        declared, tensors = self.quantization_config.declared, self._tensors
+        del self._tensors  # and with it the open files: the model keeps its quantizer
         model.config.quantization_config = declared
         model.quantization_method = declared["quant_method"]
         unpacked = 0
         for name, module in list(model.named_modules()):
             if isinstance(module, _PackedLayer):
-                layer = _layer(module, self._tensors.read(module.stored_as), declared, model.dtype)
+                layer = _layer(module, tensors.read(module.stored_as), declared, model.dtype)
                 unpacked += type(layer) is nn.Linear
                 model.set_submodule(name, layer)
-        count = len(self._tensors.places)
+        count = len(tensors.places)
         logger.info("%d packed layers are computed as blocks of few bits", count - unpacked)
         if unpacked:
             logger.warning(
