@@ -11,7 +11,7 @@ from handlers.cpu_kernels.arguments import AttentionSettings, LayerArrays
 from handlers.cpu_kernels.attention.decoding import slot_attention
 from handlers.cpu_kernels.blocks.linear import block_linear
 from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
-from handlers.cpu_kernels.intrinsics import array_at, heads_of, reshaped
+from handlers.cpu_kernels.intrinsics import array_at, empty, heads_of, reshaped
 from handlers.cpu_kernels.linear import linear
 from handlers.cpu_kernels.rows import add_and_norm, rms_norm, rotate, silu_and_mul
 from handlers.cpu_kernels.threads.shared_memory import all_reduce
@@ -46,7 +46,7 @@ def _decoder_layer(rows, space, layer, window, next_norm, next_epsilon, settings
     rotate(space.projected, rows.cosines, rows.sines, heads + kv_heads)
     by_head = heads_of(space.projected, dim)
     query, key, value = by_head[:heads], by_head[heads : heads + kv_heads], by_head[heads + kv_heads :]
-    no_sinks = np.empty(0, np.float32)
+    no_sinks = empty(0, np.float32)
     attention = AttentionSettings(settings.scaling, window, 0, settings.softcap, threads, no_sinks)
     slot_attention(query, key, value, layer.keys, layer.values, rows.slots, rows.positions, space.attended, attention)
     attended = reshaped(space.attended, (len(hidden), heads * dim))

@@ -16,12 +16,13 @@ import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.imputils import impl_ret_borrowed
+from numba.core.imputils import impl_ret_borrowed, impl_ret_new_ref
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
 LANES = 16
 """How many float32 elements a vector has. If the processor's vectors are shorter, LLVM uses several of them."""
+_LINE_BYTES = 64  # of the caches
 
 
 def host_has(feature: str) -> bool:
@@ -144,6 +145,53 @@ def array_at(context, address, like):
 
 
 @intrinsic
+def empty(context, shape, kind):
+    """Return a new contiguous array with elements of a type. numba compiles functions of its own for `np.empty`."""
+    array = _array_of(shape, kind)
+    return array(shape, kind), lambda ctx, builder, sig, args: _allocate(ctx, builder, array, shape, args[0])
+
+
+@intrinsic
+def zeros(context, shape, kind):
+    """Return `empty` with zeros."""
+    array = _array_of(shape, kind)
+
+    def build(ctx, builder, sig, args):
+        found = _allocate(ctx, builder, array, shape, args[0])
+        of = ctx.make_array(array)(ctx, builder, found)
+        cgutils.memset(builder, of.data, builder.mul(of.nitems, of.itemsize), 0)
+        return found
+
+    return array(shape, kind), build
+
+
+def _array_of(shape, kind):
+    element = kind.dtype if isinstance(kind, types.DType) else kind.instance_type
+    return types.Array(element, len(shape) if isinstance(shape, types.BaseTuple) else 1, "C")
+
+
+def _allocate(ctx, builder, kind, shape, given):
+    """Return a new array, on a line of the caches. `shape` is the type of the shape that is given."""
+    given = cgutils.unpack_tuple(builder, given) if isinstance(shape, types.BaseTuple) else [given]
+    sizes = [builder.sext(size, ir.IntType(64)) for size in given]
+    array = ctx.make_array(kind)(ctx, builder)
+    item = ctx.get_constant(types.intp, kind.dtype.bitwidth // 8)
+    strides = _contiguous(builder, sizes, item)
+    meminfo = ctx.nrt.meminfo_alloc_aligned(builder, builder.mul(strides[0], sizes[0]), _LINE_BYTES)
+    data = builder.bitcast(ctx.nrt.meminfo_data(builder, meminfo), array.data.type)
+    populate_array(array, data, sizes, strides, item, meminfo)
+    return impl_ret_new_ref(ctx, builder, kind, array._getvalue())
+
+
+def _contiguous(builder, sizes, item):
+    """Return the strides of a contiguous array, in bytes."""
+    strides = [item]
+    for size in reversed(sizes[1:]):
+        strides.insert(0, builder.mul(strides[0], size))
+    return strides
+
+
+@intrinsic
 def words_of(context, array):
     """Return a contiguous array of two dimensions as one of uint32, for `add_product`: see `word`."""
 
@@ -186,9 +234,7 @@ def _view(ctx, builder, sig, args, shape, strides=None):
     array = ctx.make_array(sig.return_type)(ctx, builder)
     size = ctx.get_constant(types.intp, sig.return_type.dtype.bitwidth // 8)
     if strides is None:
-        strides = [size]
-        for length in reversed(shape[1:]):
-            strides.insert(0, builder.mul(strides[0], length))
+        strides = _contiguous(builder, shape, size)
     populate_array(array, builder.bitcast(given.data, array.data.type), shape, strides, size, given.meminfo)
     return impl_ret_borrowed(ctx, builder, sig.return_type, array._getvalue())
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from handlers.cpu_kernels import amx
 from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
-from handlers.cpu_kernels.intrinsics import TILE_COLUMNS, TILE_ROWS, add_product, load, store, words_of
+from handlers.cpu_kernels.intrinsics import TILE_COLUMNS, TILE_ROWS, add_product, empty, load, store, words_of, zeros
 from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
 PANEL_COLUMNS = amx.PANEL_COLUMNS if amx.IS_USABLE else TILE_COLUMNS
@@ -43,7 +43,7 @@ def _multiply_in_vectors(rows, weight, bias, out, threads):
     """Compute `linear` for rows as words. The last rows, fewer than a tile, are padded with zeros."""
     count, words = rows.shape
     whole = count // TILE_ROWS * TILE_ROWS
-    rest = np.zeros((TILE_ROWS, words), np.uint32)
+    rest = zeros((TILE_ROWS, words), np.uint32)
     for row in range(whole, count):
         for word in range(words):
             rest[row - whole, word] = rows[row, word]
@@ -57,7 +57,7 @@ def _in_vectors(first_share, last_share, rows, rest, weight, bias, out, shares):
     count = len(out)
     panels, words, _ = weight.shape
     whole, tiles, like = count // TILE_ROWS, -(-count // TILE_ROWS), out.dtype.type(0)
-    sums = np.empty((_MAX_TILES * TILE_ROWS, TILE_COLUMNS), np.float32)
+    sums = empty((_MAX_TILES * TILE_ROWS, TILE_COLUMNS), np.float32)
     for panel in range(panels * first_share // shares, panels * last_share // shares):
         for begin in range(0, tiles, _MAX_TILES):
             end = min(begin + _MAX_TILES, tiles)
@@ -96,7 +96,7 @@ def _multiply_in_tile_registers(rows, weight, bias, out, threads):
     if words == weight.shape[1]:
         in_threads(_in_tile_registers, shares, (rows, weight, bias, out, shares))
         return
-    padded = np.zeros((count, weight.shape[1]), np.uint32)
+    padded = zeros((count, weight.shape[1]), np.uint32)
     for row in range(count):
         for word in range(words):
             padded[row, word] = rows[row, word]
@@ -108,7 +108,7 @@ def _in_tile_registers(first_share, last_share, rows, weight, bias, out, shares)
     """Compute the panels of some shares, for rows as words."""
     count, panels = len(rows), len(weight)
     most = max(_NEAR_BYTES // (4 * rows.shape[1]) // amx.BLOCK_ROWS, 1) * amx.BLOCK_ROWS
-    sums = np.empty((-(-min(count, most) // amx.BLOCK_ROWS), amx.BLOCK_ROWS, amx.PANEL_COLUMNS), np.float32)
+    sums = empty((-(-min(count, most) // amx.BLOCK_ROWS), amx.BLOCK_ROWS, amx.PANEL_COLUMNS), np.float32)
     configured = 0
     for first in range(0, count, most):
         last = min(first + most, count)

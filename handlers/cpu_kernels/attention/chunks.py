@@ -25,11 +25,13 @@ from handlers.cpu_kernels.intrinsics import (
     TILE_COLUMNS,
     TILE_ROWS,
     add_product,
+    empty,
     finite,
     larger,
     store,
     word,
     words_of,
+    zeros,
 )
 from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
@@ -88,10 +90,10 @@ def _attend_tiles(first_share, last_share, query, laid_keys, laid_values, seen, 
     tiles, key_words, value_words = laid_keys.shape[1], laid_keys.shape[2], laid_values.shape[1]
     rows, shared = len(first_own) * group, start - begin
     units, shared_words = -(-rows // TILE_ROWS), -(-shared // of_word)
-    queries = np.zeros((TILE_ROWS, key_words * of_word), query.dtype)
-    scores = np.empty((TILE_ROWS, tiles * TILE_COLUMNS), np.float32)
-    weights = np.empty((TILE_ROWS, value_words * of_word), query.dtype)
-    mixed = np.empty((TILE_ROWS, laid_values.shape[2]), np.float32)
+    queries = zeros((TILE_ROWS, key_words * of_word), query.dtype)
+    scores = empty((TILE_ROWS, tiles * TILE_COLUMNS), np.float32)
+    weights = empty((TILE_ROWS, value_words * of_word), query.dtype)
+    mixed = empty((TILE_ROWS, laid_values.shape[2]), np.float32)
     for share in range(first_share, last_share):
         for piece in range(share, kv_heads * units, shares):
             head, first = piece // units, piece % units * TILE_ROWS
@@ -168,8 +170,8 @@ def _laid_out(cached, query, out):
     kv_heads, columns = cached[0].shape[1], cached[4]
     dim, value_dim, of_word = query.shape[2], out.shape[2], 4 // query.itemsize
     tiles, value_words = -(-columns // TILE_COLUMNS), -(-columns // of_word)
-    laid_keys = np.empty((kv_heads, tiles, -(-dim // of_word), TILE_COLUMNS), np.uint32)
-    laid_values = np.empty((kv_heads, value_words, -(-value_dim // TILE_COLUMNS) * TILE_COLUMNS), np.uint32)
+    laid_keys = empty((kv_heads, tiles, -(-dim // of_word), TILE_COLUMNS), np.uint32)
+    laid_values = empty((kv_heads, value_words, -(-value_dim // TILE_COLUMNS) * TILE_COLUMNS), np.uint32)
     in_threads(_lay_out, kv_heads * tiles, (cached, query, out, laid_keys, laid_values))
     return laid_keys, laid_values
 
@@ -179,7 +181,7 @@ def _lay_out(first_work, last_work, cached, query, out, laid_keys, laid_values):
     keys, values, slot, offset, columns = cached
     tiles, dim, value_dim, of_word = laid_keys.shape[1], query.shape[2], out.shape[2], 4 // query.itemsize
     zero = query.dtype.type(0)
-    room = np.empty((TILE_COLUMNS, dim), query.dtype), np.empty((TILE_COLUMNS, value_dim), query.dtype)
+    room = empty((TILE_COLUMNS, dim), query.dtype), empty((TILE_COLUMNS, value_dim), query.dtype)
     for work in range(first_work, last_work):
         head, tile = work // tiles, work % tiles
         first, last = tile * TILE_COLUMNS, min((tile + 1) * TILE_COLUMNS, columns)

@@ -13,7 +13,7 @@ from handlers.cpu_kernels import amx
 from handlers.cpu_kernels.attention.packed_rows import rows_of
 from handlers.cpu_kernels.compilation.decorators import kernel_part
 from handlers.cpu_kernels.inlined import exp, fill, seen_columns, sink_weight
-from handlers.cpu_kernels.intrinsics import finite, larger, store, word, words_of
+from handlers.cpu_kernels.intrinsics import empty, finite, larger, store, word, words_of, zeros
 from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
 # Columns whose scores are computed before their weights, of BLOCK_ROWS rows: both stay in the L2 cache (384 KiB). Half
@@ -35,8 +35,8 @@ def chunk_attention_in_tile_registers(query, keys, values, span, columns, out, s
     kv_heads, dim, value_dim = keys.shape[1], query.shape[2], out.shape[2]
     panels = -(-farthest // amx.PANEL_COLUMNS)
     value_panels = -(-value_dim // amx.PANEL_COLUMNS)
-    laid_keys = np.empty((kv_heads, panels, _whole_steps(dim), amx.PANEL_COLUMNS), np.uint32)
-    laid_values = np.empty((kv_heads, value_panels, panels * amx.STEP_WORDS, amx.PANEL_COLUMNS), np.uint32)
+    laid_keys = empty((kv_heads, panels, _whole_steps(dim), amx.PANEL_COLUMNS), np.uint32)
+    laid_values = empty((kv_heads, value_panels, panels * amx.STEP_WORDS, amx.PANEL_COLUMNS), np.uint32)
     cached = (keys, values, span.slot, span.first, farthest)
     in_threads(_lay_out_panels, kv_heads * panels, (cached, query, out, laid_keys, laid_values))
     shares = shares_of(settings.threads)
@@ -60,7 +60,7 @@ def _lay_out_panels(first_work, last_work, cached, query, out, laid_keys, laid_v
     keys, values, slot, offset, columns = cached
     panels, words = laid_keys.shape[1], laid_keys.shape[2]
     dim, value_dim, zero = query.shape[2], out.shape[2], query.dtype.type(0)
-    room = np.empty((amx.PANEL_COLUMNS, dim), query.dtype), np.empty((amx.PANEL_COLUMNS, value_dim), query.dtype)
+    room = empty((amx.PANEL_COLUMNS, dim), query.dtype), empty((amx.PANEL_COLUMNS, value_dim), query.dtype)
     for work in range(first_work, last_work):
         head, panel = work // panels, work % panels
         first, last = panel * amx.PANEL_COLUMNS, min((panel + 1) * amx.PANEL_COLUMNS, columns)
@@ -104,14 +104,14 @@ def _attend_blocks(first_share, last_share, query, laid_keys, laid_values, seen,
     group, like = query.shape[0] // kv_heads, query[0, 0, 0]
     rows, shared = len(first_own) * group, start - begin
     units = -(-rows // amx.BLOCK_ROWS)
-    queries = np.zeros((amx.BLOCK_ROWS, 2 * laid_keys.shape[2]), query.dtype)
+    queries = zeros((amx.BLOCK_ROWS, 2 * laid_keys.shape[2]), query.dtype)
     # Rows are a cache line longer than needed: with a power of two all would compete for the same places of the cache.
-    scores = np.empty((amx.BLOCK_ROWS, _SECTION + 16), np.float32)
-    weights = np.empty((amx.BLOCK_ROWS, _SECTION + 32), query.dtype)
-    product = np.empty((amx.BLOCK_ROWS, of_panel), np.float32)
-    mixed = np.empty((amx.BLOCK_ROWS, laid_values.shape[1] * of_panel), np.float32)
-    highest, total = np.empty(amx.BLOCK_ROWS, np.float32), np.empty(amx.BLOCK_ROWS, np.float32)
-    sees = np.empty((amx.BLOCK_ROWS, 3), np.int64)
+    scores = empty((amx.BLOCK_ROWS, _SECTION + 16), np.float32)
+    weights = empty((amx.BLOCK_ROWS, _SECTION + 32), query.dtype)
+    product = empty((amx.BLOCK_ROWS, of_panel), np.float32)
+    mixed = empty((amx.BLOCK_ROWS, laid_values.shape[1] * of_panel), np.float32)
+    highest, total = empty(amx.BLOCK_ROWS, np.float32), empty(amx.BLOCK_ROWS, np.float32)
+    sees = empty((amx.BLOCK_ROWS, 3), np.int64)
     configured = 0
     for share in range(first_share, last_share):
         for piece in range(share, kv_heads * units, shares):

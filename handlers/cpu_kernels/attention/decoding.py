@@ -28,9 +28,9 @@ from handlers.cpu_kernels.attention.products import (
     dots,
     prefetch,
 )
-from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
+from handlers.cpu_kernels.compilation.decorators import PART, kernel, kernel_part
 from handlers.cpu_kernels.inlined import exp, first_seen, sink_weight
-from handlers.cpu_kernels.intrinsics import LANES, larger, load, store
+from handlers.cpu_kernels.intrinsics import LANES, empty, larger, load, store
 from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
 # All heads of a group add the values of so many tokens before others are read: they are in the L1 cache meanwhile.
@@ -89,10 +89,10 @@ def _attend_rows(first_share, last_share, query, keys, values, slots, positions,
         longest = min(longest, window)
     if chunk > 0:
         longest = min(longest, chunk)
-    own = np.empty((group, query.shape[2]), query.dtype)
-    scores, mixed = np.empty((group, longest), np.float32), np.empty((group, value_dim), np.float32)
-    room = np.empty((_NEAR_TOKENS, query.shape[2]), query.dtype), np.empty((_NEAR_TOKENS, value_dim), query.dtype)
-    scales = np.empty(_NEAR_TOKENS, np.float32)
+    own = empty((group, query.shape[2]), query.dtype)
+    scores, mixed = empty((group, longest), np.float32), empty((group, value_dim), np.float32)
+    room = empty((_NEAR_TOKENS, query.shape[2]), query.dtype), empty((_NEAR_TOKENS, value_dim), query.dtype)
+    scales = empty(_NEAR_TOKENS, np.float32)
     for share in range(first_share, last_share):
         # Neighbouring pieces, the rows of one sequence say, cost about the same: shares take turns with them.
         for piece in range(share, pieces, shares):
@@ -132,7 +132,7 @@ def score_slot(own, keys, count, scaling, scores, values, room, scales):
     """Do what `_score_tokens` does, also for packed keys: their numbers come into `room`, (n, dim), n at a time."""
 
 
-@overload(score_slot)
+@overload(score_slot, jit_options=PART)
 def _score_slot(own, keys, count, scaling, scores, values, room, scales):
     if not is_packed(keys):
         return lambda own, keys, count, scaling, scores, values, room, scales: _score_tokens(
@@ -156,7 +156,7 @@ def add_slot(weights, values, first, end, sums, room, scales):
     """Do what `_add_values` does, also for packed values: their numbers come into `room`, (end - first, dim)."""
 
 
-@overload(add_slot)
+@overload(add_slot, jit_options=PART)
 def _add_slot(weights, values, first, end, sums, room, scales):
     if not is_packed(values):
         return lambda weights, values, first, end, sums, room, scales: _add_values(weights, values, first, end, sums)

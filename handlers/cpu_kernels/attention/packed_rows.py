@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from handlers.cpu_kernels.compilation.decorators import kernel_part
+from handlers.cpu_kernels.compilation.decorators import PART, kernel_part
 from handlers.cpu_kernels.intrinsics import LANES, larger, load, store
 
 GREATEST = {types.int8: 127.0, types.uint8: 448.0}
@@ -169,7 +169,7 @@ def write_row(row, source):
     """Write the key or value `source` of a head and token to its row of the cache."""
 
 
-@overload(write_row)
+@overload(write_row, jit_options=PART)
 def _write_row(row, source):
     if not is_packed(row):
 
@@ -206,7 +206,7 @@ def rows_of(cache, slot, head, first, last, room):
     """
 
 
-@overload(rows_of)
+@overload(rows_of, jit_options=PART)
 def _rows_of(cache, slot, head, first, last, room):
     if not is_packed(cache):
         return lambda cache, slot, head, first, last, room: cache[slot, head, first:last]

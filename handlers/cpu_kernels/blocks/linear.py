@@ -13,7 +13,7 @@ from handlers.cpu_kernels.blocks.products import TOTALS, address_of, multiply_ro
 from handlers.cpu_kernels.blocks.unpacking import unpack
 from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.inlined import fill
-from handlers.cpu_kernels.intrinsics import TILE_COLUMNS, TILE_ROWS, add_product, host_has, load, words_of
+from handlers.cpu_kernels.intrinsics import TILE_COLUMNS, TILE_ROWS, add_product, empty, host_has, load, words_of, zeros
 from handlers.cpu_kernels.linear import write_sums
 from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
@@ -52,7 +52,7 @@ def block_linear_in_vectors(rows, weight, bias, out, threads):
 @kernel_part()
 def _floats(rows):
     """Return rows of float32."""
-    floats = np.empty(rows.shape, np.float32)
+    floats = empty(rows.shape, np.float32)
     for n in range(len(rows)):
         row, target = rows[n], floats[n]
         for place in range(len(row)):
@@ -70,7 +70,7 @@ def _multiply_exactly(rows, weight, bias, out, threads):
 def _exact(first_share, last_share, rows, weight, bias, out, shares):
     """Compute the panels of some shares, for rows of float32."""
     panels, blocks = -(-out.shape[1] // OUTPUTS), rows.shape[1] // INPUTS
-    totals, sums = np.zeros(TOTALS, np.float32), np.empty((1, OUTPUTS), np.float32)
+    totals, sums = zeros(TOTALS, np.float32), empty((1, OUTPUTS), np.float32)
     for panel in range(panels * first_share // shares, panels * last_share // shares):
         place = FIRST_PANEL + PANEL_WORDS * panel
         source = address_of(weight) + np.uintp(weight[place + 1])
@@ -92,7 +92,7 @@ def _multiply_in_vectors(rows, weight, bias, out, threads, words, like):
     """
     shares, count = shares_of(threads), len(rows)
     whole = count // TILE_ROWS * TILE_ROWS
-    rest = np.zeros((TILE_ROWS, rows.shape[1]), np.uint32)
+    rest = zeros((TILE_ROWS, rows.shape[1]), np.uint32)
     for row in range(whole, count):
         for word in range(rows.shape[1]):
             rest[row - whole, word] = rows[row, word]
@@ -104,8 +104,8 @@ def _in_vectors(first_share, last_share, rows, rest, weight, bias, out, shares, 
     """Compute some shares of the panels; `rest` has the rows of the last tile, if it is not whole."""
     count, blocks, panels = len(out), rows.shape[1] // words, -(-out.shape[1] // OUTPUTS)
     whole, groups = count // TILE_ROWS * TILE_ROWS, -(-panels // _PANELS)
-    laid = np.zeros((SECTION * words, _COLUMNS), np.uint32)
-    sums = np.empty((min(-(-count // TILE_ROWS) * TILE_ROWS, _MAX_ROWS), _COLUMNS), np.float32)
+    laid = zeros((SECTION * words, _COLUMNS), np.uint32)
+    sums = empty((min(-(-count // TILE_ROWS) * TILE_ROWS, _MAX_ROWS), _COLUMNS), np.float32)
     for first in range(0, count, _MAX_ROWS):
         last = min(first + _MAX_ROWS, count)
         for group in range(groups * first_share // shares, groups * last_share // shares):
@@ -131,7 +131,7 @@ def _one_block_of_rows(first_share, last_share, rows, weight, bias, out, shares)
     Tile registers multiply a block while vector registers unpack the next one, which the L1 cache holds.
     """
     count, panels, blocks = len(out), -(-out.shape[1] // OUTPUTS), rows.shape[1] // amx.STEP_WORDS
-    unpacked, sums = np.empty((2, amx.STEP_WORDS, OUTPUTS), np.uint32), np.empty((amx.BLOCK_ROWS, OUTPUTS), np.float32)
+    unpacked, sums = empty((2, amx.STEP_WORDS, OUTPUTS), np.uint32), empty((amx.BLOCK_ROWS, OUTPUTS), np.float32)
     targets, stride = (address_of(unpacked[0]), address_of(unpacked[1])), 4 * rows.shape[1]
     amx.configure_tiles(count)
     for panel in range(panels * first_share // shares, panels * last_share // shares):
@@ -152,8 +152,8 @@ def _one_block_of_rows(first_share, last_share, rows, weight, bias, out, shares)
 def _many_blocks_of_rows(first_share, last_share, rows, weight, bias, out, shares):
     """Compute the panels of some shares, for rows as words; an unpacked panel stays in the L2 cache."""
     count, panels, blocks = len(out), -(-out.shape[1] // OUTPUTS), rows.shape[1] // amx.STEP_WORDS
-    laid = np.empty((rows.shape[1], OUTPUTS), np.uint32)
-    sums = np.empty((-(-min(count, _MAX_ROWS) // amx.BLOCK_ROWS), amx.BLOCK_ROWS, OUTPUTS), np.float32)
+    laid = empty((rows.shape[1], OUTPUTS), np.uint32)
+    sums = empty((-(-min(count, _MAX_ROWS) // amx.BLOCK_ROWS), amx.BLOCK_ROWS, OUTPUTS), np.float32)
     configured = 0
     for first in range(0, count, _MAX_ROWS):
         last = min(first + _MAX_ROWS, count)

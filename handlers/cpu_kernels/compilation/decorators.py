@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ IS_KEPT = private_layer.find_place(_KERNELS)
 _CHOSEN = "amx" if amx.IS_USABLE else "vectors"  # not by the processor's features alone, as numba thinks
 # C code does not call kernels, and a division by zero raises no error. Code for both takes long to compile.
 _COMPACT = {"no_cfunc_wrapper": True, "error_model": "numpy"}
-_PART = {**private_layer.part_options(), **_COMPACT}
+_PIPELINES = private_layer.pipelines()
+PART: Mapping[str, Any] = {"no_cpython_wrapper": True, **_PIPELINES.of_parts, **_COMPACT}
+"""Options of a part of kernels, for `njit` and for `overload(jit_options=...)`."""
 
 
 def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -37,7 +39,7 @@ def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     Without what Python would need to call it, and without machine code of its own, numba has much less to compile.
     """
-    decorate: Callable[[Callable[..., Any]], Any] = njit(**_PART, **options)
+    decorate: Callable[[Callable[..., Any]], Any] = njit(**PART, **options)
     return decorate
 
 
@@ -52,7 +54,8 @@ def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., No
 
     def decorate(function: Callable[..., None]) -> Callable[..., Any]:
         function.__qualname__ = f"{function.__name__}_{SOURCES}_{_CHOSEN}"
-        compiled: Callable[..., Any] = njit(signatures, nogil=True, cache=IS_KEPT, **_COMPACT, **options)(function)
+        options_of_all = {"nogil": True, "cache": IS_KEPT, **_PIPELINES.of_kernels, **_COMPACT}
+        compiled: Callable[..., Any] = njit(signatures, **options_of_all, **options)(function)
         return compiled
 
     return decorate

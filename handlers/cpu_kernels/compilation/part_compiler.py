@@ -1,8 +1,12 @@
-"""Compiles parts of kernels as far as LLVM's intermediate representation (IR); the kernels make machine code of it.
+"""Compiles kernels of parts, and the parts as far as LLVM's intermediate representation (IR).
 
 By itself numba makes machine code of each function. A caller links the IR of what it calls, and nothing runs the
 machine code of a part. Without it, kernels take a tenth less time to compile, and are the same. The IR of a part is
 optimised as before: if it is not until it is in a kernel, linear layers of 32 rows take 3 to 7 % longer.
+
+numba links all IR first and then optimises it, so that the same code is optimised once more in each function on the way
+to the kernel. What is called by its address, or is a kernel of its own, cannot be inlined. Here it is linked behind the
+rest, when that has been optimised.
 
 The section "Customizing the compiler" of numba's manual says how to change its pipeline. The class of a function's
 library is internal to numba: setup.cfg names the versions with which this works.
@@ -19,11 +23,46 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
 
 
-class _IRLibrary(JITCodeLibrary):
-    """The optimised IR of a function."""
+class _Library(JITCodeLibrary):
+    """The IR of a function, and what is to be linked behind it."""
+
+    def __init__(self, codegen, name):
+        super().__init__(codegen, name)
+        self.behind = {}  # as a set that keeps the order
+
+    def add_linking_library(self, library):
+        if _is_kernel(library):
+            self.link_behind(library)
+        else:
+            super().add_linking_library(library)
+            self.behind |= getattr(library, "behind", {})
+
+    def link_behind(self, library):
+        """Link a function that is optimised already, and that this one does not inline."""
+        library._ensure_finalized()
+        self.behind |= {library: None} | ({} if _is_kernel(library) else library.behind)
+
+
+class _IRLibrary(_Library):
+    """The optimised IR of a part."""
 
     def _finalize_final_module(self):
         self._finalized = True
+
+
+class _KernelLibrary(_Library):
+    """A kernel with all its parts."""
+
+    def _optimize_final_module(self):
+        super()._optimize_final_module()
+        for library in self.behind:
+            self._reload_init.update(library._reload_init)
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+
+
+def _is_kernel(library):
+    is_from_disk = library._disable_inspection  # nothing but kernels is kept there
+    return is_from_disk or isinstance(library, _KernelLibrary)
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
@@ -43,11 +82,33 @@ class _LoweringToIR(NativeLowering):
         return True
 
 
-class PartCompiler(CompilerBase):
-    """For `njit(pipeline_class=...)`: a function that only compiled functions call."""
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _LoweringToKernel(NativeLowering):
+    _name = "lowering_to_kernel"
+
+    def run_pass(self, state):
+        state.library = _KernelLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
+        return super().run_pass(state)
+
+
+class _Compiler(CompilerBase):
+    lowering = NativeLowering
 
     def define_pipelines(self):
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        passes.passes = [(_LoweringToIR if each is NativeLowering else each, told) for each, told in passes.passes]
+        passes.passes = [(self.lowering if each is NativeLowering else each, told) for each, told in passes.passes]
         passes.finalize()
         return [passes]
+
+
+class PartCompiler(_Compiler):
+    """For `njit(pipeline_class=...)`: a function that only compiled functions call."""
+
+    lowering = _LoweringToIR
+
+
+class KernelCompiler(_Compiler):
+    """For `njit(pipeline_class=...)`: a function that Python calls."""
+
+    lowering = _LoweringToKernel

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import llvmlite.binding
 import numba
@@ -26,19 +26,25 @@ TESTED = ((0, 63), (0, 68))
 """The first and the last version that the tests ran with; setup.cfg asks for this range."""
 
 
-def part_options() -> Mapping[str, Any]:
-    """Return the options of parts of kernels: as PartCompiler compiles them, if that works with the installed numba."""
+class Pipelines(NamedTuple):
+    """The options that have numba compile kernels, and their parts, in this project's way; none: in its own."""
 
-    def compiler() -> Mapping[str, Any]:
-        from handlers.cpu_kernels.compilation.part_compiler import PartCompiler
+    of_kernels: Mapping[str, Any]
+    of_parts: Mapping[str, Any]
 
-        options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "pipeline_class": PartCompiler}
+
+def pipelines() -> Pipelines:
+    """Return how kernels are compiled: by part_compiler.py, if that works with the installed numba."""
+
+    def compilers() -> Pipelines:
+        from handlers.cpu_kernels.compilation.part_compiler import KernelCompiler, PartCompiler
+
+        found = Pipelines({"pipeline_class": KernelCompiler}, {"pipeline_class": PartCompiler})
         if not _is_tested(numba.version_info.short):
-            _try_part(options)
-        return options
+            _try(found)
+        return found
 
-    without = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return _if_possible(compiler, lambda: without, "the parts of kernels are compiled twice")
+    return _if_possible(compilers, lambda: Pipelines({}, {}), "the parts of kernels are compiled several times")
 
 
 def find_place(package: Path) -> bool:
@@ -72,18 +78,22 @@ def _is_tested(version: tuple[int, ...]) -> bool:
     return TESTED[0] <= version[:2] <= TESTED[1]
 
 
-def _try_part(options: Mapping[str, Any]) -> None:
-    """Compile a kernel with a part. Raises whatever numba does, or AssertionError."""
+def _try(found: Pipelines) -> None:
+    """Compile a kernel with a part, and one that calls it. Raises whatever numba does, or AssertionError."""
 
-    @njit(**options)  # type: ignore[untyped-decorator]
+    @njit(no_cpython_wrapper=True, **found.of_parts)  # type: ignore[untyped-decorator]
     def part(number: int) -> int:
         return number + 1
 
-    @njit  # type: ignore[untyped-decorator]
+    @njit(**found.of_kernels)  # type: ignore[untyped-decorator]
     def whole(number: int) -> int:
         return part(number) * 2  # type: ignore[no-any-return]
 
-    assert whole(20) == 42, "a part computes something else"
+    @njit(**found.of_kernels)  # type: ignore[untyped-decorator]
+    def caller(number: int) -> int:
+        return whole(number) + part(number)  # type: ignore[no-any-return]
+
+    assert (whole(20), caller(20)) == (42, 63), "a kernel computes something else"
 
 
 def _if_possible(ask: Callable[[], _T], instead: Callable[[], _T], effect: str) -> _T:

@@ -80,8 +80,9 @@ def in_threads(context, function, count, arguments):
     def build(ctx, builder, sig, args):
         library = ctx.active_code_library
         compiled, computing = function.dispatcher.get_compile_result(call), _compute.get_compile_result(region)
+        link = getattr(library, "link_behind", library.add_linking_library)
         for part in (compiled, computing):
-            library.add_linking_library(part.library)
+            link(part.library)
         library._reload_init.add(_load_numba_threads)  # numba runs it before it loads this code from disk
         data = cgutils.pack_struct(builder, cgutils.unpack_tuple(builder, args[2]))
         kept = cgutils.alloca_once_value(builder, data)

@@ -26,7 +26,7 @@ from handlers.cpu_kernels.compilation import decorators
 values = np.arange(64, dtype=np.float32).reshape(2, 32)
 found = np.empty(2, np.int64)
 rows.argmax_rows(values, found)
-print(decorators.IS_KEPT, "pipeline_class" in decorators._PART, found.tolist())
+print(decorators.IS_KEPT, "pipeline_class" in decorators.PART, found.tolist())
 """
 
 
@@ -42,7 +42,9 @@ def test_the_range_is_that_of_setup_cfg(version: tuple[int, int], tested: bool) 
 
 def test_an_untested_numba_compiles_a_part_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_layer, "TESTED", ((0, 1), (0, 2)))
-    assert private_layer.part_options()["pipeline_class"] is part_compiler.PartCompiler
+    found = private_layer.pipelines()
+    assert found.of_parts["pipeline_class"] is part_compiler.PartCompiler
+    assert found.of_kernels["pipeline_class"] is part_compiler.KernelCompiler
 
 
 def raises(*_: Any, **__: Any) -> Any:
@@ -53,19 +55,19 @@ def test_another_pipeline_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: p
     monkeypatch.setattr(private_layer, "TESTED", ((0, 1), (0, 2)))
     monkeypatch.setattr(part_compiler.PartCompiler, "define_pipelines", raises)
     with caplog.at_level(logging.WARNING):
-        options = private_layer.part_options()
+        found = private_layer.pipelines()
     assert "tested (0.1 to 0.2)" in caplog.text
     assert "TypeError: takes 2" in caplog.text
 
-    @njit(**options)  # type: ignore[untyped-decorator]
+    @njit(**found.of_parts)  # type: ignore[untyped-decorator]
     def part(values: Any) -> Any:
         return values.sum()
 
-    @njit  # type: ignore[untyped-decorator]
+    @njit(**found.of_kernels)  # type: ignore[untyped-decorator]
     def whole(values: Any) -> Any:
         return part(values) + 1
 
-    assert "pipeline_class" not in options
+    assert found == ({}, {})
     assert whole(np.arange(4)) == 7
 
 
