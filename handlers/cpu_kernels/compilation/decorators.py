@@ -11,6 +11,7 @@ from numba import njit
 
 from handlers.cpu_kernels import amx
 from handlers.cpu_kernels.compilation import private_layer
+from handlers.cpu_kernels.compilation.kernel_symbols import register
 
 
 def sources_digest(folder: Path) -> str:
@@ -56,6 +57,7 @@ def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., No
         function.__qualname__ = f"{function.__name__}_{SOURCES}_{_CHOSEN}"
         options_of_all = {"nogil": True, "cache": IS_KEPT, **_PIPELINES.of_kernels, **_COMPACT}
         compiled: Callable[..., Any] = njit(signatures, **options_of_all, **options)(function)
+        register(compiled)
         return compiled
 
     return decorate

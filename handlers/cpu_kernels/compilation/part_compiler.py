@@ -5,8 +5,8 @@ machine code of a part. Without it, kernels take a tenth less time to compile, a
 optimised as before: if it is not until it is in a kernel, linear layers of 32 rows take 3 to 7 % longer.
 
 numba links all IR first and then optimises it, so that the same code is optimised once more in each function on the way
-to the kernel. What is called by its address, or is a kernel of its own, cannot be inlined. Here it is linked behind the
-rest, when that has been optimised.
+to the kernel. What is called by its address cannot be inlined: here it is linked behind the rest, when that has been
+optimised. A kernel that another one calls is not linked at all (see kernel_symbols.py).
 
 The section "Customizing the compiler" of numba's manual says how to change its pipeline. The class of a function's
 library is internal to numba: setup.cfg names the versions with which this works.
@@ -22,25 +22,43 @@ from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
 
+from handlers.cpu_kernels.compilation.kernel_symbols import entry_of
+
 
 class _Library(JITCodeLibrary):
-    """The IR of a function, and what is to be linked behind it."""
+    """The IR of a function; what is to be linked behind it, and which kernels it calls, both as ordered sets."""
 
     def __init__(self, codegen, name):
         super().__init__(codegen, name)
-        self.behind = {}  # as a set that keeps the order
+        self.behind, self.kernels = {}, {}
 
     def add_linking_library(self, library):
         if _is_kernel(library):
-            self.link_behind(library)
+            library._ensure_finalized()
+            self.kernels[library] = None
         else:
             super().add_linking_library(library)
-            self.behind |= getattr(library, "behind", {})
+            self._take_over(library)
 
     def link_behind(self, library):
         """Link a function that is optimised already, and that this one does not inline."""
         library._ensure_finalized()
-        self.behind |= {library: None} | ({} if _is_kernel(library) else library.behind)
+        self.behind[library] = None
+        self._take_over(library)
+
+    def _take_over(self, library):
+        if isinstance(library, _Library):
+            self.behind |= library.behind
+            self.kernels |= library.kernels
+
+    def _optimize_functions(self, ll_module):
+        # numba has each function optimised before it is linked as well, for the sake of memory.
+        ll_module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self):
+        # numba has cheap passes come first, for counts of references, of which kernels have a few.
+        passes, builder = self._codegen._module_pass_manager()
+        passes.run(self._final_module, builder)
 
 
 class _IRLibrary(_Library):
@@ -58,6 +76,15 @@ class _KernelLibrary(_Library):
         for library in self.behind:
             self._reload_init.update(library._reload_init)
             self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        for library in self.kernels:
+            self._call(library)
+
+    def _call(self, kernel):
+        """Call another kernel by the name by which code from disk finds it, too."""
+        entry = entry_of(kernel)
+        entry.load()
+        self._reload_init.add(entry.load)
+        self._final_module.get_function(entry.function).name = entry.symbol
 
 
 def _is_kernel(library):

@@ -18,6 +18,8 @@ import llvmlite.binding
 import numba
 from numba import njit
 
+from handlers.cpu_kernels.compilation.kernel_symbols import register
+
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
@@ -88,6 +90,8 @@ def _try(found: Pipelines) -> None:
     @njit(**found.of_kernels)  # type: ignore[untyped-decorator]
     def whole(number: int) -> int:
         return part(number) * 2  # type: ignore[no-any-return]
+
+    register(whole)
 
     @njit(**found.of_kernels)  # type: ignore[untyped-decorator]
     def caller(number: int) -> int:
