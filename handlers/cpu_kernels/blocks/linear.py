@@ -8,12 +8,23 @@ from __future__ import annotations
 import numpy as np
 
 from handlers.cpu_kernels import amx
+from handlers.cpu_kernels.blocks import integers
 from handlers.cpu_kernels.blocks.layout import EXACT_ROWS, FIRST_PANEL, INPUTS, OUTPUTS, PANEL_WORDS, SECTION
-from handlers.cpu_kernels.blocks.products import TOTALS, address_of, multiply_row
+from handlers.cpu_kernels.blocks.products import address_of, multiply_row
 from handlers.cpu_kernels.blocks.unpacking import unpack
 from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.inlined import fill
-from handlers.cpu_kernels.intrinsics import TILE_COLUMNS, TILE_ROWS, add_product, empty, host_has, load, words_of, zeros
+from handlers.cpu_kernels.intrinsics import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    add_product,
+    empty,
+    host_has,
+    load,
+    reshaped,
+    words_of,
+    zeros,
+)
 from handlers.cpu_kernels.linear import write_sums
 from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
@@ -35,7 +46,7 @@ def block_linear(rows, weight, bias, out, threads):
     more rows weights are unpacked: to bfloat16 if the processor multiplies it, else to float32.
     """
     if len(rows) <= weight[EXACT_ROWS]:
-        _multiply_exactly(rows, weight, bias, out, threads)
+        _multiply_exactly(_inputs_in_bfloat16(rows), weight, bias, out, threads)
     else:
         _multiply(rows, weight, bias, out, threads)
 
@@ -44,7 +55,7 @@ def block_linear(rows, weight, bias, out, threads):
 def block_linear_in_vectors(rows, weight, bias, out, threads):
     """Compute `block_linear` for elements of float32, to which weights are unpacked."""
     if len(rows) <= weight[EXACT_ROWS]:
-        _multiply_exactly(rows, weight, bias, out, threads)
+        _multiply_exactly(_inputs(rows), weight, bias, out, threads)
     else:
         _multiply_floats(rows, weight, bias, out, threads)
 
@@ -61,23 +72,39 @@ def _floats(rows):
 
 
 @kernel_part()
-def _multiply_exactly(rows, weight, bias, out, threads):
-    shares = shares_of(threads)
-    in_threads(_exact, shares, (_floats(rows), weight, bias, out, shares))
+def _inputs(rows):
+    """Return rows as `multiply_row` takes them: (n, blocks, elements of a block)."""
+    floats = _floats(rows)
+    return reshaped(floats, (len(rows), rows.shape[1] // INPUTS, INPUTS))
 
 
 @kernel_part()
-def _exact(first_share, last_share, rows, weight, bias, out, shares):
-    """Compute the panels of some shares, for rows of float32."""
-    panels, blocks = -(-out.shape[1] // OUTPUTS), rows.shape[1] // INPUTS
-    totals, sums = zeros(TOTALS, np.float32), empty((1, OUTPUTS), np.float32)
+def _prepared(rows):
+    """Do what `_inputs` does, for contiguous rows of bfloat16 where integers are multiplied."""
+    blocks = rows.shape[1] // INPUTS
+    found = empty((len(rows), blocks, integers.PREPARED_BYTES), np.uint8)
+    for block in range(len(rows) * blocks):
+        source = address_of(rows) + np.uintp(2 * INPUTS * block)
+        integers.prepare(source, address_of(found) + np.uintp(integers.PREPARED_BYTES * block))
+    return found
+
+
+@kernel_part()
+def _multiply_exactly(inputs, weight, bias, out, threads):
+    shares = shares_of(threads)
+    in_threads(_exact, shares, (inputs, weight, bias, out, shares))
+
+
+@kernel_part()
+def _exact(first_share, last_share, inputs, weight, bias, out, shares):
+    """Compute the panels of some shares, for rows as `multiply_row` takes them."""
+    panels, blocks = -(-out.shape[1] // OUTPUTS), inputs.shape[1]
+    sums, like = empty((1, OUTPUTS), np.float32), out.dtype.type(0)
     for panel in range(panels * first_share // shares, panels * last_share // shares):
         place = FIRST_PANEL + PANEL_WORDS * panel
         source = address_of(weight) + np.uintp(weight[place + 1])
-        for row in range(len(rows)):
-            multiply_row(weight[place], source, blocks, address_of(rows[row]), address_of(totals))
-            for output in range(OUTPUTS):
-                sums[0, output] = totals[2 * output] + totals[2 * output + 1]
+        for row in range(len(inputs)):
+            multiply_row(weight[place], source, blocks, address_of(inputs[row]), address_of(sums), like)
             write_sums(sums, bias, out, row, row + 1, panel * OUTPUTS)
 
 
@@ -207,6 +234,7 @@ def _multiply_floats(rows, weight, bias, out, threads):
     _multiply_in_vectors(words, weight, bias, out, threads, INPUTS, np.float32(0))
 
 
+_inputs_in_bfloat16 = _prepared if integers.IS_USABLE else _inputs
 _multiply = _multiply_floats
 if amx.IS_USABLE:
     _multiply = _multiply_in_tile_registers

@@ -14,7 +14,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from handlers.cpu_kernels.blocks.layout import INPUTS, OUTPUTS
+from handlers.cpu_kernels.blocks import integers
+from handlers.cpu_kernels.blocks.layout import INPUTS
 from handlers.cpu_kernels.blocks.reading import (
     FLOATS,
     INT,
@@ -25,12 +26,10 @@ from handlers.cpu_kernels.blocks.reading import (
     for_kind,
     load_at,
     multiply_add,
+    shuffled,
     store_at,
 )
 from handlers.cpu_kernels.intrinsics import LANES, spread
-
-TOTALS = 2 * OUTPUTS
-"""How many sums a row has: for each output one of the first inputs of all pairs, and one of the second ones."""
 
 _PAIR = ir.DoubleType()  # of float32: what one instruction spreads
 
@@ -46,30 +45,50 @@ def address_of(context, array):
 
 
 @intrinsic
-def multiply_row(context, code, panel, blocks, row, totals):
-    """Write the products of a row and the panel of a kind to `totals`, TOTALS float32.
+def multiply_row(context, code, panel, blocks, row, sums, like):
+    """Write the products of a row and the panel of a kind to `sums`, OUTPUTS float32.
 
-    panel, row, totals: addresses, the row's of `blocks` x INPUTS float32.
+    panel, row, sums: addresses, the row's of `blocks` x INPUTS float32; or of what `prepare` writes for each block, if
+    `like` is bfloat16 and integers are multiplied.
     """
+    is_prepared = integers.IS_USABLE and like == types.uint16
 
     def build(ctx, builder, sig, args):
-        code, panel, blocks, row, totals = args
+        code, panel, blocks, row, sums, _ = args
 
         def of_kind(kind):
-            for quarter in range(QUARTERS):
-                store_at(builder, ir.Constant(FLOATS, None), totals, 4 * LANES * quarter)
+            in_integers = is_prepared and integers.multiplies(kind)
+            totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(2 if in_integers else QUARTERS)]
+            for total in totals:
+                builder.store(ir.Constant(FLOATS, None), total)
+            size, begin = (integers.PREPARED_BYTES, integers.FLOATS_AT) if is_prepared else (4 * INPUTS, 0)
             with cgutils.for_range(builder, blocks) as loop:
-                inputs = builder.add(row, builder.mul(loop.index, INT(4 * INPUTS)))
-                _Sums(builder, block_at(builder, kind, panel, loop.index), totals).add(inputs)
+                inputs = builder.add(row, builder.mul(loop.index, INT(size)))
+                block = block_at(builder, kind, panel, loop.index)
+                if in_integers:
+                    integers.IntegerSums(builder, block, totals).add(inputs)
+                else:
+                    _Sums(builder, block, totals).add(builder.add(inputs, INT(begin)))
+            found = [builder.load(total) for total in totals]
+            for place, of_outputs in enumerate(found if in_integers else _by_output(builder, found)):
+                store_at(builder, of_outputs, sums, 4 * LANES * place)
 
         for_kind(builder, code, of_kind)
         return ctx.get_dummy_value()
 
-    return types.void(types.int64, types.uintp, types.intp, types.uintp, types.uintp), build
+    given = types.int64, types.uintp, types.intp, types.uintp, types.uintp
+    return types.void(*given, like), build
+
+
+def _by_output(builder, totals):
+    """Return the sums of outputs, given those of the first and the second inputs of all pairs, beside each other."""
+    for one, other in (totals[:2], totals[2:]):
+        first, second = (shuffled(builder, one, other, range(place, 2 * LANES, 2)) for place in range(2))
+        yield builder.fadd(first, second)
 
 
 class _Sums:
-    """Adds the products of a row and a block to the totals at an address."""
+    """Adds the products of a row and a block to totals, a vector for each quarter of the outputs."""
 
     def __init__(self, builder, block: Block, totals) -> None:
         self._builder, self._block, self._totals = builder, block, totals
@@ -108,7 +127,6 @@ class _Sums:
     def _scale(self, sums, scale_of) -> None:
         """Add sums of the quarters, scaled, to the totals; or do nothing without sums."""
         for quarter, total in enumerate(sums):
-            place = 4 * LANES * quarter
-            before = load_at(self._builder, self._totals, place, FLOATS)
+            before = self._builder.load(self._totals[quarter])
             added = multiply_add(self._builder, self._builder.load(total), scale_of(quarter), before)
-            store_at(self._builder, added, self._totals, place)
+            self._builder.store(added, self._totals[quarter])

@@ -61,16 +61,43 @@ class Block:
             begin = self._builder.add(begin, self._builder.mul(group, INT(size)))
         return self._twice(self._scaled(begin, self._factors, quarter))
 
+    def scales_of_half(self, half: int) -> ir.Value:
+        """Return the scales of half the outputs, if the block has one for each."""
+        return self._joined(self._scaled(self._address, self._factors, quarter) for quarter in (2 * half, 2 * half + 1))
+
     def minima(self, quarter: int) -> ir.Value:
         """Return the minima of a quarter, each twice, with the sign changed."""
-        begin = self._builder.add(self._address, INT(OUTPUTS * self.kind.scale_bytes * self.kind.scales))
-        factors = self._address if self.kind.has_zeros else self._builder.add(self._factors, INT(2 * OUTPUTS))
-        return self._builder.fneg(self._twice(self._minima_at(begin, factors, quarter)))
+        return self._builder.fneg(self._twice(self._minima_of(quarter)))
 
-    def _minima_at(self, address, factors, quarter: int):
+    def minima_of_half(self, half: int) -> ir.Value:
+        """Return the minima of half the outputs."""
+        return self._joined(map(self._minima_of, (2 * half, 2 * half + 1)))
+
+    def _minima_of(self, quarter: int):
+        address = self._builder.add(self._address, INT(OUTPUTS * self.kind.scale_bytes * self.kind.scales))
+        factors = self._address if self.kind.has_zeros else self._builder.add(self._factors, INT(2 * OUTPUTS))
         if self.kind.minimum_bytes == 1:
             return self._multiplied(address, factors, quarter)
         return self._halves(address, quarter)
+
+    def bytes_of(self, group, pair: int, half: int) -> ir.Value:
+        """Return the inputs of a pair in half the outputs, of 8 bits, as words of 16 bits."""
+        size, offset = GROUP * OUTPUTS, _VECTOR * pair + 2 * LANES * half
+        address = self._builder.add(self._numbers(), self._builder.mul(group, INT(size)))
+        if half == 0:
+            self._prefetch(address, offset)
+        found = load_at(self._builder, address, offset, ir.VectorType(ir.IntType(8), 2 * LANES))
+        return self._builder.sext(found, ir.VectorType(ir.IntType(16), 2 * LANES))
+
+    def nibbles_of(self, group, quarter: int) -> tuple[ir.Value, ir.Value]:
+        """Return the numbers of a quarter, of 4 bits, as bytes: of pairs 0, 2, 4 and 6, and of the others."""
+        builder = self._builder
+        address = builder.add(self._numbers(), builder.mul(group, INT(GROUP * OUTPUTS // 2)))
+        found, lower = self._line(address, _VECTOR * quarter), _all(0x0F0F0F0F)
+        return builder.and_(found, lower), builder.and_(builder.lshr(found, _all(4)), lower)
+
+    def _numbers(self):
+        return self._builder.add(self._address, INT(self.kind.numbers_at))
 
     def pairs(self, group):
         """Return a function: a pair of a group, which is a number that is known at run time -> numbers of quarters."""
@@ -151,6 +178,9 @@ class Block:
     def _halves(self, address, quarter: int):
         halves = load_at(self._builder, address, 2 * _OF_QUARTER * quarter, ir.VectorType(ir.HalfType(), _OF_QUARTER))
         return self._builder.fpext(halves, ir.VectorType(FLOAT, _OF_QUARTER))
+
+    def _joined(self, quarters):
+        return shuffled(self._builder, *quarters, range(LANES))
 
     def _twice(self, vector):
         return shuffled(self._builder, vector, vector, [lane // 2 for lane in range(LANES)])

@@ -92,4 +92,4 @@ def test_kernels_compute_without_the_modules() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
     assert ran.stdout.split("\n")[0] == "False False [31, 31]", ran.stderr
     assert "each start compiles its kernels anew" in ran.stderr
-    assert "compiled twice" in ran.stderr
+    assert "compiled several times" in ran.stderr

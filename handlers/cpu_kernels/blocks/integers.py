@@ -1,0 +1,170 @@
+"""The product of a row of bfloat16 and blocks of few bits in integers, for processors with AVX-512 VNNI.
+
+The inputs of a block become integers of 16 bits, times a power of two of their own: those within a factor of 128 of the
+greatest one stay as they are, smaller ones are rounded to 2 ** -15 of it. Products with stored numbers are then exact,
+and take a third of the instructions that float32 takes. Numbers of 8 bits are widened to 16. Numbers of 4 bits are
+multiplied as bytes, by the upper and by the lower bytes of the inputs.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# llvmlite and numba's typing objects are untyped.
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from handlers.cpu_kernels.blocks.layout import GROUP, INPUTS, Kind
+from handlers.cpu_kernels.blocks.reading import FLOATS, INT, PAIRS, WORD, WORDS, Block, load_at, multiply_add, store_at
+from handlers.cpu_kernels.intrinsics import LANES, host_has, spread
+
+IS_USABLE = host_has("avx512vnni") and host_has("avx512bw")
+PREPARED_BYTES, FLOATS_AT = 320, 192
+"""Of the inputs of a block as `prepare` writes them, and where they are as float32 among these."""
+_BYTES_AT, _SCALE_AT, _SUM_AT = 64, 128, 132
+_EXPONENT, _MIN_EXPONENT, _NAN = 0x7F800000, 32 << 23, 0x7FC00000
+_LARGEST = 14  # the greatest integer of a block has this exponent
+
+_HALVES, _BYTE = ir.IntType(16), ir.IntType(8)
+_INPUT_WORDS, _INPUT_FLOATS = ir.VectorType(WORD, INPUTS), ir.VectorType(ir.FloatType(), INPUTS)
+
+
+def multiplies(kind: Kind) -> bool:
+    """Whether blocks of a kind are multiplied so."""
+    return kind.bits in (4, 8) and kind.scales == 1 and not kind.has_codebook
+
+
+@intrinsic
+def prepare(context, source, target):
+    """Write what products take of a block's inputs: source, the address of INPUTS elements of bfloat16, to a target."""
+
+    def build(ctx, builder, sig, args):
+        source, target = args
+        stored = load_at(builder, source, 0, ir.VectorType(_HALVES, INPUTS))
+        bits = builder.shl(builder.zext(stored, _INPUT_WORDS), _constant(16))
+        floats = builder.bitcast(bits, _INPUT_FLOATS)
+        exponent = builder.and_(_reduced(builder, "umax", builder.and_(bits, _constant(0x7FFFFFFF))), WORD(_EXPONENT))
+        is_tiny = builder.icmp_unsigned("<", exponent, WORD(_MIN_EXPONENT))
+        kept = builder.select(is_tiny, WORD(_MIN_EXPONENT), exponent)
+        factor = builder.sub(WORD((2 * 127 + _LARGEST) << 23), kept)
+        factors = spread(builder, builder.bitcast(factor, ir.FloatType()), _INPUT_FLOATS)
+        rounded = _rounded(builder, builder.fmul(floats, factors))
+        is_finite = builder.icmp_unsigned("<", exponent, WORD(_EXPONENT))
+        scale = builder.select(is_finite, builder.sub(kept, WORD(_LARGEST << 23)), WORD(_NAN))
+        store_at(builder, builder.trunc(rounded, ir.VectorType(_HALVES, INPUTS)), target, 0)
+        store_at(builder, _by_bytes(builder, rounded), target, _BYTES_AT)
+        store_at(builder, scale, target, _SCALE_AT)
+        store_at(builder, _reduced(builder, "add", rounded), target, _SUM_AT)
+        store_at(builder, floats, target, FLOATS_AT)
+        return ctx.get_dummy_value()
+
+    return types.void(types.uintp, types.uintp), build
+
+
+def _constant(number: int):
+    return ir.Constant(_INPUT_WORDS, [number] * INPUTS)
+
+
+def _reduced(builder, operation: str, words):
+    name, kind = f"llvm.vector.reduce.{operation}.v{INPUTS}i32", ir.FunctionType(WORD, [_INPUT_WORDS])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [words])
+
+
+def _rounded(builder, floats):
+    kind = ir.FunctionType(_INPUT_FLOATS, [_INPUT_FLOATS])
+    nearest = cgutils.get_or_insert_function(builder.module, kind, f"llvm.rint.v{INPUTS}f32")
+    return builder.fptosi(builder.call(nearest, [floats]), _INPUT_WORDS)
+
+
+def _by_bytes(builder, words):
+    """Return the upper and lower bytes of integers in the order in which `Block.nibbles_of` has their numbers.
+
+    For each group, and for the even and the odd pairs in it: the upper bytes of the first inputs of these, those of the
+    second inputs, and then the lower bytes.
+    """
+    lower = builder.trunc(words, ir.VectorType(_BYTE, INPUTS))
+    upper = builder.trunc(builder.ashr(words, _constant(8)), ir.VectorType(_BYTE, INPUTS))
+    order = [
+        part * INPUTS + group * GROUP + 2 * pair + place
+        for group in range(INPUTS // GROUP)
+        for first in range(2)
+        for part in (1, 0)
+        for place in range(2)
+        for pair in range(first, PAIRS, 2)
+    ]
+    return builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(WORD, len(order)), order))
+
+
+class IntegerSums:
+    """Adds the products of a row and a block to totals, one vector for each half of the outputs."""
+
+    def __init__(self, builder, block: Block, totals) -> None:
+        self._builder, self._block, self._totals = builder, block, totals
+
+    def add(self, inputs) -> None:
+        """Add those of the inputs that `prepare` has written to an address."""
+        builder, block = self._builder, self._block
+        sums = self._of_bytes(inputs) if block.kind.bits == 8 else self._of_nibbles(inputs)
+        scale = self._spread(inputs, _SCALE_AT, ir.FloatType(), FLOATS)
+        total_of_inputs = builder.sitofp(self._spread(inputs, _SUM_AT, WORD, WORDS), FLOATS)
+        for half, (words, total) in enumerate(zip(sums, self._totals, strict=True)):
+            scaled = builder.fmul(builder.sitofp(words, FLOATS), block.scales_of_half(half))
+            if block.kind.has_minimum:
+                less = builder.fmul(block.minima_of_half(half), total_of_inputs)
+                scaled = builder.fsub(scaled, less)
+            builder.store(multiply_add(builder, scaled, scale, builder.load(total)), total)
+
+    def _of_bytes(self, inputs):
+        builder = self._builder
+        sums = [cgutils.alloca_once(builder, WORDS) for _ in range(2)]
+        for total in sums:
+            builder.store(ir.Constant(WORDS, None), total)
+        with cgutils.for_range(builder, INT(2)) as loop:
+            begin = builder.add(inputs, builder.mul(loop.index, INT(2 * GROUP)))
+            for pair in range(PAIRS):
+                factor = self._spread(begin, 4 * pair, WORD, WORDS)
+                for half, total in enumerate(sums):
+                    numbers = builder.bitcast(self._block.bytes_of(loop.index, pair, half), WORDS)
+                    builder.store(self._added("vpdpwssd", builder.load(total), numbers, factor), total)
+        return [builder.load(total) for total in sums]
+
+    def _of_nibbles(self, inputs):
+        """Numbers are from 0 to 15, and so bytes with and without a sign."""
+        builder, zero = self._builder, self._block.kind.zero
+        less = builder.mul(self._spread(inputs, _SUM_AT, WORD, WORDS), ir.Constant(WORDS, [-zero] * LANES))
+        sums = []
+        for half in range(2):
+            quarters = [self._of_quarter(inputs, 2 * half + part) for part in range(2)]
+            first, second = (_lanes(builder, quarters, range(place, 2 * LANES, 2)) for place in range(2))
+            total = builder.add(first, second)
+            sums.append(builder.add(total, less) if zero else total)
+        return sums
+
+    def _of_quarter(self, inputs, quarter: int):
+        builder = self._builder
+        upper = lower = ir.Constant(WORDS, None)
+        for group in range(INPUTS // GROUP):
+            for part, numbers in enumerate(self._block.nibbles_of(INT(group), quarter)):
+                offset = _BYTES_AT + 2 * GROUP * group + GROUP * part
+                uppers, lowers = (self._spread_pair(inputs, offset + place) for place in (0, GROUP // 2))
+                upper = self._added("vpdpbusd", upper, numbers, uppers)
+                lower = self._added("vpdpbusd", lower, lowers, numbers)
+        return builder.add(builder.shl(upper, ir.Constant(WORDS, [8] * LANES)), lower)
+
+    def _added(self, name: str, *operands):
+        kind = ir.FunctionType(WORDS, [WORDS] * 3)
+        function = cgutils.get_or_insert_function(self._builder.module, kind, f"llvm.x86.avx512.{name}.512")
+        return self._builder.call(function, operands)
+
+    def _spread(self, address, offset: int, kind, vector):
+        return spread(self._builder, load_at(self._builder, address, offset, kind), vector)
+
+    def _spread_pair(self, address, offset: int):
+        pair = spread(self._builder, load_at(self._builder, address, offset, INT), ir.VectorType(INT, LANES // 2))
+        return self._builder.bitcast(pair, WORDS)
+
+
+def _lanes(builder, vectors, order):
+    return builder.shuffle_vector(*vectors, ir.Constant(ir.VectorType(WORD, len(order)), list(order)))
