@@ -9,6 +9,7 @@ compiles itself.
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import json
@@ -18,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ _COMPILING = "compiling kernels for this processor"
 PLAIN, BLOCKS = "plain", "blocks"
 """Types of weights: elements, or blocks of few bits."""
 Call = tuple[Any, tuple[Any, ...]]  # a kernel, and arguments of the types that it is called with
+Compile = Callable[[], object]
 
 
 class FirstCompilation:
@@ -163,58 +165,68 @@ def first_kernels(element: str) -> Iterator[Call]:
     yield rms_norm, (rows, _array(element, 1), 1.0, rows)
 
 
-def decoding_kernels(element: str, weights: str = PLAIN, kept: str | None = None) -> Iterator[Call]:
-    """Yield the kernels that decode, most that choose tokens, and those of helpers, as `first_kernels` does."""
+def single_kernels(element: str, weights: str = PLAIN, kept: str | None = None) -> Iterator[Call]:
+    """Yield the kernels of single modules, and those that choose tokens, as `first_kernels` does; long ones first."""
     from handlers.cpu_kernels import rows as kernels
     from handlers.cpu_kernels.attention.decoding import slot_attention
-    from handlers.cpu_kernels.decoder import decoder_layers
-    from handlers.cpu_kernels.threads.parallel import help_compute, wake_helpers
-
-    places, rows, cache = _array("int64", 1), _array(element, 2), _array(kept or element, 4)
-    heads = np.zeros((4, 4, 4), element)[:, :, ::2]  # of any strides
-    settings = AttentionSettings(1.0, 0, 0, 0.0, 1, _array("float32", 1))
-    attended = _array(element, 3)
-    yield slot_attention, (heads, heads, heads, cache, cache, places, places, attended, settings)
-    if element == "uint16":
-        bias, laid = _array(element, 1), _laid(weights)
-        layer = LayerArrays(cache, cache, bias, laid, bias, laid, bias, bias, laid, bias, laid, bias)
-        space = Activations(rows, rows, rows, attended, rows, rows)
-        of_layers = (_array("uint64", 2), places, layer, bias, LayerSettings(1.0, 0.0, 1, 1.0, 1.0, 1.0))
-        of_rows = DecodeRows(rows, rows, rows, places, places)
-        one_rank = SharedBlocks(heads, np.uintp(0), 0, _array("float32", 1))
-        yield decoder_layers, (of_rows, space, *of_layers, one_rank)
-    logits, masks = _array("float32", 2), _array("uint32", 2)
-    yield kernels.argmax_rows, (rows, places)
-    yield kernels.log_sum_exp_rows, (rows, _array("float32", 1))
-    yield kernels.masked_argmax_rows, (rows, places, masks, places)
-    yield kernels.mask_rows, (logits, places, masks)
-    yield kernels.draw_columns, (logits, _array("int64", 2), _array("uint64", 1), places)
-    yield help_compute, (0,)
-    yield wake_helpers, ()
-
-
-def other_kernels(element: str, weights: str = PLAIN, kept: str | None = None) -> Iterator[Call]:
-    """Yield the kernels of single modules, of prompts and of sampling, as `first_kernels` does."""
-    from handlers.cpu_kernels import rows as kernels
-    from handlers.cpu_kernels.attention.chunks import chunk_attention
-    from handlers.cpu_kernels.attention.decoding import write_rows
     from handlers.cpu_kernels.blocks.linear import block_linear, block_linear_in_vectors
     from handlers.cpu_kernels.linear import linear
+    from handlers.cpu_kernels.threads.parallel import help_compute, wake_helpers
 
-    rows = _array(element, 2)
-    # First, because `decoder_layers` contains these: the other process finds them compiled when it comes to it.
+    rows, logits, masks = _array(element, 2), _array("float32", 2), _array("uint32", 2)
+    places, chances, keys = _array("int64", 1), _array("float32", 1), _array("uint64", 1)
     if weights == BLOCKS:
         by_element = {"uint16": block_linear, "float32": block_linear_in_vectors}
         yield by_element[element], (rows, _laid(weights), _array(element, 1), rows, 1)
     elif element == "uint16":
         yield linear, (rows, _laid(weights), _array(element, 1), rows, 1)
+    heads, cache, settings = _heads(element), _array(kept or element, 4), AttentionSettings(1.0, 0, 0, 0.0, 1, chances)
+    yield slot_attention, (heads, heads, heads, cache, cache, places, places, _array(element, 3), settings)
     yield kernels.rotate, (rows, rows, rows, 1)
     yield kernels.silu_and_mul, (rows, rows)
-    logits, places, chances, keys = _array("float32", 2), _array("int64", 1), _array("float32", 1), _array("uint64", 1)
     for drawn_from in {element: rows, "float32": logits}.values():
         yield kernels.draw_rows, (drawn_from, chances, keys, chances, chances, places)
-    for compiled_now in (write_rows, chunk_attention):
-        compiled_now(np.dtype(element), np.dtype(kept or element))
+    yield kernels.masked_argmax_rows, (rows, places, masks, places)
+    yield kernels.argmax_rows, (rows, places)
+    yield kernels.log_sum_exp_rows, (rows, chances)
+    yield kernels.mask_rows, (logits, places, masks)
+    yield kernels.draw_columns, (logits, _array("int64", 2), keys, places)
+    yield help_compute, (0,)
+    yield wake_helpers, ()
+
+
+def whole_kernels(element: str, weights: str = PLAIN, kept: str | None = None) -> Iterator[Call]:
+    """Yield the kernel that calls several of the others, as `first_kernels` does."""
+    from handlers.cpu_kernels.decoder import decoder_layers
+
+    if element != "uint16":
+        return
+    places, rows, attended, cache = (
+        _array("int64", 1),
+        _array(element, 2),
+        _array(element, 3),
+        _array(kept or element, 4),
+    )
+    bias, laid = _array(element, 1), _laid(weights)
+    layer = LayerArrays(cache, cache, bias, laid, bias, laid, bias, bias, laid, bias, laid, bias)
+    space = Activations(rows, rows, rows, attended, rows, rows)
+    of_layers = (_array("uint64", 2), places, layer, bias, LayerSettings(1.0, 0.0, 1, 1.0, 1.0, 1.0))
+    of_rows = DecodeRows(rows, rows, rows, places, places)
+    one_rank = SharedBlocks(_heads(element), np.uintp(0), 0, _array("float32", 1))
+    yield decoder_layers, (of_rows, space, *of_layers, one_rank)
+
+
+def _prompt_kernels(element: str, kept: str | None) -> Iterator[Compile]:
+    """Yield what compiles the kernels that functions make for types of elements; long ones first."""
+    from handlers.cpu_kernels.attention.chunks import chunk_attention
+    from handlers.cpu_kernels.attention.decoding import write_rows
+
+    for compiled_now in (chunk_attention, write_rows):
+        yield functools.partial(compiled_now, np.dtype(element), np.dtype(kept or element))
+
+
+def _heads(element: str) -> np.ndarray:
+    return np.zeros((4, 4, 4), element)[:, :, ::2]  # of any strides
 
 
 def _laid(weights: str) -> np.ndarray:
@@ -226,29 +238,46 @@ def _array(element: str, dimensions: int) -> np.ndarray:
     return np.zeros((4,) * dimensions, element)
 
 
-def _compile(parent: int, kernels: Iterator[Call]) -> None:
-    """Compile kernels; the process ends with its parent."""
+def _compiling(kernels: Iterator[Call]) -> Iterator[Compile]:
     import numba
 
+    for kernel, arguments in kernels:
+        yield functools.partial(kernel.compile, tuple(map(numba.typeof, arguments)))
+
+
+def _share(work: Sequence[Compile], queue: int, parent: int) -> None:
+    """Do what other processes have not taken from the queue, a pipe with a byte for each; end with the parent."""
     end_with_parent()
     if os.getppid() != parent:  # it ended before end_with_parent could see it
         sys.exit(1)
-    for kernel, arguments in kernels:
-        kernel.compile(tuple(map(numba.typeof, arguments)))
+    while number := os.read(queue, 1):
+        work[number[0]]()
         os.write(sys.stdout.fileno(), b".")
 
 
 def main() -> int:
-    parent, element, *more = int(sys.argv[1]), *sys.argv[2:]
+    parent, element, weights, kept = int(sys.argv[1]), *sys.argv[2:]
     gc.disable()  # what numba makes of a kernel stays in use, so that a collection takes time and frees nothing
-    _compile(parent, first_kernels(element))
+    first = [*_compiling(first_kernels(element))]
+    # The last one finds those that it calls on the disk, whichever process has compiled them.
+    single, whole = single_kernels(element, weights, kept), whole_kernels(element, weights, kept)
+    rest = [*_prompt_kernels(element, kept), *_compiling(single), *_compiling(whole)]
+    _share(first, _queue(len(first)), parent)
     # Two processes do the rest. A fork has what numba needs half a second for when it first compiles.
-    fork = multiprocessing.get_context("fork")
-    others = fork.Process(target=_compile, args=(os.getpid(), other_kernels(element, *more)))
-    others.start()
-    _compile(parent, decoding_kernels(element, *more))
-    others.join()
-    return abs(others.exitcode or 0)
+    queue = _queue(len(rest))
+    other = multiprocessing.get_context("fork").Process(target=_share, args=(rest, queue, os.getpid()))
+    other.start()
+    _share(rest, queue, parent)
+    other.join()
+    return abs(other.exitcode or 0)
+
+
+def _queue(length: int) -> int:
+    """Return the end of a pipe from which the numbers up to a length, below 256, can be read."""
+    reading, writing = os.pipe()
+    os.write(writing, bytes(range(length)))
+    os.close(writing)
+    return reading
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from handlers.rolling_batch.cpu.first_compilation import (
     BLOCKS,
     PLAIN,
     FirstCompilation,
-    decoding_kernels,
     first_kernels,
-    other_kernels,
+    single_kernels,
+    whole_kernels,
 )
 from handlers.rolling_batch.warm_up import warm_up
 
@@ -60,8 +60,8 @@ def test_a_model_calls_the_kernels_with_the_types_that_they_are_compiled_for(
     helpers.stop()
     for kernel, arguments in (
         *first_kernels(element),
-        *decoding_kernels(element, weights, kv_dtype),
-        *other_kernels(element, weights, kv_dtype),
+        *single_kernels(element, weights, kv_dtype),
+        *whole_kernels(element, weights, kv_dtype),
     ):
         assert tuple(map(numba.typeof, arguments)) in kernel.signatures, kernel
 
