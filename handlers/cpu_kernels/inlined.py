@@ -50,7 +50,7 @@ def gumbel_of(key, token):
     return np.float32(-math.log(-math.log1p(-uniform_of(key, token))))
 
 
-@kernel_part(fastmath=True)
+@kernel_part(is_separate=True, fastmath=True)
 def greatest(row):
     """Return the index of the greatest logit, the first of equals."""
     # Vector instructions find the greatest logit of a block; its index is searched in the best block only.
@@ -68,7 +68,7 @@ def greatest(row):
     return 0
 
 
-@kernel_part(fastmath=True)
+@kernel_part(is_separate=True, fastmath=True)
 def drawn_from(row, factor, key, best, least):
     """Return the index of the greatest sum of logit and Gumbel noise, among the logits of `least` and more.
 
@@ -96,7 +96,7 @@ def drawn_from(row, factor, key, best, least):
     return drawn
 
 
-@kernel_part(fastmath=True)
+@kernel_part(is_separate=True, fastmath=True)
 def tokens_above(row, factor, logit, highest):
     """Return the mass of the tokens with a greater logit, as a sum of exp(logit - highest), and the least of these.
 

@@ -73,7 +73,7 @@ def _in_vectors(first_share, last_share, rows, rest, weight, bias, out, shares):
             write_sums(sums, bias, out, begin * TILE_ROWS, min(end * TILE_ROWS, count), panel * TILE_COLUMNS)
 
 
-@kernel_part()
+@kernel_part(is_separate=True)
 def write_sums(sums, bias, out, begin, end, column):
     """Write a panel's sums of rows `begin:end` as elements from `column` on, with the bias added if there is one."""
     columns, like = min(sums.shape[1], out.shape[1] - column), out.dtype.type(0)

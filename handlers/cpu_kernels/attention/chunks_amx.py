@@ -175,7 +175,7 @@ def _within(column, width):
     return min(max(column, 0), width)
 
 
-@kernel_part(fastmath=True)
+@kernel_part(is_separate=True, fastmath=True)
 def _weigh(score, weight, parts, scaling, softcap, highest, total, row):
     """Write the weights of a section, not divided by their sum yet; return by what those of former sections change.
 

@@ -172,7 +172,7 @@ def _add_slot(weights, values, first, end, sums, room, scales):
     return unpacked
 
 
-@kernel_part(fastmath=True)
+@kernel_part(is_separate=True, fastmath=True)
 def _score_tokens(own, keys, count, scaling, scores, values):
     """Write the scores of the first `count` tokens for all heads of a group; ask for the values of these tokens."""
     group, dim = own.shape
@@ -214,7 +214,7 @@ def _softmax(scores, sinks, head):
         scores[t] /= total
 
 
-@kernel_part(fastmath=True)
+@kernel_part(is_separate=True, fastmath=True)
 def _add_values(weights, values, first, end, sums):
     """Add the weighted values of tokens `first:end` to the sums of all heads of a group."""
     group, dim = sums.shape

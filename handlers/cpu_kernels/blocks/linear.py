@@ -206,7 +206,7 @@ def _write_block(sums, bias, out, begin, end, column):
         write_sums(sums, bias, out, begin, end, column)
 
 
-@kernel_part()
+@kernel_part(is_separate=True)
 def _unpack(weight, panel, first, blocks, target, line, like):
     place = FIRST_PANEL + PANEL_WORDS * panel
     source = address_of(weight) + np.uintp(weight[place + 1])

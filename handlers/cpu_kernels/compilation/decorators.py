@@ -35,12 +35,14 @@ PART: Mapping[str, Any] = {"no_cpython_wrapper": True, **_PIPELINES.of_parts, **
 """Options of a part of kernels, for `njit` and for `overload(jit_options=...)`."""
 
 
-def kernel_part(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def kernel_part(is_separate: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function that only kernels call, never Python, when a kernel that calls it is compiled.
 
-    Without what Python would need to call it, and without machine code of its own, numba has much less to compile.
+    Without what Python would need to call it, and without machine code of its own, numba has much less to compile. A
+    large one that `is_separate` is not inlined, and so not optimised once more in each function that calls it.
     """
-    decorate: Callable[[Callable[..., Any]], Any] = njit(**PART, **options)
+    pipeline = _PIPELINES.of_separate_parts if is_separate else {}
+    decorate: Callable[[Callable[..., Any]], Any] = njit(**{**PART, **pipeline}, **options)
     return decorate
 
 

@@ -5,8 +5,8 @@ machine code of a part. Without it, kernels take a tenth less time to compile, a
 optimised as before: if it is not until it is in a kernel, linear layers of 32 rows take 3 to 7 % longer.
 
 numba links all IR first and then optimises it, so that the same code is optimised once more in each function on the way
-to the kernel. What is called by its address cannot be inlined: here it is linked behind the rest, when that has been
-optimised. A kernel that another one calls is not linked at all (see kernel_symbols.py).
+to the kernel. Here what is called by its address, or is too large to be inlined, is linked behind the rest, when that
+has been optimised. A kernel that another one calls is not linked at all (see kernel_symbols.py).
 
 The section "Customizing the compiler" of numba's manual says how to change its pipeline. The class of a function's
 library is internal to numba: setup.cfg names the versions with which this works.
@@ -20,7 +20,8 @@ from __future__ import annotations
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import register_pass
-from numba.core.typed_passes import NativeLowering
+from numba.core.typed_passes import NativeLowering, NopythonRewrites
+from numba.core.untyped_passes import InlineClosureLikes
 
 from handlers.cpu_kernels.compilation.kernel_symbols import entry_of
 
@@ -36,6 +37,8 @@ class _Library(JITCodeLibrary):
         if _is_kernel(library):
             library._ensure_finalized()
             self.kernels[library] = None
+        elif isinstance(library, _SeparateLibrary):
+            self.link_behind(library)
         else:
             super().add_linking_library(library)
             self._take_over(library)
@@ -68,6 +71,10 @@ class _IRLibrary(_Library):
         self._finalized = True
 
 
+class _SeparateLibrary(_IRLibrary):
+    """The optimised IR of a part that its callers do not inline."""
+
+
 class _KernelLibrary(_Library):
     """A kernel with all its parts."""
 
@@ -95,9 +102,10 @@ def _is_kernel(library):
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LoweringToIR(NativeLowering):
     _name = "lowering_to_ir"
+    library = _IRLibrary
 
     def run_pass(self, state):
-        state.library = _IRLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library = self.library(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = True
         super().run_pass(state)
         state.library.finalize()
@@ -110,6 +118,12 @@ class _LoweringToIR(NativeLowering):
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
+class _LoweringToSeparateIR(_LoweringToIR):
+    _name = "lowering_to_separate_ir"
+    library = _SeparateLibrary
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
 class _LoweringToKernel(NativeLowering):
     _name = "lowering_to_kernel"
 
@@ -119,12 +133,20 @@ class _LoweringToKernel(NativeLowering):
         return super().run_pass(state)
 
 
+# For closures, and for expressions of whole arrays: kernels have none.
+_LEFT_OUT = (InlineClosureLikes, NopythonRewrites)
+
+
 class _Compiler(CompilerBase):
     lowering = NativeLowering
 
     def define_pipelines(self):
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        passes.passes = [(self.lowering if each is NativeLowering else each, told) for each, told in passes.passes]
+        passes.passes = [
+            (self.lowering if each is NativeLowering else each, told)
+            for each, told in passes.passes
+            if each not in _LEFT_OUT
+        ]
         passes.finalize()
         return [passes]
 
@@ -133,6 +155,12 @@ class PartCompiler(_Compiler):
     """For `njit(pipeline_class=...)`: a function that only compiled functions call."""
 
     lowering = _LoweringToIR
+
+
+class SeparatePartCompiler(_Compiler):
+    """For `njit(pipeline_class=...)`: as for PartCompiler, and too large to be inlined."""
+
+    lowering = _LoweringToSeparateIR
 
 
 class KernelCompiler(_Compiler):

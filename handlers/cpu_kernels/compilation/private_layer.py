@@ -33,20 +33,21 @@ class Pipelines(NamedTuple):
 
     of_kernels: Mapping[str, Any]
     of_parts: Mapping[str, Any]
+    of_separate_parts: Mapping[str, Any]
 
 
 def pipelines() -> Pipelines:
     """Return how kernels are compiled: by part_compiler.py, if that works with the installed numba."""
 
     def compilers() -> Pipelines:
-        from handlers.cpu_kernels.compilation.part_compiler import KernelCompiler, PartCompiler
+        from handlers.cpu_kernels.compilation.part_compiler import KernelCompiler, PartCompiler, SeparatePartCompiler
 
-        found = Pipelines({"pipeline_class": KernelCompiler}, {"pipeline_class": PartCompiler})
+        found = Pipelines(*({"pipeline_class": each} for each in (KernelCompiler, PartCompiler, SeparatePartCompiler)))
         if not _is_tested(numba.version_info.short):
             _try(found)
         return found
 
-    return _if_possible(compilers, lambda: Pipelines({}, {}), "the parts of kernels are compiled several times")
+    return _if_possible(compilers, lambda: Pipelines({}, {}, {}), "the parts of kernels are compiled several times")
 
 
 def find_place(package: Path) -> bool:
@@ -87,9 +88,13 @@ def _try(found: Pipelines) -> None:
     def part(number: int) -> int:
         return number + 1
 
+    @njit(no_cpython_wrapper=True, **found.of_separate_parts)  # type: ignore[untyped-decorator]
+    def doubled(number: int) -> int:
+        return number * 2
+
     @njit(**found.of_kernels)  # type: ignore[untyped-decorator]
     def whole(number: int) -> int:
-        return part(number) * 2  # type: ignore[no-any-return]
+        return doubled(part(number))  # type: ignore[no-any-return]
 
     register(whole)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import itertools
 import json
 import logging
 import multiprocessing
@@ -239,10 +240,16 @@ def _array(element: str, dimensions: int) -> np.ndarray:
 
 
 def _compiling(kernels: Iterator[Call]) -> Iterator[Compile]:
+    """Yield what compiles each kernel, for all its types: two processes that do it at once would lose one of them."""
     import numba
 
-    for kernel, arguments in kernels:
-        yield functools.partial(kernel.compile, tuple(map(numba.typeof, arguments)))
+    def compile_all(kernel: Any, calls: Sequence[tuple[Any, ...]]) -> None:
+        for arguments in calls:
+            kernel.compile(tuple(map(numba.typeof, arguments)))
+
+    for _, calls in itertools.groupby(kernels, key=lambda call: id(call[0])):
+        same = list(calls)
+        yield functools.partial(compile_all, same[0][0], [arguments for _, arguments in same])
 
 
 def _share(work: Sequence[Compile], queue: int, parent: int) -> None:

@@ -67,7 +67,7 @@ def test_another_pipeline_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: p
     def whole(values: Any) -> Any:
         return part(values) + 1
 
-    assert found == ({}, {})
+    assert found == ({}, {}, {})
     assert whole(np.arange(4)) == 7
 
 
