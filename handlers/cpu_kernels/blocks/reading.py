@@ -180,7 +180,8 @@ class Block:
         return self._builder.fpext(halves, ir.VectorType(FLOAT, _OF_QUARTER))
 
     def _joined(self, quarters):
-        return shuffled(self._builder, *quarters, range(LANES))
+        one, other = quarters
+        return shuffled(self._builder, one, other, range(LANES))
 
     def _twice(self, vector):
         return shuffled(self._builder, vector, vector, [lane // 2 for lane in range(LANES)])

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from handlers.checkpoints.options import TransformersOptions
+from handlers.checkpoints.options import QUANTIZATION, TransformersOptions
 from handlers.cpu_kernels.arguments import (
     Activations,
     AttentionSettings,
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 # Types of elements of activations in the kernels, by option.dtype, and by what config.json says.
 _ELEMENTS = {"bf16": "uint16", "fp32": "float32", "bfloat16": "uint16", "float32": "float32"}
 _PACKED_ELEMENTS = {"int8": "int8", "fp8": "uint8"}  # of a KV cache, by option.kv_cache_dtype
+# What config.json calls checkpoints that are read as blocks: their methods, and the format of compressed-tensors.
+_PACKED, _INTEGERS = ("gptq", "awq", "bitsandbytes", "blocks"), "pack-quantized"
 _COMPILING = "compiling kernels for this processor"
 PLAIN, BLOCKS = "plain", "blocks"
 """Types of weights: elements, or blocks of few bits."""
@@ -108,7 +110,7 @@ def start(model_dir: str, options: RollingBatchOptions) -> FirstCompilation | No
     element = _element(Path(model_dir), options)
     if element is None or own_rank().size > 1 or shown_gpus(process_environment())[1]:
         return None
-    weights = BLOCKS if isinstance(options, TransformersOptions) and options.keeps_blocks(model_dir) else PLAIN
+    weights = _weights(Path(model_dir), options)
     kept = element if options.packed_kv_dtype is None else _PACKED_ELEMENTS[options.packed_kv_dtype]
     marker = compiled_marker(element, weights, kept)
     return None if marker is None or marker.exists() else FirstCompilation(element, weights, marker, kept)
@@ -147,12 +149,30 @@ def _element(model_dir: Path, options: RollingBatchOptions) -> str | None:
     if dtype == "auto":
         if model_dir.suffix == ".gguf":
             return "uint16"
-        try:
-            config = json.loads((model_dir / "config.json").read_bytes())
-        except (OSError, ValueError):
-            return None
-        dtype = (config.get("dtype") or config.get("torch_dtype")) if isinstance(config, dict) else None
+        config = _config(model_dir)
+        dtype = config.get("dtype") or config.get("torch_dtype")
     return _ELEMENTS.get(str(dtype))
+
+
+def _weights(model_dir: Path, options: RollingBatchOptions) -> str:
+    """Return BLOCKS if options or checkpoint say so; most layers of such a model are computed as blocks."""
+    if not isinstance(options, TransformersOptions):
+        return PLAIN
+    declared = _config(model_dir).get("quantization_config")
+    found = declared if isinstance(declared, dict) else {}
+    packed = (
+        options.quantize in QUANTIZATION or found.get("quant_method") in _PACKED or found.get("format") == _INTEGERS
+    )
+    return BLOCKS if packed or options.keeps_blocks(str(model_dir)) else PLAIN
+
+
+def _config(model_dir: Path) -> dict[str, Any]:
+    """Return what config.json says, nothing if it cannot be read."""
+    try:
+        config = json.loads((model_dir / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def first_kernels(element: str) -> Iterator[Call]:

@@ -132,3 +132,27 @@ def test_the_type_of_elements_is_that_of_the_model(
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     assert first_compilation._element(tmp_path, HuggingFaceOptions.model_validate({"dtype": dtype})) == element
+
+
+@pytest.mark.parametrize(
+    ("quantize", "declared", "weights"),
+    [
+        (None, None, PLAIN),
+        (None, {"quant_method": "gptq"}, BLOCKS),
+        (None, {"quant_method": "awq"}, BLOCKS),
+        (None, {"quant_method": "blocks"}, BLOCKS),
+        (None, {"quant_method": "compressed-tensors", "format": "pack-quantized"}, BLOCKS),
+        (None, {"quant_method": "compressed-tensors", "format": "float-quantized"}, PLAIN),
+        (None, {"quant_method": "fp8"}, PLAIN),
+        (None, {"quant_method": ["gptq"]}, PLAIN),
+        (None, ["gptq"], PLAIN),
+        ("bitsandbytes4", None, BLOCKS),
+        ("q4_0", None, BLOCKS),
+    ],
+)
+def test_packed_weights_are_computed_as_blocks(
+    quantize: str | None, declared: object, weights: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": declared}))
+    options = HuggingFaceOptions.model_validate({"dtype": "bf16", "quantize": quantize})
+    assert first_compilation._weights(tmp_path, options) == weights
