@@ -103,7 +103,7 @@ class ServerFeature:
 
 
 class Unset(ServerFeature):
-    """Answers the paths of a feature that nobody has switched on: 404, with the name of the setting."""
+    """Answers the paths of a feature that is switched off: 404, with the name of the setting."""
 
     def __init__(self, server: ServerParts, setting: str, *beginnings: str) -> None:
         async def refuse(scope: Scope, receive: Receive, send: Send) -> bool:
