@@ -1,4 +1,4 @@
-"""Names by which the machine code of one kernel calls another one.
+"""Names by which the machine code of one kernel calls another.
 
 numba would compile the kernel that is called once more, as a part of its caller. The names that numba gives to
 functions have a number that differs from process to process. Ours have none: code from disk finds the kernel that this

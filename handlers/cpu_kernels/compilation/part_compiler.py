@@ -6,7 +6,7 @@ optimised as before: if it is not until it is in a kernel, linear layers of 32 r
 
 numba links all IR first and then optimises it, so that the same code is optimised once more in each function on the way
 to the kernel. Here what is called by its address, or is too large to be inlined, is linked behind the rest, when that
-has been optimised. A kernel that another one calls is not linked at all (see kernel_symbols.py).
+has been optimised. A kernel that another kernel calls is not linked at all (see kernel_symbols.py).
 
 The section "Customizing the compiler" of numba's manual says how to change its pipeline. The class of a function's
 library is internal to numba: setup.cfg names the versions with which this works.
@@ -59,7 +59,7 @@ class _Library(JITCodeLibrary):
         ll_module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self):
-        # numba has cheap passes come first, for counts of references, of which kernels have a few.
+        # numba has cheap passes come first, for counts of references. Kernels have few.
         passes, builder = self._codegen._module_pass_manager()
         passes.run(self._final_module, builder)
 

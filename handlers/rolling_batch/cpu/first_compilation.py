@@ -187,7 +187,7 @@ def first_kernels(element: str) -> Iterator[Call]:
 
 
 def single_kernels(element: str, weights: str = PLAIN, kept: str | None = None) -> Iterator[Call]:
-    """Yield the kernels of single modules, and those that choose tokens, as `first_kernels` does; long ones first."""
+    """Yield the kernels of single modules, and kernels that choose tokens, as `first_kernels` does; long ones first."""
     from handlers.cpu_kernels import rows as kernels
     from handlers.cpu_kernels.attention.decoding import slot_attention
     from handlers.cpu_kernels.blocks.linear import block_linear, block_linear_in_vectors
@@ -286,7 +286,7 @@ def main() -> int:
     parent, element, weights, kept = int(sys.argv[1]), *sys.argv[2:]
     gc.disable()  # what numba makes of a kernel stays in use, so that a collection takes time and frees nothing
     first = [*_compiling(first_kernels(element))]
-    # The last one finds those that it calls on the disk, whichever process has compiled them.
+    # The last one finds the kernels that it calls on the disk; any process may have compiled them.
     single, whole = single_kernels(element, weights, kept), whole_kernels(element, weights, kept)
     rest = [*_prompt_kernels(element, kept), *_compiling(single), *_compiling(whole)]
     _share(first, _queue(len(first)), parent)
