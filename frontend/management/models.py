@@ -285,7 +285,7 @@ def _url(model: Model) -> str:
 
 
 def _address(source: ModelSource) -> str:
-    """Return where a model is describe_model, relative to the address of all models."""
+    """Return where a model is described, relative to the address of all models."""
     return "/".join(quote(part, safe="") for part in ("models", source.name, source.version) if part is not None)
 
 
