@@ -203,7 +203,7 @@ class Fleet:
             self.on_checked()
 
     async def _follow_all(self) -> None:
-        """Look up every name again. A name server that is late delays the checks once, and this name alone."""
+        """Look up every name again. A name server that is late delays one check, and then this name alone."""
         begun = [place for place in self._places if place not in self._look_ups]
         for place in begun:
             self._look_ups[place] = task = asyncio.create_task(self._follow(place))
