@@ -143,7 +143,7 @@ class Console:
     async def details(self, request: Request) -> Response:
         """Return one version of a model: its workers, its values with their layers, and its memory."""
         name = request.path_params["model"]
-        model = self._models.endpoint(name).choose(request.path_params.get("version"))
+        model = self._models.endpoint(name).version(request.path_params.get("version"))
         return json_response(await self._details(model))
 
     async def _details(self, model: Model) -> dict[str, Any]:

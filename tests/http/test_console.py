@@ -236,6 +236,17 @@ def test_the_details_name_layers_and_hide_secrets(server: Server) -> None:
     assert server.http.get("/console/models/none").status_code == 404
 
 
+def test_the_details_of_a_model_without_a_version_are_not_those_of_versions_beside_it(server: Server) -> None:
+    url = server.http.get("/models/model").json()[0]["models"][0]["modelUrl"]
+    beside = server.http.post("/models", params={"url": url, "model_name": "model", "model_version": "2"})
+    assert beside.status_code == 200, beside.text
+    try:
+        details = [server.http.get(f"/console/models/model{path}").json() for path in ("", "", "", "/2")]
+        assert [each["loadedAtStartup"] for each in details] == [True, True, True, False]
+    finally:
+        assert server.http.delete("/models/model", params={"model_version": "2"}).status_code == 200
+
+
 def test_the_log_shows_no_secret(server: Server, tmp_path: Path) -> None:
     unreadable = tmp_path / "hf_planted_secret"
     assert server.http.post("/models", params={"url": str(unreadable), "synchronous": "false"}).status_code == 202

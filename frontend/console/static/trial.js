@@ -42,7 +42,8 @@ const canary = (row, action = "") => `models/${encodeURIComponent(row.name)}/can
 // `known` is what the model's page has of the trial that goes on, or was the last; undefined if there was none.
 export function Trial({ row, path, known }) {
   const [found, error] = useRepeated(`models/${path}`, {}, row.reloading);
-  const trial = found ? found[0].models[0].canary : known;
+  const own = found?.find((each) => (each.version ?? null) === row.version);  // others stand beside a model without one
+  const trial = found ? own?.models[0].canary : known;
   if (!trial) return null;
   const decide = (action) => async () => statusOf(await call(canary(row, action), { method: "POST", query: versionOf(row) }));
   return html`<h3>New version</h3>
