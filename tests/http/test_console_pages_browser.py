@@ -137,6 +137,27 @@ def test_a_new_version_is_tried_and_taken_back_on_the_page(browser: Browser, ser
         page.get_by_text("Loaded again at").wait_for()
 
 
+@pytest.mark.parametrize("status", ["RUNNING", "TAKEN_BACK", MARKUP])
+def test_what_a_trial_says_stays_text(browser: Browser, server: Server, status: str) -> None:
+    """A reason is what the handler of a model says."""
+    figures = {"requests": 2, "errors": 1, "refused": 0, "medianMs": None, "intervalMs": [1.0, 2.0]}
+    trial = {"status": status, "kind": "canary", "sharePercent": 5, "judgedAfter": 200, "secondsLeft": 9.0,
+             "reason": MARKUP * 99, "old": figures, "new": figures}  # fmt: skip
+    reload = {"status": "FAILED", "startTime": "2026-01-01T00:00:00Z", "reason": MARKUP}
+    with opened(browser, server, viewport=NARROW) as page:
+        found = server.http.get("/console/models/model").json() | {"canary": trial, "reload": reload}
+        own = [{"workflowName": "model", "version": "2", "models": [{}]}, {"workflowName": "model", "models": [found]}]
+        page.route("**/models/model", lambda route: route.fulfill(json=own))
+        page.route("**/console/models/model", lambda route: route.fulfill(json=found))
+        page.evaluate("location.hash = 'model/model'")
+        page.get_by_role("heading", name="New version").wait_for()
+        page.get_by_role("row", name=re.compile("^New 2")).wait_for()
+        assert page.get_by_text(MARKUP * 99).count() == (status != "RUNNING")
+        assert page.get_by_role("button", name="Promote").count() == (status == "RUNNING")
+        assert page.locator("main img, main script").count() == 0
+        assert page.evaluate(SPREAD) <= NARROW["width"]
+
+
 def test_the_last_hour_is_drawn(browser: Browser, server: Server) -> None:
     with opened(browser, server, "#live") as page:
         chart = page.get_by_role("img", name="Requests/s")

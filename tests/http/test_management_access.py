@@ -99,6 +99,10 @@ def test_a_page_or_another_machine_manages_nothing(
         ("GET", "/server/logging?level=debug"),
         ("GET", "/workflows"),
         ("POST", "/models/first/adapters?name=a&src=."),
+        ("POST", "/models/first/reload"),
+        ("POST", "/models/first/canary"),
+        ("POST", "/models/first/canary/promote"),
+        ("POST", "/models/first/canary/take_back"),
     ):
         assert named in refusal(server, method, path, headers)
 
