@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 _MOST_PARTS = 4096  # reads before the pixels: a few for each segment, chunk or tag
 _PART_OF_PIXELS = 256  # bytes for each further read, on average; encoders of PNG write 8 KiB or more at a time
+_MOST_EXIF = 16  # parts of up to 64 KiB in a JPEG file; each of the pictures in it has one
 _MOST_SCANS = 32  # of a JPEG file; encoders write up to about 20 for a progressive one
 _MOST_NUMBERS = 200_000  # of a tag of a TIFF file; there is one for each strip of rows
 _MOST_LAYERS = 8  # times that the pixels are drawn: a TIFF file may have a layer for each colour
 _JPEG_MARKER = re.compile(rb"\xff+[^\x00\x01\xd0-\xd8\xff]")  # one that a length follows, or the end
+_EXIF = b"Exif\0\0"
 _START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
 _BYTES = (1, 2, 7)  # types of tags that Pillow leaves as they are
 
@@ -48,8 +50,12 @@ class CountedFile(io.BytesIO):
 
 
 def refuse_long_tags(data: bytes) -> None:
-    """Raise TooMuchWorkError for a TIFF file with more strips, tiles or other numbers than any image needs."""
-    if data[:2] not in (b"II", b"MM"):
+    """Raise TooMuchWorkError for a TIFF file, or EXIF, with more strips, tiles or other numbers than any image needs.
+
+    Pillow ignores a tag that is longer than the data.
+    """
+    data = data.removeprefix(_EXIF).removeprefix(_EXIF)  # as Pillow does
+    if data[:2] not in (b"II", b"MM") or len(data) < _MOST_NUMBERS:
         return
 
     def number(at: int, size: int) -> int:
@@ -58,11 +64,17 @@ def refuse_long_tags(data: bytes) -> None:
     word, head = (8, 8) if data[2:3] == b"+" else (4, 2)
     begin = number(word, word) + head
     step = 4 + 2 * word
-    end = min(begin + number(begin - head, head) * step, len(data))
+    end = min(begin + min(number(begin - head, head), _MOST_PARTS) * step, len(data))
     counts = (number(tag + 4, word) for tag in range(begin, end, step) if number(tag + 2, 2) not in _BYTES)
     longest = max(counts, default=0)
     if longest > _MOST_NUMBERS:
         raise TooMuchWorkError(f"it has a tag of {longest} numbers, such as those of its strips")
+
+
+def refuse_long_exif(data: bytes) -> None:
+    """Raise TooMuchWorkError for a JPEG file that puts its EXIF together of many parts: Pillow reads it at once."""
+    if data.startswith(b"\xff\xd8") and data.count(_EXIF) > _MOST_EXIF:
+        raise TooMuchWorkError("its EXIF has too many parts")
 
 
 def refuse_slow_pixels(image: ImageFile, data: bytes) -> None:

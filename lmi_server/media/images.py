@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lmi_server.contract.errors import LmiServerError, PayloadTooLargeError, RequestError
 from lmi_server.media.budget import MediaBudget, current_budget
-from lmi_server.media.image_work import CountedFile, refuse_long_tags, refuse_slow_pixels
+from lmi_server.media.image_work import CountedFile, refuse_long_exif, refuse_long_tags, refuse_slow_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,6 +29,7 @@ def open_image(data: bytes, budget: MediaBudget | None = None) -> Image:
     from PIL import Image
 
     Image.init()  # else it knows some of the formats only
+    refuse_long_exif(data)
     refuse_long_tags(data)
     file = CountedFile(data)
     try:
@@ -67,6 +68,7 @@ def upright(image: Image) -> Image:
     """
     from PIL.Image import Transpose
 
+    refuse_long_tags(image.info.get("exif", b""))
     turns = (
         Transpose.FLIP_LEFT_RIGHT,
         Transpose.ROTATE_180,

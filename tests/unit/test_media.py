@@ -18,6 +18,7 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from lmi_server.contract.errors import PayloadTooLargeError, RequestError
 from lmi_server.media import budget
 from lmi_server.media.budget import MediaBudget, limit_media, media_of_request
+from lmi_server.media.image_work import TooMuchWorkError
 from lmi_server.media.images import FORMATS, open_image, read_image, upright
 from lmi_server.media.sounds import read_sound
 
@@ -284,6 +285,11 @@ def jpeg_of_exif(segments: int) -> bytes:
     return file[:2] + jpeg_segment(0xE1, b"Exif\0\0.") * segments + file[2:]
 
 
+def jpeg_of_comments(segments: int) -> bytes:
+    file = image_file("JPEG")
+    return file[:2] + jpeg_segment(0xFE) * segments + file[2:]
+
+
 def jpeg_of_scans(scans: int, behind: bytes = b"") -> bytes:
     """Return a progressive JPEG file of so many scans and more, each of which passes over all pixels."""
     file = io.BytesIO()
@@ -322,7 +328,8 @@ def png_with_chunks(kind: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("file", "why"),
     [
-        (lambda: jpeg_of_exif(2000), "too many parts"),
+        (lambda: jpeg_of_exif(17), "its EXIF has too many parts"),
+        (lambda: jpeg_of_comments(2000), "too many parts"),
         (lambda: jpeg_of_scans(100), "passes over its pixels more than 32 times"),
         (lambda: jpeg_of_scans(100)[:-40] + jpeg_segment(0xFE) * 5000 + jpeg_of_scans(100)[-40:], "more than 32 times"),
         (lambda: png_with_chunks(b"prVt"), "too many parts"),
@@ -335,7 +342,8 @@ def png_with_chunks(kind: bytes) -> bytes:
         (lambda: bmp_in_rle(), "reads one by one"),
     ],
     ids=[
-        *("exif", "scans", "parts between scans", "chunks", "chunks of pixels", "strips", "strips of another kind"),
+        *("exif", "comments", "scans", "parts between scans", "chunks", "chunks of pixels", "strips"),
+        "strips of another kind",
         *("pixels drawn twice", "plain ppm", "ppm of another range", "rle"),
     ],
 )
@@ -347,6 +355,17 @@ def test_an_image_that_would_take_far_longer_than_its_pixels_is_refused(file: Ca
 def test_a_progressive_image_with_another_file_behind_it_is_read() -> None:
     """Telephones put a film there, which may have the bytes of any marker."""
     assert read_image("image", jpeg_of_scans(0, behind=b"\xff\xda" * 100)).size == (64, 64)
+
+
+def test_exif_of_many_numbers_is_not_read() -> None:
+    """Pillow would make an object of each."""
+    orientations = 300_000
+    exif = tiff([(0x0112, 3, orientations, 26)], struct.pack("<H", 1000) * orientations)
+    file = io.BytesIO()
+    Image.new("RGB", (8, 4)).save(file, "PNG", exif=exif)
+    image = read_image("image", file.getvalue())
+    with pytest.raises(TooMuchWorkError, match="a tag of 300000 numbers"):
+        upright(image)
 
 
 @pytest.mark.parametrize("orientation", range(10))
