@@ -4,6 +4,8 @@ The inputs of a block become integers of 16 bits, times a power of two of their 
 greatest one stay as they are, smaller ones are rounded to 2 ** -15 of it. Products with stored numbers are then exact,
 and take a third of the instructions that float32 takes. Numbers of 8 bits are widened to 16. Numbers of 4 bits are
 multiplied as bytes, by the upper and by the lower bytes of the inputs.
+
+The power of two is at least 2 ** -109, which inputs are rounded to. An infinity or a NaN makes the sums of its row NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"

@@ -86,6 +86,22 @@ def test_a_layer_multiplies_by_what_is_stored(
         assert bool(((layer(hidden).double() - expected).abs() <= rounding + error * size).all())
 
 
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1"])
+def test_inputs_at_the_limits_of_bfloat16(name: str) -> None:
+    stored = random_blocks(name, 33, 64)
+    layer = BlockLinear.from_stored(stored, None, torch.bfloat16)
+    size = reference(stored).double().abs().sum(1)
+    for given, allowed in ((0.0, 0.0), (1e-39, 2**-109), (-1e-33, 2**-109), (1e-30, 2**-108)):
+        hidden = torch.full((1, 64), given, dtype=torch.bfloat16)
+        expected = hidden.double() @ reference(stored).double().T
+        assert bool(((layer(hidden).double() - expected).abs() <= 2**-8 * expected.abs() + allowed * size).all())
+    for lost in (torch.inf, -torch.inf, torch.nan):
+        hidden = torch.ones((2, 64), dtype=torch.bfloat16)
+        hidden[0, 40] = lost
+        assert not bool(layer(hidden)[0].isfinite().any())
+        assert bool(layer(hidden)[1].isfinite().all())
+
+
 @pytest.mark.parametrize("exact_rows", [100, 0])
 def test_a_row_gets_the_same_bits_in_any_batch_and_with_any_number_of_threads(exact_rows: int) -> None:
     layer = BlockLinear.from_stored(random_blocks("q4_1", 200, 1088), None, torch.bfloat16)
