@@ -27,7 +27,17 @@ SOURCES = sources_digest(_KERNELS)
 IS_KEPT = private_layer.find_place(_KERNELS)
 """Whether later starts, and other processes, find what is compiled."""
 
-_CHOSEN = "amx" if amx.IS_USABLE else "vectors"  # not by the processor's features alone, as numba thinks
+
+def target() -> tuple[str, str, str]:
+    """Return what is compiled for: the kind of machine, and the name of its processor and what is used of it."""
+    kind, name, features = private_layer.target()
+    chosen = "amx" if amx.IS_USABLE else "vectors"  # not by the processor's features alone, as numba thinks
+    return kind, name, f"{features},{chosen}"
+
+
+TARGET = hashlib.sha256(" ".join(target()).encode()).hexdigest()[:16]
+"""A digest of what is compiled for."""
+
 # C code does not call kernels, and a division by zero raises no error. Code for both takes long to compile.
 _COMPACT = {"no_cfunc_wrapper": True, "error_model": "numpy"}
 _PIPELINES = private_layer.pipelines()
@@ -52,20 +62,15 @@ def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., No
     numba looks compiled code up by the function's qualified name, and uses it as long as date and size of the
     function's own file are the same. But a kernel contains the functions that it calls: after a change of another
     file, intrinsics.py say, numba would run kernels that contain its former functions. So the name carries a digest of
-    every source file of the kernels, and whether tile registers were usable, which the system decides too.
+    every source file of the kernels. It carries one of the target, too: numba has one index for all processors of a
+    name and takes no lock, so machines that share a folder and compile at once could run each other's code.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., Any]:
-        function.__qualname__ = f"{function.__name__}_{SOURCES}_{_CHOSEN}"
+        function.__qualname__ = f"{function.__name__}_{SOURCES}_{TARGET}"
         options_of_all = {"nogil": True, "cache": IS_KEPT, **_PIPELINES.of_kernels, **_COMPACT}
         compiled: Callable[..., Any] = njit(signatures, **options_of_all, **options)(function)
         register(compiled)
         return compiled
 
     return decorate
-
-
-def target() -> tuple[str, str, str]:
-    """Return what is compiled for: the kind of machine, and the name of its processor and what is used of it."""
-    kind, name, features = private_layer.target()
-    return kind, name, f"{features},{_CHOSEN}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
 import itertools
 import json
 import logging
@@ -121,11 +120,10 @@ def compiled_marker(element: str, weights: str, kept: str) -> Path | None:
 
     None if compiled kernels are not kept.
     """
-    from handlers.cpu_kernels.compilation.decorators import SOURCES, target
+    from handlers.cpu_kernels.compilation.decorators import SOURCES, TARGET
 
-    processor = hashlib.sha256(" ".join(target()).encode()).hexdigest()[:16]
     folder = compiled_kernels()
-    return None if folder is None else folder / f"compiled_{element}_{weights}_{kept}_{SOURCES}_{processor}"
+    return None if folder is None else folder / f"compiled_{element}_{weights}_{kept}_{SOURCES}_{TARGET}"
 
 
 def compiled_kernels() -> Path | None:

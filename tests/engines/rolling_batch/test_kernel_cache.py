@@ -97,3 +97,11 @@ def test_without_any_place_they_are_compiled_anew(tmp_path: Path, obstacle: str)
     assert "WARNING compiled kernels cannot be kept" in log
     assert "NUMBA_CACHE_DIR" in log
     assert own.is_file() or not list(own.iterdir())
+
+
+def test_kernels_for_other_processors_have_names_of_their_own() -> None:
+    """Machines that share a folder do not write each other's files."""
+    code = "from handlers.cpu_kernels.rows import rotate; print(rotate.py_func.__qualname__)"
+    environments = (os.environ, os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""})
+    names = [subprocess.check_output([sys.executable, "-c", code], env=each, cwd=ROOT) for each in environments]
+    assert names[0] != names[1]
