@@ -64,7 +64,8 @@ def refuse_long_tags(data: bytes) -> None:
     word, head = (8, 8) if data[2:3] == b"+" else (4, 2)
     begin = number(word, word) + head
     step = 4 + 2 * word
-    end = min(begin + min(number(begin - head, head), _MOST_PARTS) * step, len(data))
+    tags = min(number(begin - head, head), _MOST_PARTS)  # a file that has more is refused when they are read
+    end = min(begin + tags * step, len(data))
     counts = (number(tag + 4, word) for tag in range(begin, end, step) if number(tag + 2, 2) not in _BYTES)
     longest = max(counts, default=0)
     if longest > _MOST_NUMBERS:
