@@ -21,6 +21,9 @@ _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 _STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
+_TURNS = 10  # of the event loop, in which connections that have just come begin
+
+
 @dataclass
 class Asked:
     """A request as a fake server got it."""
@@ -76,6 +79,11 @@ class FakeServer:
         """End as a process that is killed: no connection is closed in order."""
 
         async def kill() -> None:
+            # asyncio loses a connection that it has accepted, and that is no transport yet when its server is closed.
+            for listening in self._server.sockets:
+                self._loop.remove_reader(listening.fileno())
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
             self._server.close()
             for writer in list(self._writers):
                 writer.transport.abort()
@@ -90,7 +98,7 @@ class FakeServer:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            for _ in range(10):  # turns in which transports are closed, and connections that had just come begin
+            for _ in range(_TURNS):  # in which transports are closed
                 for writer in list(self._writers):
                     writer.transport.abort()
                 await asyncio.sleep(0)
