@@ -2,7 +2,7 @@
 
 Whatever else runs on the machine can make a server of a test too late, so a second try is fair to the person who waits
 for it. A test that passes only then is flaky all the same, and to be mended: each is printed as `flaky: NAME`. With
-`--strict`, as continuous integration runs it, a flaky test ends this with 1 unless `tests/flaky.txt` names it.
+`--strict` a flaky test ends this with 1 unless `tests/flaky.txt` names it.
 """
 
 from __future__ import annotations
