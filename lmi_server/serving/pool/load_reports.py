@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ class LoadStatus(NamedTuple):
     began_at: float
 
 
-class LoadReports:
+class LoadReports(ABC):
     """Logs how far the loads of a pool are; a subclass says what they are."""
 
     def __init__(self, label: str, now: Callable[[], float] = time.monotonic) -> None:
@@ -27,9 +28,9 @@ class LoadReports:
         self._log: LogProgress | None = None
 
     @property
+    @abstractmethod
     def current(self) -> LoadStatus | None:
         """Return how far the load is that goes on; None if none does."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Log how far it is if that is due; the pool calls this every second."""
