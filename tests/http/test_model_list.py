@@ -102,6 +102,6 @@ def test_anthropic_s_error_for_a_name_that_no_model_has(server: Server) -> None:
 
 def test_anthropic_s_client_reads_all_pages(server: Server) -> None:
     anthropic = pytest.importorskip("anthropic", reason="it is in the extra clients")
-    client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0)
-    assert [model.id for model in client.models.list(limit=2)] == ["asleep", "first", "alias", "second", "own"]
-    assert client.models.retrieve("own").display_name == "own"
+    with anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list(limit=2)] == ["asleep", "first", "alias", "second", "own"]
+        assert client.models.retrieve("own").display_name == "own"

@@ -54,6 +54,7 @@ class Server:
             raise
         self.model = directory.name.replace("-", "_")
         self.http = httpx.Client(base_url=self.url, timeout=LIMIT_S)
+        self.clients = contextlib.ExitStack()  # others, closed with the server
 
     def log_line(self, pattern: str, limit_s: float = LIMIT_S) -> re.Match[str]:
         return self._log.wait_for(pattern, limit_s)
@@ -70,6 +71,7 @@ class Server:
 
     def stop(self) -> int:
         self.http.close()
+        self.clients.close()
         self.process.terminate()
         self._close_output()
         return self.process.wait(LIMIT_S)

@@ -74,7 +74,7 @@ PENALTY = {"repetition_penalty": 2.0}
 
 
 def test_openais_client(server: Server, expected: str) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    client = server.clients.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"))
     messages: Any = [{"role": "user", "content": openai_parts(PARTS)}]
     asked: Any = {"model": server.model, "messages": messages, "max_tokens": TOKENS, "temperature": 0}
     answer = client.chat.completions.create(**asked, extra_body=PENALTY)
@@ -89,7 +89,7 @@ def test_openais_client(server: Server, expected: str) -> None:
 
 
 def test_openais_responses(server: Server) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    client = server.clients.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"))
     content: Any = [{"type": "input_text", "text": "what"}, {"type": "input_image", "image_url": data_url(CAT)}]
     answer = client.responses.create(
         model=server.model, input=[{"role": "user", "content": content}], max_output_tokens=TOKENS, temperature=0
@@ -99,7 +99,7 @@ def test_openais_responses(server: Server) -> None:
 
 
 def test_anthropics_client(server: Server) -> None:
-    client = anthropic.Anthropic(base_url=server.url, api_key="none")
+    client = server.clients.enter_context(anthropic.Anthropic(base_url=server.url, api_key="none"))
     encoded = data_url(CAT).partition(",")[2]
     source = {"type": "base64", "media_type": "image/png", "data": encoded}
     content: Any = [{"type": "image", "source": source}, {"type": "text", "text": "what"}]

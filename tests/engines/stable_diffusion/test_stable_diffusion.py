@@ -91,7 +91,8 @@ def same(found: Any, expected: Any) -> bool:
 def sdk(server: Server) -> Any:
     import openai
 
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    return server.clients.enter_context(client)
 
 
 def coded(data: bytes) -> str:

@@ -61,7 +61,8 @@ def server(store: Path) -> Iterator[Server]:
 def sdk(server: Server) -> openai.OpenAI:
     import openai
 
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    return server.clients.enter_context(client)
 
 
 def encoded(store: Path, texts: list[str]) -> np.ndarray:
