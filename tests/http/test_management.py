@@ -295,7 +295,7 @@ def test_bad_parameters(server: Server, store: Path) -> None:
         (400, register(server, echo, min_worker="two"), 'Parameter min_worker is "two"; it takes an integer'),
         (400, register(server, echo, batch_size="abc"), 'registration: batch_size = "abc" is not allowed'),
         (400, register(server, echo, batch_size="99999999999"), "allowed: an integer from 1 to 2147483647"),
-        (404, register(server, "nope"), "names one, also of the model store, by its full path, and a model of the"),
+        (404, register(server, "nope"), "name one, also of the model store, by its full path, or a model of the"),
         (400, register(server, echo, synchronous="perhaps"), "it takes true or false"),
         (400, http.put("/models/first?min_worker=3&max_worker=2"), "min_worker is 3, max_worker 2"),
         (400, http.put("/models/first?min_worker=-2"), "an integer from 0 to 1000, or -1 for no change"),
