@@ -238,8 +238,9 @@ class OwnedRecords:
     # An unfinished batch has an object in `unfinished`, so that to find them all no other one need be read.
 
     def begin_batch(self, owner: str, record: BatchRecord) -> None:
-        self.save_batch(owner, record)
+        """Save a new batch, its mark first: a sudden end in between leaves no batch that nothing runs or ends."""
         self.store.put(f"{owner}/unfinished/{record.id}", b"{}")
+        self.save_batch(owner, record)
 
     def unfinished(self, owner: str) -> list[str]:
         return [entry.name for entry in self.store.entries(f"{owner}/unfinished")]

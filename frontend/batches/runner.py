@@ -21,6 +21,7 @@ _LOOK_S = 10.0  # between looks for what others have left
 _SWEEP_S = 3600.0
 _OF_ONE_OWNER = 4  # batches that run at a time
 _OF_ALL = 16
+_BEGUN_S = 600.0  # within which a batch that has a mark gets its record, unless its server ended in between
 
 
 class BatchRunner:
@@ -124,6 +125,8 @@ class BatchRunner:
         if record is not None and not record.has_ended:
             return record
         journal.close()
+        if record is None and created_at(batch_id) > time.time() - _BEGUN_S:
+            return None
         self._parts.records.forget_unfinished(owner, batch_id)
         return None
 

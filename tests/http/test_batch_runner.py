@@ -98,6 +98,43 @@ async def test_a_batch_that_cannot_be_read_keeps_no_other_one_waiting_and_no_fil
     assert open_files() == before
 
 
+class SuddenEndError(BaseException):
+    """Stands for kill -9 in a test."""
+
+
+@on_loop
+async def test_a_sudden_end_while_a_batch_begins_leaves_no_batch_that_nothing_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = parts_of(tmp_path, FakeAsking())
+    records, runner = parts.records, cast("Any", BatchRunner(parts, None))
+    put = records.store.put
+    written: list[str] = []
+
+    def put_once(key: str, data: bytes) -> None:
+        if written:
+            raise SuddenEndError
+        written.append(key)
+        put(key, data)
+
+    monkeypatch.setattr(records.store, "put", put_once)
+    record = new_batch(COMPLETIONS, INPUT, "1h", 3600)
+    with pytest.raises(SuddenEndError):
+        records.begin_batch(EVERYONE, record)
+    monkeypatch.undo()
+    assert records.batch_ids(EVERYONE) == []
+    long_ago = f"{BATCH_PREFIX}{1:011x}{'0' * 20}"
+    records.store.put(f"{EVERYONE}/unfinished/{long_ago}", b"{}")
+    await runner._begin_all()
+    assert records.unfinished(EVERYONE) == [record.id], "another server may be about to store it"
+    records.store.put(content_key(EVERYONE, INPUT), b"")
+    records.save_batch(EVERYONE, record)  # it was
+    await runner._begin_all()
+    assert (await until_ended(records, record)).status == "failed", "its input is empty"
+    await runner.finish()
+    assert records.unfinished(EVERYONE) == []
+
+
 @on_loop
 async def test_many_keys_and_folders_of_others_cost_one_digest_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
