@@ -163,27 +163,29 @@ class Sleepers:
             await _end_workers(pool)
 
     async def _attempt(self, worker: WorkerProcess, command: Command) -> LmiServerError | None:
-        """Send a command to a worker; return the error with which it answers. One that does not answer is killed."""
+        """Send a command to a worker; return the error with which it answers, or that it does not.
+
+        One that does not answer, or cannot wake up, is killed.
+        """
+        failure: LmiServerError
         try:
             async with asyncio.timeout(self._limit_s):
                 await worker.controls.call(command)
+            return None
         except LmiServerError as error:
-            return error
+            if not isinstance(command, WakeUp):
+                return error
+            failure = error
         except TimeoutError:
-            worker.kill()
-            late = f"a worker did not answer {command.operation} within sleep_timeout={self._limit_s:g} seconds"
-            logger.error("worker %s: %s; it is killed", worker.name, late)
-            return ModelNotReadyError(f"{late[0].upper()}{late[1:]}, and is started again")
-        return None
+            late = f"did not answer {command.operation} within sleep_timeout={self._limit_s:g} seconds"
+            failure = ModelNotReadyError(f"A worker {late}, and is started again")
+        logger.error("worker %s is killed at %s: %s", worker.name, command.operation, failure)
+        worker.kill()
+        return failure
 
     async def _wake(self, workers: Iterable[WorkerProcess]) -> None:
         """Wake workers. One that cannot wake is killed; the one that takes its place is awake."""
-        workers = list(workers)
-        outcomes = await asyncio.gather(*(self._attempt(worker, WakeUp()) for worker in workers))
-        for worker, failure in zip(workers, outcomes, strict=True):
-            if failure is not None:
-                logger.error("worker %s does not wake up, and is killed: %s", worker.name, failure)
-                worker.kill()
+        await asyncio.gather(*(self._attempt(worker, WakeUp()) for worker in workers))
 
 
 def as_refusal(error: LmiServerError) -> LmiServerError:
