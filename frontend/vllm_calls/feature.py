@@ -116,7 +116,7 @@ class VllmCalls(ServerFeature):
         """Have every worker forget the prefixes of prompts; `success` is false if requests hold some of them."""
         query = request.query_params
         command = ResetPrefixCache(truth(query, "reset_running_requests", False), truth(query, "reset_external", False))
-        workers = list(self._model(request).loaded().roster.ready)
+        workers = [worker for pool in self._model(request).pools for worker in pool.roster.ready]
         try:
             async with asyncio.timeout(self._limit_s):
                 answers = await asyncio.gather(*(worker.controls.call(command) for worker in workers))
@@ -131,8 +131,9 @@ class VllmCalls(ServerFeature):
         """End the requests of a model that have one of the ids of the body, or all of them; their clients get 503."""
         ids = (await json_fields(request, AbortRequests)).request_ids
         error = AbortedError("The request was aborted by a call to /abort_requests")
-        count = self._model(request).loaded().dispatcher.abort(error, frozenset(ids) if ids else None)
-        return json_response({"status": "aborted", "aborted": count})
+        meant = None if ids is None else frozenset(ids)
+        counts = [pool.dispatcher.abort(error, meant) for pool in self._model(request).pools]
+        return json_response({"status": "aborted", "aborted": sum(counts)})
 
     async def load_adapter(self, request: Request) -> Response:
         """Add a LoRA adapter to a model. With `load_inplace` it may replace the one of its name."""

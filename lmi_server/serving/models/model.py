@@ -27,6 +27,10 @@ from lmi_server.supervisor.job import Job
 class Trial(Protocol):
     """Another pool that gets a part of a model's requests until it is known whether it takes the place of the first."""
 
+    @property
+    def pool(self) -> WorkerPool | None:
+        """That pool; None once it gets none any more."""
+
     def choose(self, pool: WorkerPool, request: Input) -> WorkerPool:
         """Return the pool that gets a request, which would go to `pool`; the same for the same request."""
 
@@ -158,6 +162,12 @@ class Model:
             reason = "it is loading" if self.failed is None else self.failed.message
             raise ModelNotReadyError(f"Model is not ready: {self.name}: {reason}")
         return self.pool
+
+    @property
+    def pools(self) -> list[WorkerPool]:
+        """Return the pool, and that of a trial. Raises ModelNotReadyError as `loaded` does."""
+        other = None if self.trial is None else self.trial.pool
+        return [self.loaded(), *(() if other is None else (other,))]
 
     def serving(self, request: Input) -> WorkerPool:
         """Return the pool that gets a request. Raises ModelNotReadyError as `loaded` does."""
