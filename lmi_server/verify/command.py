@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from lmi_server.verify.comparison import Pair, Summary, compare, summarize
 from lmi_server.verify.sides import NEW, OLD, Given, opened
 
 _WORDS = 48  # of a random prompt
+_AT_ONCE = 8  # prompts that the old version is asked again
 
 
 def verify(
@@ -58,12 +60,13 @@ def verify(
         log = Path(directory, "server.log")
         with opened(*sides, server, model, headers, log, load_timeout) as (before, after):
             pairs = list(_ask(prompts, before, after, output_tokens, timeout))
+            noise = summarize(_ask_again(prompts, pairs, before, output_tokens, timeout))
     summary = summarize(pairs)
-    for line in report.lines(summary, pairs):
+    for line in report.lines(summary, noise, pairs):
         typer.echo(line)
     if json_file is not None:
         with plain_configuration_errors():
-            write_text(json_file, report.as_json(summary, pairs))
+            write_text(json_file, report.as_json(summary, noise, pairs))
     complaints = list(_complaints(summary, max_changed, max_slower))
     for complaint in complaints:
         typer.echo(f"not as it should be: {complaint}", err=True)
@@ -79,6 +82,18 @@ def _ask(prompts: Sequence[Prompt], old: Side, new: Side, output_tokens: int, ti
         first, second = (new, old) if number % 2 else (old, new)
         answers = {side.title: side.ask(prompt, output_tokens, timeout_s) for side in (first, second)}
         yield compare(_excerpt(prompt), answers[old.title], answers[new.title])
+
+
+def _ask_again(
+    prompts: Sequence[Prompt], pairs: Sequence[Pair], old: Side, output_tokens: int, timeout_s: float
+) -> list[Pair]:
+    """Return the old answers to some prompts beside those to the same prompts at once: what rounding alone changes."""
+    some = range(0, len(prompts), -(-len(prompts) // _AT_ONCE))
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        again = threads.map(lambda number: old.ask(prompts[number], output_tokens, timeout_s), some)
+        return [
+            compare(pairs[number].prompt, pairs[number].old, answer) for number, answer in zip(some, again, strict=True)
+        ]
 
 
 def _excerpt(prompt: Prompt) -> str:

@@ -14,8 +14,8 @@ _SHOWN = 5
 _EXCERPT = 60
 
 
-def lines(summary: Summary, pairs: Sequence[Pair]) -> Iterator[str]:
-    """Yield the lines of the report."""
+def lines(summary: Summary, noise: Summary, pairs: Sequence[Pair]) -> Iterator[str]:
+    """Yield the lines of the report. `noise` is of the old version against itself."""
     yield f"prompts      {summary.prompts}"
     if summary.failed_old or summary.failed_new:
         yield f"failed       {summary.failed_old} old, {summary.failed_new} new"
@@ -23,6 +23,9 @@ def lines(summary: Summary, pairs: Sequence[Pair]) -> Iterator[str]:
     if summary.mean_shift is not None:
         shift = f"{summary.mean_shift:.4f} nats mean change, {summary.largest_shift:.4f} at most"
         yield f"log-prob     {shift}, of the tokens before a change"
+    if noise.compared:
+        shift = "" if noise.mean_shift is None else f", {noise.mean_shift:.4f} nats mean change"
+        yield f"noise        {noise.changed} of {noise.compared} answers{shift}, of old asked again"
     if summary.latency is not None:
         low, high = summary.latency.interval
         yield (
@@ -42,14 +45,8 @@ def lines(summary: Summary, pairs: Sequence[Pair]) -> Iterator[str]:
         yield f'\n"{excerpt(pair.prompt, _EXCERPT)}": {excerpt(pair.new.error or pair.old.error or "", 200)}'
 
 
-def as_json(summary: Summary, pairs: Sequence[Pair]) -> str:
+def as_json(summary: Summary, noise: Summary, pairs: Sequence[Pair]) -> str:
     """Return all figures and all pairs."""
-    figures: dict[str, Any] = dataclasses.asdict(summary)
-    if summary.latency is not None:
-        low, high = summary.latency.interval
-        figures["latency"] = {
-            "median": summary.latency.median, "low": low, "high": high, "confidence": summary.latency.confidence
-        }  # fmt: skip
     rows = [
         {
             "prompt": pair.prompt,
@@ -63,7 +60,21 @@ def as_json(summary: Summary, pairs: Sequence[Pair]) -> str:
         }
         for pair in pairs
     ]
-    return json.dumps({"summary": figures, "pairs": rows}, indent=1) + "\n"
+    return json.dumps({"summary": _figures(summary), "noise": _of_noise(noise), "pairs": rows}, indent=1) + "\n"
+
+
+def _figures(summary: Summary) -> dict[str, Any]:
+    figures: dict[str, Any] = dataclasses.asdict(summary)
+    if summary.latency is not None:
+        low, high = summary.latency.interval
+        figures["latency"] = {
+            "median": summary.latency.median, "low": low, "high": high, "confidence": summary.latency.confidence
+        }  # fmt: skip
+    return figures
+
+
+def _of_noise(noise: Summary) -> dict[str, Any]:
+    return {name: getattr(noise, name) for name in ("compared", "changed", "mean_shift", "largest_shift")}
 
 
 def _badness(pair: Pair) -> float:

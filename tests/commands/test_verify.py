@@ -7,8 +7,11 @@ import os
 import random
 import socket
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 from forked_servers import run_command
@@ -19,7 +22,7 @@ from lmi_server.bench.paired import PairedRatios
 from lmi_server.bench.workload import Prompt
 from lmi_server.client.server_calls import ServerCalls
 from lmi_server.verify.asking import Answer, Side, Token
-from lmi_server.verify.command import _complaints
+from lmi_server.verify.command import _ask_again, _complaints
 from lmi_server.verify.comparison import compare, summarize
 from lmi_server.verify.report import as_json, lines
 
@@ -52,7 +55,7 @@ def test_errors_are_counted_and_compare_nothing() -> None:
     pairs = [compare("p", answer("a"), Answer(error="no")), compare("p", Answer(error="no"), Answer(error="no"))]
     summary = summarize(pairs)
     assert (summary.failed_old, summary.failed_new, summary.changed, summary.latency) == (1, 2, 0, None)
-    assert json.loads(as_json(summary, pairs))["pairs"][0]["error"] == "no"
+    assert json.loads(as_json(summary, summary, pairs))["pairs"][0]["error"] == "no"
 
 
 def test_what_is_compared_was_answered_by_both() -> None:
@@ -61,7 +64,7 @@ def test_what_is_compared_was_answered_by_both() -> None:
     [complaint] = _complaints(summarize(half), None, None)
     assert "nothing was compared" in complaint
     both = [*half, compare("p", answer("a"), answer("b"))]
-    assert "changed      1 of 1 answers" in "\n".join(lines(summarize(both), both))
+    assert "changed      1 of 1 answers" in "\n".join(lines(summarize(both), summarize([]), both))
     assert not list(_complaints(summarize(both), 100, None))
 
 
@@ -79,13 +82,36 @@ def test_half_an_answer_is_a_failure_of_one_prompt(answered: bytes) -> None:
         assert side.ask(Prompt("a b"), 4, 60).error
 
 
+@dataclass(frozen=True)
+class FakeSide:
+    """Answers only if so many ask at once."""
+
+    at_once: threading.Barrier
+
+    def ask(self, prompt: Prompt, output_tokens: int, timeout_s: float) -> Answer:
+        self.at_once.wait(30)
+        return answer("a", prompt.text, logprob=-0.7)
+
+
+@pytest.mark.parametrize(("count", "asked"), [(1, 1), (3, 3), (8, 8), (9, 5), (50, 8), (1000, 8)])
+def test_the_noise_is_that_of_the_old_version_in_a_batch(count: int, asked: int) -> None:
+    prompts = [Prompt(str(number)) for number in range(count)]
+    pairs = [compare(prompt.text, answer("a", prompt.text), answer("b")) for prompt in prompts]
+    side = cast("Side", FakeSide(threading.Barrier(asked)))
+    noise = summarize(_ask_again(prompts, pairs, side, 4, 60))
+    assert (noise.compared, noise.changed) == (asked, 0)
+    assert noise.mean_shift == pytest.approx(0.2)
+    printed = "\n".join(lines(summarize(pairs), noise, pairs))
+    assert f"noise        0 of {asked} answers, 0.2000 nats mean change" in printed
+
+
 def test_a_report_forges_no_line_and_controls_no_terminal() -> None:
     hostile = "\x1b[2J\nchanged      0 of 9 answers\u202e"
     pairs = [
         compare(hostile, answer("a", hostile), answer("a", "b")),
         compare(hostile, answer("a"), Answer(error=hostile)),
     ]
-    printed = "\n".join(lines(summarize(pairs), pairs))
+    printed = "\n".join(lines(summarize(pairs), summarize([]), pairs))
     assert "\x1b" not in printed
     assert "\u202e" not in printed
     assert sum(line.startswith("changed ") for line in printed.splitlines()) == 1
@@ -117,10 +143,13 @@ def test_servers_directories_and_versions_are_compared(tmp_path: Path) -> None:
         same = verify(url, url, "--model", "one", "--data", str(data), "--max-changed", "0")
         assert same.returncode == 0, same.stderr
         assert "changed      0 of 8 answers" in same.stdout
+        assert "noise        0 of 8 answers" in same.stdout
         versions = ("1", "2", "--server", url, "--model", "pair", "--data", str(data))
         found = verify(*versions, "--json", str(tmp_path / "found.json"))
         assert found.returncode == 0, found.stderr
-        assert json.loads((tmp_path / "found.json").read_text())["summary"]["changed"] == 0
+        said = json.loads((tmp_path / "found.json").read_text())
+        assert said["summary"]["changed"] == said["noise"]["changed"] == 0
+        assert said["noise"]["compared"] == 8
         slower = verify(url, url, "--model", "nobody", "--data", data)
         assert slower.returncode == 1
         assert "no request was answered before" in slower.stderr
