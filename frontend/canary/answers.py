@@ -14,11 +14,13 @@ _TEXTS = frozenset(
     {"content", "text", "generated_text", "reasoning_content", "output_text", "delta", "partial_json", "arguments"}
 )
 _DEEPEST = 32
+_MOST_LINES = 10_000  # of a stream, which is read on the event loop
 _BESIDE = frozenset({"logprobs", "top_logprobs", "details", "prefill"})  # they repeat the text, in tokens
 
 
 def read_answer(data: bytes) -> Answer:
-    """Return the text of an answer: ids and times differ in equal ones. Without JSON it is all of the answer.
+    """Return the text of an answer: ids and times differ in equal ones. Without JSON, or with too many lines, it is all
+    of the answer.
 
     The tokens are those of the first sequence, none if one of them has no log-probability.
     """
@@ -33,8 +35,11 @@ def read_answer(data: bytes) -> Answer:
 
 
 def _documents(data: bytes) -> Iterator[Any]:
-    """Yield what is JSON in an answer: the whole, or its lines."""
-    for part in [data] if data[:1] in (b"{", b"[") and b"\n{" not in data else data.split(b"\n"):
+    """Yield what is JSON in an answer: the whole, or its lines unless they are too many."""
+    is_whole = data[:1] in (b"{", b"[") and b"\n{" not in data
+    if not is_whole and data.count(b"\n") > _MOST_LINES:
+        return
+    for part in [data] if is_whole else data.split(b"\n"):
         text = part.strip().removeprefix(b"data:").strip()
         if text[:1] in (b"{", b"["):
             try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from frontend.canary.answers import read_answer
+from frontend.canary.sessions import Counts, SessionCounts
 from lmi_server.bench.paired import PairedRatios
 from lmi_server.verify.comparison import compare
 
@@ -14,58 +15,80 @@ _KEPT = 500  # ratios
 
 
 @dataclass
-class Compared:
-    """How many answers were compared, how many of them are others, and how long the new ones took beside the old.
+class Pairs(Counts):
+    """How many answers were compared (`requests`), and how many of them are others.
 
     `refused` of the changed ones were refused by one version alone. Where both answers have log-probabilities, `shifts`
-    of them were compared, of the tokens before a change: `mean_shift` and `largest_shift` are in nats. `ties` of the
+    of them were compared, of the tokens before a change; `shifted` is the sum of their changes in nats. `ties` of the
     changed answers differ first in a token that the old version found as likely as its own.
     """
 
-    answers: int = 0
     changed: int = 0
     refused: int = 0
-    skipped: int = 0
     ties: int = 0
     shifts: int = 0
-    largest_shift: float = 0.0
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _sum_of_shifts: float = 0.0
+    shifted: float = 0.0
 
-    def add(self, old: bytes, new: bytes, ratio: float) -> None:
+    @property
+    def mean_shift(self) -> float | None:
+        """Return by how many nats a log-probability changed in the mean."""
+        return self.shifted / self.shifts if self.shifts else None
+
+
+class Compared:
+    """What was compared, what was `skipped`, and how long the new answers took beside the old ones."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        self.largest_shift = 0.0
+        self.ratios: deque[float] = deque(maxlen=_KEPT)
+        self._counts = SessionCounts(Pairs)
+
+    @property
+    def total(self) -> Pairs:
+        return self._counts.total
+
+    def add(self, old: bytes, new: bytes, ratio: float, session: bytes | None = None) -> None:
         """Compare two whole answers; `ratio` is the new duration as a multiple of the old one."""
         pair = compare("", read_answer(old), read_answer(new))
-        self.answers += 1
-        self.changed += pair.changed
-        self.ties += pair.is_tie
-        for shift in map(abs, pair.shifts):
-            self.shifts += 1
-            self._sum_of_shifts += shift
-            self.largest_shift = max(self.largest_shift, shift)
+        shifts = [abs(shift) for shift in pair.shifts]
+        self.largest_shift = max(self.largest_shift, *shifts, 0.0)
+        for counts in self._counts.of(session):
+            counts.requests += 1
+            counts.changed += pair.changed
+            counts.ties += pair.is_tie
+            counts.shifts += len(shifts)
+            counts.shifted += sum(shifts)
         self.ratios.append(ratio)
 
-    def add_refusal(self) -> None:
+    def add_refusal(self, session: bytes | None = None) -> None:
         """Note that one version has answered a request, and the other one refused it."""
-        self.answers += 1
-        self.changed += 1
-        self.refused += 1
+        for counts in self._counts.of(session):
+            counts.requests += 1
+            counts.changed += 1
+            counts.refused += 1
+
+    def without_most_changed(self) -> Pairs:
+        """Return the counts without the session that has most changed answers."""
+        return self._counts.without_worst(lambda each: each.changed)
+
+    def without_most_shifted(self) -> Pairs:
+        """Return the counts without the session whose log-probabilities changed most."""
+        return self._counts.without_worst(lambda each: each.shifted)
 
     @property
     def latency(self) -> PairedRatios | None:
         return PairedRatios.from_values(self.ratios) if self.ratios else None
 
-    @property
-    def mean_shift(self) -> float | None:
-        return self._sum_of_shifts / self.shifts if self.shifts else None
-
     def describe(self) -> dict[str, Any]:
         """Return what the management API says."""
-        latency, mean = self.latency, self.mean_shift
+        latency, total = self.latency, self.total
         times = {} if latency is None else {"timesAsLong": latency.median, "interval": list(latency.interval)}
-        counts = {"answers": self.answers, "changed": self.changed, "refusedByOne": self.refused}
-        logprobs = {} if mean is None else {
+        counts = {"answers": total.requests, "changed": total.changed, "refusedByOne": total.refused}
+        logprobs = {} if total.mean_shift is None else {
             "logProbs": {
-                "compared": self.shifts, "meanShift": mean, "largestShift": self.largest_shift, "ties": self.ties
+                "compared": total.shifts, "meanShift": total.mean_shift, "largestShift": self.largest_shift,
+                "ties": total.ties,
             }
         }  # fmt: skip
         return {**counts, "skipped": self.skipped, **logprobs, **times}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,20 +15,27 @@ from frontend.http.clients import Send
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.protocol import Error, Input, Reply
 from lmi_server.dialects.errors import error_reply
+from lmi_server.serving.dispatch.affinity.sticky_sessions import may_have_files
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.supervisor.job import Job
 
 MAX_ANSWER = 1 << 18  # bytes of an answer that are compared; a longer one is not
 _MAX_COPIES = 64  # at a time
+_MAX_HELD = 1 << 26  # bytes of their requests: these outlive the requests that the front end counts
 
 
 class SentAnswer:
     """The answer that a client gets, up to a bound, and when it was complete.
 
-    `outcome` is None as long as there is no answer, and if the client has left before its end.
+    `outcome` is None as long as there is no answer, and if the client has left before its end. `tenant` identifies the
+    API key of the request. `on_refusal` is called at the end if the request was refused at once: none of the versions
+    has had it then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: bytes = b"") -> None:
+        self.tenant = tenant
+        self.on_refusal: Callable[[], None] | None = None
+        self._has_begun = False
         self.data = bytearray()
         self.began = time.monotonic()
         self.seconds = 0.0
@@ -39,6 +46,7 @@ class SentAnswer:
         """Return what takes down the answer that goes to `send`."""
 
         async def take(message: MutableMapping[str, Any]) -> None:
+            self._has_begun = True
             if self.ended is not None and len(self.data) <= MAX_ANSWER:
                 self.data += message.get("body", b"")[: MAX_ANSWER + 1]
             await send(message)
@@ -48,12 +56,14 @@ class SentAnswer:
     def end(self) -> None:
         """Note that the request has ended, well or not."""
         self.seconds = time.monotonic() - self.began
+        if self.on_refusal is not None and self._has_begun:
+            self.on_refusal()
         if self.ended is not None and not self.ended.done():
             self.ended.set_result(None)
 
 
 SENT: ContextVar[SentAnswer | None] = ContextVar("SENT", default=None)
-"""The answer to the request that the running task serves, while any model has copies made."""
+"""The answer to the request that the running task serves, while any model has a new version tried."""
 
 
 class Copies:
@@ -64,22 +74,34 @@ class Copies:
         self._pool = pool
         self._figures = figures
         self._tasks: set[asyncio.Task[None]] = set()
+        self._held = 0  # bytes of the requests that have copies
 
-    def make(self, request: Input) -> None:
-        """Make a copy of the request that the running task is about to serve."""
-        sent = SENT.get()
-        if sent is None or sent.ended is not None or len(self._tasks) >= _MAX_COPIES:
+    def make(self, request: Input, session: bytes | None) -> None:
+        """Make a copy of the request that the running task is about to serve, unless its session has had enough.
+
+        No copy is made of what might change a session's files a second time.
+        """
+        sent, size = SENT.get(), len(request.body())
+        is_full = len(self._tasks) >= _MAX_COPIES or self._held + size > _MAX_HELD
+        is_unwanted = is_full or may_have_files(request) or not self._figures.has_room(session)
+        if sent is None or sent.ended is not None or is_unwanted:
             self._compared.skipped += 1
             return
         sent.ended = asyncio.get_running_loop().create_future()
         try:
             job = self._pool.submit(request, _nothing)
-        except LmiServerError as error:
-            self._figures.add(outcome_of(error_reply(request.route, error)[0], None), 0.0)
+        except LmiServerError:
+            self._figures.add(Outcome.REFUSED, 0.0, session)
             return
-        task = asyncio.create_task(self._follow(job, sent))
+        task = asyncio.create_task(self._follow(job, sent, session))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._held += size
+
+        def end(ended: asyncio.Task[None]) -> None:
+            self._tasks.discard(ended)
+            self._held -= size
+
+        task.add_done_callback(end)
 
     async def stop(self) -> None:
         """Drop the copies that run."""
@@ -88,7 +110,7 @@ class Copies:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, job: Job, sent: SentAnswer) -> None:
+    async def _follow(self, job: Job, sent: SentAnswer, session: bytes | None) -> None:
         try:
             answer = await _whole(job)
             seconds = time.monotonic() - job.queued_at
@@ -97,22 +119,25 @@ class Copies:
             tokens = 0 if terminal is None or isinstance(terminal, Error) or not terminal.summary else (
                 terminal.summary.output_tokens
             )  # fmt: skip
-            self._figures.add(outcome, seconds / max(tokens, 1))
+            counts = self._figures.add(outcome, seconds / max(tokens, 1), session)
             assert sent.ended is not None
             await sent.ended
-            self._compare(sent, outcome, answer, seconds)
+            if counts:
+                self._compare(sent, outcome, answer, seconds, session)
         finally:
             self._pool.dispatcher.cancel(job)
 
-    def _compare(self, sent: SentAnswer, outcome: Outcome, answer: bytes, seconds: float) -> None:
+    def _compare(
+        self, sent: SentAnswer, outcome: Outcome, answer: bytes, seconds: float, session: bytes | None
+    ) -> None:
         """Compare the answer that was sent with that to its copy, which took `seconds`."""
         both = {sent.outcome, outcome}
         if both == {Outcome.SUCCESS, Outcome.REFUSED}:
-            self._compared.add_refusal()
+            self._compared.add_refusal(session)
         elif both != {Outcome.SUCCESS} or max(len(answer), len(sent.data)) > MAX_ANSWER:
             self._compared.skipped += 1
         else:
-            self._compared.add(bytes(sent.data), answer, seconds / max(sent.seconds, 1e-6))
+            self._compared.add(bytes(sent.data), answer, seconds / max(sent.seconds, 1e-6), session)
 
 
 async def _whole(job: Job) -> bytes:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from frontend.access.api_keys import TENANT
 from frontend.access.management_access import protect
 from frontend.canary.copies import SENT, SentAnswer
 from frontend.canary.rules import Rules
@@ -27,6 +28,7 @@ from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.models.model import Model
 
 _REQUESTS, _DURATION_S, _MAX_ERRORS, _MAX_SLOWER, _MAX_CHANGED = 200, 3600.0, 1.0, 1.2, 100.0
+_MAX_CLIENT = 10.0
 _MAX_SHIFT = 1e6
 _LONGEST_S = 7 * 24 * 3600.0
 
@@ -46,16 +48,16 @@ class CanaryFeature(ServerFeature):
         self._guard = server.access.guard
         self._drain_timeout_s = server.settings.drain_timeout
         self._trials: dict[Model, CanaryTrial] = {}  # the last one of each model
-        self._shadows: set[CanaryTrial] = set()  # those of them that have copies made
+        self._running: set[CanaryTrial] = set()  # those of them that are not over
         self._reloads: set[asyncio.Task[None]] = set()
 
     def wrap(self, infer: Inference) -> Inference:
-        shadows = self._shadows
+        running = self._running
 
-        async def with_copies(
+        async def noting(
             route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
         ) -> None:
-            sent = SentAnswer()
+            sent = SentAnswer(scope.get(TENANT, b""))
             token = SENT.set(sent)
             try:
                 await infer(route, name, version, scope, receive, sent.sending(send))
@@ -66,8 +68,8 @@ class CanaryFeature(ServerFeature):
         def call(
             route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
         ) -> Awaitable[None]:
-            """Serve a request. Without a shadow it costs this look, and no coroutine of its own."""
-            return (with_copies if shadows else infer)(route, name, version, scope, receive, send)
+            """Serve a request. Without a trial it costs this look, and no coroutine of its own."""
+            return (noting if running else infer)(route, name, version, scope, receive, send)
 
         return call
 
@@ -124,15 +126,14 @@ class CanaryFeature(ServerFeature):
         return json_response({"status": trial.verdict.value, "canary": trial.describe()})
 
     async def _reload(self, trial: CanaryTrial) -> None:
-        if trial.shadow:
-            self._shadows.add(trial)
+        self._running.add(trial)
         try:
             await self._models.reload_model(trial.model, trial.prove)
         except LmiServerError as error:
             trial.fail(error)
             raise
         finally:
-            self._shadows.discard(trial)
+            self._running.discard(trial)
             if not trial.is_over:
                 trial.fail(ModelNotFoundError("the model or the server has ended"))
 
@@ -163,19 +164,30 @@ class CanaryFeature(ServerFeature):
         for model, trial in self._trials.items():
             share.add_metric([model.label], trial.share if trial.verdict is Verdict.RUNNING else 0.0)
             for version, figures in (("old", trial.old), ("new", trial.new)):
-                requests.add_metric([model.label, version, "error"], figures.errors)
-                requests.add_metric([model.label, version, "refused"], figures.refused)
-                requests.add_metric([model.label, version, "success"], figures.judging - figures.errors)
+                total = figures.total
+                requests.add_metric([model.label, version, "error"], total.errors)
+                requests.add_metric([model.label, version, "refused"], total.refused)
+                requests.add_metric([model.label, version, "success"], total.judging - total.errors)
+                requests.add_metric([model.label, version, "uncounted"], figures.uncounted)
                 if (found := figures.latency) is not None:
                     latency.add_metric([model.label, version], found.median)
         yield from (share, requests, latency)
 
 
 def _share(text: str) -> float:
-    """Return a share of 1 of "5%" or "5": percent. Raises BadParameterError."""
-    value = _number({"share": text.strip().removesuffix("%")}, "share", 0.0, 100.0)
+    """Return a share of 1 of "5%" or "5": percent. Below 1 it could be meant either way, and needs its sign.
+
+    Raises BadParameterError.
+    """
+    given = text.strip()
+    value = _number({"share": given.removesuffix("%")}, "share", 0.0, 100.0)
     if not value:
         raise BadParameterError("Parameter share is 0; it takes a percentage above 0, such as 5%")
+    if value < 1 and not given.endswith("%"):
+        raise BadParameterError(
+            f'Parameter share is "{excerpt(given)}", and takes percent: send {value * 100:g}%, or {value:g}% if so few '
+            "requests are meant"
+        )
     return value / 100
 
 
@@ -190,6 +202,7 @@ def _rules(given: Mapping[str, str]) -> Rules:
         _number(given, "max_slower", _MAX_SLOWER, 1e6),
         _number(given, "max_changed", _MAX_CHANGED, 100.0) / 100,
         _number(given, "max_shift", _MAX_SHIFT, _MAX_SHIFT),
+        _number(given, "max_client", _MAX_CLIENT, 100.0) / 100,
     )
 
 

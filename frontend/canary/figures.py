@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from frontend.canary.outcomes import Outcome
+from frontend.canary.sessions import Counts, SessionCounts
 from lmi_server.bench.paired import PairedRatios
 
 _KEPT = 500  # latencies
 
 
 @dataclass
-class Figures:
-    """Counts and latencies. `seconds` are the latest seconds per output token, or per answer without a text.
+class Endings(Counts):
+    """How requests ended. Requests `refused` to their clients say nothing of a version; the others judge it."""
 
-    `requests` that were `refused` to their clients say nothing of a version; the others judge it.
-    """
-
-    requests: int = 0
     errors: int = 0
     refused: int = 0
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-
-    def add(self, outcome: Outcome, seconds: float) -> None:
-        """Count a request that has ended; only answers have a latency."""
-        self.requests += 1
-        self.errors += outcome is Outcome.ERROR
-        self.refused += outcome is Outcome.REFUSED
-        if outcome is Outcome.SUCCESS:
-            self.seconds.append(seconds)
 
     @property
     def judging(self) -> int:
@@ -41,6 +29,48 @@ class Figures:
     def error_rate(self) -> float:
         return self.errors / self.judging if self.judging else 0.0
 
+
+class Figures:
+    """Counts and latencies of the requests that count: of a session the first `most_of_session`, None for all.
+
+    `seconds` are the latest seconds per output token, or per answer without a text.
+    """
+
+    def __init__(self, most_of_session: int | None = None) -> None:
+        self.seconds: deque[float] = deque(maxlen=_KEPT)
+        self.uncounted = 0
+        self._most_of_session = most_of_session
+        self._counts = SessionCounts(Endings)
+
+    @property
+    def total(self) -> Endings:
+        return self._counts.total
+
+    def has_room(self, session: bytes | None) -> bool:
+        """Return whether another request of a session counts."""
+        return self._most_of_session is None or self._counts.requests_of(session) < self._most_of_session
+
+    def add(self, outcome: Outcome, seconds: float, session: bytes | None = None) -> bool:
+        """Count a request that has ended; only answers have a latency. Return False if it does not count."""
+        if not self.has_room(session):
+            self.uncounted += 1
+            return False
+        for counts in self._counts.of(session):
+            counts.requests += 1
+            counts.errors += outcome is Outcome.ERROR
+            counts.refused += outcome is Outcome.REFUSED
+        if outcome is Outcome.SUCCESS:
+            self.seconds.append(seconds)
+        return True
+
+    def without_most_errors(self) -> Endings:
+        """Return the counts without the session that has most errors."""
+        return self._counts.without_worst(lambda each: each.errors)
+
+    def without_most_refusals(self) -> Endings:
+        """Return the counts without the session that was refused most."""
+        return self._counts.without_worst(lambda each: each.refused)
+
     @property
     def latency(self) -> PairedRatios | None:
         """Return the latencies with an interval of their median; None without any."""
@@ -48,7 +78,8 @@ class Figures:
 
     def describe(self) -> dict[str, Any]:
         """Return what the management API says."""
-        latency = self.latency
+        latency, total = self.latency, self.total
         median = {} if latency is None else {"medianMs": latency.median * 1000}
         interval = {} if latency is None else {"intervalMs": [bound * 1000 for bound in latency.interval]}
-        return {"requests": self.requests, "errors": self.errors, "refused": self.refused, **median, **interval}
+        counts = {"requests": total.requests, "errors": total.errors, "refused": total.refused}
+        return {**counts, "uncounted": self.uncounted, **median, **interval}

@@ -6,7 +6,7 @@ from enum import Enum
 
 import msgspec
 
-from lmi_server.contract.errors import RequestError
+from lmi_server.contract.errors import AbortedError, RequestError
 from lmi_server.contract.protocol import Error, Item, Reply
 
 _FAILED, _REFUSED = 500, 400
@@ -16,7 +16,11 @@ _LONGEST = 1 << 16  # bytes of an error that is read
 
 
 class Outcome(Enum):
-    """REFUSED is what the client got wrong, or did not wait for: it says nothing of either version by itself."""
+    """How a request ended.
+
+    REFUSED is what the client got wrong, did not wait for, or sent when there was no room, and what a call has aborted:
+    it says nothing of either version by itself.
+    """
 
     SUCCESS = "success"
     REFUSED = "refused"
@@ -29,16 +33,16 @@ class _LmiError(msgspec.Struct):
 
 def outcome_of(status: int, terminal: Item | None) -> Outcome:
     """Return what a status, and the last item of the answer, say."""
+    if status < _REFUSED:
+        return Outcome.SUCCESS
+    if isinstance(terminal, Error) and isinstance(terminal.exception(), (RequestError, AbortedError)):
+        return Outcome.REFUSED  # also with a status of 504: the client may set as short a deadline as it likes
     if status == _LMI_REFUSED_OR_FAILED:
         return Outcome.REFUSED if _is_refusal(terminal) else Outcome.ERROR
-    if status >= _FAILED:
-        return Outcome.ERROR
-    return Outcome.REFUSED if status >= _REFUSED else Outcome.SUCCESS
+    return Outcome.ERROR if status >= _FAILED else Outcome.REFUSED
 
 
 def _is_refusal(terminal: Item | None) -> bool:
-    if isinstance(terminal, Error):
-        return isinstance(terminal.exception(), RequestError)
     if not isinstance(terminal, Reply) or len(terminal.data) > _LONGEST:
         return False  # a stream that has begun was not refused
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from frontend.canary.comparison import Compared
-from frontend.canary.figures import Figures
+from frontend.canary.comparison import Compared, Pairs
+from frontend.canary.figures import Endings, Figures
 from frontend.canary.proportions import chance_of_more
 
 _EARLY = 5  # errors of the new version that are no accident
@@ -21,6 +21,9 @@ class Rules:
     long, and of the answers to copies of requests the share `max_changed` may be others. The
     log-probabilities of their tokens may differ by `max_shift` nats in the mean. And it may not refuse significantly
     more requests than the old version.
+
+    The share `max_client` of `requests` may be of one session, for either version. What the session that weighs most
+    says against the new version is a doubt, and no objection.
     """
 
     requests: int
@@ -29,28 +32,46 @@ class Rules:
     max_slower: float
     max_changed: float
     max_shift: float
+    max_client: float
+
+    @property
+    def most_of_client(self) -> int:
+        return max(1, int(self.requests * self.max_client))
 
     def objection(self, old: Figures, new: Figures, copies: Compared | None) -> str | None:
         """Return why the new version is not good enough, by what is known; None if nothing speaks against it."""
-        objection = _objection_to_refusals(old, new) or self._objection_to_errors(old, new)
+        objection = _objection_to_refusals(old.without_most_refusals(), new.without_most_refusals())
+        objection = objection or self._objection_to_errors(old.without_most_errors(), new.without_most_errors())
         if objection is not None:
             return objection
-        if copies is not None:
-            return self._objection_to_copies(copies)
-        return self._objection_to_latency(old, new)
+        if copies is None:
+            return self._objection_to_latency(old, new)
+        objection = self._objection_to_changes(copies.without_most_changed())
+        return objection or self._objection_to_shifts(copies.without_most_shifted()) or self._objection_to_times(copies)
+
+    def doubt(self, old: Figures, new: Figures, copies: Compared | None) -> str | None:
+        """Return what speaks against the new version if one session is taken at its word; None without doubt."""
+        doubt = self._objection_to_errors(old.total, new.total)
+        if doubt is not None or copies is None:
+            return doubt
+        return self._objection_to_changes(copies.total) or self._objection_to_shifts(copies.total)
 
     def early_objection(self, old: Figures, new: Figures) -> str | None:
         """Return why the new version is to be taken back before its time: it fails, or refuses, often."""
-        failures = self._objection_to_errors(old, new) if new.errors >= _EARLY else None
-        return failures or _objection_to_refusals(old, new)
+        before, after = old.without_most_errors(), new.without_most_errors()
+        failures = self._objection_to_errors(before, after) if after.errors >= _EARLY else None
+        return failures or _objection_to_refusals(old.without_most_refusals(), new.without_most_refusals())
 
     def finding(self, old: Figures, new: Figures) -> str | None:
         """Return a change that may be unintended, although it does not speak against the new version."""
-        if chance_of_more(new.refused, new.requests, old.refused, old.requests) >= _CHANCE:
+        before, after = old.total, new.total
+        if _objection_to_refusals(before, after) is not None:
+            return f"one session is refused more often: {_refusals(before, after)}"
+        if chance_of_more(after.refused, after.requests, before.refused, before.requests) >= _CHANCE:
             return None
-        return f"it refuses fewer requests: {_refusals(old, new)}"
+        return f"it refuses fewer requests: {_refusals(before, after)}"
 
-    def _objection_to_errors(self, old: Figures, new: Figures) -> str | None:
+    def _objection_to_errors(self, old: Endings, new: Endings) -> str | None:
         if new.error_rate <= old.error_rate + self.max_errors:
             return None
         return f"{new.errors} of {new.judging} requests failed, and {old.errors} of {old.judging} of the old version"
@@ -66,24 +87,30 @@ class Rules:
             f"the median latency is {after.median * 1000:.1f} ms, and {before.median * 1000:.1f} ms of the old version"
         )
 
-    def _objection_to_copies(self, copies: Compared) -> str | None:
-        if copies.answers and copies.changed > self.max_changed * copies.answers:
-            refused = f", {copies.refused} of them refused by one version" if copies.refused else ""
-            return f"{copies.changed} of {copies.answers} answers are others{refused}"
-        shift = copies.mean_shift
-        if shift is not None and shift > self.max_shift:
-            return f"the log-probabilities of {copies.shifts} tokens differ by {shift:.4f} nats in the mean"
+    def _objection_to_changes(self, pairs: Pairs) -> str | None:
+        if not pairs.requests or pairs.changed <= self.max_changed * pairs.requests:
+            return None
+        refused = f", {pairs.refused} of them refused by one version" if pairs.refused else ""
+        return f"{pairs.changed} of {pairs.requests} answers are others{refused}"
+
+    def _objection_to_shifts(self, pairs: Pairs) -> str | None:
+        shift = pairs.mean_shift
+        if shift is None or shift <= self.max_shift:
+            return None
+        return f"the log-probabilities of {pairs.shifts} tokens differ by {shift:.4f} nats in the mean"
+
+    def _objection_to_times(self, copies: Compared) -> str | None:
         ratios = copies.latency
-        if ratios is not None and ratios.interval[0] > self.max_slower:
-            return f"a copy takes {ratios.interval[0]:.2f} times as long at least"
-        return None
+        if ratios is None or ratios.interval[0] <= self.max_slower:
+            return None
+        return f"a copy takes {ratios.interval[0]:.2f} times as long at least"
 
 
-def _objection_to_refusals(old: Figures, new: Figures) -> str | None:
+def _objection_to_refusals(old: Endings, new: Endings) -> str | None:
     if chance_of_more(old.refused, old.requests, new.refused, new.requests) >= _CHANCE:
         return None
     return f"it refuses more requests: {_refusals(old, new)}"
 
 
-def _refusals(old: Figures, new: Figures) -> str:
+def _refusals(old: Endings, new: Endings) -> str:
     return f"{new.refused} of {new.requests}, and the old version {old.refused} of {old.requests}"

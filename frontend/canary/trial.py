@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import os
 import time
+from collections import Counter
 from enum import Enum
 from typing import Any
 
 from frontend.canary.comparison import Compared
 from frontend.canary.copies import SENT, Copies
+from frontend.canary.draw import Draw
 from frontend.canary.figures import Figures
-from frontend.canary.outcomes import outcome_of
+from frontend.canary.outcomes import Outcome, outcome_of
 from frontend.canary.rules import Rules
 from frontend.observability.request_record import CLIENT_GONE
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError
 from lmi_server.contract.protocol import Error, Input
 from lmi_server.contract.texts.secrets import SECRETS
-from lmi_server.serving.dispatch.affinity.sticky_sessions import TO_BE_OPENED, session_of
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.supervisor.job import Job
@@ -49,25 +48,31 @@ class Verdict(Enum):
 class CanaryTrial:
     """Gives the new version a share of the requests, or with `shadow` copies of that share, and judges it by `rules`.
 
-    Requests of a session stay with the version that they began with, and all others are told apart by chance.
+    Requests of a session stay with the version that they began with, and all others are told apart by chance. No client
+    decides alone: of a session only some requests count, and of an API key what chance would give it, and some more.
     """
 
     def __init__(self, model: Model, share: float, rules: Rules, shadow: bool, drain_timeout_s: float) -> None:
         self.model = model
-        self.share = share
+        self._draw = Draw(share)
         self.shadow = shadow
         self.verdict = Verdict.LOADING
         self.reason = ""
-        self.old, self.new = Figures(), Figures()
+        self.old, self.new = Figures(rules.most_of_client), Figures(rules.most_of_client)
         self.over = asyncio.Event()
         self._compared = Compared() if shadow else None
         self._copies: Copies | None = None
         self._rules = rules
         self._drain_timeout_s = drain_timeout_s
-        self._salt = os.urandom(16)
-        self._pool: WorkerPool | None = None
+        self.pool: WorkerPool | None = None
         self._asked: Verdict | None = None  # by a call
+        self._sent: Counter[bytes] = Counter()  # requests that have ended by the API key
+        self._sent_to_new: Counter[bytes] = Counter()  # those of them that the new version had, and that count
         self._ends = 0.0
+
+    @property
+    def share(self) -> float:
+        return self._draw.share
 
     @property
     def is_over(self) -> bool:
@@ -76,38 +81,42 @@ class CanaryTrial:
     # --- of the model ---
 
     def choose(self, pool: WorkerPool, request: Input) -> WorkerPool:
-        new = self._pool
-        if new is None or not self._is_drawn(request, pool, new):
+        new, sent = self.pool, SENT.get()
+        if new is None:
             return pool
-        if self._copies is not None:
-            self._copies.make(request)
-            return pool
-        return new if new.roster.ready else pool  # its worker has died: the old version serves meanwhile
+        tenant = b"" if sent is None else sent.tenant
+        chosen = pool
+        if self._draw.includes(request, pool, new):
+            if self._copies is not None:
+                self._copies.make(request, self._draw.session(request, tenant))
+            elif new.roster.ready:  # otherwise its worker has died: the old version serves meanwhile
+                chosen = new
+        if sent is not None:
+            sent.on_refusal = lambda: self._add(Outcome.REFUSED, 0.0, chosen is new, request, tenant)
+        return chosen
 
     def note(self, pool: WorkerPool, job: Job, status: int) -> None:
         terminal = job.reply.terminal
         summary = None if terminal is None or isinstance(terminal, Error) else terminal.summary
         seconds = time.monotonic() - job.queued_at
-        figures = self.new if pool is self._pool else self.old
         per_token = seconds / max(summary.output_tokens, 1) if summary is not None else seconds
         outcome = outcome_of(status, terminal)
-        figures.add(outcome, per_token)
+        self._add(outcome, per_token, pool is self.pool, job.request, job.tenant)
         sent = SENT.get()
-        if sent is not None and status != CLIENT_GONE:
-            sent.outcome = outcome
+        if sent is not None:
+            sent.on_refusal, sent.began = None, job.queued_at  # as the time of a copy
+            sent.outcome = None if status == CLIENT_GONE else outcome
 
-    def _is_drawn(self, request: Input, old: WorkerPool, new: WorkerPool) -> bool:
-        """Return whether the new version gets a request, or its copy."""
-        session = session_of(request)
-        if session is not None:
-            for pool, drawn in ((old, False), (new, True)):
-                sessions = pool.dispatcher.router.sessions
-                if sessions is not None and sessions.worker_of(request) is not None:
-                    return drawn
-        if session in (None, TO_BE_OPENED):
-            session = request.request_id
-        number = hashlib.blake2b(session.encode("utf-8", "replace"), digest_size=8, key=self._salt).digest()
-        return int.from_bytes(number) < self.share * 2**64
+    def _add(self, outcome: Outcome, per_token: float, is_new: bool, request: Input, tenant: bytes) -> None:
+        """Count a request, unless its API key sticks to the new version."""
+        self._sent[tenant] += 1
+        session = self._draw.session(request, tenant)
+        if not is_new:
+            self.old.add(outcome, per_token, session)
+        elif self._sent_to_new[tenant] >= self.share * self._sent[tenant] + self._rules.most_of_client:
+            self.new.uncounted += 1
+        elif self.new.add(outcome, per_token, session):
+            self._sent_to_new[tenant] += 1
 
     # --- of the registry ---
 
@@ -116,7 +125,7 @@ class CanaryTrial:
         pool = after.loaded()
         if self._compared is not None:
             self._copies = Copies(pool, self.new, self._compared)
-        self._pool, self.verdict = pool, Verdict.RUNNING
+        self.pool, self.verdict = pool, Verdict.RUNNING
         self._ends = time.monotonic() + self._rules.duration_s
         self.model.trial = self
         what = "copies of " if self.shadow else ""
@@ -150,9 +159,10 @@ class CanaryTrial:
             objection = self._objection(pool)
             if objection is not None:
                 raise TakenBackError(objection)
-            if self.new.judging >= self._rules.requests:
+            if self.new.total.judging >= self._rules.requests and self._doubt() is None:
                 finding = self._rules.finding(self.old, self.new)
-                self.reason = f"{self.new.judging} requests spoke for it{'' if finding is None else f', but {finding}'}"
+                but = "" if finding is None else f", but {finding}"
+                self.reason = f"{self.new.total.judging} requests spoke for it{but}"
                 return
             await asyncio.sleep(_CHECK_S)
 
@@ -161,19 +171,29 @@ class CanaryTrial:
             return "a call asked for it"
         if pool.availability.failure is not None or pool.members.deaths:
             return "a worker of it has died"
-        if self.new.judging >= self._rules.requests:
-            return self._rules.objection(self.old, self.new, self._compared)
+        if self.new.total.judging >= self._rules.requests:
+            objection = self._rules.objection(self.old, self.new, self._compared)
+            return objection or (self._doubt() if time.monotonic() >= self._ends else None)
         if time.monotonic() >= self._ends:
-            return (
-                f"only {self.new.judging} of {self._rules.requests} requests came within {self._rules.duration_s:g}"
-                " seconds" + (f", and {self.new.refused} that it refused" if self.new.refused else "")
-            )
+            return self._too_few()
         return self._rules.early_objection(self.old, self.new)
+
+    def _doubt(self) -> str | None:
+        """Return what one session alone says against the new version; the others may outweigh it."""
+        doubt = self._rules.doubt(self.old, self.new, self._compared)
+        return None if doubt is None else f"it is in doubt, because of one session: {doubt}"
+
+    def _too_few(self) -> str:
+        new, rules = self.new, self._rules
+        few = f"only {new.total.judging} of {rules.requests} requests came within {rules.duration_s:g} seconds"
+        refused = f", and {new.total.refused} that it refused" if new.total.refused else ""
+        share = f"max_client={rules.max_client * 100:g} %"
+        return few + refused + (f", and {new.uncounted} of clients beyond {share}" if new.uncounted else "")
 
     def _end(self, verdict: Verdict, reason: str) -> None:
         """Send every request to the model's own pool again, which is soon the new one if it was promoted."""
         self.verdict, self.reason = verdict, reason
-        self._pool = self._copies = None  # what is known of the trial outlives them
+        self.pool = self._copies = None  # what is known of the trial outlives them
         self.over.set()
         if self.model.trial is self:
             self.model.trial = None
@@ -191,15 +211,18 @@ class CanaryTrial:
 
     def describe(self) -> dict[str, Any]:
         """Return what the management API says."""
-        workers = {} if self._pool is None else {"workers": sorted(self._pool.roster.pids.values())}
+        workers = {} if self.pool is None else {"workers": sorted(self.pool.roster.pids.values())}
         copies = {} if self._compared is None else {"copies": self._compared.describe()}
-        left = {} if self._pool is None else {"secondsLeft": max(0.0, round(self._ends - time.monotonic(), 1))}
+        left = {} if self.pool is None else {"secondsLeft": max(0.0, round(self._ends - time.monotonic(), 1))}
+        is_late = self.pool is not None and self.new.total.judging >= self._rules.requests
+        doubt = self._doubt() if is_late else None
         return {
             "status": self.verdict.value,
             "kind": "shadow" if self.shadow else "canary",
             "sharePercent": self.share * 100,
             "judgedAfter": self._rules.requests,
             **left,
+            **({} if doubt is None else {"doubt": doubt}),
             **({"reason": SECRETS.masked(self.reason)} if self.reason else {}),
             "old": self.old.describe(),
             "new": self.new.describe(),
@@ -210,5 +233,8 @@ class CanaryTrial:
 
 def refuse_if_not_loaded(model: Model) -> None:
     """Raise ModelNotReadyError for a model without an old version to compare with."""
-    if not model.loaded().roster.ready:
+    pool = model.loaded()
+    if pool.availability.paused is not None:
+        raise ModelNotReadyError(pool.availability.paused)
+    if not pool.roster.ready:
         raise ModelNotReadyError(f"Model {model.label} has no worker that serves, to compare a new version with")

@@ -165,15 +165,18 @@ class AdapterManagement:
 def managed_model(models: ModelRegistry, name: str | None, version: str | None, where: str) -> Model:
     """Return the one model that a call of the management API means; without a name it is the default one.
 
-    Raises BadParameterError if none or several may be meant. `where` says where the call can name one.
+    The version "" is the model without a version, which may stand beside others. Raises BadParameterError if none or
+    several may be meant. `where` says where the call can name one.
     """
     endpoint = models.default if name is None else models.endpoint(name)
     if endpoint is None:
         models.refuse_if_untold()
         raise BadParameterError(f"Several models are served; name one {where}")
     if version is None and len(endpoint.models) > 1:
-        raise BadParameterError("Parameter model_version is required: the model has several versions")
-    return endpoint.choose(version)
+        unversioned = any(model.version is None for model in endpoint.models)
+        remedy = '; model_version="" is the one without a version' if unversioned else ""
+        raise BadParameterError(f"Parameter model_version is required: the model has several versions{remedy}")
+    return endpoint.choose(None) if version is None else endpoint.version(version or None)
 
 
 def lora_of(model: Model) -> Adapters:

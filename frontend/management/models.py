@@ -149,7 +149,7 @@ class Management:
 
     async def reload(self, request: Request) -> Response:
         """Load a model again beside itself, with its configuration as it is now; then that gets the requests."""
-        name, version = _path(request)
+        name, version = _named(request)
         waits = truth(await parameters(request), "synchronous", True)
         self._named_versions(request)  # so that an unknown name is refused at once
         reloading = asyncio.ensure_future(self._models.reload(name, version))
@@ -160,10 +160,8 @@ class Management:
         return json_response({"status": f'Model "{name}" reload scheduled.'}, 202)
 
     async def unregister(self, request: Request) -> Response:
-        """Unregister a version, or all. The parameter model_version names one as the path does; empty, that without."""
-        name, version = _path(request)
-        if version is None:
-            version = request.query_params.get("model_version")
+        """Unregister a version, or all."""
+        name, version = _named(request)
         await asyncio.shield(asyncio.ensure_future(self._models.unregister(name, version)))
         return json_response({"status": f'Model or workflow "{name}" unregistered'})
 
@@ -180,10 +178,10 @@ class Management:
         return json_response({"status": "OK"})
 
     def _named_versions(self, request: Request) -> list[Model]:
-        """Return the version that the path names, or all versions."""
-        name, version = _path(request)
+        """Return the version that a call names, or all versions."""
+        name, version = _named(request)
         endpoint = self._models.endpoint(name)
-        return list(endpoint.models) if version is None else [endpoint.version(version)]
+        return list(endpoint.models) if version is None else [endpoint.version(version or None)]
 
 
 class MethodRoute(Route):
@@ -215,8 +213,10 @@ def _retrieve_error(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-def _path(request: Request) -> tuple[str, str | None]:
-    return request.path_params["model"], request.path_params.get("version")
+def _named(request: Request) -> tuple[str, str | None]:
+    """Return name and version that a call names; its query may have the version, "" for the model without one."""
+    path = request.path_params
+    return path["model"], path.get("version", request.query_params.get("model_version"))
 
 
 # --- parameters ---

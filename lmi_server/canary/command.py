@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import typer
 
@@ -38,6 +38,9 @@ def reload_model(
     max_shift: Annotated[
         float | None, typer.Option(help="With --shadow: nats by which log-probabilities may differ in the mean.")
     ] = None,
+    max_client: Annotated[
+        float | None, typer.Option(help="Percent of those requests that one session or sticking API key may send.")
+    ] = None,
     promote: Annotated[bool, typer.Option(help="Let the version that is being tried take the place now.")] = False,
     take_back: Annotated[bool, typer.Option(help="End the version that is being tried.")] = False,
     wait: Annotated[bool, typer.Option(help="Wait for the outcome.")] = True,
@@ -54,6 +57,7 @@ def reload_model(
         "max_slower": max_slower,
         "max_changed": max_changed,
         "max_shift": max_shift,
+        "max_client": max_client,
     }
     given = {name: str(value) for name, value in rules.items() if value is not None}
     if canary is None and not shadow:
@@ -73,14 +77,13 @@ def reload_model(
             typer.echo(f"{name}: {'promoted' if promote else 'taken back'}")
             return
         if wait:
-            message = "waiting for the outcome; GET /models/%s says how the trial goes, and --take-back ends it"
-            typer.echo(f"{name}: {message % quote(name.partition(':')[0], safe='')}", err=True)
+            message = "waiting for the outcome; GET %s says how the trial goes, and --take-back ends it"
+            typer.echo(f"{name}: {message % plain.named(name)[0]}", err=True)
         given |= {"shadow": str(shadow).lower(), "synchronous": str(wait).lower()}
         answer = _call(server, name, "", given | ({} if canary is None else {"share": canary}))
     typer.echo(f"{name}: {answer['status']}")
 
 
 def _call(server: ServerCalls, name: str, action: str, parameters: dict[str, str]) -> Any:
-    model, _, version = name.partition(":")
-    query = urlencode(parameters | ({"model_version": version} if version else {}))
-    return server.json("POST", f"/models/{quote(model, safe='')}/canary{action}?{query}", None)
+    path, version = plain.named(name)
+    return server.json("POST", f"{path}/canary{action}?{urlencode(parameters | version)}", None)

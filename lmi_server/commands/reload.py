@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Annotated
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import typer
 
@@ -14,7 +14,11 @@ from lmi_server.contract.errors import ConfigurationError
 
 ModelName = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="Name of the model, or name:version; it may be left out if it is one."),
+    typer.Argument(
+        metavar="[MODEL]",
+        help="Name of the model, or name:version, or name: for the one without a version beside others; it may be left "
+        "out if there is one model.",
+    ),
 ]
 Url = Annotated[str, typer.Option(help="The server.")]
 _LIST_S = 30.0
@@ -32,10 +36,16 @@ def reload_model(
     with plain_configuration_errors():
         server = ServerCalls(url, dict(parse_headers(header or ())))
         name = model or only_model(server)
-        path = "/".join(quote(part, safe="") for part in name.split(":", 1))
+        path, version = named(name)
         began = time.monotonic()
-        server.json("POST", f"/models/{path}/reload", None)
+        server.json("POST", f"{path}/reload?{urlencode(version)}", None)
     typer.echo(f"{name}: loaded again in {time.monotonic() - began:.1f} s")
+
+
+def named(model: str) -> tuple[str, dict[str, str]]:
+    """Return the path of what an argument names, and the parameter that names its version, if it does."""
+    name, separator, version = model.partition(":")
+    return f"/models/{quote(name, safe='')}", {"model_version": version} if separator else {}
 
 
 def only_model(server: ServerCalls) -> str:

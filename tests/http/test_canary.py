@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -24,12 +27,14 @@ from waiting import wait_until
 
 from frontend.canary.answers import read_answer
 from frontend.canary.comparison import Compared
+from frontend.canary.draw import Draw
 from frontend.canary.figures import Figures
 from frontend.canary.outcomes import Outcome, outcome_of
 from frontend.canary.proportions import chance_of_more
 from frontend.canary.rules import Rules
+from frontend.canary.trial import CanaryTrial
 from lmi_server.contract.errors import HandlerError, RequestError
-from lmi_server.contract.protocol import End, Error, Reply
+from lmi_server.contract.protocol import End, Error, Input, Reply
 from lmi_server.dialects.errors import error_reply
 
 # Answers with the greeting that the configuration had when the worker loaded it.
@@ -223,6 +228,7 @@ def test_a_session_stays_with_its_version(server: Server, configured: Callable[[
         for number in range(12):
             answers = {ask(server, **{"x-session-id": f"session{number}"}).text for _ in range(5)}
             assert len(answers) == 1
+        assert len({ask(server, **{"x-request-id": "same"}).text for _ in range(60)}) == 2, "the id chooses no version"
         everyone = {ask(server, **{"x-session-id": f"session{number}"}).text for number in range(40)}
         assert len(everyone) == 2, "half of the sessions get the new version"
         again = canary(server)
@@ -231,6 +237,45 @@ def test_a_session_stays_with_its_version(server: Server, configured: Callable[[
         assert canary(server, "/take_back").json()["status"] == "TAKEN_BACK"
         assert "a call asked for it" in outcome.result().text
     assert canary(server, "/promote").status_code == 404
+
+
+def test_a_session_that_stays_with_the_new_version_does_not_decide_alone(
+    server: Server, configured: Callable[[str], None]
+) -> None:
+    old = ask(server).text
+    configured("new")
+    with trying(server, share="50%", requests=20) as outcome:
+        mine = next(
+            session for number in range(100)
+            if ask(server, **(session := {"x-session-id": f"mine{number}"})).text != old
+        )  # fmt: skip
+        for _ in range(30):
+            assert ask(server, **mine).text == "new"
+            assert ask(server, b"bad", **mine).status_code == 400
+        figures = described(server)
+        assert (figures["status"], figures["new"]["uncounted"]) == ("RUNNING", 59), "2 of its 61 requests count"
+        text = 'lmi_canary_requests_total{model="model",outcome="uncounted",version="new"} 59.0'
+        assert text in server.http.get("/metrics").text
+        with load(server, 2):
+            assert outcome.result().json()["canary"]["status"] == "PROMOTED"
+
+
+def test_a_model_without_a_version_is_named_beside_versions(server: Server, store: Path) -> None:
+    beside = {"url": str(store / "model"), "model_name": "model", "model_version": "2"}
+    assert server.http.post("/models", params=beside).status_code == 200
+    try:
+        assert 'model_version="" is the one without a version' in canary(server).json()["message"]
+        assert "only 0 of 200 requests came" in canary(server, model_version="", duration=0.2).text
+        url = f"http://127.0.0.1:{server.port}"
+        reloaded = run_command("reload", "model:", "--url", url, env=os.environ, cwd=ROOT)
+        assert reloaded.returncode == 0, reloaded.stderr
+        states = {
+            each.get("version"): each["models"][0].get("reload") for each in server.http.get("/models/model").json()
+        }
+        assert states["2"] is None
+        assert states[None]["status"] == "DONE"
+    finally:
+        assert server.http.delete("/models/model/2").status_code == 200
 
 
 def test_a_reload_waits_for_the_trial_and_a_call_promotes(server: Server, configured: Callable[[str], None]) -> None:
@@ -285,6 +330,9 @@ def test_too_few_requests_take_a_version_back(server: Server) -> None:
         ({"share": "101"}, "from 0 to 100"),
         ({"share": "nan"}, "from 0 to 100"),
         ({"share": "5%%\n"}, "from 0 to 100"),
+        ({"share": "0.05"}, "send 5%, or 0.05% if so few requests are meant"),
+        ({"share": "1e-3"}, "send 0.1%, or 0.001%"),
+        ({"max_client": "101"}, "max_client"),
         ({"requests": "0"}, "1 or more"),
         ({"requests": "9" * 5000}, "integer"),
         ({"duration": "inf"}, "duration"),
@@ -333,7 +381,9 @@ def figures(requests: int, errors: int = 0, seconds: float = 0.1, refused: int =
     return made
 
 
-RULES = Rules(requests=50, duration_s=60, max_errors=0.01, max_slower=1.2, max_changed=0.1, max_shift=0.5)
+RULES = Rules(
+    requests=50, duration_s=60, max_errors=0.01, max_slower=1.2, max_changed=0.1, max_shift=0.5, max_client=0.1
+)
 
 
 @pytest.mark.parametrize(
@@ -394,6 +444,12 @@ def test_what_a_client_got_wrong_is_told_from_what_failed(
     assert outcome_of(status, Error(1, error.__name__, "x")) is outcome
 
 
+def test_a_deadline_of_the_client_is_no_error_of_the_version() -> None:
+    assert outcome_of(504, Error(1, "DeadlineError", "x")) is Outcome.REFUSED
+    assert outcome_of(504, Error(1, "PredictTimeoutError", "x")) is Outcome.ERROR
+    assert outcome_of(503, Error(1, "AbortedError", "a call did that")) is Outcome.REFUSED
+
+
 def test_an_end_of_no_known_kind_is_an_error_of_the_version() -> None:
     for data in (b"", b"[" * 10_000, b"\xff", b'{"type": 3}', b'{"type": "BadRequestException"}' + b" " * (1 << 17)):
         assert outcome_of(424, Reply(1, 424, [], data)) is Outcome.ERROR
@@ -416,7 +472,7 @@ def test_equal_answers_differ_in_ids_and_times_only() -> None:
     compared = Compared()
     for data in (b"[" * 100_000, b'{"a":' * 5000, b"", b'{"text": 3}'):
         compared.add(data, data, 1.0)
-    assert (compared.answers, compared.changed) == (4, 0)
+    assert (compared.total.requests, compared.total.changed) == (4, 0)
 
 
 def chat(*tokens: tuple[str, float, dict[str, float]], index: int = 0) -> bytes:
@@ -440,7 +496,11 @@ def test_log_probabilities_of_copies_are_compared_where_both_have_them() -> None
     assert said["logProbs"] == {
         "compared": 1, "meanShift": pytest.approx(0.2), "largestShift": pytest.approx(0.2), "ties": 1
     }  # fmt: skip
-    assert RULES.objection(figures(50), figures(50), Compared(answers=20, changed=1)) is None
+    few = Compared()
+    few.add_refusal()
+    for _ in range(19):
+        few.add(b"a", b"a", 1.0)
+    assert RULES.objection(figures(50), figures(50), few) is None
     compared = Compared()
     compared.add(chat(("a", -0.1, {})), chat(("a", -1.0, {})), 1.0)
     objection = RULES.objection(figures(50), figures(50), compared)
@@ -476,4 +536,95 @@ def test_what_is_no_log_probability_is_not_compared(logprobs: str) -> None:
     assert read_answer(data).tokens == ()
     compared = Compared()
     compared.add(data, data, 1.0)
-    assert (compared.answers, compared.changed, compared.shifts) == (1, 0, 0)
+    assert (compared.total.requests, compared.total.changed, compared.total.shifts) == (1, 0, 0)
+
+
+def of_session(name: bytes, outcome: Outcome, count: int, beside: Figures) -> Figures:
+    for _ in range(count):
+        beside.add(outcome, 0.1, name)
+    return beside
+
+
+def test_one_session_alone_speaks_neither_for_nor_against_a_version() -> None:
+    refused = of_session(b"a", Outcome.REFUSED, 20, figures(50))
+    assert RULES.early_objection(figures(1000), refused) is RULES.objection(figures(1000), refused, None) is None
+    assert "one session is refused more often" in (RULES.finding(figures(1000), refused) or "")
+    assert RULES.early_objection(figures(1000), of_session(b"b", Outcome.REFUSED, 20, refused)) is not None
+    failed = of_session(b"a", Outcome.ERROR, 20, figures(50))
+    assert RULES.early_objection(figures(1000), failed) is RULES.objection(figures(1000), failed, None) is None
+    assert "20 of 70 requests failed" in (RULES.doubt(figures(1000), failed, None) or "")
+    for _ in range(2000):
+        failed.add(Outcome.SUCCESS, 0.1)
+    assert RULES.doubt(figures(1000), failed, None) is None, "others outweigh it"
+    both = of_session(b"b", Outcome.ERROR, 20, of_session(b"a", Outcome.ERROR, 20, figures(50)))
+    assert RULES.early_objection(figures(1000), both) is not None
+    alone = of_session(b"a", Outcome.ERROR, 20, figures(4))
+    assert RULES.early_objection(figures(1000), alone) is not None, "nearly nobody else has sent anything"
+    masked = of_session(b"a", Outcome.ERROR, 100, figures(1000))
+    assert RULES.objection(masked, figures(50, errors=3), None) is not None, "a session hides no errors"
+
+
+def test_a_session_whose_answers_change_is_in_doubt_alone() -> None:
+    compared = Compared()
+    for number in range(20):
+        compared.add(chat(("a", -1, {})), chat(("b" if number < 5 else "a", -9 if number < 8 else -1, {})), 1.0, b"one"
+                     if number < 8 else None)  # fmt: skip
+    assert RULES.objection(figures(50), figures(50), compared) is None
+    assert "5 of 20 answers are others" in (RULES.doubt(figures(50), figures(50), compared) or "")
+    compared.add(chat(("a", -1, {})), chat(("a", -90, {})), 1.0)
+    assert "log-probabilities" in (RULES.objection(figures(50), figures(50), compared) or "")
+
+
+def test_a_session_counts_for_a_share_of_the_requests() -> None:
+    assert replace(RULES, requests=3).most_of_client == 1
+    some = Figures(RULES.most_of_client)
+    assert [some.add(Outcome.SUCCESS, 0.1, b"a") for _ in range(7)] == [True] * 5 + [False] * 2
+    assert [some.add(Outcome.SUCCESS, 0.1, each) for each in (b"b", None, None)] == [True] * 3
+    assert (some.total.requests, some.uncounted) == (8, 2)
+
+
+def test_counts_of_sessions_add_up_whatever_comes_in_which_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontend.canary.sessions._MOST", 20)
+    chance = random.Random(5)
+    for _ in range(50):
+        some, errors = Figures(chance.choice((3, None))), Counter[bytes | None]()
+        for _ in range(200):
+            session = chance.choice([None, *(bytes([each]) for each in range(chance.choice((3, 60))))])
+            outcome = chance.choice(list(Outcome))
+            errors[session] += some.add(outcome, 0.1, session) and outcome is Outcome.ERROR
+        assert some.total.errors == errors.total()
+        assert some.without_most_errors().errors <= some.total.errors
+        assert len(some._counts._sessions) <= 20
+
+
+def request_of(**headers: str) -> Input:
+    return Input("invocations", dict(headers), [], request_id="chosen by the client")
+
+
+def without_sessions() -> Any:
+    """Return what stands for a pool whose workers have no sessions."""
+    return SimpleNamespace(dispatcher=SimpleNamespace(router=SimpleNamespace(sessions=None)))
+
+
+def test_a_request_without_a_session_is_drawn_by_chance_and_once() -> None:
+    draw, pool = Draw(0.3), without_sessions()
+    requests = [request_of() for _ in range(2000)]
+    drawn = [draw.includes(request, pool, pool) for request in requests for _ in range(3)]
+    assert drawn[::3] == drawn[1::3] == drawn[2::3]
+    assert 500 < sum(drawn[::3]) < 700, "0.3 of 2000 less or more than five standard deviations"
+    session = request_of(**{"x-session-id": "a"})
+    assert draw.session(session, b"one") != draw.session(session, b"two") != draw.session(request_of(), b"two") is None
+
+
+def test_an_api_key_that_sticks_to_a_version_counts_as_often_as_chance_and_a_little_more() -> None:
+    trial = CanaryTrial(cast("Any", None), 0.05, replace(RULES, requests=200), False, 0.0)
+
+    def send(is_new: bool, number: int, tenant: bytes) -> None:
+        trial._add(Outcome.SUCCESS, 0.1, is_new, request_of(**{"x-session-id": str(number)}), tenant)
+
+    for number in range(400):
+        send(True, number, b"sticks")
+    assert (trial.new.total.requests, trial.new.uncounted) == (40, 360), "20 and 5 % of 400"
+    for number in range(400):
+        send(number % 20 == 0, number, b"fair")
+    assert trial.new.total.requests == 60

@@ -3,7 +3,7 @@
 import { html, useEffect, useReducer, useRef, useState } from "./htm-preact.js";
 import { announce, call, store } from "./connection.js";
 import { Action, statusOf } from "./forms.js";
-import { Again, Trial } from "./trial.js";
+import { Again, Trial, versionOf } from "./trial.js";
 import { counted, elapsed, gib, moment, number, percent, size } from "./text.js";
 
 const PAGE = 50;
@@ -212,14 +212,13 @@ function Memory({ found }) {
 function Manage({ row, path, refresh }) {
   const dialog = useRef();
   const scale = async (given) => {
-    await call(`models/${path}`, { method: "PUT", query: given });
+    await call(`models/${path}${versionOf(row)}`, { method: "PUT", query: given });
     refresh();
     return `${row.label} is scaled.`;
   };
   const unregister = async () => {
-    const only = row.version === null ? "?model_version=" : "";  // without it, versions beside this one would go, too
     announce(null);
-    await call(`models/${path}${only}`, { method: "DELETE" });
+    await call(`models/${path}${versionOf(row)}`, { method: "DELETE" });
     dialog.current?.close();
     location.hash = "models";
     announce({ text: `${row.label} is unregistered.` });
@@ -242,14 +241,13 @@ function Adapters({ row, found, refresh }) {
   const enabled = (found.options ?? []).find((option) => option.key === "option.enable_lora")?.value;
   if (!enabled) return null;
   const path = `models/${encodeURIComponent(row.name)}/adapters`;
-  const version = row.version === null ? {} : { model_version: row.version };
   const register = async (given) => {
-    const response = await call(path, { method: "POST", query: version, body: given });
+    const response = await call(`${path}${versionOf(row)}`, { method: "POST", body: given });
     refresh();
     return statusOf(response);
   };
   const unregister = (name) => async () => {
-    const response = await call(`${path}/${encodeURIComponent(name)}`, { method: "DELETE", query: version });
+    const response = await call(`${path}/${encodeURIComponent(name)}${versionOf(row)}`, { method: "DELETE" });
     refresh();
     return statusOf(response);
   };

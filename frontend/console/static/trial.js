@@ -8,14 +8,15 @@ import { counted, duration, elapsed, moment, number, percent } from "./text.js";
 
 const WAYS = { all: "all requests, once it is loaded", share: "a share of them first", copies: "copies of a share first" };
 
-const versionOf = (row) => (row.version === null ? {} : { model_version: row.version });
+// A call about a model without a version says so: others may stand beside it.
+export const versionOf = (row) => `?model_version=${encodeURIComponent(row.version ?? "")}`;
 
 export function Again({ row, path, found }) {
   const [way, setWay] = useState("all");
   const run = async (given) => {
     const synchronous = { synchronous: "false" };
-    if (way === "all") return statusOf(await call(`models/${path}/reload`, { method: "POST", query: synchronous }));
-    const query = { ...versionOf(row), ...synchronous, ...given, shadow: String(way === "copies") };
+    if (way === "all") return statusOf(await call(`models/${path}/reload${versionOf(row)}`, { method: "POST", query: synchronous }));
+    const query = { ...synchronous, ...given, share: given.share.replace(/\s*%?\s*$/, "%"), shadow: String(way === "copies") };
     return statusOf(await call(canary(row), { method: "POST", query }));
   };
   return html`<h3>Load it again</h3><div class="panel">
@@ -37,7 +38,7 @@ function outcome({ reload, canary: trial }) {
   return reload.status === "DONE" ? `Loaded again at ${at}.` : `The attempt of ${at} failed: ${reload.reason}`;
 }
 
-const canary = (row, action = "") => `models/${encodeURIComponent(row.name)}/canary${action}`;
+const canary = (row, action = "") => `models/${encodeURIComponent(row.name)}/canary${action}${versionOf(row)}`;
 
 // `known` is what the model's page has of the trial that goes on, or was the last; undefined if there was none.
 export function Trial({ row, path, known }) {
@@ -45,14 +46,15 @@ export function Trial({ row, path, known }) {
   const own = found?.find((each) => (each.version ?? null) === row.version);  // others stand beside a model without one
   const trial = found ? own?.models[0].canary : known;
   if (!trial) return null;
-  const decide = (action) => async () => statusOf(await call(canary(row, action), { method: "POST", query: versionOf(row) }));
+  const decide = (action) => async () => statusOf(await call(canary(row, action), { method: "POST" }));
   return html`<h3>New version</h3>
     <p role="status" class=${trial.status === "TAKEN_BACK" ? "error" : ""}>${said(trial)}</p>
+    ${trial.doubt && html`<p class="note">${sentence(trial.doubt)}</p>`}
     <${Problem} error=${error} />
     <div class="scroll" tabindex="0" role="region" aria-label="Both versions"><table>
       <caption>Since the trial began; the latency is that of a token, or of an answer without a text</caption>
       <thead><tr><th scope="col">Version</th><th scope="col" class="number">Requests</th>
-        <th scope="col" class="number">Errors</th><th scope="col" class="number less">Refused</th><th scope="col" class="number">Median latency</th>
+        <th scope="col" class="number">Errors</th><th scope="col" class="number less">Refused</th><th scope="col" class="number less">Not counted</th><th scope="col" class="number">Median latency</th>
         <th scope="col" class="number less">Its 95 % interval</th></tr></thead>
       <tbody><${Version} title="Old" figures=${trial.old} /><${Version} title="New" figures=${trial.new} /></tbody>
     </table></div>
@@ -61,6 +63,8 @@ export function Trial({ row, path, known }) {
       <${Action} title="Promote" run=${decide("/promote")} button="Promote" />
       <${Action} title="Take back" run=${decide("/take_back")} button="Take back" danger /></div>`}`;
 }
+
+const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 
 function said(trial) {
   const share = `${trial.kind === "shadow" ? "Copies of " : ""}${number(trial.sharePercent, 2)} % of the requests`;
@@ -73,10 +77,11 @@ function said(trial) {
 }
 
 function Version({ title, figures }) {
-  const { requests, errors, refused, medianMs, intervalMs } = figures;
+  const { requests, errors, refused, uncounted = 0, medianMs, intervalMs } = figures;
   return html`<tr><th scope="row">${title}</th><td class="number">${number(requests)}</td>
     <td class=${`number ${errors ? "error" : ""}`}>${number(errors)}${errors ? ` (${percent(errors / (requests - refused))})` : ""}</td>
     <td class="number less">${number(refused)}</td>
+    <td class="number less">${number(uncounted)}</td>
     <td class="number">${duration(medianMs)}</td>
     <td class="number less">${intervalMs ? intervalMs.map(duration).join(" to ") : "–"}</td></tr>`;
 }

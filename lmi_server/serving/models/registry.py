@@ -124,12 +124,13 @@ class ModelRegistry(ModelCatalog):
     async def reload(self, name: str, version: str | None = None) -> list[Model]:
         """Load one version of a model again, or all of them one after the other, and return them.
 
+        The version "" is the model without a version, which may stand beside others.
         Each is loaded from its source, with the configuration as it is now, beside the workers that serve it. Once
         there are enough new workers, they get the requests; accepted requests finish where they are. If the model
         cannot be loaded, it serves on as before, and the reason is raised.
         """
         endpoint = self.endpoint(name)
-        models = list(endpoint.models) if version is None else [endpoint.version(version)]
+        models = list(endpoint.models) if version is None else [endpoint.version(version or None)]
         for model in models:
             await self.reload_model(model)
         return models

@@ -74,3 +74,8 @@ class StickySessions(Generic[W]):
 def session_of(request: Input) -> str | None:
     """Return the session that a request names; None if it names none."""
     return request.properties.get(_SESSION) or request.properties.get(_PLAIN_SESSION) or None
+
+
+def may_have_files(request: Input) -> bool:
+    """Return whether a request is of a session of SageMaker's, whose files all workers of all versions share."""
+    return _SESSION in request.properties
