@@ -9,24 +9,23 @@ Exits with 1 if the 99th percentile beside the batch is more than 1.1 times the 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
+import itertools
 import json
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.generation import MODEL, serving
+from benchmarks.figures import in_turns, parser_of, show
 from benchmarks.load import completion, run_load
+from benchmarks.servers import MODEL, serving
 from lmi_server.bench.records import quantile
 
 CLIENTS = 2
@@ -35,17 +34,6 @@ LINES = 5000
 MAX_RATIO = 1.1
 END_S = 60.0  # for a batch to end once it is cancelled
 QUIET_S = 1.5  # until a batch takes the places that live requests have left
-
-
-@dataclass
-class Latencies:
-    """Seconds of live requests."""
-
-    alone: list[float] = field(default_factory=list)
-    beside: list[float] = field(default_factory=list)
-
-    def ratio(self, share: float) -> float:
-        return quantile(sorted(self.beside), share) / quantile(sorted(self.alone), share)
 
 
 @dataclass
@@ -81,9 +69,9 @@ class Batch:
 @contextlib.contextmanager
 def batch_server(beside: int) -> Iterator[tuple[int, Batch]]:
     with tempfile.TemporaryDirectory() as store:
-        os.environ |= {"SERVING_BATCHES_STORE": store, "SERVING_BATCHES_BESIDE_LIVE": str(beside)}
-        with serving(MODEL, 64) as (_, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-            yield port, Batch(http)
+        variables = {"SERVING_BATCHES_STORE": store, "SERVING_BATCHES_BESIDE_LIVE": str(beside)}
+        with serving(MODEL, 64, **variables) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+            yield server.port, Batch(http)
 
 
 def live(port: int, seconds: float) -> list[float]:
@@ -97,43 +85,44 @@ def live(port: int, seconds: float) -> list[float]:
     return found
 
 
-def measure(port: int, batch: Batch, pairs: int, seconds: float) -> tuple[Latencies, float]:
-    """Return the latencies of live requests, and the tokens per second of the batch alone."""
-    latencies = Latencies()
-    live(port, 1.0)
-    for number in range(pairs):
-        for with_batch in (False, True) if number % 2 else (True, False):
-            if with_batch:
-                batch.begin()
-                latencies.beside += live(port, seconds)
-                batch.end()
-            else:
-                latencies.alone += live(port, seconds)
+def live_beside(port: int, batch: Batch, seconds: float) -> list[float]:
+    batch.begin()
+    found = live(port, seconds)
+    batch.end()
+    return found
+
+
+def rate_alone(batch: Batch, seconds: float) -> float:
+    """Return the tokens per second of the batch alone."""
     batch.begin()
     time.sleep(QUIET_S)
     before, began = batch.completed(), time.monotonic()
     time.sleep(seconds)
     rate = (batch.completed() - before) * LINE_TOKENS / (time.monotonic() - began)
     batch.end()
-    return latencies, rate
+    return rate
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--beside", type=int, default=0, help="batches_beside_live")
     parser.add_argument("--pairs", type=int, default=2, help="turns with and without a batch")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each turn")
     asked = parser.parse_args()
     with batch_server(asked.beside) as (port, batch):
-        latencies, rate = measure(port, batch, asked.pairs, asked.seconds)
-    table = Table("live requests", "alone (ms)", "beside a batch (ms)", "ratio")
+        live(port, 1.0)
+        runs = {"alone": partial(live, port, asked.seconds), "beside": partial(live_beside, port, batch, asked.seconds)}
+        found = in_turns(asked.pairs, runs, warm=False)
+        rate = rate_alone(batch, asked.seconds)
+    alone, beside = (sorted(itertools.chain.from_iterable(turns)) for turns in found.values())
+    rows, ratio = [], 0.0
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-        alone, beside = (quantile(sorted(values), share) * 1000 for values in (latencies.alone, latencies.beside))
-        table.add_row(name, f"{alone:.1f}", f"{beside:.1f}", f"{latencies.ratio(share):.3f}")
-    Console().print(table)
-    counts = f"{len(latencies.alone)} and {len(latencies.beside)}"
-    print(f"requests: {counts}; a batch alone: {rate:.1f} tokens per second")
-    return 0 if latencies.ratio(0.99) <= MAX_RATIO else 1
+        one, other = quantile(alone, share), quantile(beside, share)
+        ratio = other / one
+        rows.append((name, f"{one * 1000:.1f}", f"{other * 1000:.1f}", f"{ratio:.3f}"))
+    show(("live requests", "alone (ms)", "beside a batch (ms)", "ratio"), rows)
+    print(f"requests: {len(alone)} and {len(beside)}; a batch alone: {rate:.1f} tokens per second")
+    return 0 if ratio <= MAX_RATIO else 1
 
 
 if __name__ == "__main__":

@@ -30,28 +30,18 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from benchmarks.figures import parser_of
+from benchmarks.servers import MODEL, Server, serving, started
 from lmi_server.bench.records import Record, summary
-from lmi_server.machine.ports import free_port
-from lmi_server.processes.parents import end_with_parent
 from lmi_server.processes.usage import measure_usage
 
 ROOT = Path(__file__).parents[1]
-TOKENIZER = ROOT / "models" / "smollm2-135m-instruct"
-START_S = 900
+TOKENIZER = MODEL.resolve()
 SAMPLE_S = 0.2
 ESTABLISHED = "01"  # in /proc/net/tcp
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 STATISTICS = ("mean", "median", "p99")
 Figures = Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Server:
-    """The server that all clients ask. `is_paced`: it knows what was true."""
-
-    url: str
-    pid: int
-    is_paced: bool
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,7 @@ def main() -> None:
         for number in range(asked.rounds):
             for name, run in clients.items():
                 rounds[name].append(run())
-                if server.is_paced:
+                if asked.model is None:
                     truths[name].append(_truth(server, asked.requests))
                 print(f"round {number + 1}, {name}: done", file=sys.stderr)
     found = {name: _medians(figures) for name, figures in rounds.items()}
@@ -98,7 +88,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="model directory; without it, the server with fixed times")
     parser.add_argument("--first-ms", type=float, default=200, help="time to the first token of that server")
     parser.add_argument("--token-ms", type=float, default=20, help="time per further token of that server")
@@ -115,35 +105,15 @@ def _arguments() -> argparse.Namespace:
 @contextlib.contextmanager
 def _server(asked: argparse.Namespace, directory: Path) -> Iterator[Server]:
     """Serve the model, or tokens at fixed times."""
-    port = free_port(None)
-    if asked.model is None:
-        arguments: list[object] = ["benchmarks.paced_server", port, asked.first_ms, asked.token_ms]
-    else:
-        arguments = ["lmi_server", "serve", asked.model, "--host", "127.0.0.1", "--port", port]
-    command = [sys.executable, "-m", *map(str, arguments)]
-    with (directory / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=end_with_parent)
-    try:
-        server = Server(f"http://127.0.0.1:{port}", process.pid, asked.model is None)
-        _await(process, server, directory / "log")
+    log = directory / "log"
+    if asked.model is not None:
+        with serving(asked.model, log=log) as server:
+            yield server
+        return
+    arguments = ("benchmarks.paced_server", "{port}", str(asked.first_ms), str(asked.token_ms))
+    with started(sys.executable, "-m", *arguments, log=log) as server:
+        server.wait_until_ready()
         yield server
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _await(process: subprocess.Popen[bytes], server: Server, log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urlopen(f"{server.url}/metrics", timeout=5) as answer:
-            if server.is_paced or any(_is_ready(line) for line in answer):
-                return
-        time.sleep(0.2)
-    raise SystemExit(f"the server does not start:\n{log.read_text()}")
-
-
-def _is_ready(line: bytes) -> bool:
-    return line.startswith(b"lmi_model_ready") and line.endswith(b" 1.0\n")
 
 
 def _truth(server: Server, requests: int) -> Figures:
@@ -253,13 +223,16 @@ def _run(command: list[Any], asked: argparse.Namespace, server: Server) -> Cost:
         process = subprocess.Popen(words, stdout=output, stderr=output, env=environment)
         ended = threading.Event()
         samples: list[Sample] = []
-        port = int(server.url.rpartition(":")[2])
 
         def watch() -> None:
             while not ended.wait(SAMPLE_S):
-                if _connections(port) > asked.concurrency // 2:  # while it loads, it asks for one thing at a time
+                if (
+                    _connections(server.port) > asked.concurrency // 2
+                ):  # while it loads, it asks for one thing at a time
                     samples.append(
-                        Sample(time.monotonic(), measure_usage(process.pid).cpu_s, measure_usage(server.pid).cpu_s)
+                        Sample(
+                            time.monotonic(), measure_usage(process.pid).cpu_s, measure_usage(server.pids()[0]).cpu_s
+                        )
                     )
 
         thread = threading.Thread(target=watch)

@@ -9,24 +9,21 @@ page's memory changed. Needs Playwright and the Chromium of `make setup`.
 
 from __future__ import annotations
 
-import argparse
-import json
+import asyncio
+import itertools
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
 
-import httpx
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.generation import wait_until_ready
-from benchmarks.relay import Server
+from benchmarks.figures import parser_of, show
+from benchmarks.load import CHAT, send
+from benchmarks.servers import echo_server
+from lmi_server.bench.arrivals import ClosedLoop
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -46,12 +43,12 @@ NOTE_DRAWINGS = """
 """
 
 
-def stream(port: int, tokens: int) -> bool:
-    """Return whether a stream went on to its last token and its end."""
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": tokens, "stream": True}
-    with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60) as response:
-        *pieces, last = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    return last == "[DONE]" and json.loads(pieces[-1])["choices"][0]["finish_reason"] == "length"
+def stream(port: int, tokens: int, streams: int) -> int:
+    """Read some streams at once to their ends; return how many had all of their tokens."""
+    messages = [{"role": "user", "content": "a"}]
+    body = {"messages": messages, "max_tokens": tokens, "stream": True, "stream_options": {"include_usage": True}}
+    records = asyncio.run(send(port, [body] * streams, ClosedLoop(streams), api=CHAT))
+    return sum(record.is_good and record.output_tokens == tokens for record in records)
 
 
 def heap_mib(page: Page) -> float:
@@ -80,41 +77,31 @@ def opened(port: int) -> Iterator[Page]:
 
 
 def measure(streams: int, seconds: float) -> None:
-    with tempfile.TemporaryDirectory() as parent:
-        directory = Path(parent) / "echo"
-        directory.mkdir()
-        lines = ("option.entryPoint=djl_python.echo", f"option.echo_delay_ms={TOKEN_MS}")
-        (directory / "serving.properties").write_text("\n".join(lines) + f"\noption.max_rolling_batch_size={streams}\n")
-        server = Server(
-            sys.executable, "-m", "lmi_server", "serve", str(directory), "--port", "{port}", log=Path(parent) / "log"
-        )
-        try:
-            wait_until_ready(server.port)
-            for page in opened(server.port):
-                with ThreadPoolExecutor(streams) as pool:
-                    tokens = round((seconds + 2 * SETTLE_S) * 1000 / TOKEN_MS)
-                    running = [pool.submit(stream, server.port, tokens) for _ in range(streams)]
-                    page.get_by_role("img", name="Requests: running").wait_for()  # drawn once there are figures
-                    page.wait_for_timeout(SETTLE_S * 1000)
-                    before, begin = heap_mib(page), page.evaluate("performance.now()")
-                    page.wait_for_timeout(seconds * 1000)
-                    drawn = page.evaluate("begin => window.drawings.filter((at) => at > begin)", begin)
-                    after = heap_mib(page)
-                    complete = sum(each.result() for each in running)
-        finally:
-            server.stop()
-    gaps = [later - earlier for earlier, later in zip([begin, *drawn], drawn, strict=False)]
-    table = Table("measured", "value", "aim", title=f"The console during {seconds:g} s of {streams} streams")
-    table.add_row("streams that were complete", f"{complete} of {streams}", "all")
-    table.add_row("drawings of the charts", f"{len(drawn)}")
-    table.add_row("ms between drawings, median", f"{statistics.median(gaps):,.0f}")
-    table.add_row("ms between drawings, longest", f"{max(gaps):,.0f}", "at most 1,000")
-    table.add_row("MiB of the page's objects, before and after", f"{before:.2f}, {after:.2f}", "flat")
-    Console(width=120).print(table)
+    options = {"echo_delay_ms": TOKEN_MS, "max_rolling_batch_size": streams}
+    with echo_server(**options) as server, ThreadPoolExecutor(1) as pool:
+        for page in opened(server.port):
+            tokens = round((seconds + 2 * SETTLE_S) * 1000 / TOKEN_MS)
+            running = pool.submit(stream, server.port, tokens, streams)
+            page.get_by_role("img", name="Requests: running").wait_for()  # drawn once there are figures
+            page.wait_for_timeout(SETTLE_S * 1000)
+            before, begin = heap_mib(page), page.evaluate("performance.now()")
+            page.wait_for_timeout(seconds * 1000)
+            drawn = page.evaluate("begin => window.drawings.filter((at) => at > begin)", begin)
+            after = heap_mib(page)
+            complete = running.result()
+    gaps = [later - earlier for earlier, later in itertools.pairwise([begin, *drawn])]
+    rows = [
+        ("streams that were complete", f"{complete} of {streams}", "all"),
+        ("drawings of the charts", f"{len(drawn)}", ""),
+        ("ms between drawings, median", f"{statistics.median(gaps):,.0f}", ""),
+        ("ms between drawings, longest", f"{max(gaps):,.0f}", "at most 1,000"),
+        ("MiB of the page's objects, before and after", f"{before:.2f}, {after:.2f}", "flat"),
+    ]
+    show(("measured", "value", "aim"), rows, f"The console during {seconds:g} s of {streams} streams")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.console", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the page is watched")
     arguments = parser.parse_args()

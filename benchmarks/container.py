@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shlex
 import statistics
 import subprocess
@@ -21,15 +20,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 import httpx
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.generation import MODEL, NEW_TOKENS, prompts
+from benchmarks.figures import in_turns, parser_of, ratios, show
+from benchmarks.generation import NEW_TOKENS, prompts
 from benchmarks.load import completion, tokens_per_second
+from benchmarks.servers import MODEL, is_answered, serving
 from lmi_server.machine.ports import free_port
 
 INSIDE, OUTSIDE = "container", "outside"
@@ -52,28 +51,31 @@ Start = Callable[[], AbstractContextManager[Running]]
 def main() -> int:
     """Run the starts and the turns, print a table, and return the exit code."""
     asked = _arguments()
-    docker = shlex.split(asked.docker)
+    docker, arguments = shlex.split(asked.docker), shlex.split(asked.docker_args)
     servers: dict[str, Start] = {
-        INSIDE: lambda: _container(docker, asked.image, shlex.split(asked.docker_args)),
+        INSIDE: lambda: _container(docker, asked.image, arguments),
         OUTSIDE: _outside,
     }
-    table = Table("measured", INSIDE, OUTSIDE, "ratio", "quartiles", "aim", title="The demo model, in a container")
-    starts = _starts(servers, asked.starts)
-    missed = not _add(table, "seconds to the first 200", starts, lambda ratio: ratio <= SLOWEST_START, "<= 1.5")
+    starts = in_turns(asked.starts, {name: partial(_ready_s, start) for name, start in servers.items()})
+    rows = [_row("seconds to the first 200", starts, lambda ratio: ratio <= SLOWEST_START, "<= 1.5")]
     with contextlib.ExitStack() as stack:
         ports = {name: stack.enter_context(start()).port for name, start in servers.items()}
-        for port in ports.values():
-            _rate(port, max(ROUNDS))  # every code path once
         for connections in ROUNDS:
-            rates = _turns(ports, connections, asked.turns)
+            rates = in_turns(asked.turns, {name: partial(_rate, port, connections) for name, port in ports.items()})
             what = f"{connections} at once, tokens/s"
-            missed |= not _add(table, what, rates, lambda ratio: ratio >= SLOWEST_RATE, ">= 0.97")
-    Console(width=110).print(table)
-    return int(missed)
+            rows.append(_row(what, rates, lambda ratio: ratio >= SLOWEST_RATE, ">= 0.97"))
+    columns = ("measured", INSIDE, OUTSIDE, "ratio", "quartiles", "aim")
+    show(columns, rows, "The demo model, in a container", 110)
+    return int(any(row[-1].endswith("missed") for row in rows))
+
+
+def _ready_s(start: Start) -> float:
+    with start() as server:
+        return server.ready_s
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--image", default="lmi-server", help="image of the target cpu")
     parser.add_argument("--docker", default="docker", help="the command that runs containers")
     parser.add_argument("--docker-args", default="", help="further arguments of its `run`")
@@ -93,7 +95,11 @@ def _container(docker: list[str], image: str, arguments: list[str]) -> Iterator[
     began = time.perf_counter()
     name = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     try:
-        yield Running(port, _ready(port, began))
+        while not is_answered(port):
+            if time.perf_counter() - began > _START_LIMIT_S:
+                raise TimeoutError(f"no 200 on port {port} in {_START_LIMIT_S} s: see the log of the container")
+            time.sleep(_POLL_S)
+        yield Running(port, time.perf_counter() - began)
     finally:
         subprocess.run([*docker, "stop", "-t", "30", name], stdout=subprocess.DEVNULL, check=False)
         subprocess.run([*docker, "rm", "--force", "--volumes", name], stdout=subprocess.DEVNULL, check=True)
@@ -102,49 +108,8 @@ def _container(docker: list[str], image: str, arguments: list[str]) -> Iterator[
 @contextlib.contextmanager
 def _outside() -> Iterator[Running]:
     """Run the server of this environment, as a process of this machine."""
-    port = free_port(None)
-    command = [str(Path(sys.executable).with_name("lmi-server")), "serve", str(MODEL.resolve()), "--port", str(port)]
-    began = time.perf_counter()
-    server = subprocess.Popen(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield Running(port, _ready(port, began))
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def _ready(port: int, began: float) -> float:
-    """Ask /ping until it answers 200; return the seconds since `began`. Raises TimeoutError."""
-    while time.perf_counter() - began < _START_LIMIT_S:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"http://127.0.0.1:{port}/ping", timeout=5).status_code == 200:
-                return time.perf_counter() - began
-        time.sleep(_POLL_S)
-    raise TimeoutError(f"no 200 on port {port} in {_START_LIMIT_S} s: see the log of the container or of `lmi-server`")
-
-
-def _in_turns(number: int) -> list[str]:
-    """Return who goes first and second in this pair."""
-    return [INSIDE, OUTSIDE] if number % 2 else [OUTSIDE, INSIDE]
-
-
-def _starts(servers: dict[str, Start], count: int) -> dict[str, list[float]]:
-    """Return the seconds of `count` starts of each server, without the first ones."""
-    seconds: dict[str, list[float]] = {name: [] for name in servers}
-    for number in range(count + 1):
-        for name in _in_turns(number):
-            with servers[name]() as server:
-                seconds[name].append(server.ready_s)
-    return {name: found[1:] for name, found in seconds.items()}
-
-
-def _turns(ports: dict[str, int], connections: int, count: int) -> dict[str, list[float]]:
-    """Return tokens/s of `count` turns of each server."""
-    rates: dict[str, list[float]] = {name: [] for name in ports}
-    for number in range(count):
-        for name in _in_turns(number):
-            rates[name].append(_rate(ports[name], connections))
-    return rates
+    with serving(MODEL.resolve()) as server:
+        yield Running(server.port, server.ready_s)
 
 
 def _rate(port: int, connections: int) -> float:
@@ -155,15 +120,12 @@ def _rate(port: int, connections: int) -> float:
     return tokens_per_second(port, requests, connections, NEW_TOKENS)
 
 
-def _add(table: Table, what: str, found: dict[str, list[float]], reached: Callable[[float], bool], aim: str) -> bool:
-    """Add a row, and return whether the ratio reaches its aim."""
-    ratios = [inside / outside for inside, outside in zip(found[INSIDE], found[OUTSIDE], strict=True)]
-    ratio = statistics.median(ratios)
-    lower, _, upper = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratio, ratio, ratio)
+def _row(what: str, found: dict[str, list[float]], reached: Callable[[float], bool], aim: str) -> tuple[str, ...]:
+    """Return a row, which says whether the ratio reaches its aim."""
+    ratio, lower, upper = ratios(found[INSIDE], found[OUTSIDE])
     medians = [f"{statistics.median(found[name]):.2f}" for name in (INSIDE, OUTSIDE)]
     verdict = aim if reached(ratio) else f"{aim}, missed"
-    table.add_row(what, *medians, f"{ratio:.3f}", f"{lower:.3f} to {upper:.3f}", verdict)
-    return reached(ratio)
+    return what, *medians, f"{ratio:.3f}", f"{lower:.3f} to {upper:.3f}", verdict
 
 
 if __name__ == "__main__":

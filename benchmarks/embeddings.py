@@ -9,20 +9,15 @@ Each contender has its own process and two runs; the better one counts.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.generation import serving
+from benchmarks.figures import parser_of, run_apart, show
 from benchmarks.load import run_load
+from benchmarks.servers import serving
 
 MODEL = Path("models/all-minilm-l6-v2")
 TEXTS = 256
@@ -103,38 +98,30 @@ async def _load(port: int, clients: int, batch: list[str]) -> None:
     await run_load(port, bodies, clients, path="/v1/embeddings")
 
 
-def server(clients: int) -> float:
-    with serving(MODEL) as (_, port):
-        return rate_of(lambda batch: asyncio.run(_load(port, clients, batch)))
+def over_http(clients: int) -> float:
+    with serving(MODEL) as server:
+        return rate_of(lambda batch: asyncio.run(_load(server.port, clients, batch)))
 
 
 CONTENDERS: dict[str, Callable[[], float]] = {
     "pipeline of transformers, text by text": pipeline_alone,
     "sentence-transformers, text by text": sentence_transformers_alone,
     "sentence-transformers, batches of 32": sentence_transformers_in_batches,
-    **{f"lmi-server, HTTP, {count} clients": lambda count=count: server(count) for count in CLIENTS},  # type: ignore[misc]
+    **{f"lmi-server, HTTP, {count} clients": lambda count=count: over_http(count) for count in CLIENTS},  # type: ignore[misc]
 }
 BASELINE = "sentence-transformers, text by text"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument("--contender", choices=CONTENDERS)
     chosen = parser.parse_args().contender
     if chosen is not None:
         print(CONTENDERS[chosen]())
         return
-    rates = {name: _in_process(name) for name in CONTENDERS}
-    table = Table("", "texts/s", "ratio", title=f"{TEXTS} texts, all-MiniLM-L6-v2")
-    for name, rate in rates.items():
-        table.add_row(name, f"{rate:.0f}", f"{rate / rates[BASELINE]:.2f}")
-    Console().print(table)
-
-
-def _in_process(name: str) -> float:
-    command = [sys.executable, "-m", "benchmarks.embeddings", "--contender", name]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return float(out.split()[-1])
+    rates = {name: run_apart("benchmarks.embeddings", "--contender", name) for name in CONTENDERS}
+    rows = [(name, f"{rate:.0f}", f"{rate / rates[BASELINE]:.2f}") for name, rate in rates.items()]
+    show(("", "texts/s", "ratio"), rows, f"{TEXTS} texts, all-MiniLM-L6-v2")
 
 
 if __name__ == "__main__":

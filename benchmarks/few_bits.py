@@ -9,19 +9,18 @@ whatever else the machine does meets all of them; the table has the median of th
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.generation import MODEL
+from benchmarks.figures import in_turns, parser_of, show
+from benchmarks.servers import MODEL
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
@@ -94,25 +93,20 @@ def random_model(directory: str) -> str:
     return directory
 
 
-def compare(path: str, turns: int, values: Sequence[str]) -> Table:
-    kinds = (None, *values)
-    engines = {kind: load(path, kind) for kind in kinds}
-    table = Table("weights", *(f"{requests} requests" for requests in REQUESTS), "perplexity")
-    found: dict[tuple[str | None, int], float] = {}
+def compare(path: str, turns: int, kinds: Sequence[str]) -> None:
+    engines = {"bf16": load(path, None)} | {kind: load(path, kind) for kind in kinds}
+    cells: dict[str, list[str]] = {kind: [kind] for kind in engines}
     for requests in REQUESTS:
-        seen: dict[str | None, list[float]] = {kind: [] for kind in kinds}
-        for _ in range(turns):
-            for kind, loaded in engines.items():
-                seen[kind].append(tokens_per_second(loaded, requests))
-        found |= {(kind, requests): statistics.median(rates) for kind, rates in seen.items()}
-    for kind in kinds:
-        rates = (f"{found[kind, n]:.0f} tokens/s, {found[kind, n] / found[None, n]:.2f} x" for n in REQUESTS)
-        table.add_row(kind or "bf16", *rates, f"{perplexity(path, kind):.2f}")
-    return table
+        runs = {kind: partial(tokens_per_second, engine, requests) for kind, engine in engines.items()}
+        found = {kind: statistics.median(rates) for kind, rates in in_turns(turns, runs, warm=False).items()}
+        for kind, rate in found.items():
+            cells[kind].append(f"{rate:.0f} tokens/s, {rate / found['bf16']:.2f} x")
+    rows = [[*row, f"{perplexity(path, None if kind == 'bf16' else kind):.2f}"] for kind, row in cells.items()]
+    show(("weights", *(f"{requests} requests" for requests in REQUESTS), "perplexity"), rows, width=140)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--turns", type=int, default=7)
@@ -120,7 +114,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = random_model(directory) if options.wide else str(options.model)
-        Console(width=140).print(compare(path, options.turns, options.kinds.split(",")))
+        compare(path, options.turns, options.kinds.split(","))
 
 
 if __name__ == "__main__":

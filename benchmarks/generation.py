@@ -10,28 +10,21 @@ options of this server.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import functools
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import httpx
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.figures import parser_of, run_apart, show
 from benchmarks.load import LMI, run_load
+from benchmarks.servers import MODEL, serving
 
-MODEL = Path("models/smollm2-135m-instruct")
 CONCURRENCIES = (1, 8, 32, 64)
 NEW_TOKENS = 64
 RUNS = 3
@@ -61,42 +54,12 @@ def measure(run: Callable[[int], None]) -> dict[int, list[float]]:
     return rates
 
 
-# --- this server ---
-
-
-@contextlib.contextmanager
-def serving(model: Path, places: int | None = None) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Serve `model`, with `max_rolling_batch_size=places` if given; yield the server process and its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("lmi-server")), "serve", str(model), "--port", str(port)]
-    command += ["--log-level", "warning"]
-    option = {} if places is None else {"OPTION_MAX_ROLLING_BATCH_SIZE": str(places)}
-    server = subprocess.Popen(command, env=os.environ | option)
-    try:
-        wait_until_ready(port)
-        yield server, port
-    finally:
-        server.terminate()
-        server.wait(60)
+# --- the contenders ---
 
 
 def ours() -> dict[int, list[float]]:
-    with serving(MODEL, 64) as (_, port):
-        return measure(lambda count: asyncio.run(stream_all(port, count)))
-
-
-def wait_until_ready(port: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/ping").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    raise TimeoutError("the server was not ready in time")
+    with serving(MODEL, 64) as server:
+        return measure(lambda count: asyncio.run(stream_all(server.port, count)))
 
 
 async def stream_all(port: int, count: int) -> None:
@@ -104,9 +67,6 @@ async def stream_all(port: int, count: int) -> None:
     parameters = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     bodies = [{"inputs": prompt, "parameters": parameters, "stream": True} for prompt in prompts(count)]
     await run_load(port, bodies, count, NEW_TOKENS, LMI)
-
-
-# --- the others ---
 
 
 def load_transformers(**settings: Any) -> tuple[Any, Any]:
@@ -178,49 +138,44 @@ CONTENDERS = {
 SHORT_NAMES = dict(zip(("ours", "generate", "continuous", "vllm", "compiled"), CONTENDERS, strict=True))
 
 
-def run_apart(name: str) -> dict[int, list[float]] | None:
-    """Run a contender in its own process. Return None if it cannot run here; the reason is on standard error."""
-    command = [sys.executable, "-m", "benchmarks.generation", "--contender", name]
-    finished = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False)
-    if finished.returncode:
-        print(f"{name}: failed with exit code {finished.returncode}", file=sys.stderr)
-        return None
-    last_line = finished.stdout.decode().strip().rpartition("\n")[2]
-    return {int(concurrency): rates for concurrency, rates in json.loads(last_line).items()}
-
-
-def table(results: dict[str, dict[int, list[float]] | None]) -> Table:
-    """Return a table of tokens per second, with the ratio of ours to each other contender."""
-    shown = Table(
-        title=f"Output tokens/s of SmolLM2-135M (bf16, {NEW_TOKENS} tokens)", caption="In brackets: ours divided by it"
-    )
-    shown.add_column("")
-    for concurrency in CONCURRENCIES:
-        shown.add_column(f"{concurrency} at once", justify="right")
+def ratio_rows(results: dict[str, dict[int, list[float]] | None]) -> list[list[str]]:
+    """Return rows of tokens per second, with the ratio of ours to each other contender."""
     mine = results.get(OURS) or {}
+    rows = []
     for name, rates in results.items():
-        cells = []
+        rows.append(row := [name])
         for concurrency in CONCURRENCIES:
             if rates is None:
-                cells.append("did not run")
+                row.append("did not run")
                 continue
             median = statistics.median(rates[concurrency])
             own = statistics.median(mine[concurrency]) if mine and name != OURS else None
-            cells.append(f"{median:.0f}" + (f" ({own / median:.2f}x)" if own else ""))
-        shown.add_row(name, *cells)
-    return shown
+            row.append(f"{median:.0f}" + (f" ({own / median:.2f}x)" if own else ""))
+    return rows
+
+
+def run_contender(name: str) -> dict[int, list[float]] | None:
+    """Run a contender in its own process. Return None if it cannot run here; the reason is on standard error."""
+    try:
+        rates = run_apart("benchmarks.generation", "--contender", name)
+    except subprocess.CalledProcessError as error:
+        print(f"{name}: failed with exit code {error.returncode}", file=sys.stderr)
+        return None
+    return {int(concurrency): found for concurrency, found in rates.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", choices=("all", *SHORT_NAMES), default="all", help="the contenders")
     parser.add_argument("--contender", choices=CONTENDERS, help="run only this one and print its rates as JSON")
     arguments = parser.parse_args()
     if arguments.contender:
         print(json.dumps(CONTENDERS[arguments.contender]()))
         return
-    names = list(SHORT_NAMES) if "all" in arguments.names else arguments.names
-    Console().print(table({SHORT_NAMES[name]: run_apart(SHORT_NAMES[name]) for name in names}))
+    names = CONTENDERS if "all" in arguments.names else [SHORT_NAMES[name] for name in arguments.names]
+    title = f"Output tokens/s of SmolLM2-135M (bf16, {NEW_TOKENS} tokens); in brackets: ours divided by it"
+    columns = ("", *(f"{concurrency} at once" for concurrency in CONCURRENCIES))
+    show(columns, ratio_rows({name: run_contender(name) for name in names}), title)
 
 
 if __name__ == "__main__":

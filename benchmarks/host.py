@@ -9,14 +9,11 @@ In process, microseconds of processor time per sequence and step of the engine's
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.relay import CLOCK_TICK, Client, Load, Server
+from benchmarks.figures import parser_of, show
+from benchmarks.raw_load import Load, post
+from benchmarks.servers import MODEL, Server, model_directory, started
 from lmi_server.contract.generation import SamplingParameters
 
-MODEL = Path("models/smollm2-135m-instruct")
 COUNTS = (1, 8, 64, 256)
 STREAMS = 64
 NEW_TOKENS = 200
@@ -118,15 +114,13 @@ def timed_parts(engine: Any, parts: Parts) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-def engine_table(counts: tuple[int, ...], sampling: str) -> Table:
-    """Return microseconds per sequence and step: the median of several rounds, and by part of one more."""
+def show_engine(counts: tuple[int, ...], sampling: str) -> None:
+    """Print microseconds per sequence and step: the median of several rounds, and by part of one more."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     run_engine(tokenizer, 2, sampling)
-    table = Table(title=f"The engine's thread with a null runner, {sampling}: us per sequence and step")
-    for column in ("sequences", "all", "by part (with the clock's own time)"):
-        table.add_column(column)
+    rows = []
     for count in counts:
         took = [per_token(*run_engine(tokenizer, count, sampling), count) for _ in range(ROUNDS)]
         parts = Parts()
@@ -134,8 +128,9 @@ def engine_table(counts: tuple[int, ...], sampling: str) -> Table:
         rest = seconds - sum(parts.seconds.values())
         named = {**parts.seconds, "rest": rest}
         shown = ", ".join(f"{part} {per_token(own, steps, count):.1f}" for part, own in named.items())
-        table.add_row(str(count), f"{statistics.median(took):.1f}", shown)
-    return table
+        rows.append((str(count), f"{statistics.median(took):.1f}", shown))
+    title = f"The engine's thread with a null runner, {sampling}: us per sequence and step"
+    show(("sequences", "all", "by part (with the clock's own time)"), rows, title, 150)
 
 
 def per_token(seconds: float, steps: int, count: int) -> float:
@@ -169,77 +164,37 @@ def request_of(route: str, new_tokens: int) -> bytes:
     else:
         message = [{"role": "user", "content": prompt}]
         body = {"model": "null", "messages": message, "max_tokens": new_tokens, "ignore_eos": True, "temperature": 0}
-    data = json.dumps({**body, "stream": True}).encode()
-    headers = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    return f"POST /{route} HTTP/1.1\r\n{headers}".encode() + data
-
-
-class TokenClient(Client):
-    """Counts the events of a stream, whatever API they are of."""
-
-    def __init__(self, request: bytes, mark: bytes) -> None:
-        super().__init__(request, stream=True)
-        self._mark = mark
-
-    def data_received(self, data: bytes) -> None:
-        self.tokens += data.count(self._mark)
-        if data.endswith(b"0\r\n\r\n"):
-            self.responses += 1
-            self._next()
-
-
-def cpu_by_process(server: Server) -> list[float]:
-    """Return the seconds of processor time of the front end, and of all its children together."""
-    times = []
-    for pid in server.pids():
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        times.append((int(fields[11]) + int(fields[12])) / CLOCK_TICK)
-    return [times[0], sum(times[1:])]
+    return post(f"/{route}", {**body, "stream": True})
 
 
 async def stream_rates(server: Server, route: str, streams: int, seconds: float) -> list[float]:
     """Return tokens/s, and the microseconds of front end and worker per token."""
-    request, mark = request_of(route, 2000), b'"token"' if route == "invocations" else b'"content"'
-    loop = asyncio.get_running_loop()
-    clients = [TokenClient(request, mark) for _ in range(streams)]
-    for client in clients:
-        await loop.create_connection(lambda client=client: client, "127.0.0.1", server.port)  # type: ignore[misc]
-    load = Load(list(clients))
-    await asyncio.sleep(1.0)
-    before, cpu, began = load.counts(), cpu_by_process(server), time.perf_counter()
-    await asyncio.sleep(seconds)
-    after, cpu_after, ended = load.counts(), cpu_by_process(server), time.perf_counter()
+    mark = b'"token"' if route == "invocations" else b'"content"'
+    load = await Load.open(server, streams, request_of(route, 2000), True, mark)
+    rates = await load.measure(server, seconds, 1.0)
     await load.close()
-    tokens = after[1] - before[1]
-    return [tokens / (ended - began), *(1e6 * (new - old) / tokens for new, old in zip(cpu_after, cpu, strict=True))]
+    return [rates.tokens, 1e6 * rates.front_end_s / rates.tokens, 1e6 * rates.workers_s / rates.tokens]
 
 
-async def http_table(streams: int, seconds: float) -> Table:
-    table = Table(title=f"{streams} streams of a null model over HTTP, load generator on the same cores")
-    for column in ("API", "tokens/s", "front end, us per token", "worker, us per token (engine and event loop)"):
-        table.add_column(column)
-    with tempfile.TemporaryDirectory() as parent:
-        directory = Path(parent) / "null"
-        directory.mkdir()
+async def show_http(streams: int, seconds: float) -> None:
+    lines = ("engine=Python", "option.entryPoint=djl_python.huggingface", "job_queue_size=1000")
+    options = {"rolling_batch": "scheduler", "max_rolling_batch_size": streams}
+    rows = []
+    with model_directory(*lines, name="null", **options) as directory:
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             (directory / name).symlink_to((MODEL / name).resolve())
-        lines = ["engine=Python", "option.entryPoint=djl_python.huggingface", "option.rolling_batch=scheduler"]
-        lines += [f"option.max_rolling_batch_size={streams}", "job_queue_size=1000"]
-        (directory / "serving.properties").write_text("\n".join(lines) + "\n")
-        server = Server(sys.executable, "-m", "benchmarks.host", "--serve", str(directory), "--port", "{port}")
-        try:
-            await server.ready(request_of("invocations", 1))
+        with started(sys.executable, "-m", "benchmarks.host", "--serve", str(directory), "--port", "{port}") as server:
+            server.wait_until_ready(request_of("invocations", 1))
             for route in ("invocations", "v1/chat/completions"):
                 rates = [await stream_rates(server, route, streams, seconds) for _ in range(3)]
                 rate, front, worker = (statistics.median(column) for column in zip(*rates, strict=True))
-                table.add_row(route, f"{rate:,.0f}", f"{front:.1f}", f"{worker:.1f}")
-        finally:
-            server.stop()
-    return table
+                rows.append((route, f"{rate:,.0f}", f"{front:.1f}", f"{worker:.1f}"))
+    columns = ("API", "tokens/s", "front end, us per token", "worker, us per token (engine and event loop)")
+    show(columns, rows, f"{streams} streams of a null model over HTTP, load generator on the same cores", 150)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", choices=("engine", "http"))
     parser.add_argument("--sampling", choices=tuple(SAMPLING), default="greedy")
     parser.add_argument("--streams", type=int, default=STREAMS)
@@ -251,11 +206,10 @@ def main() -> None:
     if arguments.serve is not None:
         serve(arguments.serve, arguments.port)
         return
-    console = Console(width=150)
     if arguments.only != "http":
-        console.print(engine_table(COUNTS, arguments.sampling))
+        show_engine(COUNTS, arguments.sampling)
     if arguments.only != "engine":
-        console.print(uvloop.run(http_table(arguments.streams, arguments.seconds)))
+        uvloop.run(show_http(arguments.streams, arguments.seconds))
 
 
 if __name__ == "__main__":

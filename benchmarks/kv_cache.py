@@ -10,19 +10,18 @@ computed in chunks of 16, so that all but the first of them read the cache.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer
 
 from benchmarks.few_bits import TEXT
-from benchmarks.generation import MODEL
+from benchmarks.figures import in_turns, parser_of, show
+from benchmarks.servers import MODEL
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
@@ -59,13 +58,6 @@ def seconds_per_step(loaded: LoadedEngine, requests: int, context: int) -> float
     return statistics.median(took)
 
 
-def perplexities(path: str) -> Table:
-    table = Table("KV cache", "perplexity")
-    for kind in KINDS:
-        table.add_row(kind, f"{perplexity(path, kind):.3f}")
-    return table
-
-
 def perplexity(path: str, kind: str) -> float:
     loaded, found = load(path, kind, 1, chunk=16), list[Delta]()
     ids = AutoTokenizer.from_pretrained(path)(TEXT).input_ids
@@ -78,26 +70,23 @@ def perplexity(path: str, kind: str) -> float:
     return math.exp(-statistics.fmean(scores))
 
 
-def compare(path: str, turns: int, counts: list[int], contexts: list[int]) -> Table:
+def compare(path: str, turns: int, counts: list[int], contexts: list[int]) -> None:
     engines = {kind: load(path, kind, max(counts)) for kind in KINDS}
+    cells: dict[str, list[str]] = {kind: ["bf16" if kind == "auto" else kind] for kind in KINDS}
     cases = list(itertools.product(counts, contexts))
+    for requests, context in cases:
+        runs = {kind: partial(seconds_per_step, engine, requests, context) for kind, engine in engines.items()}
+        found = {kind: statistics.median(took) for kind, took in in_turns(turns, runs, warm=False).items()}
+        for kind, took in found.items():
+            cells[kind].append(f"{requests / took:.0f} tokens/s, {found['auto'] / took:.2f} x")
+    for kind, row in cells.items():
+        row.append(f"{engines[kind].engine._runner.cache.bytes_per_token:,}")  # type: ignore[attr-defined]
     columns = (f"{requests} x {context} tokens" for requests, context in cases)
-    table = Table("KV cache", *columns, "bytes per token")
-    seen: dict[tuple[int, int, str], list[float]] = {}
-    for (requests, context), _, kind in itertools.product(cases, range(turns), KINDS):
-        seen.setdefault((requests, context, kind), []).append(seconds_per_step(engines[kind], requests, context))
-    for kind in KINDS:
-        own = []
-        for requests, context in cases:
-            took, plain = (statistics.median(seen[requests, context, each]) for each in (kind, "auto"))
-            own.append(f"{requests / took:.0f} tokens/s, {plain / took:.2f} x")
-        bytes_of_token = engines[kind].engine._runner.cache.bytes_per_token  # type: ignore[attr-defined]
-        table.add_row("bf16" if kind == "auto" else kind, *own, f"{bytes_of_token:,}")
-    return table
+    show(("KV cache", *columns, "bytes per token"), list(cells.values()), width=160)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
@@ -105,10 +94,10 @@ def main() -> None:
     parser.add_argument("--perplexity", action="store_true", help="print this alone")
     options = parser.parse_args()
     path = str(options.model)
-    shown = (
-        perplexities(path) if options.perplexity else compare(path, options.turns, options.requests, options.context)
-    )
-    Console(width=160).print(shown)
+    if options.perplexity:
+        show(("KV cache", "perplexity"), [(kind, f"{perplexity(path, kind):.3f}") for kind in KINDS])
+    else:
+        compare(path, options.turns, options.requests, options.context)
 
 
 if __name__ == "__main__":

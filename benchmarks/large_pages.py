@@ -7,13 +7,14 @@ Both sets of layers have the same shape and as many weights, more than caches ho
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
+from functools import partial
 
 import torch
 from torch import nn
 
+from benchmarks.figures import in_turns, parser_of, ratios
 from handlers.rolling_batch.cpu.large_pages import use_large_pages
 from handlers.rolling_batch.cpu.linears import TiledLinear
 
@@ -36,7 +37,7 @@ def seconds(linears: list[TiledLinear], hidden: torch.Tensor) -> float:
 
 def main() -> None:
     """Print both medians and the median ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=15)
     arguments = parser.parse_args()
@@ -44,10 +45,10 @@ def main() -> None:
         small, large = layers(arguments.mib), layers(arguments.mib)
         moved = use_large_pages(linear.laid for linear in large)
         hidden = torch.ones((1, WIDTH), dtype=torch.bfloat16)
-        seconds(small, hidden), seconds(large, hidden)
-        pairs = [(seconds(small, hidden), seconds(large, hidden)) for _ in range(arguments.pairs)]
-    small_ms, large_ms = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))
-    ratio = statistics.median(a / b for a, b in pairs)
+        runs = {"small": partial(seconds, small, hidden), "large": partial(seconds, large, hidden)}
+        small_s, large_s = in_turns(arguments.pairs, runs).values()
+    small_ms, large_ms = (1e3 * statistics.median(times) for times in (small_s, large_s))
+    ratio, _, _ = ratios(small_s, large_s)
     print(
         f"{arguments.mib} MiB, {moved} large pages: {small_ms:.1f} ms, {large_ms:.1f} ms with them, ratio {ratio:.2f}"
     )

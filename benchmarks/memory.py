@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 from typing import Any
 
-import psutil
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.generation import serving
+from benchmarks.figures import show
 from benchmarks.load import LMI, run_load
+from benchmarks.servers import MODEL, Server, serving
 
 REQUESTS = 2000
 BLOCK = 400
@@ -36,23 +32,18 @@ def bodies(seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def resident_mib(process: psutil.Process) -> float:
-    return process.memory_info().rss / 2**20
+def row(after: str, server: Server) -> tuple[str, ...]:
+    return after, f"{server.memory_mib(1):.0f}", f"{server.memory_mib():.0f}"
 
 
 def main() -> None:
-    table = Table(title=f"Memory of the worker over {REQUESTS:,} requests, {CONCURRENCY} at once")
-    table.add_column("after")
-    table.add_column("worker, MiB", justify="right")
-    table.add_column("front end, MiB", justify="right")
-    with serving(Path("models/smollm2-135m-instruct"), 32) as (server, port):
-        front_end = psutil.Process(server.pid)
-        worker = front_end.children()[0]
-        table.add_row("loading", f"{resident_mib(worker):.0f}", f"{resident_mib(front_end):.0f}")
+    with serving(MODEL, CONCURRENCY) as server:
+        rows = [row("loading", server)]
         for done in range(BLOCK, REQUESTS + 1, BLOCK):
-            asyncio.run(run_load(port, bodies(done), CONCURRENCY, api=LMI))
-            table.add_row(f"{done:,} requests", f"{resident_mib(worker):.0f}", f"{resident_mib(front_end):.0f}")
-    Console().print(table)
+            asyncio.run(run_load(server.port, bodies(done), CONCURRENCY, api=LMI))
+            rows.append(row(f"{done:,} requests", server))
+    title = f"Memory of the worker over {REQUESTS:,} requests, {CONCURRENCY} at once"
+    show(("after", "worker, MiB", "front end, MiB"), rows, title)
 
 
 if __name__ == "__main__":

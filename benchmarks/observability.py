@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -30,10 +30,10 @@ from unittest import mock
 import uvloop
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace.export import SpanExportResult
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.relay import Load, Rates, Server, measure
+from benchmarks.figures import parser_of, show
+from benchmarks.raw_load import Load, Rates, echo
+from benchmarks.servers import Server, model_directory, started
 from frontend import server as frontend_server
 from frontend.access.management_access import Access
 from frontend.observability import request_log
@@ -46,6 +46,7 @@ from lmi_server.serving.models.model_store import ModelSource
 from lmi_server.serving.models.registry import ModelRegistry
 
 CONNECTIONS, TOKENS = 64, 4
+ECHO = ("option.entryPoint=djl_python.echo", "option.max_rolling_batch_size=256")
 SCRAPE = b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: application/openmetrics-text;version=1.0.0\r\n\r\n"
 OBSERVED = {"SERVING_ACCESS_LOG": "json", "SERVING_LOG_FORMAT": "json", "SERVING_TRACE_SAMPLE": "0.01"}
 ENDPOINT = "SERVING_OTLP_TRACES_ENDPOINT"
@@ -99,21 +100,6 @@ def serve(directory: Path, port: int, endpoint: str) -> None:
         mock.patch.object(spans, "OTLPSpanExporter", WaitingExporter),
     ):
         sys.exit(frontend_server.run([ModelSource(str(directory), "echo")], settings, {}))
-
-
-@contextlib.contextmanager
-def running(parent: Path, endpoint: str) -> Iterator[Server]:
-    directory = parent / "echo"
-    directory.mkdir()
-    (directory / "serving.properties").write_text(
-        "option.entryPoint=djl_python.echo\noption.max_rolling_batch_size=256\n"
-    )
-    arguments = ("--serve", str(directory), "--port", "{port}", "--endpoint", endpoint)
-    server = Server(sys.executable, "-m", "benchmarks.observability", *arguments, log=parent / "log")
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 class Collector:
@@ -186,20 +172,13 @@ async def compared(server: Server, load: Load, scraper: Scraper) -> Pair:
             is_observed = not is_observed
             os.kill(server.pids()[0], SWITCH)
         scrape = scraper.scrape() if number in SCRAPED else asyncio.sleep(0)
-        rates, _ = await asyncio.gather(measure(server, load, TURN_S, SETTLE_S), scrape)
+        rates, _ = await asyncio.gather(load.measure(server, TURN_S, SETTLE_S), scrape)
         turns[is_observed].append(rates)
-    return Pair(*map(mean_rates, turns))
-
-
-def mean_rates(turns: Sequence[Rates]) -> Rates:
-    return Rates(
-        *(mean([getattr(rates, name) for rates in turns]) for name in ("requests", "tokens", "chunks", "cpu_s"))
-    )
+    return Pair(*(Rates(*map(mean, zip(*rates, strict=True))) for rates in turns))
 
 
 async def alternate(server: Server, scraper: Scraper, pairs: int) -> list[Pair]:
-    await server.ready()
-    load = await Load.open(server, CONNECTIONS, TOKENS, stream=False)
+    load = await Load.open(server, CONNECTIONS, echo(TOKENS, stream=False), stream=False)
     await asyncio.sleep(1)  # the server's first requests take longer
     measured = [await compared(server, load, scraper) for _ in range(pairs)]
     await load.close()
@@ -212,30 +191,32 @@ async def compare(rounds: int, pairs: int) -> None:
     scrapes = lines = 0
     async with collector.listening():
         for _ in range(rounds):
-            with tempfile.TemporaryDirectory() as parent:
-                with running(Path(parent), collector.endpoint) as server:
+            with tempfile.NamedTemporaryFile() as log, model_directory(*ECHO, name="echo") as model:
+                arguments = ("--serve", str(model), "--port", "{port}", "--endpoint", collector.endpoint)
+                command = (sys.executable, "-m", "benchmarks.observability", *arguments)
+                with started(*command, log=Path(log.name)) as server:
+                    server.wait_until_ready()
                     scraper = Scraper(server)
                     measured.append(await alternate(server, scraper, pairs))
-                lines += (Path(parent) / "log").read_bytes().count(b'"log":"access"')
+                lines += log.read().count(b'"log":"access"')
                 scrapes += scraper.scrapes
     report(measured, f"{scrapes} scrapes, {lines:,} lines, {collector.received:,} bytes of traces")
 
 
 def report(measured: list[list[Pair]], what: str) -> None:
-    table = Table("round", "plain, requests/s", "observed, requests/s", "ratio", "CPU per request, ratio", title=what)
+    rows = []
     for number, pairs in enumerate(measured, 1):
         plain, observed = (median([rates.requests for rates in turns]) for turns in zip(*pairs, strict=True))
         ratios = median([pair.ratio for pair in pairs]), median([pair.cost for pair in pairs])
-        table.add_row(str(number), f"{plain:,.0f}", f"{observed:,.0f}", *(f"{ratio:.3f}" for ratio in ratios))
-    console = Console(width=120)
-    console.print(table)
+        rows.append((str(number), f"{plain:,.0f}", f"{observed:,.0f}", *(f"{ratio:.3f}" for ratio in ratios)))
+    show(("round", "plain, requests/s", "observed, requests/s", "ratio", "CPU per request, ratio"), rows, what)
     everything = [pair for pairs in measured for pair in pairs]
     for name, values in (
         ("requests/s", [pair.ratio for pair in everything]),
         ("CPU per request", [pair.cost for pair in everything]),
     ):
         low, high = interval(values)
-        console.print(f"{name}, ratio: median {median(values):.4f}, 95 % interval {low:.4f} to {high:.4f}")
+        print(f"{name}, ratio: median {median(values):.4f}, 95 % interval {low:.4f} to {high:.4f}")
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -247,7 +228,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.observability", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=6, help="how often the server is started")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of turns in a round")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)

@@ -10,20 +10,22 @@ with 1 if an aim is missed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import itertools
 import statistics
 import sys
-import time
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import dataclass
 
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.relay import Load, Server, echo_server, measure, request_bytes
+from benchmarks.figures import parser_of
+from benchmarks.load import LMI, send, tokens_within
+from benchmarks.servers import echo_server
+from lmi_server.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
+from lmi_server.bench.records import Record, quantile
 
 PLACES = 32
 TOKENS = 25
@@ -32,116 +34,17 @@ MAX_DELAY_MS = 1000
 OVERLOAD = 10
 MIN_THROUGHPUT, MAX_REFUSAL_MS, MAX_RECOVERY_S = 0.95, 50.0, 2.0  # the aims
 
-_TICK_S = 0.005
-_WARM_UP_S = 3.0  # until the end of the first load, which breaks off its requests, has no influence on the rate
-_PROBE_EVERY_S = 0.1
+_WARM_UP_S = 3.0  # until the queue is full, and its estimates are those of the overload
+_PROBES, _PROBE_EVERY_S = 40, 0.1
 _NEARLY_ALONE = 1.2  # times as long as alone, at most, is as fast as alone
-_MAX_PROBES = 100
-_REQUEST = request_bytes(TOKENS, stream=True)
-
-
-class Connection(asyncio.Protocol):
-    """Sends one request at a time and reads the answer."""
-
-    def __init__(self, overload: Overload) -> None:
-        self._overload = overload
-        self._transport: asyncio.WriteTransport | None = None
-        self._began = 0.0
-        self._status = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)
-
-    def send(self) -> None:
-        assert self._transport is not None
-        self._status = 0
-        self._began = time.perf_counter()
-        self._transport.write(_REQUEST)
-
-    def data_received(self, data: bytes) -> None:
-        self._status = self._status or int(data[9:12])
-        if self._status == 200:
-            self._overload.tokens += data.count(b'"token"')
-            ends = data.endswith(b"0\r\n\r\n")
-        else:
-            ends = data.endswith(b"}")
-        if ends:
-            self._overload.ended(self, self._status, time.perf_counter() - self._began)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._overload.lost(self)
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-
-@dataclass
-class Overload:
-    """Requests that come at a fixed rate, each on a connection that is free then, and what became of them.
-
-    `pause` is the longest time for which this process sent and read nothing.
-
-    `seconds` has the times to the end of the answers by status, 0 standing for connections that were closed. `idle` is
-    set while no answer is missing.
-    """
-
-    server: Server
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    tokens: int = 0
-    pause: float = 0.0
-    seconds: dict[int, list[float]] = field(default_factory=dict)
-    _free: list[Connection] = field(default_factory=list)
-    _busy: set[Connection] = field(default_factory=set)
-
-    async def run(self, per_second: float, seconds: float) -> None:
-        """Send requests for so long."""
-        began, sent, before = time.perf_counter(), 0, 0.0
-        while (passed := time.perf_counter() - began) < seconds:
-            self.pause, before = max(self.pause, passed - before), passed
-            while sent < passed * per_second:
-                await self.send()
-                sent += 1
-            await asyncio.sleep(_TICK_S)
-
-    async def send(self) -> None:
-        if not self._free:
-            loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(lambda: Connection(self), "127.0.0.1", self.server.port)
-            self._free.append(connection)
-        connection = self._free.pop()
-        self._busy.add(connection)
-        self.idle.clear()
-        connection.send()
-
-    def ended(self, connection: Connection, status: int, seconds: float) -> None:
-        self._free.append(connection)
-        self._answered(connection, status, seconds)
-
-    def lost(self, connection: Connection) -> None:
-        if connection in self._busy:
-            self._answered(connection, 0, 0.0)
-
-    def _answered(self, connection: Connection, status: int, seconds: float) -> None:
-        self.seconds.setdefault(status, []).append(seconds)
-        self._busy.discard(connection)
-        if not self._busy:
-            self.idle.set()
-
-    @property
-    def counts(self) -> Counter[int]:
-        return Counter({status: len(seconds) for status, seconds in self.seconds.items()})
-
-    def close(self) -> None:
-        for connection in (*self._free, *self._busy):
-            connection.close()
+_BODY = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": TOKENS}, "stream": True}
 
 
 @dataclass(frozen=True)
 class Result:
     """`alone` and `kept` are tokens per second, without and with the overload; times are in seconds.
 
-    `pause` is the longest time for which the load generator did nothing.
+    `late` is the longest time by which the load generator sent a request too late.
     """
 
     alone: float
@@ -150,7 +53,7 @@ class Result:
     refusals: list[float]
     accepted: list[float]
     recovery: float
-    pause: float
+    late: float
 
     @property
     def is_good(self) -> bool:
@@ -162,71 +65,60 @@ class Result:
         )
 
 
-async def recovery_s(server: Server, alone_s: float) -> float:
-    """Return the seconds until a request is sent that is answered nearly as fast as alone."""
-    began = time.perf_counter()
-    probes: list[tuple[float, Overload]] = []
-    for _ in range(_MAX_PROBES):
-        probes.append((time.perf_counter() - began, probe := Overload(server)))
-        await probe.send()
-        await asyncio.sleep(_PROBE_EVERY_S)
-        for sent, ended in probes:
-            if any(seconds <= _NEARLY_ALONE * alone_s for seconds in ended.seconds.get(200, ())):
-                return sent
-    return float("inf")
+def recovery_s(probes: list[Record], alone_s: float) -> float:
+    """Return the seconds until a request was sent that was answered nearly as fast as alone."""
+    limit = _NEARLY_ALONE * alone_s
+    good = (probe.due - probes[0].due for probe in probes if probe.is_good and took(probe) <= limit)
+    return next(good, float("inf"))
 
 
-async def one_request_s(server: Server) -> float:
-    """Return the median time of a request on an idle server."""
-    alone = Overload(server)
-    for _ in range(5):
-        await alone.send()
-        await alone.idle.wait()
-    alone.close()
-    return statistics.median(alone.seconds[200])
+def took(record: Record) -> float:
+    return record.end - record.sent
 
 
 async def run(seconds: float) -> Result:
     options = {"max_rolling_batch_size": PLACES, "echo_delay_ms": TOKEN_MS, "max_queue_delay_ms": MAX_DELAY_MS}
     with echo_server(**options) as server:
-        await server.ready()
-        alone_s = await one_request_s(server)
-        load = await Load.open(server, PLACES, TOKENS, stream=True)
-        alone = await measure(server, load, max(seconds / 4, 2.0))
-        await load.close()
-        overload = Overload(server)
-        await overload.run(OVERLOAD * alone.requests, _WARM_UP_S)
-        overload.tokens, overload.seconds, overload.pause = 0, {}, 0.0
-        began = time.perf_counter()
-        await overload.run(OVERLOAD * alone.requests, seconds)
-        kept = overload.tokens / (time.perf_counter() - began)
-        recovery = await recovery_s(server, alone_s)
-        overload.close()
-    answers = overload.seconds
-    accepted, refused = answers.get(200, []), answers.get(503, [])
-    return Result(alone.tokens, kept, overload.counts, refused, accepted, recovery, overload.pause)
+
+        async def ask(count: float, arrivals: Arrivals, limit_s: float | None = None) -> list[Record]:
+            return await send(server.port, itertools.repeat(_BODY, round(count)), arrivals, limit_s, LMI)
+
+        alone_s = statistics.median(map(took, await ask(5, ClosedLoop(1))))
+        full_s = max(seconds / 4, 2.0)
+        full = await ask(2 * full_s * PLACES / alone_s, ClosedLoop(PLACES), full_s + 1.0)
+        alone = tokens_within(full, 0.5, 0.5 + full_s) / full_s
+        rate, whole_s = OVERLOAD * alone / TOKENS, _WARM_UP_S + seconds
+        flood = asyncio.create_task(ask(rate * whole_s, OpenLoop(rate, burstiness=float("inf"))))
+        await asyncio.sleep(whole_s)
+        probes = await ask(_PROBES, OpenLoop(1 / _PROBE_EVERY_S, burstiness=float("inf")))
+        records = await flood
+    kept = tokens_within(records, _WARM_UP_S, whole_s) / seconds
+    late = [record for record in records if record.due - records[0].due >= _WARM_UP_S]
+    accepted, refused = ([took(record) for record in late if record.status == code] for code in (200, 503))
+    pause = max(record.sent - record.due for record in late)
+    counts = Counter(record.status for record in late)
+    return Result(alone, kept, counts, refused, accepted, recovery_s(probes, alone_s), pause)
 
 
 def table(result: Result, seconds: float) -> Table:
-    def ms(values: list[float], share: float) -> str:
-        return f"{1000 * sorted(values)[int(share * (len(values) - 1))]:,.1f}" if values else "-"
+    def ms(values: list[float]) -> str:
+        ordered = sorted(values)
+        return " / ".join(f"{1000 * quantile(ordered, share):,.1f}" for share in (0.5, 0.99, 1) if ordered) or "-"
 
     report = Table("measured", "", "aim", title=f"{OVERLOAD} times the capacity for {seconds:g} s")
     report.add_row("tokens/s, all places in use, none waiting", f"{result.alone:,.0f}")
     ratio = result.kept / result.alone
     report.add_row("tokens/s under overload", f"{result.kept:,.0f} ({ratio:.3f})", f">= {MIN_THROUGHPUT}")
     report.add_row("answers by status", ", ".join(f"{code}: {n:,}" for code, n in sorted(result.counts.items())))
-    refusals = " / ".join(ms(result.refusals, share) for share in (0.5, 0.99, 1))
-    report.add_row("ms to a 503: median / 99 % / longest", refusals, f"median <= {MAX_REFUSAL_MS:g}")
-    accepted = " / ".join(ms(result.accepted, share) for share in (0.5, 0.99, 1))
-    report.add_row("ms to the end of an answer: the same", accepted)
+    report.add_row("ms to a 503: median / 99 % / longest", ms(result.refusals), f"median <= {MAX_REFUSAL_MS:g}")
+    report.add_row("ms to the end of an answer: the same", ms(result.accepted))
     report.add_row("s to recovery", f"{result.recovery:.2f}", f"<= {MAX_RECOVERY_S:g}")
-    report.add_row("ms, longest pause of the load generator", f"{1000 * result.pause:,.0f}")
+    report.add_row("ms, longest delay of the load generator", f"{1000 * result.late:,.0f}")
     return report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overload", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the overload lasts")
     arguments = parser.parse_args()
     result = uvloop.run(run(arguments.seconds))

@@ -14,9 +14,7 @@ share the cores of one machine, so beside requests per second the table has the 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import random
 import re
 import time
@@ -25,11 +23,11 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import httpx
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.generation import MODEL, serving
-from benchmarks.scheduling import BYTES_PER_TOKEN, Load, stream, words
+from benchmarks.figures import parser_of, show
+from benchmarks.load import run_load
+from benchmarks.scheduling import BYTES_PER_TOKEN, Load, words
+from benchmarks.servers import MODEL, serving
 
 PREFIX, PREFIXES = 512, 4
 QUESTION, ANSWER = 16, 4
@@ -86,7 +84,7 @@ async def send_all(ports: Sequence[int], requests: Sequence[Load]) -> None:
 
     async def send(number: int, load: Load) -> None:
         async with room:
-            await stream(ports[number % len(ports)], load)
+            await run_load(ports[number % len(ports)], [load.body], 1, load.new_tokens)
 
     await asyncio.gather(*(send(number, load) for number, load in enumerate(requests)))
 
@@ -96,12 +94,14 @@ def measure(servers: int, workers: int, prefixes: int, requests: Sequence[Load])
 
     On the CPU a request that runs has a copy of its prefix.
     """
-    os.environ["OPTION_KV_CACHE_MEMORY_GB"] = str((prefixes + AT_A_TIME) * LONGEST * BYTES_PER_TOKEN / 2**30)
-    os.environ["SERVING_MIN_WORKERS"] = os.environ["SERVING_MAX_WORKERS"] = str(workers)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    variables = {
+        "OPTION_KV_CACHE_MEMORY_GB": str((prefixes + AT_A_TIME) * LONGEST * BYTES_PER_TOKEN / 2**30),
+        **dict.fromkeys(("SERVING_MIN_WORKERS", "SERVING_MAX_WORKERS"), str(workers)),
+        "OMP_NUM_THREADS": "1",
+    }
     first = list({tuple(load.prompt[:PREFIX]): load for load in requests}.values())
     with ExitStack() as stack:
-        ports = [stack.enter_context(serving(MODEL, AT_A_TIME))[1] for _ in range(servers)]
+        ports = [stack.enter_context(serving(MODEL, AT_A_TIME, **variables)).port for _ in range(servers)]
         for port in ports:
             until_ready(port, workers)
             for load in first:
@@ -123,20 +123,18 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--part", choices=PARTS, help="measure only this one")
     arguments = parser.parse_args()
     requests = loads(arguments.requests)
-    table = Table(title=f"{len(requests)} requests with one of {PREFIXES} prefixes of {PREFIX} tokens")
-    for column in ("", "hit rate", "prompt tokens computed", "requests/s"):
-        table.add_column(column)
-    measured = {}
+    rows, measured = [], {}
     for name in [arguments.part] if arguments.part else PARTS:
         measured[name] = found = measure(*PARTS[name], requests)
         rate = f"{len(requests) / found.seconds:.1f}"
-        table.add_row(name, f"{found.hit_rate:.1%}", f"{found.computed:,.0f}", rate)
-    Console().print(table)
+        rows.append((name, f"{found.hit_rate:.1%}", f"{found.computed:,.0f}", rate))
+    title = f"{len(requests)} requests with one of {PREFIXES} prefixes of {PREFIX} tokens"
+    show(("", "hit rate", "prompt tokens computed", "requests/s"), rows, title)
     if len(measured) == len(PARTS):
         report(*measured.values())
 

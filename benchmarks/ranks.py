@@ -10,7 +10,6 @@ what the message to the other ranks costs of a step.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import statistics
@@ -18,13 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.generation import CONCURRENCIES, MODEL, measure, serving, stream_all
+from benchmarks.figures import show
+from benchmarks.generation import CONCURRENCIES, measure, stream_all
+from benchmarks.servers import MODEL, model_directory, serving
 
 ONE, TWO = "one rank on one core", "two ranks on two cores"
 ROWS = 32
@@ -44,26 +41,14 @@ def make_model(directory: Path) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
 
 
-@contextlib.contextmanager
-def configured(weights: Path, *lines: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as directory:
-        common = (f"option.model_id={weights}", "option.rolling_batch=scheduler", "option.kv_cache_memory_gb=0.5")
-        (Path(directory) / "serving.properties").write_text("\n".join((*common, *lines)))
-        yield Path(directory)
-
-
-def one_rank(weights: Path) -> dict[int, list[float]]:
-    with configured(weights, "option.threads=1") as model, serving(model, 64) as (server, port):
-        for worker in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
+def rates(weights: Path, cores: set[int] | None, *lines: str) -> dict[int, list[float]]:
+    """Return tokens/s of a server with further lines, whose workers' threads run on `cores`."""
+    options = {"model_id": weights, "rolling_batch": "scheduler", "kv_cache_memory_gb": 0.5}
+    with model_directory(*lines, **options) as model, serving(model, 64) as server:
+        for worker in server.pids()[1:] if cores else ():
             for thread in Path(f"/proc/{worker}/task").iterdir():
-                os.sched_setaffinity(int(thread.name), {0})
-        return measure(lambda count: asyncio.run(stream_all(port, count)))
-
-
-def two_ranks(weights: Path) -> dict[int, list[float]]:
-    keys = ("engine=MPI", "option.tensor_parallel_degree=2")
-    with configured(weights, *keys) as model, serving(model, 64) as (_, port):
-        return measure(lambda count: asyncio.run(stream_all(port, count)))
+                os.sched_setaffinity(int(thread.name), cores or ())
+        return measure(lambda count: asyncio.run(stream_all(server.port, count)))
 
 
 def message_seconds() -> float:
@@ -105,15 +90,13 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory))
-        one, two = one_rank(Path(directory)), two_ranks(Path(directory))
-    shown = Table(title="Output tokens/s of a Llama of 130 million random weights (bf16)")
-    for head in ("", *(f"{concurrency} at once" for concurrency in CONCURRENCIES)):
-        shown.add_column(head)
+        one = rates(Path(directory), {0}, "option.threads=1")
+        two = rates(Path(directory), None, "engine=MPI", "option.tensor_parallel_degree=2")
     medians = {name: [statistics.median(rates[c]) for c in CONCURRENCIES] for name, rates in ((ONE, one), (TWO, two))}
-    shown.add_row(ONE, *(f"{rate:.0f}" for rate in medians[ONE]))
-    ratios = (b / a for a, b in zip(medians[ONE], medians[TWO], strict=True))
-    shown.add_row(TWO, *(f"{rate:.0f} ({ratio:.2f}x)" for rate, ratio in zip(medians[TWO], ratios, strict=True)))
-    Console().print(shown)
+    cells = [f"{b:.0f} ({b / a:.2f}x)" for a, b in zip(medians[ONE], medians[TWO], strict=True)]
+    rows = [(ONE, *(f"{rate:.0f}" for rate in medians[ONE])), (TWO, *cells)]
+    columns = ("", *(f"{concurrency} at once" for concurrency in CONCURRENCIES))
+    show(columns, rows, "Output tokens/s of a Llama of 130 million random weights (bf16)")
     spent, step = message_seconds(), ROWS / medians[TWO][CONCURRENCIES.index(ROWS)]
     print(f"telling the other rank a step of {ROWS} rows: {spent * 1e6:.0f} us, {spent / step:.2%} of the step")
 

@@ -14,101 +14,94 @@ Available memory on node 0 (15.52/23.54 GiB) on startup is less than desired CPU
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import contextlib
 import json
 import os
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.figures import parser_of, show
 from benchmarks.load import CHAT, run_load
-from benchmarks.relay import Server, rates
+from benchmarks.raw_load import echo as echo_request
+from benchmarks.raw_load import post, rates
+from benchmarks.servers import Server, model_directory, started
 
-PEER = Path(__file__).parent / "peers" / "ray_serve_echo.py"
-LLM_PEER = Path(__file__).parent / "peers" / "ray_serve_llm.py"
 CHUNKS = 2000
 PREFIXES, QUESTIONS = 3, 8  # of the measurement of prefixes, which has as many replicas as prefixes
-
-
-def model_directory(parent: Path, lines: str) -> Path:
-    directory = parent / "model"
-    directory.mkdir(parents=True)
-    (directory / "serving.properties").write_text(lines)
-    return directory
+Rows = list[tuple[str, ...]]
 
 
 @contextlib.contextmanager
-def serving(*command: str) -> Iterator[Server]:
-    with tempfile.TemporaryDirectory() as parent:
-        server = Server(sys.executable, *(part.replace("{tmp}", parent) for part in command))
-        try:
+def peer(script: str, argument: object) -> Iterator[Server]:
+    """Run a script of benchmarks/peers with its last argument."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(__file__).parent / "peers" / script)
+        with started(sys.executable, path, "{port}", directory, str(argument)) as server:
             yield server
-        finally:
-            server.stop()
 
 
 @contextlib.contextmanager
-def serving_model(lines: str, *command: str) -> Iterator[Server]:
-    with tempfile.TemporaryDirectory() as parent:
-        directory = str(model_directory(Path(parent), lines))
-        with serving("-m", "lmi_server", *command, directory, "--host", "127.0.0.1", "--port", "{port}") as server:
+def serving_model(lines: list[str], *command: str) -> Iterator[Server]:
+    with model_directory(*lines) as directory:
+        options = (str(directory), "--host", "127.0.0.1", "--port", "{port}")
+        with started(sys.executable, "-m", "lmi_server", *command, *options) as server:
             yield server
 
 
-def cluster(lines: str) -> contextlib.AbstractContextManager[Server]:
+def cluster(lines: list[str]) -> contextlib.AbstractContextManager[Server]:
     return serving_model(lines, "ray", "deploy")
 
 
-def one_machine(lines: str) -> contextlib.AbstractContextManager[Server]:
+def one_machine(lines: list[str]) -> contextlib.AbstractContextManager[Server]:
     return serving_model(lines, "serve")
 
 
-def echo(workers: int) -> str:
-    return f"option.entryPoint=djl_python.echo\noption.max_rolling_batch_size=256\nminWorkers={workers}\n"
+def echo(workers: int) -> list[str]:
+    return ["option.entryPoint=djl_python.echo", "option.max_rolling_batch_size=256", f"minWorkers={workers}"]
 
 
-def generating(model: Path, workers: int, threads: int) -> str:
+def generating(model: Path, workers: int, threads: int) -> list[str]:
     lines = ["engine=Python", "option.entryPoint=djl_python.huggingface", "option.rolling_batch=scheduler"]
-    lines += [f"option.threads={threads}"]
-    lines += [f"option.model_id={model}", "option.dtype=bf16", f"minWorkers={workers}", f"maxWorkers={workers}"]
-    return "\n".join(lines)
+    lines += [f"option.threads={threads}", f"option.model_id={model}", "option.dtype=bf16"]
+    return [*lines, f"minWorkers={workers}", f"maxWorkers={workers}"]
 
 
-def generating_by_vllm(model: Path) -> str:
+def generating_by_vllm(model: Path) -> list[str]:
     lines = ["engine=Python", "option.rolling_batch=vllm", f"option.model_id={model}", "option.dtype=bf16"]
-    lines += ["option.max_model_len=512", "option.gpu_memory_utilization=0.1", "minWorkers=1", "maxWorkers=1"]
-    return "\n".join(lines)
+    return [*lines, "option.max_model_len=512", "option.gpu_memory_utilization=0.1", "minWorkers=1", "maxWorkers=1"]
 
 
 # --- echo ---
 
 
-async def relays(table: Table, seconds: float) -> None:
-    requests, chunks = {}, {}
-    for name, count in (("requests", 0), ("chunks", CHUNKS)):
-        with serving(str(PEER), "{port}", "{tmp}", str(count)) as peer:
-            measured = await rates(peer, 16, CHUNKS, bool(count), seconds)
-            {"requests": requests, "chunks": chunks}[name]["ray"] = measured
+async def relays(seconds: float) -> Rows:
+    found = {}
+    for count in (0, CHUNKS):
+        request = echo_request(CHUNKS, bool(count))
+        with peer("ray_serve_echo.py", count) as server:
+            server.wait_until_ready(request)
+            found["ray", count] = await rates(server, 16, request, bool(count), seconds)
     with cluster(echo(1)) as ours:
-        requests["ours"] = await rates(ours, 16, 4, False, seconds)
-        chunks["ours"] = await rates(ours, 16, CHUNKS, True, seconds)
-    pair = requests["ours"].requests, requests["ray"].requests
-    row(table, "echo, requests/s", "plain Ray Serve", *pair, ">= 2")
-    row(table, "streams, tokens/s", "plain Ray Serve", chunks["ours"].tokens, chunks["ray"].tokens, ">= 1")
+        ours.wait_until_ready(echo_request(1, stream=False))
+        found["ours", 0] = await rates(ours, 16, echo_request(4, stream=False), False, seconds)
+        found["ours", CHUNKS] = await rates(ours, 16, echo_request(CHUNKS, stream=True), True, seconds)
+    pair = found["ours", 0].requests, found["ray", 0].requests
+    streams = found["ours", CHUNKS].tokens, found["ray", CHUNKS].tokens
+    return [
+        row("echo, requests/s", "plain Ray Serve", *pair, ">= 2"),
+        row("streams, tokens/s", "plain Ray Serve", *streams, ">= 1"),
+    ]
 
 
-def row(table: Table, what: str, peer: str, ours: float, theirs: float, aim: str) -> None:
-    table.add_row(what, f"{ours:,.1f}", f"{theirs:,.1f} ({peer})", f"{ours / theirs:.2f}", aim)
+def row(what: str, peer: str, ours: float, theirs: float, aim: str) -> tuple[str, ...]:
+    return what, f"{ours:,.1f}", f"{theirs:,.1f} ({peer})", f"{ours / theirs:.2f}", aim
 
 
 # --- generation ---
@@ -119,45 +112,17 @@ def chat_body(prompt: str, tokens: int) -> dict[str, Any]:
     return {"model": "model", "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
-def chat(server: Server, prompt: str, tokens: int) -> dict[str, Any]:
-    return post(server, chat_body(prompt, tokens))
-
-
-def post(server: Server, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{server.port}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        value: dict[str, Any] = json.load(answer)
-    return value
-
-
-def ready_workers(server: Server) -> int:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/models/model", timeout=10) as answer:
-        groups = json.load(answer)[0]["models"][0]["workerGroups"]
-    return sum(worker["status"] == "READY" for group in groups for worker in group["workers"])
-
-
-async def until_ready(server: Server, workers: int) -> None:
+def until_workers(server: Server, count: int) -> None:
+    """Wait until so many workers are ready: a server is ready with its first one."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            if await asyncio.to_thread(ready_workers, server) == workers:
+        with contextlib.suppress(httpx.TransportError, httpx.HTTPStatusError):
+            answer = httpx.get(f"{server.url}/models/model", timeout=10).raise_for_status().json()
+            workers = [worker for group in answer[0]["models"][0]["workerGroups"] for worker in group["workers"]]
+            if sum(worker["status"] == "READY" for worker in workers) == count:
                 return
-        await asyncio.sleep(0.5)
-    sys.exit(f"{workers} workers were not ready within 300 s")
-
-
-async def until_answered(server: Server) -> None:
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            await asyncio.to_thread(chat, server, "warm", 1)
-            return
-        await asyncio.sleep(1)
-    sys.exit("the peer did not answer within 600 s")
+        time.sleep(0.5)
+    sys.exit(f"{count} workers were not ready within 300 s")
 
 
 async def tokens_per_second(server: Server, count: int, tokens: int) -> float:
@@ -168,44 +133,40 @@ async def tokens_per_second(server: Server, count: int, tokens: int) -> float:
     return count * tokens / seconds
 
 
-async def generation(table: Table, model: Path, count: int, threads: int) -> None:
+async def generation(model: Path, count: int, threads: int) -> Rows:
     lines = generating(model, 2, threads)
-    with cluster(lines) as ours:
-        await until_ready(ours, 2)
-        measured = await tokens_per_second(ours, count, 64)
-    with one_machine(lines) as theirs:
-        await until_ready(theirs, 2)
-        peer = await tokens_per_second(theirs, count, 64)
-    row(table, "generation, tokens/s", "two workers of serve", measured, peer, ">= 0.95")
+    found = []
+    for start in (cluster, one_machine):
+        with start(lines) as server:
+            until_workers(server, 2)
+            found.append(await tokens_per_second(server, count, 64))
+    return [row("generation, tokens/s", "two workers of serve", *found, ">= 0.95")]
 
 
-async def generation_by_vllm(table: Table, model: Path, count: int) -> None:
+async def generation_by_vllm(model: Path, count: int) -> Rows:
     with cluster(generating_by_vllm(model)) as ours:
-        await until_ready(ours, 1)
+        until_workers(ours, 1)
         measured = await tokens_per_second(ours, count, 64)
-    with serving(str(LLM_PEER), "{port}", "{tmp}", str(model)) as theirs:
-        await until_answered(theirs)
-        peer = await tokens_per_second(theirs, count, 64)
-    row(table, "generation by vLLM, tokens/s", "Ray Serve LLM", measured, peer, ">= 1")
+    with peer("ray_serve_llm.py", model) as theirs:
+        theirs.wait_until_ready(post("/v1/chat/completions", chat_body("warm", 1)), 600)
+        other = await tokens_per_second(theirs, count, 64)
+    return [row("generation by vLLM, tokens/s", "Ray Serve LLM", measured, other, ">= 1")]
 
 
-async def prefixes(table: Table, model: Path, threads: int) -> None:
+async def prefixes(model: Path, threads: int) -> Rows:
     """Ask about three long texts in turn; the best possible computes each text once, in one of three replicas."""
     texts = [" ".join(f"Fact {number} about {name} is {number * 7}." for number in range(60)) for name in "ABC"]
+    bodies = [chat_body(f"{text} What is fact {question}?", 2) for question in range(QUESTIONS) for text in texts]
     with cluster(generating(model, PREFIXES, threads)) as ours:
-        await until_ready(ours, PREFIXES)
-        usages = []
-        for question in range(QUESTIONS):
-            for text in texts:
-                answer = await asyncio.to_thread(chat, ours, f"{text} What is fact {question}?", 2)
-                usages.append(answer["usage"])
-    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
-    best = sum(usage["prompt_tokens"] for usage in usages[PREFIXES:])
-    row(table, "three prefixes, three replicas: cached tokens", "prompts but the first ones", cached, best, ">= 0.9")
+        until_workers(ours, PREFIXES)
+        _, records = await run_load(ours.port, bodies, 1, api=CHAT)
+    cached = sum(record.usage["cached_tokens"] for record in records)
+    best = sum(record.usage["prompt_tokens"] for record in records[PREFIXES:])
+    return [row("three prefixes, three replicas: cached tokens", "prompts but the first ones", cached, best, ">= 0.9")]
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="a Hugging Face directory for generation")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--count", type=int, default=32, help="chats of the measurement of generation")
@@ -221,19 +182,19 @@ async def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     # Ray counts the processors of the machine, and a replica takes one: three would not fit on two.
     os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": 8})
-    table = Table("measured", "cluster", "peer", "ratio", "aim", title="A cluster of Ray on this machine")
+    rows: Rows = []
     only_generation = arguments.only_generation or arguments.ray_serve_llm
     if arguments.ray_serve_llm and arguments.model is None:
         parser.error("--ray-serve-llm needs --model")
     if arguments.ray_serve_llm:
-        await generation_by_vllm(table, arguments.model.resolve(), arguments.count)
+        rows += await generation_by_vllm(arguments.model.resolve(), arguments.count)
     if not only_generation:
-        await relays(table, arguments.seconds)
+        rows += await relays(arguments.seconds)
     if arguments.model is not None and not arguments.ray_serve_llm:
-        await generation(table, arguments.model.resolve(), arguments.count, arguments.threads)
+        rows += await generation(arguments.model.resolve(), arguments.count, arguments.threads)
     if arguments.model is not None and not only_generation:
-        await prefixes(table, arguments.model.resolve(), arguments.threads)
-    Console(width=140).print(table)
+        rows += await prefixes(arguments.model.resolve(), arguments.threads)
+    show(("measured", "cluster", "peer", "ratio", "aim"), rows, "A cluster of Ray on this machine", 140)
 
 
 if __name__ == "__main__":

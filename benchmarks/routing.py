@@ -4,7 +4,7 @@
 
 A server answers every chat at once with the same bytes. One client asks it one request at a time: directly, through
 `lmi-server route`, and through LiteLLM, in turns within one run. The table has the medians, whole answers and the first
-byte of streams, and what each router adds to the direct ones. LiteLLM belongs into an environment of its own:
+event of streams, and what each router adds to the direct ones. LiteLLM belongs into an environment of its own:
 
     python -m venv /tmp/litellm && /tmp/litellm/bin/pip install 'litellm[proxy]'
 """
@@ -14,20 +14,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.relay import Server
+from benchmarks.figures import in_turns, parser_of, show
+from benchmarks.load import CHAT, run_load
+from benchmarks.raw_load import post
+from benchmarks.servers import Server, started
 
 ANSWER = json.dumps(
     {
@@ -78,60 +79,25 @@ async def answer_all(port: int) -> None:
     await server.serve_forever()
 
 
-def chat(stream: bool) -> bytes:
-    fields = {"model": "model", "messages": [{"role": "user", "content": "word " * 200}], "stream": stream}
-    body = json.dumps(fields).encode()
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nauthorization: Bearer x\r\n"
-    )
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+BODY = {"model": "model", "messages": [{"role": "user", "content": "word " * 200}]}
+KEY = ("authorization", "Bearer x")
 
 
-class Asking:
-    """One connection that asks again and again; `seconds` are the times to the first byte of each answer."""
+def asking(server: Server, stream: bool) -> Callable[[], list[float]]:
+    """Return what asks one request at a time, and returns the seconds to the end of each answer, or its first event."""
 
-    def __init__(self, server: Server, stream: bool) -> None:
-        self.seconds: list[float] = []
-        self._port = server.port
-        self._request = chat(stream)
-        self._stream = stream
+    def ask() -> list[float]:
+        bodies = [{**BODY, "stream": stream}] * TURN
+        _, records = asyncio.run(run_load(server.port, bodies, 1, None, CHAT, headers=(KEY,)))
+        return [(record.first if stream and record.first else record.end) - record.sent for record in records]
 
-    async def ask(self, count: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        for _ in range(count):
-            began = time.perf_counter()
-            writer.write(self._request)
-            status = await reader.readline()
-            self.seconds.append(time.perf_counter() - began)
-            assert b" 200 " in status, status
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            if b"transfer-encoding: chunked" in head:
-                await reader.readuntil(b"0\r\n\r\n")
-            else:
-                length = head.partition(b"content-length:")[2].split()[0]
-                await reader.readexactly(int(length))
-        writer.close()
+    return ask
 
 
-async def measure(servers: Sequence[Server], stream: bool, requests: int) -> list[float]:
+def measure(servers: Mapping[str, Server], stream: bool, requests: int) -> list[float]:
     """Return the median of each server in milliseconds; they are asked in turns."""
-    asking = [Asking(server, stream) for server in servers]
-    for each in asking:
-        await each.ask(TURN)  # what the first requests do once
-        each.seconds.clear()
-    for _ in range(-(-requests // TURN)):
-        for each in asking:
-            await each.ask(TURN)
-    return [1000 * statistics.median(each.seconds) for each in asking]
-
-
-@contextlib.contextmanager
-def started(*command: str) -> Iterator[Server]:
-    server = Server(*command)
-    try:
-        yield server
-    finally:
-        server.stop()
+    found = in_turns(-(-requests // TURN), {name: asking(server, stream) for name, server in servers.items()})
+    return [1000 * statistics.median(itertools.chain.from_iterable(turns)) for turns in found.values()]
 
 
 def litellm_config(directory: str, upstream: Server) -> str:
@@ -145,46 +111,37 @@ def litellm_config(directory: str, upstream: Server) -> str:
     return str(file)
 
 
-async def compare(litellm: str | None, requests: int) -> None:
+def compare(litellm: str | None, requests: int) -> None:
+    ready = post("/v1/chat/completions", BODY, "authorization: Bearer x")
     with contextlib.ExitStack() as stack:
         me = (sys.executable, "-m")
-        upstream = stack.enter_context(started(*me, "benchmarks.routing", "--serve", "{port}"))
-        await upstream.ready(chat(stream=False))
-        url = f"http://127.0.0.1:{upstream.port}"
-        options = ("--port", "{port}", "--log-level", "warning")
-        servers = {
-            "direct": upstream,
-            "lmi-server route": stack.enter_context(started(*me, "lmi_server", "route", url, *options)),
-        }
+        servers = {"direct": stack.enter_context(started(*me, "benchmarks.routing", "--serve", "{port}"))}
+        servers["direct"].wait_until_ready(ready)
+        options = (servers["direct"].url, "--port", "{port}", "--log-level", "warning")
+        servers["lmi-server route"] = stack.enter_context(started(*me, "lmi_server", "route", *options))
         if litellm is not None:
-            config = litellm_config(stack.enter_context(tempfile.TemporaryDirectory()), upstream)
+            config = litellm_config(stack.enter_context(tempfile.TemporaryDirectory()), servers["direct"])
             command = (litellm, "--config", config, "--port", "{port}", "--host", "127.0.0.1", "--telemetry", "False")
             servers["LiteLLM's proxy"] = stack.enter_context(started(*command))
         for server in servers.values():
-            await server.ready(chat(stream=False))
-        found = {stream: await measure(list(servers.values()), stream, requests) for stream in (False, True)}
-    show(list(servers), found)
+            server.wait_until_ready(ready)
+        found = [measure(servers, stream, requests) for stream in (False, True)]
+    report(list(servers), found)
 
 
-def show(names: Sequence[str], found: dict[bool, list[float]]) -> None:
-    table = Table(title="median ms of one request at a time")
-    for column in ("", "whole answer", "added", "first byte of a stream", "added"):
-        table.add_column(column)
-    for number, name in enumerate(names):
-        cells = []
-        for stream in (False, True):
-            cells += [f"{found[stream][number]:.2f}", f"{found[stream][number] - found[stream][0]:.2f}"]
-        table.add_row(name, *cells)
-    Console(width=110).print(table)
+def report(names: Sequence[str], found: Sequence[Sequence[float]]) -> None:
+    """Print the milliseconds of whole answers and of first events, each by server; the first one is asked directly."""
+    added = [[value - values[0] for value in values] for values in found]
+    cells = ([f"{value:.2f}" for value in column] for pair in zip(found, added, strict=True) for column in pair)
+    columns = ("", "whole answer", "added", "first event of a stream", "added")
+    show(columns, list(zip(names, *cells, strict=True)), "median ms of one request at a time")
     if len(names) > 2:
-        ratios = [(found[stream][2] - found[stream][0]) / (found[stream][1] - found[stream][0]) for stream in found]
-        print(
-            f"LiteLLM adds {ratios[0]:.1f} times as much to whole answers, {ratios[1]:.1f} times to streams (aim: 10)"
-        )
+        whole, streams = (values[2] / values[1] for values in added)
+        print(f"LiteLLM adds {whole:.1f} times as much to whole answers, {streams:.1f} times to streams (aim: 10)")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--litellm", help="the program of an environment with litellm[proxy]")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
@@ -192,7 +149,7 @@ def main() -> None:
     if arguments.serve is not None:
         uvloop.run(answer_all(arguments.serve))
     else:
-        uvloop.run(compare(arguments.litellm, arguments.requests))
+        compare(arguments.litellm, arguments.requests)
 
 
 if __name__ == "__main__":

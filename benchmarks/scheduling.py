@@ -16,27 +16,27 @@ Without names, all loads run.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.generation import MODEL, load_transformers, prompts, serving
-from lmi_server.bench.records import quantile
+from benchmarks import figures
+from benchmarks.figures import in_turns, parser_of, show
+from benchmarks.generation import load_transformers, prompts
+from benchmarks.load import TEXT, completion, run_load
+from benchmarks.servers import MODEL, NAME, serving
+from lmi_server.bench.records import Record, quantile
 
 SHARED = 1024
 PREFIXES = 5
@@ -46,7 +46,6 @@ STATIC_BATCHES = 2
 SCARCE = 32
 QUEUED = 32
 TURNS = 4
-POLICIES = ("lpm", "fcfs")
 BYTES_PER_TOKEN = 23040  # of the demo model's KV cache in bfloat16
 VOCABULARY = (1000, 40000)  # token ids of ordinary words
 
@@ -59,69 +58,44 @@ class Load:
     new_tokens: int
     may_end: bool = False
 
-
-@dataclass
-class Timing:
-    """The times at which a request was sent and its tokens arrived, in seconds."""
-
-    sent: float
-    tokens: list[float] = field(default_factory=list)
-    text: str = ""
-
     @property
-    def first(self) -> float:
-        """Time to first token."""
-        return self.tokens[0] - self.sent
-
-    @property
-    def gaps(self) -> list[float]:
-        """Inter-token latencies."""
-        return [after - before for before, after in zip(self.tokens, self.tokens[1:], strict=False)]
+    def body(self) -> dict[str, Any]:
+        return completion(NAME, self.prompt, self.new_tokens, True, ignore_eos=not self.may_end)
 
 
 def words(count: int, chance: random.Random) -> list[int]:
     return [chance.randrange(*VOCABULARY) for _ in range(count)]
 
 
-async def stream(port: int, load: Load) -> Timing:
-    """Read one streamed answer to its end; fail if tokens are missing."""
-    body = {
-        "model": "smollm2_135m_instruct",
-        "prompt": load.prompt,
-        "max_tokens": load.new_tokens,
-        "stream": True,
-        "temperature": 0,
-    }
-    encoded = json.dumps(body | {"ignore_eos": not load.may_end, "logprobs": 0}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
-    timing = Timing(time.perf_counter())
-    writer.write(f"{head}content-length: {len(encoded)}\r\n\r\n".encode() + encoded)
-    status = await reader.readline()
-    if b" 200 " not in status:
-        raise AssertionError(f"{status!r}: {await reader.read()!r}")
-    while line := await reader.readline():
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line.removeprefix(b"data: "))
-        if "choices" not in event:
-            raise AssertionError(f"the stream broke: {event}")
-        choice = event["choices"][0]
-        timing.tokens += [time.perf_counter()] * len((choice["logprobs"] or {}).get("tokens", ()))
-        timing.text += choice["text"]
-    writer.close()
-    if not load.may_end and len(timing.tokens) != load.new_tokens:
-        raise AssertionError(f"{len(timing.tokens)} tokens of {load.new_tokens} came")
-    return timing
+def stream(port: int, loads: list[Load], texts: bool = False) -> list[Record]:
+    """Send the requests at once and read their answers to the end; fail if tokens are missing."""
+    bodies = [load.body for load in loads]
+    _, records = asyncio.run(run_load(port, bodies, len(bodies), reads_texts=texts))
+    for load, record in zip(loads, records, strict=True):
+        if not load.may_end and record.output_tokens != load.new_tokens:
+            raise AssertionError(f"{record.output_tokens} tokens of {load.new_tokens} came")
+    return records
 
 
-async def stream_all(port: int, loads: list[Load]) -> list[Timing]:
-    return await asyncio.gather(*(stream(port, load) for load in loads))
+def first_s(record: Record) -> float:
+    """Return the time to the first token."""
+    assert record.first is not None, "a request generates a token at least"
+    return record.first - record.sent
 
 
-def warm_up(port: int) -> None:
+def middle_and_late(values: list[float], name: str) -> dict[str, float]:
+    """Return median and 99th percentile under these names."""
+    return {f"{name} median": statistics.median(values), f"{name} p99": quantile(sorted(values), 0.99)}
+
+
+@contextlib.contextmanager
+def warm_server(places: int, **options: object) -> Iterator[int]:
+    """Serve the demo model, which has answered a few prompts; yield the port."""
+    variables = {f"OPTION_{name.upper()}": str(value) for name, value in options.items()}
     chance = random.Random(9)
-    asyncio.run(stream_all(port, [Load(words(count, chance), 4) for count in (16, 64, 300, 600)]))
+    with serving(MODEL, places, **variables) as server:
+        stream(server.port, [Load(words(count, chance), 4) for count in (16, 64, 300, 600)])
+        yield server.port
 
 
 # --- the loads ---
@@ -131,19 +105,14 @@ def shared_prefix() -> dict[str, float]:
     """Send the first request alone, then seven more at once; take medians over several prefixes."""
     chance = random.Random(1)
     firsts, latest = [], []
-    with serving(MODEL, 8) as (_, port):
-        warm_up(port)
+    with warm_server(8) as port:
         for _ in range(PREFIXES):
             prefix = words(SHARED, chance)
             loads = [Load(prefix + words(16, chance), 16) for _ in range(8)]
-            (first,) = asyncio.run(stream_all(port, loads[:1]))
-            firsts.append(first.first)
-            latest.append(max(timing.first for timing in asyncio.run(stream_all(port, loads[1:]))))
-    return {
-        "first": statistics.median(firsts),
-        "later": statistics.median(latest),
-        "ratio": statistics.median(later / first for first, later in zip(firsts, latest, strict=True)),
-    }
+            firsts += map(first_s, stream(port, loads[:1]))
+            latest.append(max(map(first_s, stream(port, loads[1:]))))
+    ratio, _, _ = figures.ratios(latest, firsts)
+    return {"first": statistics.median(firsts), "later": statistics.median(latest), "ratio": ratio}
 
 
 def mixed_loads() -> list[Load]:
@@ -153,20 +122,13 @@ def mixed_loads() -> list[Load]:
 
 def mixed_lengths() -> dict[str, float]:
     loads = mixed_loads()
-    with serving(MODEL, MIXED) as (_, port):
-        warm_up(port)
+    with warm_server(MIXED) as port:
         began = time.perf_counter()
-        timings = asyncio.run(stream_all(port, loads))
+        records = stream(port, loads)
         seconds = time.perf_counter() - began
-    firsts = [timing.first for timing in timings]
-    gaps = [gap for timing in timings for gap in timing.gaps]
-    return {
-        "rate": sum(load.new_tokens for load in loads) / seconds,
-        "TTFT median": statistics.median(firsts),
-        "TTFT p99": quantile(sorted(firsts), 0.99),
-        "ITL median": statistics.median(gaps),
-        "ITL p99": quantile(sorted(gaps), 0.99),
-    }
+    gaps = [gap for record in records for gap in record.gaps]
+    rate = sum(load.new_tokens for load in loads) / seconds
+    return {"rate": rate, **middle_and_late(list(map(first_s, records)), "TTFT"), **middle_and_late(gaps, "ITL")}
 
 
 def static_batch() -> dict[str, float]:
@@ -205,44 +167,43 @@ def full_lengths() -> list[Load]:
 def scarce_memory(loads: list[Load], share: float) -> dict[str, Any]:
     """Run the loads at once, with memory for `share` of what they need at most."""
     needed = sum((len(load.prompt) if isinstance(load.prompt, list) else 32) + load.new_tokens for load in loads)
-    os.environ["OPTION_KV_CACHE_MEMORY_GB"] = str(share * needed * BYTES_PER_TOKEN / 2**30)
-    os.environ["OPTION_MAX_MODEL_LEN"] = "1024"
-    with serving(MODEL, SCARCE) as (_, port):
-        warm_up(port)
+    memory = share * needed * BYTES_PER_TOKEN / 2**30
+    with warm_server(SCARCE, kv_cache_memory_gb=memory, max_model_len=1024) as port:
         began = time.perf_counter()
-        timings = asyncio.run(stream_all(port, loads))
+        records = stream(port, loads, texts=True)
         seconds = time.perf_counter() - began
         time.sleep(1.5)  # the worker sends its gauges once a second
         metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
     retracted = next(line for line in metrics.splitlines() if "retracted_requests" in line and line[0] != "#")
     return {
-        "rate": sum(len(timing.tokens) for timing in timings) / seconds,
+        "rate": sum(record.output_tokens for record in records) / seconds,
         "retracted": float(retracted.split()[-1]),
-        "texts": [timing.text for timing in timings],
+        "texts": [record.usage[TEXT] for record in records],
     }
 
 
 def long_queue() -> dict[str, float]:
     """Send requests with two prefixes in any order; the KV memory holds what two of them need, and little more.
 
-    A server of each policy takes the same requests in turns, so that whatever else the machine does meets both. Each
-    turn has new prefixes.
+    A server of each policy takes the same requests in turns. Each turn has new prefixes.
     """
-    os.environ["OPTION_KV_CACHE_MEMORY_GB"] = str(2.2 * (SHARED + 20) * BYTES_PER_TOKEN / 2**30)
-    rates: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    memory = 2.2 * (SHARED + 20) * BYTES_PER_TOKEN / 2**30
     with ExitStack() as servers:
-        ports = {}
-        for policy in POLICIES:
-            os.environ["OPTION_SCHEDULE_POLICY"] = policy
-            ports[policy] = servers.enter_context(serving(MODEL, 2))[1]
-            warm_up(ports[policy])
-        for turn in range(TURNS):
-            loads = queued_loads(random.Random(4 + turn))
-            for policy in POLICIES if turn % 2 else POLICIES[::-1]:
+
+        def turns_of(policy: str) -> Callable[[], float]:
+            server = warm_server(2, kv_cache_memory_gb=memory, schedule_policy=policy)
+            port, chance = servers.enter_context(server), random.Random(4)
+
+            def turn() -> float:
+                loads = queued_loads(chance)
                 began = time.perf_counter()
-                asyncio.run(stream_all(ports[policy], loads))
-                rates[policy].append(QUEUED / (time.perf_counter() - began))
-    ratio = statistics.median(lpm / fcfs for lpm, fcfs in zip(*rates.values(), strict=True))
+                stream(port, loads)
+                return QUEUED / (time.perf_counter() - began)
+
+            return turn
+
+        rates = in_turns(TURNS, {policy: turns_of(policy) for policy in ("lpm", "fcfs")})
+    ratio, _, _ = figures.ratios(rates["lpm"], rates["fcfs"])
     return {policy: statistics.median(found) for policy, found in rates.items()} | {"ratio": ratio}
 
 
@@ -268,14 +229,23 @@ def beside_long_prompts() -> dict[str, float]:
 
     The process that takes the times does nothing else: it would be late itself while it writes ten megabytes.
     """
-    with serving(MODEL, 8) as (_, port):
-        warm_up(port)
-        others = multiprocessing.get_context("spawn").Process(target=send_long_prompts, args=(port,), daemon=True)
-        others.start()
-        time.sleep(2)  # until it sends
-        gaps = asyncio.run(stream(port, Load(words(16, random.Random(5)), 500))).gaps
-        others.terminate()
-    return {"ITL median": statistics.median(gaps), "ITL p99": quantile(sorted(gaps), 0.99)}
+    with warm_server(8) as port, beside(send_long_prompts, port):
+        return middle_and_late(gaps_of_one(port, 500), "ITL")
+
+
+def gaps_of_one(port: int, tokens: int) -> list[float]:
+    (record,) = stream(port, [Load(words(16, random.Random(5)), tokens)])
+    return record.gaps
+
+
+@contextlib.contextmanager
+def beside(function: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    """Run a function in another process meanwhile."""
+    other = multiprocessing.get_context("spawn").Process(target=function, args=arguments, daemon=True)
+    other.start()
+    time.sleep(2)  # until it is busy
+    yield
+    other.terminate()
 
 
 def spin() -> None:
@@ -285,17 +255,10 @@ def spin() -> None:
 
 def beside_a_busy_process() -> dict[str, float]:
     """Return the inter-token latency of a request alone, and while a process keeps one core busy."""
-    with serving(MODEL, 8) as (_, port):
-        warm_up(port)
-        load = Load(words(16, random.Random(5)), 300)
-        alone = asyncio.run(stream(port, load)).gaps
-        other = multiprocessing.get_context("spawn").Process(target=spin, daemon=True)
-        other.start()
-        time.sleep(1)  # until it is busy
-        beside = asyncio.run(stream(port, load)).gaps
-        other.terminate()
-    figures = {"alone": statistics.median(alone), "beside": statistics.median(beside)}
-    return figures | {"alone p99": quantile(sorted(alone), 0.99), "beside p99": quantile(sorted(beside), 0.99)}
+    with warm_server(8) as port:
+        alone = middle_and_late(gaps_of_one(port, 300), "alone")
+        with beside(spin):
+            return alone | middle_and_late(gaps_of_one(port, 300), "beside")
 
 
 PARTS = {
@@ -315,11 +278,9 @@ Row = tuple[str, str, str]
 
 
 def run_apart(name: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.scheduling", "--part", name]
-    finished = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    figures = json.loads(finished.stdout.decode().strip().rpartition("\n")[2])
-    print(name, {key: value for key, value in figures.items() if key != "texts"}, file=sys.stderr)
-    return figures
+    found: dict[str, Any] = figures.run_apart("benchmarks.scheduling", "--part", name)
+    print(name, {key: value for key, value in found.items() if key != "texts"}, file=sys.stderr)
+    return found
 
 
 def shared_rows() -> Iterator[Row]:
@@ -378,8 +339,8 @@ def long_rows() -> Iterator[Row]:
 
 def busy_rows() -> Iterator[Row]:
     found = run_apart("busy process")
-    for name, end in (("median", ""), ("p99", " p99")):
-        beside, alone = found[f"beside{end}"], found[f"alone{end}"]
+    for name in ("median", "p99"):
+        beside, alone = found[f"beside {name}"], found[f"alone {name}"]
         yield (
             f"inter-token latency beside a process that keeps one core busy / alone, {name}",
             f"{beside * 1e3:.1f} ms / {alone * 1e3:.1f} ms",
@@ -398,20 +359,16 @@ LOADS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("loads", nargs="*", choices=("all", *LOADS), default="all", help="which loads")
     parser.add_argument("--part", choices=PARTS, help="run only this one and print its figures as JSON")
     arguments = parser.parse_args()
     if arguments.part:
         print(json.dumps(PARTS[arguments.part]()))
         return
-    shown = Table(title="Scheduling of the rolling batch, SmolLM2-135M (bf16), over HTTP, streaming")
-    for column in ("", "measured", "ratio"):
-        shown.add_column(column, justify="right" if column else "left")
-    for name in LOADS if "all" in arguments.loads else arguments.loads:
-        for row in LOADS[name]():
-            shown.add_row(*row)
-    Console().print(shown)
+    names = LOADS if "all" in arguments.loads else arguments.loads
+    rows = [row for name in names for row in LOADS[name]()]
+    show(("", "measured", "ratio"), rows, "Scheduling of the rolling batch, SmolLM2-135M (bf16), over HTTP, streaming")
 
 
 if __name__ == "__main__":

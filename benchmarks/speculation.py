@@ -15,21 +15,16 @@ what an option that cannot pay costs.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks.figures import in_turns, parser_of, ratios, show
+from benchmarks.generation import prompts
+from benchmarks.load import completion, tokens_per_second
+from benchmarks.servers import MODEL, NAME, serving
 
-from benchmarks.generation import MODEL, prompts, serving
-from benchmarks.load import completion, in_turns, tokens_per_second
-
-NAME = MODEL.name.replace("-", "_")
 KEY = "OPTION_SPECULATIVE_DRAFT_MODEL"
 NGRAM = "[ngram]"
 TOKENS = 128
@@ -55,41 +50,29 @@ def requests(name: str, count: int) -> list[dict[str, Any]]:
     return [completion(NAME, task, TOKENS, stream=True, temperature=0, ignore_eos=True) for task in asked]
 
 
-@contextmanager
-def drafting(draft: str | None) -> Iterator[int]:
-    """Serve the demo model; yield the port."""
-    os.environ.pop(KEY, None)
-    if draft is not None:
-        os.environ[KEY] = draft
-    try:
-        with serving(MODEL, PLACES) as (_, port):
-            yield port
-    finally:
-        os.environ.pop(KEY, None)
-
-
-def measured(plain: int, other: int, turn: list[dict[str, Any]], pairs: int) -> list[tuple[float, float]]:
-    """Return tokens per second of each pair of turns, of the server `plain` and of the one that drafts."""
-    return in_turns(pairs, *(partial(tokens_per_second, port, turn, len(turn), TOKENS) for port in (plain, other)))
+def measured(ports: dict[str, int], turn: list[dict[str, Any]], pairs: int) -> tuple[str, ...]:
+    """Return tokens per second of the servers without and with drafts, and the ratio of the second to the first."""
+    rate = {name: partial(tokens_per_second, port, turn, len(turn), TOKENS) for name, port in ports.items()}
+    plain, drafting = in_turns(pairs, rate).values()
+    ratio, _, _ = ratios(drafting, plain)
+    return f"{statistics.median(plain):.0f}", f"{statistics.median(drafting):.0f}", f"{ratio:.2f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=6, help="pairs of turns for each row, at least 2")
     parser.add_argument("--draft", default=str(MODEL), help="the draft model")
     arguments = parser.parse_args()
-    shown = Table("drafts", "task", "requests", "plain, tokens/s", "drafting, tokens/s", "ratio")
-    with drafting(None) as plain:
+    rows = []
+    with serving(MODEL, PLACES) as plain:
         for draft in (NGRAM, arguments.draft):
-            with drafting(draft) as other:
+            name = "looked up" if draft == NGRAM else os.path.basename(draft)
+            with serving(MODEL, PLACES, **{KEY: draft}) as other:
+                ports = {"plain": plain.port, "drafting": other.port}
                 for task in ("repeat", "free"):
                     for count in CONCURRENCIES:
-                        rates = measured(plain, other, requests(task, count), arguments.pairs)
-                        means = [f"{statistics.median(rate):.0f}" for rate in zip(*rates, strict=True)]
-                        ratio = statistics.median(drafted / alone for alone, drafted in rates)
-                        name = "looked up" if draft == NGRAM else os.path.basename(draft)
-                        shown.add_row(name, task, str(count), *means, f"{ratio:.2f}")
-    Console(width=120).print(shown)
+                        rows.append((name, task, str(count), *measured(ports, requests(task, count), arguments.pairs)))
+    show(("drafts", "task", "requests", "plain, tokens/s", "drafting, tokens/s", "ratio"), rows)
 
 
 if __name__ == "__main__":

@@ -12,21 +12,23 @@ programs on the machine do not count.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
 import string
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 
+from benchmarks.figures import in_turns, parser_of
 from benchmarks.tiny_checkpoints import save
 from lmi_server.configuration.handlers import load
 from lmi_server.configuration.resolve import inspect_model
@@ -98,8 +100,8 @@ def static(handler: Any, model: Any, outputs: Outputs) -> Callable[[int], None]:
     return every
 
 
-def seconds(run: Callable[[int], None], turn: int) -> float:
-    began = time.process_time()
+def seconds(run: Callable[[int], None], turns: Iterator[int]) -> float:
+    began, turn = time.process_time(), next(turns)
     run(turn)
     return time.process_time() - began
 
@@ -110,20 +112,18 @@ def measured(model_type: str, pairs: int, outputs: Outputs) -> tuple[float, floa
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent)
         save(model_type, directory)
-        runs = []
+        runs: dict[str, Callable[[], float]] = {}
         for way, more in WAYS.items():
             model = inspect_model(directory, {}, {**_BOTH, **more, "option.rolling_batch": way}).resolved()
             handler: Any = load(model.handler)()
-            runs.append((rolling if way == "scheduler" else static)(handler, model, outputs))
-        for run in runs:
-            run(0)
-        times = [[seconds(run, turn) for run in runs] for turn in range(1, pairs + 1)]
-    one, other = (tokens / statistics.median(column) for column in zip(*times, strict=True))
+            run = (rolling if way == "scheduler" else static)(handler, model, outputs)
+            runs[way] = partial(seconds, run, itertools.count())
+        one, other = (tokens / statistics.median(times) for times in in_turns(pairs, runs).values())
     return one, other
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.states", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("model_types", nargs="*", default=TYPES, metavar="model_type")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each way")
     parser.add_argument("--median", type=int, default=MEDIAN, help="tokens of an output")

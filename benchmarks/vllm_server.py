@@ -19,33 +19,30 @@ part takes a few minutes; without PART all parts run.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import psutil
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.generation import CONCURRENCIES, CORES, MODEL, NEW_TOKENS, prompts
+from benchmarks.figures import in_turns, parser_of, run_apart, show
+from benchmarks.generation import CONCURRENCIES, CORES, NEW_TOKENS, prompts
 from benchmarks.load import completion, run_load
+from benchmarks.servers import MODEL, PING, Server, model_directory, stopping
 from lmi_server.bench.records import Record, quantile
 
 NAME = "model"
@@ -64,47 +61,28 @@ SAME_VARIABLES = {"GOMP_SPINCOUNT": "10000"}
 # --- the servers ---
 
 
-class Server:
-    """A server in its own processes, and the seconds from its start to its first status 200.
+class LoggedServer(Server):
+    """A ready server, whose log is kept until it stops. If it is `held`, it gets CPU time only within `turn`."""
 
-    A server that is `held` gets CPU time only within `turn`.
-    """
-
-    def __init__(
-        self, command: list[str], environment: Mapping[str, str], port: int, health: str, held: bool = False
-    ) -> None:
-        self.port = port
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str], health: bytes, held: bool = False) -> None:
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed with the server
         self._held = held
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
-        began = time.perf_counter()
-        self._process = psutil.Popen(
-            command,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
+        super().__init__(sys.executable, "-m", *command, log=Path(self._file.name), HF_HUB_OFFLINE="1", **variables)
         try:
-            self._wait(health)
+            self.wait_until_ready(health)
         except BaseException:
             self.stop()
             raise
-        self.ready_s = time.perf_counter() - began
-
-    def cpu_s(self) -> float:
-        """Return the CPU seconds of all its processes so far."""
-        processes = [self._process, *self._process.children(recursive=True)]
-        return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
     def wait_until_compiled(self) -> None:
         """Wait until the server has compiled the model in the background, if it does so."""
         deadline = time.monotonic() + _COMPILE_LIMIT_S
-        while any(_COMPILER in command_line(child) for child in self._process.children(recursive=True)):
+        while any(_COMPILER in command_line(pid) for pid in self.pids()):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the model was not compiled within {_COMPILE_LIMIT_S} seconds")
             time.sleep(1)
         time.sleep(5)  # the worker loads the code
-        if b"goes on uncompiled" in os.pread(self._log.fileno(), 2**20, 0):
+        if b"goes on uncompiled" in Path(self._file.name).read_bytes():
             raise RuntimeError("the model was not compiled")
 
     @contextlib.contextmanager
@@ -114,7 +92,7 @@ class Server:
         try:
             yield
         finally:
-            self._signal(signal.SIGSTOP)
+            self.hold()
 
     def hold(self) -> None:
         """Stop the server until its next turn, if it is a held one."""
@@ -122,90 +100,52 @@ class Server:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._held:
-            for process in (self._process, *self._process.children(recursive=True)):
-                process.send_signal(number)
+            self.signal(number)
 
     def stop(self) -> None:
         self._signal(signal.SIGCONT)
-        children = self._process.children(recursive=True) if self._process.is_running() else []
-        self._process.terminate()
-        self._process.wait(60)
-        for child in psutil.wait_procs(children, 10)[1]:
-            child.send_signal(signal.SIGKILL)
-        self._log.close()
-
-    def _wait(self, health: str) -> None:
-        request = f"GET {health} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
-        while self._process.poll() is None:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 5) as connection:
-                connection.sendall(request)
-                if b" 200 " in connection.recv(64):
-                    return
-            time.sleep(0.1)
-        self._log.seek(0)
-        raise RuntimeError(self._log.read()[-3000:].decode(errors="replace"))
+        super().stop()
+        self._file.close()
 
 
-def command_line(process: psutil.Process) -> list[str]:
+def command_line(pid: int) -> list[str]:
     """Return the arguments of the process; none if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.cmdline()
+        return list(psutil.Process(pid).cmdline())
     return []
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
-def ours(settings: Mapping[str, Any] | None, rolling_batch: str = "vllm") -> Iterator[Server]:
+def ours(settings: Mapping[str, Any] | None, rolling_batch: str = "vllm") -> Iterator[LoggedServer]:
     """Run this server with a rolling batch, and otherwise its defaults or the given engine settings."""
-    with tempfile.TemporaryDirectory() as parent:
-        directory = Path(parent) / NAME
-        directory.mkdir()
-        options: dict[str, Any] = {"model_id": MODEL.resolve(), "rolling_batch": rolling_batch}
-        if settings is not None:
-            options |= {
-                "max_rolling_batch_size": settings["max_num_seqs"],
-                "max_model_len": settings["max_model_len"],
-            }
-            if rolling_batch == "vllm":
-                options |= {"kv_cache_memory_gb": settings["kv_gib"], "compilation": "start"}
-        lines = [f"option.{name}={value}" for name, value in options.items()]
-        (directory / "serving.properties").write_text("\n".join(lines))
-        port = free_port()
-        command = [sys.executable, "-m", "lmi_server", "serve", str(directory), "--port", str(port)]
-        variables = {} if settings is None else SAME_VARIABLES
-        server = Server([*command, "--log-level", "warning"], variables, port, "/ping")
-        try:
+    options: dict[str, Any] = {"model_id": MODEL.resolve(), "rolling_batch": rolling_batch}
+    if settings is not None:
+        options |= {"max_rolling_batch_size": settings["max_num_seqs"], "max_model_len": settings["max_model_len"]}
+        if rolling_batch == "vllm":
+            options |= {"kv_cache_memory_gb": settings["kv_gib"], "compilation": "start"}
+    with model_directory(name=NAME, **options) as directory:
+        command = ("lmi_server", "serve", str(directory), "--port", "{port}", "--log-level", "warning")
+        with stopping(LoggedServer(command, SAME_VARIABLES if settings else {}, PING)) as server:
             yield server
-        finally:
-            server.stop()
 
 
 @contextlib.contextmanager
-def theirs(settings: Mapping[str, Any] | None) -> Iterator[Server]:
+def theirs(settings: Mapping[str, Any] | None) -> Iterator[LoggedServer]:
     """Run vLLM's own server with its defaults or the given engine settings, and without its access log.
 
     The size of its KV cache is always set: the default is nine tenths of the memory, which the other server needs too.
     """
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL.resolve())]
-    command += ["--served-model-name", NAME, "--port", str(port), "--host", "127.0.0.1", "--disable-uvicorn-access-log"]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": str(SAME["kv_gib"]), "VLLM_NO_USAGE_STATS": "1"}
+    command = ["vllm.entrypoints.openai.api_server", "--model", str(MODEL.resolve()), "--served-model-name", NAME]
+    command += ["--port", "{port}", "--host", "127.0.0.1", "--disable-uvicorn-access-log"]
+    variables = {"VLLM_CPU_KVCACHE_SPACE": str(SAME["kv_gib"]), "VLLM_NO_USAGE_STATS": "1"}
     if settings is not None:
         command += ["--max-num-seqs", str(settings["max_num_seqs"]), "--max-model-len", str(settings["max_model_len"])]
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}", **SAME_VARIABLES}
-    server = Server(command, environment, port, "/health", held=True)
-    try:
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}", **SAME_VARIABLES}
+    with stopping(LoggedServer(command, variables, PING.replace(b"/ping", b"/health"), held=True)) as server:
         yield server
-    finally:
-        server.stop()
 
 
-Start = Callable[[Mapping[str, Any] | None], AbstractContextManager[Server]]
+Start = Callable[[Mapping[str, Any] | None], AbstractContextManager[LoggedServer]]
 
 
 def servers_of(rolling_batch: str) -> dict[str, Start]:
@@ -264,45 +204,48 @@ class Figures:
         }
 
 
-async def measure(server: Server, load: Load, run: int, figures: Figures) -> None:
+async def measure(server: LoggedServer, load: Load, run: int, figures: Figures) -> None:
     """Run the load once and add the measurements to `figures`."""
     tokens = 1 if load.shares_prefix else NEW_TOKENS
-    before = server.cpu_s()
+    before = sum(server.cpu_s())
     seconds, records = await run_load(server.port, load.requests(run), load.connections, tokens)
-    figures.cpu_s.append(server.cpu_s() - before)
+    figures.cpu_s.append(sum(server.cpu_s()) - before)
     figures.rates.append(sum(record.output_tokens for record in records) / seconds)
     figures.records += records
 
 
-async def compare(servers: Mapping[str, Server], load: Load, runs: int) -> dict[str, Figures]:
+def compare(servers: Mapping[str, LoggedServer], load: Load, runs: int) -> dict[str, Figures]:
     """Run the load on both servers in turns; the one that goes first changes with each run."""
     figures = {name: Figures() for name in servers}
-    for run in range(runs):
-        for name in sorted(servers, reverse=bool(run % 2)):
-            with servers[name].turn():
-                await measure(servers[name], load, run, figures[name])
+    numbers = {name: itertools.count() for name in servers}
+
+    def run(name: str) -> None:
+        with servers[name].turn():
+            uvloop.run(measure(servers[name], load, next(numbers[name]), figures[name]))
+
+    in_turns(runs, {name: functools.partial(run, name) for name in servers}, warm=False)
     return figures
 
 
-async def warm(server: Server) -> None:
+async def warm(server: LoggedServer) -> None:
     """Run every code path once, with as many requests at once as will come later."""
     for stream in (True, False):
         await run_load(server.port, [completion(NAME, text, 4, stream) for text in prompts(64)], 64, 4)
 
 
 @contextlib.contextmanager
-def both(starts: Mapping[str, Start], settings: Mapping[str, Any] | None) -> Iterator[dict[str, Server]]:
+def both(starts: Mapping[str, Start], settings: Mapping[str, Any] | None) -> Iterator[dict[str, LoggedServer]]:
     """Start both servers, warm them up, and print the CPU time that each takes while it idles."""
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(start(settings)) for name, start in starts.items()}
         for server in servers.values():
             server.wait_until_compiled()
             uvloop.run(warm(server))
-        before = {name: server.cpu_s() for name, server in servers.items()}
+        before = {name: sum(server.cpu_s()) for name, server in servers.items()}
         time.sleep(2)
-        idle = ", ".join(f"{name} {(server.cpu_s() - before[name]) / 2:.1%}" for name, server in servers.items())
+        idle = ", ".join(f"{name} {(sum(server.cpu_s()) - before[name]) / 2:.1%}" for name, server in servers.items())
         ready = ", ".join(f"{name} {server.ready_s:.1f}" for name, server in servers.items())
-        Console(width=110).print(f"Seconds to the first 200: {ready}. CPU of a core while idle: {idle}")
+        print(f"Seconds to the first 200: {ready}. CPU of a core while idle: {idle}")
         for server in servers.values():
             server.hold()
         yield servers
@@ -332,13 +275,6 @@ def engine_runs(runs: int) -> dict[str, list[float]]:
         figures["cpu_s"].append(sum(process.cpu_times()[:2]) - before)
         figures["rates"].append(len(asked) * NEW_TOKENS / (time.perf_counter() - began))
     return figures
-
-
-def in_a_process(*arguments: str) -> Any:
-    """Run this script with `arguments` and return the JSON that it prints."""
-    command = [sys.executable, "-m", "benchmarks.vllm_server", *arguments]
-    finished = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    return json.loads(finished.stdout.decode().strip().rpartition("\n")[2])
 
 
 # --- the parts ---
@@ -386,7 +322,11 @@ class Comparison:
     """A table with the figures of both servers."""
 
     def __init__(self, title: str) -> None:
-        self.table = Table("measured", OURS, THEIRS, "ratio", "aim", title=f"SmolLM2-135M on both servers, {title}")
+        self._title = f"SmolLM2-135M on both servers, {title}"
+        self._rows: list[tuple[str, ...]] = []
+
+    def show(self) -> None:
+        show(("measured", OURS, THEIRS, "ratio", "aim"), self._rows, self._title, 110)
 
     def add(self, what: str, own: float, their: float, aim: float | None = None, at_most: bool = False) -> None:
         """Add a row; the ratio should be at least `aim`, or at most."""
@@ -394,7 +334,7 @@ class Comparison:
         if aim is not None:
             missed = ratio > aim if at_most else ratio < aim
             verdict = f"{'<=' if at_most else '>='} {aim:g}{', missed' if missed else ''}"
-        self.table.add_row(what, f"{own:.1f}", f"{their:.1f}", f"{ratio:.2f}", verdict)
+        self._rows.append((what, f"{own:.1f}", f"{their:.1f}", f"{ratio:.2f}", verdict))
 
     def add_figures(self, part: str, load: Load, figures: Mapping[str, Figures], aims: Aims) -> None:
         own, their = figures[OURS], figures[THEIRS]
@@ -408,60 +348,60 @@ class Comparison:
         self.add("    CPU seconds", own.cpu, their.cpu)
 
 
-def run_part(name: str, servers: Mapping[str, Server], aims: Aims, concurrencies: Sequence[int], runs: int) -> Table:
-    """Run one part on both servers and return its table."""
-    kind = PARTS[name].kind
+def run_part(
+    name: str, servers: Mapping[str, LoggedServer], aims: Aims, concurrencies: Sequence[int], runs: int
+) -> None:
+    """Run one part on both servers and print its table."""
+    kind, loads = PARTS[name].kind, list[Load]()
     comparison = Comparison(name)
     if kind == "cpu":
-        _add_cpu(comparison, uvloop.run(compare(servers, Load(max(CONCURRENCIES), stream=True), runs)), runs)
-        return comparison.table
-    if kind == "prefix":
+        _add_cpu(comparison, compare(servers, Load(max(CONCURRENCIES), stream=True), runs), runs)
+    elif kind == "prefix":
         loads = [Load(PREFIX_CONNECTIONS, shares_prefix=True)]
     else:
         loads = [Load(connections, stream=kind == "streaming") for connections in concurrencies]
     for load in loads:
-        comparison.add_figures(name, load, uvloop.run(compare(servers, load, runs)), aims)
-    return comparison.table
+        comparison.add_figures(name, load, compare(servers, load, runs), aims)
+    comparison.show()
 
 
 def _add_cpu(comparison: Comparison, figures: Mapping[str, Figures], runs: int) -> None:
-    alone = in_a_process("--engine", "--runs", str(runs))
+    alone = run_apart("benchmarks.vllm_server", "--engine", "--runs", str(runs))
     engine = statistics.median(alone["cpu_s"])
     own, their = figures[OURS], figures[THEIRS]
-    comparison.table.caption = (
-        f"The engine alone: {engine:.1f} CPU seconds, {statistics.median(alone['rates']):.0f} tokens/s"
-    )
+    print(f"The engine alone: {engine:.1f} CPU seconds, {statistics.median(alone['rates']):.0f} tokens/s")
     comparison.add("64 at once, output tokens/s", own.rate, their.rate)
     comparison.add("    CPU seconds", own.cpu, their.cpu)
     comparison.add("    CPU seconds, all but the engine", own.cpu - engine, their.cpu - engine, 0.6, at_most=True)
 
 
-def ready(starts: Mapping[str, Start]) -> Table:
-    """Start both servers in turns with their defaults; return a table of the seconds to the first status 200."""
-    seconds: dict[str, list[float]] = {name: [] for name in starts}
-    for _ in range(STARTS):
-        for name, start in starts.items():
-            with start(None) as server:
-                seconds[name].append(server.ready_s)
+def ready(starts: Mapping[str, Start]) -> None:
+    """Start both servers in turns with their defaults; print a table of the seconds to the first status 200."""
+
+    def start(name: str) -> float:
+        with starts[name](None) as server:
+            return server.ready_s
+
+    seconds = in_turns(STARTS, {name: functools.partial(start, name) for name in starts}, warm=False)
     comparison = Comparison(READY)
     own, their = (statistics.median(seconds[name]) for name in (OURS, THEIRS))
     comparison.add("seconds from the start to the first 200", own, their, 0.5, at_most=True)
-    return comparison.table
+    comparison.show()
 
 
 def report(rolling_batch: str, parts: Sequence[str], concurrencies: Sequence[int], runs: int) -> None:
-    console, starts = Console(width=110), servers_of(rolling_batch)
+    starts = servers_of(rolling_batch)
     if READY in parts:
-        console.print(ready(starts))
+        ready(starts)
     loads = [name for name in PARTS if name in parts]
-    for same, names in groupby(loads, lambda name: PARTS[name].same):
+    for same, names in itertools.groupby(loads, lambda name: PARTS[name].same):
         with both(starts, SAME if same else None) as servers:
             for name in names:
-                console.print(run_part(name, servers, _AIMS[rolling_batch], concurrencies, runs))
+                run_part(name, servers, _AIMS[rolling_batch], concurrencies, runs)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join([READY, *PARTS])} (default: all)")
     parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCIES, help="only these")
     parser.add_argument("--runs", type=int, default=RUNS, help="runs of each load on each server")

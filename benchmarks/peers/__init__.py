@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.relay import UnavailableError
+from benchmarks.servers import UnavailableError
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,9 +12,8 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
@@ -26,6 +25,7 @@ from frontend.http.protocol import held_by
 from frontend.http.request_ids import new_request_id
 from frontend.sagemaker.settings import JobSettings
 from frontend.storage.s3 import as_os_errors, aws_client
+from frontend.storage.threads import StoreThreads
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError, NoRoomError, QueueFullError, RequestError
 from lmi_server.contract.texts.quoting import excerpt
@@ -47,9 +47,6 @@ _INVOCATION_TIMEOUT = (1, 3600, 900)
 _THREADS = 16  # that read and write on S3
 _LAST_ANSWERS_S = 0.1
 _PAUSE_S = 1.0  # until a full queue is asked again
-
-
-_Result = TypeVar("_Result")
 
 
 class _S3Object(NamedTuple):
@@ -99,7 +96,7 @@ class AsyncInvocations:
         self._tasks: dict[asyncio.Task[None], str] = {}  # with the id of each invocation
         self._answering: set[asyncio.Task[KeptAnswer]] = set()  # those whose answer is not known yet
         self._draining = asyncio.Event()
-        self._threads = ThreadPoolExecutor(_THREADS, "s3")
+        self._threads = StoreThreads(_THREADS, "s3")
 
     async def __call__(self, name: str | None, scope: Scope, receive: Receive) -> Response:
         """Take one request; `name` is that of the model. Raises LmiServerError."""
@@ -190,7 +187,7 @@ class AsyncInvocations:
         place = invocation.output if 200 <= record.status < 300 else invocation.failure
         content_type = next((value for key, value in record.headers if key.lower() == "content-type"), "text/plain")
         try:
-            await self._in_thread(self._put, place, b"".join(record.items), content_type)
+            await self._threads.run(self._put, place, b"".join(record.items), content_type)
         except OSError as error:
             _log_loss(invocation.inference_id, error)
 
@@ -230,10 +227,10 @@ class AsyncInvocations:
     async def _input(self, place: _S3Object, held: HeldBytes, expires: float) -> bytes:
         """Return the object once there is room for it. Raises OSError, and NoRoomError if there is none in time."""
         while True:
-            size, stream = await self._in_thread(self._open, place)
+            size, stream = await self._threads.run(self._open, place)
             try:
                 held.reserve(size)
-                return await self._in_thread(_read_whole, stream, place)
+                return await self._threads.run(_read_whole, stream, place)
             except NoRoomError:
                 if time.monotonic() >= expires:
                     raise
@@ -257,9 +254,6 @@ class AsyncInvocations:
         except TimeoutError:
             return
         raise ModelNotReadyError(SHUTTING_DOWN)
-
-    async def _in_thread(self, function: Callable[..., _Result], *arguments: object) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def _open(self, place: _S3Object) -> tuple[int, Any]:
         """Return the size of an object, and the stream of its bytes."""

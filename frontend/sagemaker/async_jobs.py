@@ -11,9 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from starlette.responses import Response
 
@@ -27,14 +25,13 @@ from frontend.http.request_ids import new_request_id
 from frontend.http.responses import error_response, json_response
 from frontend.sagemaker.job_store import JobRecord, job_store
 from frontend.sagemaker.settings import JobSettings
+from frontend.storage.threads import StoreThreads
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
 from lmi_server.contract.protocol import SYNCHRONOUS_HEADER
 from lmi_server.contract.texts.quoting import excerpt
 
 logger = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
 Answer = Callable[[Response, Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
@@ -90,7 +87,7 @@ class AsyncJobs:
         self._max_size = jobs.async_jobs_size
         self._lifetime = jobs.async_jobs_lifetime
         self._store = job_store(settings)
-        self._threads = ThreadPoolExecutor(_THREADS, "jobs")
+        self._threads = StoreThreads(_THREADS, "jobs")
         self._jobs: dict[str, _Job] = {}
         self._running: dict[str, asyncio.Task[None]] = {}  # by token, until the answer is stored
         self._owner = process_name()
@@ -189,7 +186,7 @@ class AsyncJobs:
         async with job.saving:
             finished = job.record.finished
             try:
-                await self._in_thread(self._store.save, job.token, job.record)
+                await self._threads.run(self._store.save, job.token, job.record)
                 job.is_stored = finished
             except OSError as error:
                 logger.error("the answer of job %s is kept in memory alone: %s", job.token, error)
@@ -235,7 +232,7 @@ class AsyncJobs:
         if job is not None and job.request.cancel is not None:
             job.request.cancel()
         if self._store is not None:
-            await self._in_thread(self._store.remove, token)
+            await self._threads.run(self._store.remove, token)
 
     # --- answers ---
 
@@ -258,14 +255,11 @@ class AsyncJobs:
         first = record if start == 0 else JobRecord(status=200, headers=_content_type(record))
         return first.reason, _build_response(first, items, None if is_last else f"{token}{end}")
 
-    async def _in_thread(self, function: Callable[..., _Result], *arguments: object) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-
     async def _load(self, token: str) -> JobRecord | None:
         if self._store is None:
             return None
         try:
-            return await self._in_thread(self._store.load, token)
+            return await self._threads.run(self._store.load, token)
         except OSError as error:
             raise BadParameterError(f"Failed to lookup cache element: {error}") from error  # LMI's words
 

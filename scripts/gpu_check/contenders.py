@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.generation import serving
 from benchmarks.load import LMI, run_load
+from benchmarks.servers import serving
 from handlers.checkpoints.fp8.layers import replace_linears
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel, load_engine
@@ -162,12 +162,12 @@ def ours_over_http(shape: str, device: str, tokens: int, counts: list[int]) -> R
         write_checkpoint(shape, Path(directory), device)
         if device == "cuda":
             torch.cuda.empty_cache()
-        with serving(Path(directory), max(counts)) as (_, port):
+        with serving(Path(directory), max(counts)) as server:
 
             def run(count: int) -> None:
                 parameters = {"max_new_tokens": tokens, "ignore_eos": True}
                 bodies = [{"inputs": text, "parameters": parameters, "stream": True} for text in texts[:count]]
-                asyncio.run(run_load(port, bodies, count, tokens, LMI))
+                asyncio.run(run_load(server.port, bodies, count, tokens, LMI))
 
             return {"rates": measure(run, counts, tokens)}
 
