@@ -16,6 +16,7 @@ from typing import TypeVar
 import psutil
 
 from lmi_server.machine.ports import free_port
+from lmi_server.processes.parents import end_with_parent
 
 MODEL = Path("models/smollm2-135m-instruct")
 NAME = MODEL.name.replace("-", "_")
@@ -55,7 +56,8 @@ class Server:
         with open(log, "wb") if log is not None else contextlib.nullcontext() as output:
             self._process = psutil.Popen(
                 [part.replace("{port}", str(self.port)) for part in command],
-                env=os.environ | variables, start_new_session=True, stdout=output, stderr=output,
+                env=os.environ | variables, stdout=output, stderr=output, start_new_session=True,
+                preexec_fn=end_with_parent,
             )  # fmt: skip
 
     def wait_until_ready(self, request: bytes = PING, limit_s: float = 600.0) -> None:
