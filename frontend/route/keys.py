@@ -36,13 +36,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     keys: dict[str, _Key]
 
 
-_COUNTS = (
-    "max_concurrent_requests",
-    "requests_per_minute",
-    "tokens_per_minute",
-    "tokens_per_day",
-    "tokens_per_month",
-)
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month")
+_COUNTS = ("max_concurrent_requests", *_LIMITS)
 _EXAMPLE = '[keys.NAME] with key = "KEY" or "sha256:DIGEST", and any of models, priority, ' + ", ".join(_COUNTS)
 
 
@@ -99,12 +94,5 @@ def _limits(file: str, name: str, entry: _Key) -> KeyLimits:
             raise ConfigurationError(f'--keys "{file}": keys.{name}.{count} = {value} is not allowed; write 1 or more')
     if entry.priority is not None and not -(2**31) <= entry.priority < 2**31:
         raise ConfigurationError(f'--keys "{file}": keys.{name}.priority is not allowed; write a number of 32 bits')
-    return KeyLimits(
-        name=name,
-        requests_per_minute=entry.requests_per_minute,
-        tokens_per_minute=entry.tokens_per_minute,
-        tokens_per_day=entry.tokens_per_day,
-        tokens_per_month=entry.tokens_per_month,
-        models=entry.models,
-        priority=entry.priority,
-    )
+    shared = {each: getattr(entry, each) for each in ("models", "priority", *_LIMITS)}
+    return KeyLimits(name=name, **shared)

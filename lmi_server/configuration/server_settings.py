@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from lmi_server.configuration.declaration import Allowed, FeatureSettings, Key, Option, Options, feature_parts
+from lmi_server.configuration.declaration import Allowed, FeatureSettings, Key, Options, feature_parts
 from lmi_server.configuration.idle_variables import idle_variables
 from lmi_server.configuration.layers import (
     Given,
@@ -376,7 +376,8 @@ def resolve_server(
     # The command line is a layer of its own below, because its keys need no sorting: typer knows them all.
     layers = [from_variables("environment", env.server_variables(environment)), _from_config_file(config_file)]
     found = [sort_keys(_with_address(layer, problems), declared) for layer in layers]
-    options = {option.key: str(command_line[option.field]) for option in declared if _given_value(command_line, option)}
+    values = ((option.key, command_line.get(option.field)) for option in declared)
+    options = {key: str(value) for key, value in values if value is not None}
     given = merge([from_values("command line", options), *(layer.known for layer in found)])
     settings, wrong = build(ServerSettings, given)
     try:
@@ -450,7 +451,3 @@ def _address(key: str, source: Source, problems: list[str]) -> dict[str, Source]
 
 def _without_effect(key: str, source: Source) -> str:
     return f"{source.place}: {key} has no effect in this version: {WITHOUT_EFFECT[key]}"
-
-
-def _given_value(command_line: Mapping[str, Any], option: Option) -> bool:
-    return command_line.get(option.field) is not None

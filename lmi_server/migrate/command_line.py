@@ -82,7 +82,7 @@ def split_commands(text: str) -> list[list[str]]:
     """Return the words of each simple command of a text. Raises ConfigurationError if it is too long or not closed."""
     if len(text) > LONGEST:
         raise ConfigurationError(f"the command is longer than {LONGEST} characters")
-    lines = [line for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines() if not _is_comment(line)]
+    lines = [line for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines() if line.lstrip()[:1] != "#"]
     lexer = shlex.shlex(" ; ".join(lines), posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     try:
@@ -103,10 +103,6 @@ def check_count(words: list[str]) -> list[str]:
     if len(words) > MAX_WORDS:
         raise ConfigurationError(f"the command has more than {MAX_WORDS} words")
     return words
-
-
-def _is_comment(line: str) -> bool:
-    return line.lstrip().startswith("#")
 
 
 def read_command(words: Sequence[str], is_server: Callable[[str], bool]) -> Command:

@@ -86,7 +86,8 @@ def _from_container(command: Command) -> Migration:
         hide_secrets({name: secret})
     if engine is not None:
         carry_options(migration, engine, arguments)
-    carry_variables(migration, _without_model_id(command.variables))
+    # MODEL_ID is text-generation-inference's; this server does not read it.
+    carry_variables(migration, {name: value for name, value in command.variables.items() if name != "MODEL_ID"})
     if "MODEL_ID" in command.variables and "option.model_id" not in migration.values:
         migration.carry_model("MODEL_ID", command.variables["MODEL_ID"])
     for option in command.options:
@@ -95,11 +96,6 @@ def _from_container(command: Command) -> Migration:
     for port in command.ports:
         migration.differ(f"port {port}", "the server listens on 8080: lmi-server serve --port")
     return migration
-
-
-def _without_model_id(variables: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the variables but for text-generation-inference's MODEL_ID, which this server does not read."""
-    return {name: value for name, value in variables.items() if name != "MODEL_ID"}
 
 
 def _named_secrets(words: Sequence[str]) -> Iterator[tuple[str, str]]:

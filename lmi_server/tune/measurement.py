@@ -114,7 +114,7 @@ class Measurement:
             server.unload()
 
     def _judge(self, best: float) -> Outcome:
-        traffic = self._own_traffic()
+        traffic = replace(self._traffic, target=self._traffic.target.at(self._server.url))
         short = max(traffic.requests // _SHORT, traffic.concurrency)
         figures = traffic.run(traffic.concurrency, short, 0)
         if not figures["completed"]:
@@ -149,9 +149,6 @@ class Measurement:
         if not value:
             return Outcome(None, concurrency, figures, "no request keeps the limits")
         return Outcome(value, concurrency, figures, unit=self._unit)
-
-    def _own_traffic(self) -> Traffic:
-        return replace(self._traffic, target=self._traffic.target.at(self._server.url))
 
 
 def _errors(figures: Mapping[str, Any]) -> str:

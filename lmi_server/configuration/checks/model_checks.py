@@ -49,7 +49,9 @@ class ModelChecks:
 
     def problems(self, wrong: Mapping[str, str]) -> Iterator[str]:
         """Yield a line for each error; `wrong` are those of single values, by key in full."""
-        workflow = next((path for path in self._workflows() if path.is_file()), None)
+        # One of these files makes LMI take a directory for a workflow, whatever else it holds.
+        workflows = (self.checkpoint.directory / f"workflow{suffix}" for suffix in WORKFLOW_SUFFIXES)
+        workflow = next((path for path in workflows if path.is_file()), None)
         if workflow is not None:  # a workflow is not a model: skip the model checks
             yield f"{workflow}: {NO_WORKFLOWS}"
             return
@@ -71,10 +73,6 @@ class ModelChecks:
             yield from self._wrong_environment()
         if self.spec.formats_text:
             yield from undefined_formatters(self.options, known, self.checkpoint.directory)
-
-    def _workflows(self) -> Iterator[Path]:
-        """Yield the files that make LMI take a directory for a workflow, whatever else it holds."""
-        yield from (self.checkpoint.directory / f"workflow{suffix}" for suffix in WORKFLOW_SUFFIXES)
 
     def _no_checkpoint(self) -> Iterator[str]:
         directory = self.checkpoint.directory

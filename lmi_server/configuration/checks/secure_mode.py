@@ -277,16 +277,12 @@ def _files(place: Path) -> Iterator[Path]:
     """
     if place.is_file():
         yield place
-        yield from (path for path in sorted(place.parent.iterdir()) if _is_template_file(path))
+        yield from (path for path in sorted(place.parent.iterdir()) if path.suffix in (_TEMPLATE_SUFFIX, _JSON))
         place = place.parent / _MORE_TEMPLATES
     seen: set[str] = set()
     for parent, directories, files in os.walk(place, followlinks=True):
         directories[:] = [name for name in sorted(directories) if _first_time(os.path.join(parent, name), seen)]
         yield from (Path(parent, name) for name in sorted(files))
-
-
-def _is_template_file(path: Path) -> bool:
-    return path.suffix in (_TEMPLATE_SUFFIX, _JSON)
 
 
 def _first_time(directory: str, seen: set[str]) -> bool:

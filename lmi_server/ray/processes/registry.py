@@ -87,8 +87,10 @@ class ClusterRegistry(FollowedModels):
                 self.register(ModelSource(name, name), at_startup=True)
             for model in self._endpoints[name].models:
                 model.fetching = starting(len(replicas.places), replicas.min_replicas)
-            for pool in self._pools_of(name):
-                pool.follow(replicas)
+            # The one that serves, draining ones, and its successor.
+            for pool in self._pools():
+                if isinstance(pool, ClusterPool) and pool.name == name:
+                    pool.follow(replicas)
             self._renew_if_outdated(name)
         # Not only once a model is loaded: a request by one of them may wake it.
         names = [(alias, name) for name, replicas in self._replicas.items() for alias in replicas.aliases]
@@ -114,10 +116,6 @@ class ClusterRegistry(FollowedModels):
         pool.store_listing = self._loader.store_listing(resolved)
         pool.replicas.update(replicas.places)
         return pool
-
-    def _pools_of(self, name: str) -> list[ClusterPool]:
-        """Return the pools of a model: the one that serves, draining ones, and its successor."""
-        return [pool for pool in self._pools() if isinstance(pool, ClusterPool) and pool.name == name]
 
     def _leave(self, name: str) -> None:
         """Let the requests of a model that is gone finish; no others find it."""
