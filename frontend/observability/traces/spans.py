@@ -27,6 +27,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     NoOpTracer,
@@ -85,7 +86,7 @@ class OpenTelemetrySpans:
         # To apply them costs as much as all else of a span: only where variables have set them.
         most, longest = limits.max_span_attributes, limits.max_span_attribute_length
         self._has_limits = longest is not None or (most is not None and most < _MOST_ATTRIBUTES)
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False)
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint))
 
     @property
