@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,8 @@ class BlockLinear(nn.Module):
     def lay(self, laid: np.ndarray) -> None:
         """Take weights in the layout of the kernel, or the same ones from another place of the memory."""
         self.laid = laid
-        self.register_buffer("weight", torch.from_numpy(laid), persistent=False)  # so that its bytes are counted
+        # Its bytes are counted, and models bring activations to its type (Mamba, T5).
+        self.register_buffer("weight", torch.from_numpy(laid).view(self.dtype), persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
@@ -88,9 +90,28 @@ class OrderedBlockLinear(nn.Module):
         return self.linear(hidden.index_select(-1, self.order))
 
 
+@dataclass(frozen=True)
+class KeptLayer:
+    """What a linear layer stores: a weight, a bias (out,), and the inputs (in,) int64 in the order of the blocks."""
+
+    stored: StoredWeight
+    bias: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    def module(self, dtype: torch.dtype) -> nn.Module:
+        """Return the layer, for activations of a type."""
+        linear = BlockLinear.from_stored(self.stored, None if self.bias is None else self.bias.to(dtype), dtype)
+        return linear if self.order is None else OrderedBlockLinear(linear, self.order)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the layer in a file, by their names in it."""
+        parts = {"blocks": self.stored.raw, "bias": self.bias, "order": self.order}
+        return {name: part.contiguous() for name, part in parts.items() if part is not None}
+
+
 def reads_codebooks() -> bool:
     """Whether the kernel reads blocks with codebooks on this processor."""
-    from handlers.cpu_kernels.blocks.reading import HAS_TABLES
+    from handlers.cpu_kernels.blocks.numbers import HAS_TABLES
 
     return HAS_TABLES
 

@@ -19,7 +19,21 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from handlers.cpu_kernels.blocks.layout import GROUP, INPUTS, Kind
-from handlers.cpu_kernels.blocks.reading import FLOATS, INT, PAIRS, WORD, WORDS, Block, load_at, multiply_add, store_at
+from handlers.cpu_kernels.blocks.reading import Block
+from handlers.cpu_kernels.blocks.vectors import (
+    BYTE,
+    FLOATS,
+    HALF,
+    INT,
+    PAIRS,
+    WORD,
+    WORDS,
+    in_all_lanes,
+    load_at,
+    multiply_add,
+    shuffled,
+    store_at,
+)
 from handlers.cpu_kernels.intrinsics import LANES, host_has, spread
 
 IS_USABLE = host_has("avx512vnni") and host_has("avx512bw")
@@ -29,7 +43,6 @@ _BYTES_AT, _SCALE_AT, _SUM_AT = 64, 128, 132
 _EXPONENT, _MIN_EXPONENT, _NAN = 0x7F800000, 32 << 23, 0x7FC00000
 _LARGEST = 14  # the greatest integer of a block has this exponent
 
-_HALVES, _BYTE = ir.IntType(16), ir.IntType(8)
 _INPUT_WORDS, _INPUT_FLOATS = ir.VectorType(WORD, INPUTS), ir.VectorType(ir.FloatType(), INPUTS)
 
 
@@ -44,7 +57,7 @@ def prepare(context, source, target):
 
     def build(ctx, builder, sig, args):
         source, target = args
-        stored = load_at(builder, source, 0, ir.VectorType(_HALVES, INPUTS))
+        stored = load_at(builder, source, 0, ir.VectorType(HALF, INPUTS))
         bits = builder.shl(builder.zext(stored, _INPUT_WORDS), _constant(16))
         floats = builder.bitcast(bits, _INPUT_FLOATS)
         exponent = builder.and_(_reduced(builder, "umax", builder.and_(bits, _constant(0x7FFFFFFF))), WORD(_EXPONENT))
@@ -55,7 +68,7 @@ def prepare(context, source, target):
         rounded = _rounded(builder, builder.fmul(floats, factors))
         is_finite = builder.icmp_unsigned("<", exponent, WORD(_EXPONENT))
         scale = builder.select(is_finite, builder.sub(kept, WORD(_LARGEST << 23)), WORD(_NAN))
-        store_at(builder, builder.trunc(rounded, ir.VectorType(_HALVES, INPUTS)), target, 0)
+        store_at(builder, builder.trunc(rounded, ir.VectorType(HALF, INPUTS)), target, 0)
         store_at(builder, _by_bytes(builder, rounded), target, _BYTES_AT)
         store_at(builder, scale, target, _SCALE_AT)
         store_at(builder, _reduced(builder, "add", rounded), target, _SUM_AT)
@@ -81,13 +94,13 @@ def _rounded(builder, floats):
 
 
 def _by_bytes(builder, words):
-    """Return the upper and lower bytes of integers in the order in which `Block.nibbles_of` has their numbers.
+    """Return the upper and lower bytes of integers in the order in which `Numbers.nibbles_of` has their numbers.
 
     For each group, and for the even and the odd pairs in it: the upper bytes of the first inputs of these, those of the
     second inputs, and then the lower bytes.
     """
-    lower = builder.trunc(words, ir.VectorType(_BYTE, INPUTS))
-    upper = builder.trunc(builder.ashr(words, _constant(8)), ir.VectorType(_BYTE, INPUTS))
+    lower = builder.trunc(words, ir.VectorType(BYTE, INPUTS))
+    upper = builder.trunc(builder.ashr(words, _constant(8)), ir.VectorType(BYTE, INPUTS))
     order = [
         part * INPUTS + group * GROUP + 2 * pair + place
         for group in range(INPUTS // GROUP)
@@ -112,9 +125,9 @@ class IntegerSums:
         scale = self._spread(inputs, _SCALE_AT, ir.FloatType(), FLOATS)
         total_of_inputs = builder.sitofp(self._spread(inputs, _SUM_AT, WORD, WORDS), FLOATS)
         for half, (words, total) in enumerate(zip(sums, self._totals, strict=True)):
-            scaled = builder.fmul(builder.sitofp(words, FLOATS), block.scales_of_half(half))
+            scaled = builder.fmul(builder.sitofp(words, FLOATS), block.scales.of_half(half))
             if block.kind.has_minimum:
-                less = builder.fmul(block.minima_of_half(half), total_of_inputs)
+                less = builder.fmul(block.scales.minima_of_half(half), total_of_inputs)
                 scaled = builder.fsub(scaled, less)
             builder.store(multiply_add(builder, scaled, scale, builder.load(total)), total)
 
@@ -128,18 +141,18 @@ class IntegerSums:
             for pair in range(PAIRS):
                 factor = self._spread(begin, 4 * pair, WORD, WORDS)
                 for half, total in enumerate(sums):
-                    numbers = builder.bitcast(self._block.bytes_of(loop.index, pair, half), WORDS)
+                    numbers = builder.bitcast(self._block.numbers.bytes_of(loop.index, pair, half), WORDS)
                     builder.store(self._added("vpdpwssd", builder.load(total), numbers, factor), total)
         return [builder.load(total) for total in sums]
 
     def _of_nibbles(self, inputs):
         """Numbers are from 0 to 15, and so bytes with and without a sign."""
         builder, zero = self._builder, self._block.kind.zero
-        less = builder.mul(self._spread(inputs, _SUM_AT, WORD, WORDS), ir.Constant(WORDS, [-zero] * LANES))
+        less = builder.mul(self._spread(inputs, _SUM_AT, WORD, WORDS), in_all_lanes(-zero))
         sums = []
         for half in range(2):
-            quarters = [self._of_quarter(inputs, 2 * half + part) for part in range(2)]
-            first, second = (_lanes(builder, quarters, range(place, 2 * LANES, 2)) for place in range(2))
+            one, other = (self._of_quarter(inputs, 2 * half + part) for part in range(2))
+            first, second = (shuffled(builder, one, other, range(place, 2 * LANES, 2)) for place in range(2))
             total = builder.add(first, second)
             sums.append(builder.add(total, less) if zero else total)
         return sums
@@ -148,12 +161,12 @@ class IntegerSums:
         builder = self._builder
         upper = lower = ir.Constant(WORDS, None)
         for group in range(INPUTS // GROUP):
-            for part, numbers in enumerate(self._block.nibbles_of(INT(group), quarter)):
+            for part, numbers in enumerate(self._block.numbers.nibbles_of(INT(group), quarter)):
                 offset = _BYTES_AT + 2 * GROUP * group + GROUP * part
                 uppers, lowers = (self._spread_pair(inputs, offset + place) for place in (0, GROUP // 2))
                 upper = self._added("vpdpbusd", upper, numbers, uppers)
                 lower = self._added("vpdpbusd", lower, lowers, numbers)
-        return builder.add(builder.shl(upper, ir.Constant(WORDS, [8] * LANES)), lower)
+        return builder.add(builder.shl(upper, in_all_lanes(8)), lower)
 
     def _added(self, name: str, *operands):
         kind = ir.FunctionType(WORDS, [WORDS] * 3)
@@ -166,7 +179,3 @@ class IntegerSums:
     def _spread_pair(self, address, offset: int):
         pair = spread(self._builder, load_at(self._builder, address, offset, INT), ir.VectorType(INT, LANES // 2))
         return self._builder.bitcast(pair, WORDS)
-
-
-def _lanes(builder, vectors, order):
-    return builder.shuffle_vector(*vectors, ir.Constant(ir.VectorType(WORD, len(order)), list(order)))

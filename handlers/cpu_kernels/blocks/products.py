@@ -16,14 +16,12 @@ from numba.extending import intrinsic
 
 from handlers.cpu_kernels.blocks import integers
 from handlers.cpu_kernels.blocks.layout import INPUTS
-from handlers.cpu_kernels.blocks.reading import (
+from handlers.cpu_kernels.blocks.reading import Block, block_at, for_kind
+from handlers.cpu_kernels.blocks.vectors import (
     FLOATS,
     INT,
     PAIRS,
     QUARTERS,
-    Block,
-    block_at,
-    for_kind,
     load_at,
     multiply_add,
     shuffled,
@@ -101,15 +99,15 @@ class _Sums:
         self._clear(sums + of_inputs)
         with cgutils.for_range(builder, INT(2)) as loop:
             begin = builder.add(inputs, builder.mul(loop.index, INT(8 * PAIRS)))
-            numbers_of = self._block.pairs(loop.index)
+            numbers_of = self._block.numbers.pairs(loop.index)
             for pair in range(PAIRS):
                 self._add_pair(numbers_of(pair), begin, 8 * pair, sums, of_inputs)
             if kind.scales > 1:
-                self._scale(sums, lambda quarter: self._block.scales(quarter, loop.index))
+                self._scale(sums, lambda quarter: self._block.scales.of_quarter(quarter, loop.index))
                 self._clear(sums)
         if kind.scales == 1:
-            self._scale(sums, lambda quarter: self._block.scales(quarter, INT(0)))
-        self._scale(QUARTERS * of_inputs, self._block.minima)
+            self._scale(sums, lambda quarter: self._block.scales.of_quarter(quarter, INT(0)))
+        self._scale(QUARTERS * of_inputs, self._block.scales.minima_of_quarter)
 
     def _add_pair(self, numbers, begin, offset: int, sums, of_inputs) -> None:
         builder = self._builder

@@ -11,19 +11,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from handlers.cpu_kernels.blocks.layout import INPUTS, OUTPUTS
-from handlers.cpu_kernels.blocks.reading import (
-    FLOATS,
-    INT,
-    PAIRS,
-    QUARTERS,
-    WORDS,
-    Block,
-    block_at,
-    for_kind,
-    multiply_add,
-    shuffled,
-    store_at,
-)
+from handlers.cpu_kernels.blocks.reading import Block, block_at, for_kind
+from handlers.cpu_kernels.blocks.vectors import FLOATS, INT, PAIRS, QUARTERS, WORDS, multiply_add, shuffled, store_at
 from handlers.cpu_kernels.intrinsics import LANES, BFloat16
 
 
@@ -58,10 +47,10 @@ def unpack(context, code, panel, first, blocks, target, line, like):
 def _unpack(builder, block: Block, out, line, write, words: int) -> None:
     """Write the weights of a block to an address; `words`: of a group."""
     quarters = range(QUARTERS)
-    minima = [block.minima(quarter) for quarter in quarters] if block.kind.has_minimum else None
+    minima = [block.scales.minima_of_quarter(quarter) for quarter in quarters] if block.kind.has_minimum else None
     with cgutils.for_range(builder, INT(2)) as loop:
-        scales = [block.scales(quarter, loop.index) for quarter in quarters]
-        numbers_of = block.pairs(loop.index)
+        scales = [block.scales.of_quarter(quarter, loop.index) for quarter in quarters]
+        numbers_of = block.numbers.pairs(loop.index)
         begin = builder.add(out, builder.mul(line, builder.mul(loop.index, INT(words))))
         for pair in range(PAIRS):
             numbers = numbers_of(pair)

@@ -1,0 +1,115 @@
+"""Reads the numbers of blocks of few bits (see layout.py) into vectors: as float32, or as integers."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# llvmlite and numba's typing objects are untyped.
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from handlers.cpu_kernels.blocks.layout import GROUP, OUTPUTS, Kind
+from handlers.cpu_kernels.blocks.vectors import (
+    BYTE,
+    FLOATS,
+    HALF,
+    INT,
+    QUARTERS,
+    WORD,
+    WORDS,
+    in_all_lanes,
+    load_at,
+)
+from handlers.cpu_kernels.intrinsics import LANES, host_has, prefetch_line, spread
+
+HAS_TABLES = host_has("avx512f")
+"""Whether one instruction looks 16 numbers up in a table of float32. Without it no codebook is read."""
+_VECTOR = 4 * LANES  # bytes
+# As in amx.py: without it, products of one row take half as long again. One line is asked for with each that is read.
+_AHEAD_BYTES = 8192
+
+
+class Numbers:
+    """The numbers of a block at an address; its codebook, if it has one, is at another."""
+
+    def __init__(self, builder, kind: Kind, address, codebook) -> None:
+        self._builder, self._kind, self._address, self._codebook = builder, kind, address, codebook
+
+    def bytes_of(self, group, pair: int, half: int) -> ir.Value:
+        """Return the inputs of a pair in half the outputs, of 8 bits, as words of 16 bits."""
+        offset = _VECTOR * pair + 2 * LANES * half
+        address = self._of_group(group, 8)
+        if half == 0:
+            self._prefetch(address, offset)
+        found = load_at(self._builder, address, offset, ir.VectorType(BYTE, 2 * LANES))
+        return self._builder.sext(found, ir.VectorType(HALF, 2 * LANES))
+
+    def nibbles_of(self, group, quarter: int) -> tuple[ir.Value, ir.Value]:
+        """Return the numbers of a quarter, of 4 bits, as bytes: of pairs 0, 2, 4 and 6, and of the others."""
+        found, lower = self._line(self._of_group(group, 4), _VECTOR * quarter), in_all_lanes(0x0F0F0F0F)
+        shifted = self._builder.lshr(found, in_all_lanes(4))
+        return self._builder.and_(found, lower), self._builder.and_(shifted, lower)
+
+    def pairs(self, group):
+        """Return a function: a pair of a group, which is a number that is known at run time -> numbers of quarters."""
+        builder, kind, quarters = self._builder, self._kind, range(QUARTERS)
+        address = self._of_group(group, kind.low_bits)
+        if kind.low_bits == 8:
+            return lambda pair: [self._widened(address, _VECTOR * pair + LANES * quarter) for quarter in quarters]
+        lows = [self._line(address, _VECTOR * quarter) for quarter in quarters]
+        if kind.bits == 4:
+            table = self._table()
+            return lambda pair: [self._number(self._right(word, 4 * pair), table) for word in lows]
+        behind = builder.add(self._address, INT(GROUP * OUTPUTS))  # the lowest 4 bits of both groups
+        shift = spread(builder, builder.trunc(builder.mul(group, INT(16)), WORD), WORDS)
+        highs = [builder.lshr(self._line(behind, _VECTOR * quarter), shift) for quarter in quarters]
+        return lambda pair: [
+            self._number(builder.or_(self._low(low, pair), self._high(high, pair)))
+            for low, high in zip(lows, highs, strict=True)
+        ]
+
+    def _of_group(self, group, bits: int):
+        """Return the address of a group whose numbers have so many bits beside each other."""
+        return self._builder.add(self._address, self._builder.mul(group, INT(GROUP * OUTPUTS * bits // 8)))
+
+    def _low(self, word, pair: int):
+        return self._builder.and_(self._right(word, 4 * pair), in_all_lanes(15))
+
+    def _high(self, word, pair: int):
+        left = 4 - 2 * pair
+        moved = self._builder.shl(word, in_all_lanes(left)) if left > 0 else self._right(word, -left)
+        return self._builder.and_(moved, in_all_lanes(0x30))
+
+    def _table(self):
+        """Return the numbers that 4 bits stand for, or nothing if numbers are computed."""
+        if self._kind.has_codebook:
+            return load_at(self._builder, self._codebook, 0, FLOATS)
+        numbers = [float(number - self._kind.zero) for number in range(LANES)]
+        return ir.Constant(FLOATS, numbers) if HAS_TABLES else None
+
+    def _number(self, bits, table=None):
+        """Return the numbers in the lowest bits of words, less zero: of 4 bits with anything above, or of 6 bits."""
+        builder, kind = self._builder, self._kind
+        if table is not None:
+            function = ir.FunctionType(FLOATS, (FLOATS, WORDS))
+            look_up = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512.permvar.sf.512")
+            return builder.call(look_up, (table, bits))
+        number = builder.and_(bits, in_all_lanes(15)) if kind.bits == 4 else bits
+        return builder.sitofp(builder.sub(number, in_all_lanes(kind.zero)) if kind.zero else number, FLOATS)
+
+    def _right(self, vector, shift: int):
+        return self._builder.lshr(vector, in_all_lanes(shift)) if shift else vector
+
+    def _widened(self, address, offset: int):
+        """Return signed bytes; the first ones of a line ask for another line."""
+        if offset % _VECTOR == 0:
+            self._prefetch(address, offset)
+        found = load_at(self._builder, address, offset, ir.VectorType(BYTE, LANES))
+        return self._builder.sitofp(self._builder.sext(found, WORDS), FLOATS)
+
+    def _line(self, address, offset: int):
+        self._prefetch(address, offset)
+        return load_at(self._builder, address, offset, WORDS)
+
+    def _prefetch(self, address, offset: int) -> None:
+        prefetch_line(self._builder, self._builder.add(address, INT(_AHEAD_BYTES + offset)))
