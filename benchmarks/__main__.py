@@ -7,6 +7,7 @@ import sys
 
 BENCHMARKS = (
     "benchmarks.batches",
+    "benchmarks.block_linears",
     "benchmarks.embeddings",
     "benchmarks.few_bits",
     "benchmarks.generation",
