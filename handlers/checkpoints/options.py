@@ -42,6 +42,9 @@ QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
 BLOCK_FORMATS = ("q8_0", "q4_0", "q4_k", "int8")
 """Values of option.quantize that hold weights in blocks of few bits, as GGUF does."""
 
+PACKED_METHODS = ("gptq", "awq", "compressed-tensors")
+"""Methods in config.json whose packed layers `lmi-server partition` saves as such blocks on the CPU."""
+
 FP8 = "fp8"
 """The value of option.quantize that holds weights in 8-bit floats."""
 
@@ -202,8 +205,13 @@ class TransformersEngine(EngineDescription[TransformersOptions]):
             " which compute one after the other; the KV cache of a layer is on its GPU"
         )
 
-    def partition(self) -> Mapping[str, str | None] | str:
-        if self.options.quantization_config() is None and self.options.quantize not in BLOCK_FORMATS:
+    def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
+        declared = config.get("quantization_config")
+        method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+        quantizes = self.options.quantization_config() is not None or self.options.quantize in BLOCK_FORMATS
+        if method not in PACKED_METHODS and not quantizes:
+            if method is not None:
+                return f"the checkpoint is quantised with {method} already; serve it as it is"
             return (
                 "set option.quantize=bitsandbytes4 or bitsandbytes8, or on CPUs one of"
                 f" {', '.join(BLOCK_FORMATS)}; weights as they are need no preparation"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import set_tqdm_hook
 
-from handlers.checkpoints.blocks.formats import StoredWeight
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
-from handlers.checkpoints.blocks.packed_checkpoints import as_packed_layers
+from handlers.checkpoints.blocks.layers import KeptLayer
+from handlers.checkpoints.blocks.packed_checkpoints import as_packed_layers, packed_to_save
 from handlers.checkpoints.blocks.packed_layers import keep_packed
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
 from handlers.checkpoints.blocks.saved_blocks import BLOCKS, save_blocks
@@ -31,7 +31,7 @@ from handlers.checkpoints.gguf import (
     refuse_sizes,
 )
 from handlers.checkpoints.gpus import NO_GPUS, TorchGpus, free_memory, lack_bf16, usable_gpus
-from handlers.checkpoints.options import BLOCK_FORMATS, FP8, STRATEGIES, TransformersOptions
+from handlers.checkpoints.options import BLOCK_FORMATS, FP8, PACKED_METHODS, STRATEGIES, TransformersOptions
 from handlers.checkpoints.placement import main_device, memory_limits, refuse_divided_layers
 from handlers.checkpoints.quantization import (
     check_quantization,
@@ -85,10 +85,18 @@ def load_model(auto_class: Any, path: str, options: TransformersOptions, **more:
     if is_gguf(path):
         refuse_other_shapes(model, path)
     refuse_divided_layers(model, arguments.get("device_map"))
+    return prepare(model, path, options)
+
+
+def prepare(model: Any, path: str, options: TransformersOptions) -> Any:
+    """Return a model that transformers has loaded, for inference: its weights are held, and saved, as the options say.
+
+    Raises ModelLoadError.
+    """
     model.requires_grad_(False)
     refuse_odd_widths(model)
-    save_weights(model, options)
-    keep_packed(model)
+    if options.save_mp_checkpoint_path is None or not _save(model, options):
+        keep_packed(model)
     keep_activations(model)
     warn_once_of_casts()
     details = _keep_blocks(model, path, options) or quantization_details(model)
@@ -121,21 +129,34 @@ def quantize_blocks(model: Any, options: TransformersOptions) -> dict[str, Any]:
     if model.dtype not in (torch.bfloat16, torch.float32):
         raise ModelLoadError(f"option.quantize={options.quantize}: set option.dtype=bf16 or fp32, not {options.dtype}")
     directory = options.save_mp_checkpoint_path
-    kept: dict[str, StoredWeight] | None = None if directory is None else {}
+    kept: dict[str, KeptLayer] | None = None if directory is None else {}
     details = quantize_to_blocks(model, options.quantize, kept)
     if directory is not None and kept is not None:
-        with saving(directory):
-            save_blocks(model, kept, Path(directory))
+        _save_blocks(model, kept, directory)
     return details
 
 
-def save_weights(model: Any, options: TransformersOptions) -> None:
-    """Write the weights to option.save_mp_checkpoint_path, if it is set. Raises ModelLoadError."""
+def _save(model: Any, options: TransformersOptions) -> bool:
+    """Write the weights to option.save_mp_checkpoint_path; return whether packed layers have become blocks for that.
+
+    Layers that are to be quantised to blocks are saved when they are. Raises ModelLoadError.
+    """
     directory = options.save_mp_checkpoint_path
-    if directory is None or options.quantize in BLOCK_FORMATS:  # blocks are saved when there are any
-        return
+    assert directory is not None
+    method = checkpoint_method(model.config)
+    if method in PACKED_METHODS:
+        _save_blocks(model, packed_to_save(model, method), directory)
+        return True
+    if options.quantize not in BLOCK_FORMATS:
+        with saving(directory):
+            model.save_pretrained(directory)
+        logger.info("weights of %.1f MiB written to %s", model.get_memory_footprint() / 2**20, directory)
+    return False
+
+
+def _save_blocks(model: Any, kept: Mapping[str, KeptLayer], directory: str) -> None:
     with saving(directory):
-        model.save_pretrained(directory)
+        save_blocks(model, kept, Path(directory))
     logger.info("weights of %.1f MiB written to %s", model.get_memory_footprint() / 2**20, directory)
 
 
@@ -157,11 +178,13 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
         refuse_sizes(config, path)
         dtype = torch.bfloat16 if arguments["dtype"] == "auto" else arguments["dtype"]
         return {**arguments, **gguf_weights(path), "dtype": dtype}
-    is_whole = not gpus.count and own_rank().size == 1 and options.save_mp_checkpoint_path is None
-    if is_whole and (packed := as_packed_layers(config, path)) is not None and arguments["dtype"] in _BLOCK_DTYPES:
-        check_quantization(options.quantize, config)
-        return {**arguments, "config": packed}
-    if checkpoint_method(config) == BLOCKS:
+    saves, in_blocks = options.save_mp_checkpoint_path is not None, checkpoint_method(config) == BLOCKS
+    if not gpus.count and own_rank().size == 1 and arguments["dtype"] in _BLOCK_DTYPES and not (saves and in_blocks):
+        packed = as_packed_layers(config, path, saves)
+        if packed is not None:
+            check_quantization(options.quantize, config)
+            return {**arguments, "config": packed}
+    if in_blocks:
         raise ModelLoadError(
             f"{path}: weights in blocks are for one process on a CPU in bf16 or fp32, and are not saved again; use the"
             " checkpoint that they were made from"

@@ -216,7 +216,7 @@ class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
     def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
         return tool_parser_note(self.options, model_dir, location)
 
-    def partition(self) -> Mapping[str, str | None] | str:
+    def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
         degree = max(1, self.options.devices_per_worker or 1)
         if self.options.rolling_batch == "disable":
             return "set option.rolling_batch=deepspeed"

@@ -416,7 +416,7 @@ class NeuronxEngine(EngineDescription[NeuronxOptions]):
             **({"NEURON_COMPILE_CACHE_URL": cache} if cache is not None and is_cache else {}),
         }
 
-    def partition(self) -> Mapping[str, str | None] | str:
+    def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
         if self.options.load_split_model:
             return "the model has been split already; remove option.load_split_model"
         if self.options.partition_schema == "compile_only":

@@ -92,5 +92,5 @@ class NeuronImageEngine(EngineDescription[NeuronImageOptions]):
     def without_effect(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
         yield WITHOUT_TEXT
 
-    def partition(self) -> Mapping[str, str | None] | str:
+    def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
         return without_keys("model_id", "revision", "save_mp_checkpoint_path")

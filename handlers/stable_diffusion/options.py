@@ -139,7 +139,7 @@ class StableDiffusionEngine(EngineDescription[StableDiffusionOptions]):
             return None
         return f"accelerate places whole parts of the pipeline on the {gpus} GPUs of a worker (device_map=balanced)"
 
-    def partition(self) -> Mapping[str, str | None] | str:
+    def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
         if self.options.quantize is None:
             return "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
         return without_keys("model_id", "revision", "quantize", "save_mp_checkpoint_path")

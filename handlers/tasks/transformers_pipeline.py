@@ -10,9 +10,11 @@ import transformers
 from transformers.pipelines import Pipeline
 from transformers.pipelines.base import PipelineException
 
+from handlers.checkpoints.blocks.saved_blocks import BLOCKS
+from handlers.checkpoints.options import BLOCK_FORMATS
 from handlers.checkpoints.placement import refuse_divided_layers
 from handlers.checkpoints.text_length import TextLength
-from handlers.checkpoints.transformers_loading import model_arguments, save_weights
+from handlers.checkpoints.transformers_loading import model_arguments, prepare
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task import Task, file_bytes, read_image, read_object, read_text, same_names, texts
 from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
@@ -160,6 +162,7 @@ class TransformersPipeline(Task):
 def load_pipeline(task: str, path: str, options: PipelineOptions) -> Any:
     """Return a pipeline with the model in `path`. Raises ModelLoadError."""
     arguments = model_arguments(path, options)
+    _refuse_saved_blocks(task, arguments, options)
     loading = {name: arguments.pop(name) for name in ("max_memory", "quantization_config") if name in arguments}
     try:
         place = {} if "device_map" in arguments else {"device": "cpu"}
@@ -169,9 +172,19 @@ def load_pipeline(task: str, path: str, options: PipelineOptions) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # any of them if the directory is broken
         raise ModelLoadError(f"transformers cannot load {path} for {task}: {error}") from error
     refuse_divided_layers(pipeline.model, arguments.get("device_map"))
-    pipeline.model.requires_grad_(False)
-    save_weights(pipeline.model, options)
+    prepare(pipeline.model, path, options)
     return pipeline
+
+
+def _refuse_saved_blocks(task: str, arguments: Mapping[str, Any], options: PipelineOptions) -> None:
+    """Raise ModelLoadError for blocks in files: pipelines load models by the config.json as it is."""
+    packed = arguments.get("config")
+    is_saved = packed is not None and packed.quantization_config["declared"].get("quant_method") == BLOCKS
+    if is_saved or (options.save_mp_checkpoint_path is not None and options.quantize in BLOCK_FORMATS):
+        raise ModelLoadError(
+            f"option.task={task}: weights that are saved in blocks are not read for this task; use the plain checkpoint"
+            f" and set option.quantize to one of {', '.join(BLOCK_FORMATS)}, which quantises it whenever it loads"
+        )
 
 
 def _max_length(pipeline: Any, options: PipelineOptions) -> int:

@@ -488,7 +488,7 @@ class TensorRtLlmEngine(EngineDescription[TensorRtLlmOptions]):
     def division(self, gpus: int) -> str | None:
         return f"TensorRT-LLM starts a rank for each of {gpus} GPUs" if gpus > 1 else None
 
-    def partition(self) -> Mapping[str, str | None] | str:
+    def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
         if self.options.runs_on != "tensorrt":
             return f"TensorRT-LLM on PyTorch builds no engine; serve the model as it is, or {package.to_have_engines()}"
         degree = {"option.tensor_parallel_degree": str(self.options.devices_per_worker or 1)}

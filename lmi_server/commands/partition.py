@@ -62,7 +62,7 @@ def partition(model: ModelSource, target: Path, environment: Mapping[str, str]) 
 def _changes(found: Inspection) -> Mapping[str, str | None]:
     """Return the changes to serving.properties, by key in full; None removes a key. Raises ConfigurationError."""
     found.resolved()
-    changes = found.engine.partition()
+    changes = found.engine.partition(found.config)
     if isinstance(changes, str):
         raise ConfigurationError(f"{found.location}: nothing to split or quantise ahead of time: {changes}")
     return changes

@@ -126,10 +126,11 @@ class EngineDescription(Generic[_AnyOptions]):
         """Return a key in full whose value does not fit the files at `location`, and why; None if there is none."""
         return None
 
-    def partition(self) -> Mapping[str, str | None] | str:
+    def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
         """Return the changes of `lmi-server partition` to serving.properties, by key in full; None removes a key.
 
-        Returns a text with the reason if nothing can be split or quantised ahead of time.
+        `config` is the model's config.json, or empty. Returns a text with the reason if nothing can be split or
+        quantised ahead of time.
         """
         return "the handler does neither; serve the model as it is"
 

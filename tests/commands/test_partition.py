@@ -136,9 +136,40 @@ def same_tokens(one: Any, other: Any) -> bool:
 def test_keys_that_are_done_with_are_removed(
     text: str, changes: dict[str, str | None], weights: Path, tmp_path: Path
 ) -> None:
-    partitioned = resolve_model(write(tmp_path / "model", text, weights), {}).engine.partition()
+    partitioned = resolve_model(write(tmp_path / "model", text, weights), {}).engine.partition({})
     assert not isinstance(partitioned, str)
     assert changes.items() <= dict(partitioned).items()
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [("gptq", None), ("awq", None), ("compressed-tensors", None), ("blocks", "quantised with blocks already"),
+     ("bitsandbytes", "quantised with bitsandbytes already"), (7, "quantised with 7 already")],
+)  # fmt: skip
+def test_packed_checkpoints_need_no_key(method: Any, reason: str | None, weights: Path, tmp_path: Path) -> None:
+    model = resolve_model(write(tmp_path / "model", "option.model_id={weights}\n", weights), {})
+    changes = model.engine.partition({"quantization_config": {"quant_method": method}})
+    assert reason in changes if reason else dict(changes).keys() >= {"option.model_id", "option.quantize"}
+
+
+def test_a_directory_with_blocks_is_complete(tmp_path: Path) -> None:
+    from packed_models import packed_llama
+    from transformers import AutoModelForCausalLM
+
+    from handlers.checkpoints.transformers_loading import load_model, load_tokenizer
+
+    packed_llama(tmp_path / "weights", act_order=True)
+    text = "option.model_id={weights}\noption.dtype=fp32\noption.quantize=gptq\n"
+    directory, target = write(tmp_path / "model", text, tmp_path / "weights"), tmp_path / "target"
+    partition(named_source(str(directory)), target, {})
+    assert (target / "serving.properties").read_text() == "option.dtype=fp32\n"
+    options = HuggingFaceOptions(dtype="fp32")
+    kept, packed = (load_model(AutoModelForCausalLM, str(path), options) for path in (target, tmp_path / "weights"))
+    assert same_tokens(kept, packed)
+    assert (
+        load_tokenizer(str(target), options).get_vocab()
+        == load_tokenizer(str(tmp_path / "weights"), options).get_vocab()
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,11 @@ def packed_llama(
     symmetric: bool = False,
     act_order: bool = False,
     form: str = "gptq",
+    biased: bool = False,
 ) -> Any:
     """Write a small Llama whose layers are packed; return the model with the weights that they stand for, float32."""
     model = llama_of_whole_blocks()
+    model.config.attention_bias = model.config.mlp_bias = biased
     chance = torch.Generator().manual_seed(5)
     tensors: dict[str, torch.Tensor] = {}
     for name, linear in list(model.model.layers.named_modules(prefix="model.layers")):
@@ -31,6 +33,9 @@ def packed_llama(
             parts, weight = packed(linear, method, bits, group, symmetric, act_order, form, chance)
             tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
             linear.weight.data = weight
+            if biased:
+                linear.bias = torch.nn.Parameter(torch.randn(len(weight), generator=chance))
+                tensors[f"{name}.bias"] = linear.bias.data
     plain = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("model.layers")}
     norms = {name: tensor for name, tensor in model.state_dict().items() if "norm" in name}
     model.config.quantization_config = {

@@ -31,8 +31,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from handlers.checkpoints.blocks.formats import INPUTS, Q4_0, Q4_ZERO, Q8_0, StoredWeight
-from handlers.checkpoints.blocks.layers import BlockLinear, OrderedBlockLinear
-from handlers.checkpoints.blocks.packed_layers import as_blocks
+from handlers.checkpoints.blocks.layers import KeptLayer
+from handlers.checkpoints.blocks.packed_layers import as_blocks, keep_packed
 from handlers.checkpoints.blocks.rounding import halves
 from handlers.checkpoints.blocks.saved_blocks import BLOCKS, SHARED, saved_layer
 from lmi_server.contract.errors import ModelLoadError
@@ -49,21 +49,47 @@ _PARTS = ("qweight", "qzeros", "scales")
 class _Packed(QuantizationConfigMixin):
     """What the quantizer gets: the declaration in config.json, and the directory of the checkpoint."""
 
-    def __init__(self, declared: Mapping[str, Any], directory: str, **_: Any) -> None:
-        self.quant_method, self.declared, self.directory = _METHOD, declared, directory
+    def __init__(self, declared: Mapping[str, Any], directory: str, saves: bool, **_: Any) -> None:
+        self.quant_method, self.declared, self.directory, self.saves = _METHOD, declared, directory, saves
 
 
-def as_packed_layers(config: Any, path: str) -> Any:
+def as_packed_layers(config: Any, path: str, saves: bool = False) -> Any:
     """Return the configuration of a checkpoint so that transformers reads its packed layers as blocks.
 
-    None if it is of another kind: then the packages of its format read it.
+    `saves`: keep what the layers store, for `packed_to_save`. None if it is of another kind: then the packages of its
+    format read it.
     """
     declared = getattr(config, "quantization_config", None)
     if not isinstance(declared, dict) or not _is_known(declared) or not _files(Path(path)):
         return None
     changed = copy.deepcopy(config)
-    changed.quantization_config = {"quant_method": _METHOD, "declared": declared, "directory": path}
+    changed.quantization_config = {"quant_method": _METHOD, "declared": declared, "directory": path, "saves": saves}
     return changed
+
+
+def packed_to_save(model: Any, method: str) -> dict[str, KeptLayer]:
+    """Return what the packed layers of a model store as blocks, by name. Raises ModelLoadError if some do not.
+
+    Layers of compressed-tensors become blocks here; those of the others are, if the model was read to be saved.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    kept: dict[str, KeptLayer] = {}
+    if isinstance(quantizer, _PackedQuantizer):
+        kept, quantizer.kept = quantizer.kept or {}, None
+    keep_packed(model, kept)
+    left = [name for name, module in model.named_modules() if _is_packed(module)]
+    if left:
+        raise ModelLoadError(
+            f"option.save_mp_checkpoint_path: {len(left)} layers of {method}, {left[0]} among them, are not held in"
+            " blocks of 4 or 8 bits on a CPU in bf16 or fp32, and only those are saved again; serve the checkpoint as"
+            " it is"
+        )
+    return kept
+
+
+def _is_packed(module: Any) -> bool:
+    """Whether a layer is packed in the way of a library."""
+    return hasattr(module, "qweight") or getattr(module, "quantization_scheme", None) is not None
 
 
 def _is_known(declared: Mapping[str, Any]) -> bool:
@@ -130,6 +156,16 @@ class _PackedLayer(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.stored_as = stored_as
 
+    def bias_of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return the bias among the layer's tensors. Raises ModelLoadError if it is of another layer."""
+        bias = tensors.get("bias")
+        if bias is not None and (bias.shape != (self.out_features,) or not bias.is_floating_point()):
+            raise ModelLoadError(
+                f"{self.stored_as}: a bias {tuple(bias.shape)} of {bias.dtype} is none of {self.out_features} outputs;"
+                " fetch the files again"
+            )
+        return bias
+
 
 @register_quantizer(_METHOD)
 class _PackedQuantizer(HfQuantizer):
@@ -137,6 +173,8 @@ class _PackedQuantizer(HfQuantizer):
 
     requires_calibration = True
     is_trainable = False
+    kept: dict[str, KeptLayer] | None = None
+    """What the layers of blocks store, by name, if the model is to be saved."""
 
     def is_serializable(self) -> bool:
         return False
@@ -163,12 +201,15 @@ class _PackedQuantizer(HfQuantizer):
         del self._tensors  # and with it the open files: the model keeps its quantizer
         model.config.quantization_config = declared
         model.quantization_method = declared["quant_method"]
+        self.kept = {} if self.quantization_config.saves else None
         unpacked = 0
         for name, module in list(model.named_modules()):
             if isinstance(module, _PackedLayer):
                 layer = _layer(module, tensors.read(module.stored_as), declared, model.dtype)
+                if isinstance(layer, KeptLayer) and self.kept is not None:
+                    self.kept[name] = layer
                 unpacked += type(layer) is nn.Linear
-                model.set_submodule(name, layer)
+                model.set_submodule(name, layer.module(model.dtype) if isinstance(layer, KeptLayer) else layer)
         count = len(tensors.places)
         logger.info("%d packed layers are computed as blocks of few bits", count - unpacked)
         if unpacked:
@@ -194,8 +235,11 @@ def _module_name(model: Any, stored_as: str) -> str | None:
 
 def _layer(
     packed: _PackedLayer, tensors: Mapping[str, torch.Tensor], declared: Mapping[str, Any], dtype: torch.dtype
-) -> nn.Module:
-    """Return a layer of blocks, or a plain one if blocks cannot hold the weights. Raises ModelLoadError."""
+) -> KeptLayer | nn.Module:
+    """Return what a layer of blocks stores, or a plain layer if blocks cannot hold the weights. Raises ModelLoadError.
+
+    Of saved blocks return the layer, which may be embeddings.
+    """
     if "blocks" in tensors:
         return saved_layer(packed, tensors, declared, dtype)
     try:
@@ -206,17 +250,14 @@ def _layer(
             f"{packed.stored_as} has {shapes}, which are no packed weights of {packed.in_features} inputs and"
             f" {packed.out_features} outputs: {error}"
         ) from error
-    bias = tensors["bias"].to(dtype) if "bias" in tensors else None
-    stored = weights.blocks()
-    if stored is None:
-        linear = nn.Linear(packed.in_features, packed.out_features, bias is not None, "meta", dtype)
-        linear.weight = nn.Parameter(weights.plain().to(dtype), requires_grad=False)
-        if bias is not None:
-            linear.bias = nn.Parameter(bias, requires_grad=False)
-        return linear
-    if weights.order is None:
-        return BlockLinear.from_stored(stored, bias, dtype)
-    return OrderedBlockLinear(BlockLinear.from_stored(stored, bias, dtype), weights.order)
+    bias, stored = packed.bias_of(tensors), weights.blocks()
+    if stored is not None:
+        return KeptLayer(stored, bias, weights.order)
+    linear = nn.Linear(packed.in_features, packed.out_features, bias is not None, "meta", dtype)
+    linear.weight = nn.Parameter(weights.plain().to(dtype), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+    return linear
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from handlers.checkpoints.blocks.formats import INPUTS, Q4_K, StoredWeight
-from handlers.checkpoints.blocks.layers import BlockLinear, StoredEmbedding
+from handlers.checkpoints.blocks.formats import INPUTS, Q4_K
+from handlers.checkpoints.blocks.layers import KeptLayer, StoredEmbedding
 from handlers.checkpoints.blocks.rounding import quantize
+from handlers.torch_operators.read_weights import read_weights
 
 logger = logging.getLogger(__name__)
 
@@ -17,29 +18,36 @@ logger = logging.getLogger(__name__)
 _OF_HEAD = {"q8_0": "q8_0", "q4_0": "q8_0", "q4_k": "q8_0", "int8": "int8"}
 
 
-def quantize_to_blocks(model: Any, name: str, kept: dict[str, StoredWeight] | None = None) -> dict[str, Any]:
+def quantize_to_blocks(model: Any, name: str, kept: dict[str, KeptLayer] | None = None) -> dict[str, Any]:
     """Quantise the plain linear layers of `model` in place, and its head and embeddings; return details for the log.
 
     Of a model that is split over ranks, it does so with the part of this rank. `kept` gets what layers store, by name.
     """
     before = model.get_memory_footprint()
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    embeddings: Any = None if head is None else model.get_input_embeddings()  # without a head it may be an error
     head = getattr(head, "linear", head)  # the part of a rank
     left = 0
     for module_name, module in list(model.named_modules()):
+        kind: Any = type(module)  # mypy takes a type of modules for unhashable
         for child_name, child in list(module.named_children()):
-            if type(child) is nn.Linear and _fits(child):
+            if not isinstance(child, nn.Linear):
+                continue
+            if not _fits(child) or child_name in read_weights(kind, numbers=True):
+                left += 1
+            else:
                 stored = quantize(child.weight, _OF_HEAD[name] if child is head else _name_for(child, name))
-                setattr(module, child_name, _block_linear(child, stored))
+                layer = KeptLayer(stored, None if child.bias is None else child.bias.detach())
+                setattr(module, child_name, layer.module(child.weight.dtype))
                 if kept is not None:
-                    kept[f"{module_name}.{child_name}".removeprefix(".")] = stored
+                    kept[f"{module_name}.{child_name}".removeprefix(".")] = layer
                 if child is head and type(embeddings) is nn.Embedding and embeddings.weight is head.weight:
                     model.set_input_embeddings(StoredEmbedding(stored, head.weight.dtype))
-            elif isinstance(child, nn.Linear):
-                left += 1
     if left:
-        logger.warning("option.quantize=%s: %d linear layers keep their weights, whose widths are no multiple of %d",
-                       name, left, INPUTS)  # fmt: skip
+        logger.warning(
+            "option.quantize=%s: %d linear layers keep their weights: their widths are no multiple of %d, or the"
+            " model's code reads these weights itself", name, left, INPUTS,
+        )  # fmt: skip
     return {
         "quantization": name,
         "weights_mib": round(model.get_memory_footprint() / 2**20, 1),
@@ -54,8 +62,3 @@ def _fits(linear: Any) -> bool:
 def _name_for(linear: nn.Linear, name: str) -> str:
     """Return what a layer gets: one whose width is no multiple of a super-block has minima for each block instead."""
     return "q4_1" if name == "q4_k" and linear.in_features % Q4_K.block_inputs else name
-
-
-def _block_linear(linear: nn.Linear, stored: StoredWeight) -> BlockLinear:
-    bias = None if linear.bias is None else linear.bias.detach()
-    return BlockLinear.from_stored(stored, bias, linear.weight.dtype)

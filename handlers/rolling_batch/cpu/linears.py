@@ -8,12 +8,9 @@ compiled code by the shapes of the operands, which for few rows takes as long as
 from __future__ import annotations
 
 import ctypes
-import dis
 import functools
-import inspect
 import itertools
-import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -25,6 +22,7 @@ from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 from handlers.rolling_batch.cpu.large_pages import use_large_pages
 from handlers.rolling_batch.fused.modules import is_plain
 from handlers.torch_operators import probes
+from handlers.torch_operators.read_weights import read_weights
 
 _DECODE_ROWS = 32  # the number of rows that oneDNN lays weights out for; it computes others with the same layout
 # Bytes of weights that are measured: more than caches hold if reading them counts, fewer from _MANY_ROWS rows on.
@@ -54,31 +52,6 @@ def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection
             setattr(*place, laid[-1])
     use_large_pages(memory for linear in laid if (memory := linear.memory()) is not None)
     return len(laid)
-
-
-@functools.cache
-def read_weights(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the layers below a module whose weight it reads itself (the index of DeepSeek V3.2 does).
-
-    Its methods say so, inherited ones as well; what its constructor reads is read before weights are laid out.
-    """
-    own = itertools.takewhile(lambda base: base is not nn.Module, kind.__mro__)
-    named = itertools.chain.from_iterable(vars(base).items() for base in own)
-    methods = (inspect.unwrap(method) for name, method in named if inspect.isfunction(method) and name != "__init__")
-    return frozenset(layer for method in methods for layer in _weights_of_self(method.__code__))
-
-
-def _weights_of_self(code: types.CodeType) -> Iterator[str]:
-    """Yield NAME of each `self.NAME.weight`, in the functions within as well."""
-    values = [instruction.argval for instruction in dis.get_instructions(code)]
-    # From Python 3.13 on one instruction loads two variables; what follows is of the second one.
-    operands = [value[-1] if isinstance(value, tuple) and value else value for value in values]
-    for owner, layer, attribute in zip(operands, operands[1:], operands[2:], strict=False):
-        if (owner, attribute) == ("self", "weight"):
-            yield layer
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _weights_of_self(inner)
 
 
 Kind = Callable[[nn.Linear], "TiledLinear | PackedLinear"]

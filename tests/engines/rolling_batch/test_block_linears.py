@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -14,12 +16,13 @@ import pytest
 import torch
 from gguf_models import mixed_gguf, random_blocks
 from rolling_batch_helpers import Engine, generated, prompts
-from tiny_models import byte_tokenizer, llama_of_whole_blocks, tiny_model
-from transformers import AutoModelForCausalLM
+from tiny_models import byte_tokenizer, llama_of_whole_blocks, random_model, tiny_model
+from transformers import AutoModelForCausalLM, MambaConfig, WavLMConfig, WavLMModel
 
 from handlers.checkpoints.blocks.formats import FORMATS, StoredWeight
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
 from handlers.checkpoints.blocks.layers import BlockLinear, is_joinable
+from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
 from handlers.checkpoints.blocks.rounding import quantize
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.cpu_kernels.arrays import as_numpy
@@ -190,10 +193,30 @@ def test_decoding_in_bfloat16_is_one_call(plain: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mamba", "wavlm"])
+def test_models_that_ask_for_weights_compute_with_what_is_stored(kind: str) -> None:
+    """Mamba brings activations to the type of its head's weight; WavLM's attention reads the weights of its layers."""
+    torch.manual_seed(0)
+    if kind == "mamba":
+        model: Any = random_model(MambaConfig(vocab_size=259, hidden_size=64, num_hidden_layers=2, state_size=8))
+        given = torch.tensor([[5, 70, 11, 200]])
+    else:
+        sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        model, given = WavLMModel(WavLMConfig(**sizes, num_conv_pos_embedding_groups=4)).eval(), torch.randn(1, 8000)
+    expected, kept = copy.deepcopy(model), {}
+    quantize_to_blocks(model, "q8_0", kept)
+    with torch.inference_mode():
+        for name, layer in kept.items():
+            expected.get_submodule(name).weight.copy_(layer.stored.numbers().weight())
+        torch.testing.assert_close(model(given)[0], expected(given)[0], rtol=1e-4, atol=1e-4)
+    quantised = {name.rpartition(".")[2] for name in kept}
+    assert quantised >= ({"lm_head", "out_proj"} if kind == "mamba" else {"intermediate_dense"})
+    assert not quantised & {"q_proj", "k_proj", "v_proj"}
+
+
+@pytest.mark.slow
 def test_layers_of_odd_widths_keep_their_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama")
     model.model.layers[0].mlp.down_proj = torch.nn.Linear(97, 64)
-    from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
-
     quantize_to_blocks(model, "q8_0")
     assert "option.quantize=q8_0: 1 linear layers keep their weights" in caplog.text

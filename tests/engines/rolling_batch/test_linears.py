@@ -15,7 +15,8 @@ from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.cpu_kernels.linear import linear as kernel
-from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear, read_weights
+from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
+from handlers.torch_operators.read_weights import read_weights
 from lmi_server.machine import tile_registers
 
 
@@ -67,17 +68,19 @@ def test_onednn_and_the_tiles_agree() -> None:
 
 
 class _Reading(nn.Module):
-    """Reads the weights of `read` and `listed`, and those of `built` while it is made."""
+    """Reads the weights of `read` and `listed`, those of `built` while it is made, and the type of `asked`'s."""
 
     def __init__(self) -> None:
         super().__init__()
         self.built = nn.Linear(2, 2)
-        self.read, self.listed, self.called = (nn.Linear(2, 2) for _ in range(3))
+        self.read, self.listed, self.called, self.asked = (nn.Linear(2, 2) for _ in range(4))
         self.device = self.built.weight.device
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.training and len(hidden):
+            return hidden @ self.called.weight
         scales = [float((self.listed.weight * factor).sum()) for factor in range(2)]
-        return self.called(hidden @ self.read.weight) * sum(scales)
+        return self.called(hidden.to(self.asked.weight.dtype) @ self.read.weight) * sum(scales)
 
 
 class _Heir(_Reading):
@@ -86,7 +89,8 @@ class _Heir(_Reading):
 
 @pytest.mark.parametrize("kind", [_Reading, _Heir])
 def test_the_layers_whose_weights_a_module_reads_are_known(kind: type[nn.Module]) -> None:
-    assert read_weights(kind) == {"read", "listed"}
+    assert read_weights(kind) == {"read", "listed", "asked"}
+    assert read_weights(kind, numbers=True) == {"read", "listed"}
 
 
 _AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "ONEDNN_MAX_CPU_ISA": "AVX2"}

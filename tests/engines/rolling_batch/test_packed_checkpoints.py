@@ -16,6 +16,7 @@ from tiny_models import llama_of_whole_blocks
 from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.blocks.layers import BlockLinear, OrderedBlockLinear, StoredEmbedding
+from handlers.checkpoints.blocks.packed_checkpoints import packed_to_save
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.contract.errors import ModelLoadError
@@ -144,6 +145,81 @@ def test_saved_blocks_are_those_that_were_quantised(tmp_path: Path, kind: str, i
         load(tmp_path / "saved", quantize="q8_0")
     with pytest.raises(ModelLoadError, match="weights in blocks are for one process on a CPU in bf16 or fp32"):
         load(tmp_path / "saved", dtype="fp16")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, {"bits": 8}], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_checkpoints_are_saved_as_the_blocks_that_they_become(
+    tmp_path: Path, kind: dict[str, Any], biased: bool
+) -> None:
+    packed_llama(tmp_path / "packed", biased=biased, **kind)
+    packed = load(tmp_path / "packed", save_mp_checkpoint_path=str(tmp_path / "saved"))
+    saved = load(tmp_path / "saved")
+    name = "model.layers.1.self_attn.q_proj"
+    assert type(saved.get_submodule(name)) is type(packed.get_submodule(name))
+    ids = torch.tensor([[5, 70, 11, 200]])
+    with torch.inference_mode():
+        assert torch.equal(saved(ids).logits, packed(ids).logits)
+    names = {key.removeprefix(f"{name}.") for key in load_file(tmp_path / "saved" / "model.safetensors") if name in key}
+    ordered = {"order"} if kind.get("act_order") else set()
+    # Zeros of 8 bits that are not 128 do not fit into blocks: such layers are unpacked.
+    assert names == {"weight" if kind == {"bits": 8} else "blocks"} | ordered | ({"bias"} if biased else set())
+
+
+def test_packed_checkpoints_of_tied_embeddings_are_saved(tmp_path: Path) -> None:
+    packed_llama(tmp_path / "packed")
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "packed" / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    packed = load(tmp_path / "packed", save_mp_checkpoint_path=str(tmp_path / "saved"))
+    saved = load(tmp_path / "saved")
+    ids = torch.tensor([[5, 70, 11, 200]])
+    with torch.inference_mode():
+        assert torch.equal(saved(ids).logits, packed(ids).logits)
+    assert saved.lm_head.weight is saved.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_k", "int8", "bitsandbytes8", "awq"])
+def test_packed_checkpoints_are_not_quantised_again(tmp_path: Path, kind: str) -> None:
+    packed_llama(tmp_path / "packed")
+    message = f"option.quantize={kind}, but the checkpoint is quantised with gptq already .* remove the key"
+    with pytest.raises(ModelLoadError, match=message):
+        load(tmp_path / "packed", quantize=kind, save_mp_checkpoint_path=str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()
+
+
+def test_packed_layers_without_blocks_are_not_saved(tmp_path: Path) -> None:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    model.dtype, model[0].qweight = torch.float32, torch.zeros(1)
+    with pytest.raises(ModelLoadError, match=r"1 layers of gptq, 0 among them, are not held in blocks .* serve the"):
+        packed_to_save(model, "gptq")
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("order", lambda order: order[1:].contiguous(), "its order is none of 64 inputs"),
+        ("order", lambda order: order.clamp(max=62), "its order is none of 64 inputs"),
+        ("order", lambda order: order.float(), "its order is none of 64 inputs"),
+        ("bias", lambda bias: bias[1:].contiguous(), r"a bias \(127,\) of torch.float32 is none of 128 outputs"),
+        ("bias", lambda bias: bias.int(), r"a bias \(128,\) of torch.int32 is none of 128 outputs"),
+    ],
+)
+@pytest.mark.parametrize("files", ["packed", "saved"])
+def test_other_damaged_parts_of_layers_are_named(
+    tmp_path: Path, part: str, change: Any, message: str, files: str
+) -> None:
+    if (files, part) == ("packed", "order"):
+        return  # the order follows from g_idx there
+    packed_llama(tmp_path / "packed", act_order=True, biased=True)
+    load(tmp_path / "packed", save_mp_checkpoint_path=str(tmp_path / "saved"))
+    directory = tmp_path / files
+    tensors, name = load_file(directory / "model.safetensors"), f"model.layers.1.mlp.up_proj.{part}"
+    save_file(tensors | {name: change(tensors[name])}, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.1\.mlp\.up_proj: " + message):
+        load(directory)
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,26 @@ def test_packed_weights_give_the_tokens_of_compressed_tensors_in_fp32(plain: Pat
     assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
 
 
+def test_packed_weights_of_compressed_tensors_are_saved_as_blocks(plain: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(plain).bfloat16().save_pretrained(tmp_path / "plain")
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    directory = compress(tmp_path / "plain", tmp_path / "packed", "pack-quantized", weights)
+    packed = load(directory, save_mp_checkpoint_path=str(tmp_path / "saved"))
+    saved = load(tmp_path / "saved")
+    assert isinstance(saved.model.layers[1].mlp.down_proj, BlockLinear)
+    ids = torch.tensor([[5, 70, 11, 200]])
+    with torch.inference_mode():
+        assert torch.equal(saved(ids).logits, packed(ids).logits)
+
+
+def test_layers_of_compressed_tensors_that_blocks_do_not_hold_are_not_saved(compressed: Path, tmp_path: Path) -> None:
+    """Their scales are float32, which are not exact in float16."""
+    message = r"14 layers of compressed-tensors, model\.layers\.0\.self_attn\.q_proj among them, are not held in blocks"
+    with pytest.raises(ModelLoadError, match=message):
+        load(compressed, save_mp_checkpoint_path=str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize(("scales", "kept"), [(32, 1), (1, 0), (2, 0)])
 def test_packed_weights_with_a_scale_for_several_outputs_stay_with_the_library(scales: int, kept: int) -> None:
     layer: Any = nn.Module()

@@ -83,10 +83,10 @@ def test_keys_without_effect_are_named(tmp_path: Path) -> None:
 
 def test_weights_that_are_quantised_can_be_written_ahead_of_time() -> None:
     spec = HANDLERS.by_title("stable_diffusion")
-    assert describe_engine(spec, StableDiffusionOptions()).partition() == (
+    assert describe_engine(spec, StableDiffusionOptions()).partition({}) == (
         "set option.quantize=bitsandbytes4 or bitsandbytes8; weights as they are need no preparation"
     )
-    changes = describe_engine(spec, StableDiffusionOptions(quantize="bitsandbytes8")).partition()
+    changes = describe_engine(spec, StableDiffusionOptions(quantize="bitsandbytes8")).partition({})
     assert isinstance(changes, dict)
     assert changes["option.quantize"] is None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ import transformers
 from pipeline_helpers import LoadTask, approximately, ask, content_of, png, request, started, tone, wav
 from tiny_tasks import CONTEXT, SAMPLING_RATE, make_task_model
 
+from handlers.checkpoints.blocks.layers import BlockLinear
+from handlers.tasks.options import PipelineOptions
+from handlers.tasks.transformers_pipeline import load_pipeline
 from lmi_server.contract.errors import ContextLengthError, LmiServerError, ModelLoadError, RequestError
 
 pytestmark = pytest.mark.slow
@@ -269,3 +274,21 @@ def test_a_directory_without_weights_fails_to_load(tmp_path: Path) -> None:
     (directory / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"transformers cannot load .* for fill-mask"):
         started(directory)
+
+
+def test_weights_of_a_pipeline_are_quantised(load_task: LoadTask, tmp_path: Path) -> None:
+    _, directory = load_task("text-classification")
+    options = PipelineOptions(dtype="fp32", quantize="q8_0")
+    pipeline = load_pipeline("text-classification", str(directory), options)
+    assert any(isinstance(module, BlockLinear) for module in pipeline.model.modules())
+    scores = [each("the fox")[0]["score"] for each in (pipeline, library("text-classification", directory))]
+    assert scores[0] == pytest.approx(scores[1], abs=0.02)
+    saving = options.model_copy(update={"save_mp_checkpoint_path": str(tmp_path / "saved")})
+    message = "saved in blocks are not read for this task; use the plain checkpoint and set option.quantize"
+    with pytest.raises(ModelLoadError, match=message):
+        load_pipeline("text-classification", str(directory), saving)
+    shutil.copytree(directory, tmp_path / "saved")
+    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": {"quant_method": "blocks"}}
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=message):
+        load_pipeline("text-classification", str(tmp_path / "saved"), PipelineOptions(dtype="fp32"))

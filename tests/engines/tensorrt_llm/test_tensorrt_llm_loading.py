@@ -269,7 +269,7 @@ def test_a_tokenizer_is_found_in_the_model_directory(tmp_path: Path, record: Pat
 
 def test_pytorch_has_nothing_to_build_ahead_of_time() -> None:
     engine = describe_engine(HANDLERS.by_title("tensorrt_llm"), TensorRtLlmOptions(backend="pytorch"))
-    assert "TensorRT-LLM on PyTorch builds no engine; serve the model as it is" in str(engine.partition())
+    assert "TensorRT-LLM on PyTorch builds no engine; serve the model as it is" in str(engine.partition({}))
 
 
 @pytest.mark.usefixtures("fake")
