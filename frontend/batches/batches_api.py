@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from frontend.batches.files_api import check_room, find_file, lifetime_s
 from frontend.batches.records import BATCH_PREFIX, BatchRecord, OwnedRecords, if_readable, new_batch
+from frontend.batches.runner import BatchRunner
 from frontend.batches.settings import BatchSettings
 from frontend.http.parameters import json_fields
 from frontend.http.responses import json_response
@@ -36,16 +37,6 @@ _PAGE = (100, 20)  # batches: most, default
 _METADATA = (16, 64, 512)  # of the API: pairs, characters of a name and of a value
 
 
-class Runner(Protocol):
-    """What runs the batches of this server."""
-
-    def wake(self) -> None:
-        """Look for batches to run, or to cancel."""
-
-    def running(self, batch_id: str) -> BatchRecord | None:
-        """Return the record of a batch that runs here, as it is now."""
-
-
 class _Create(msgspec.Struct):
     input_file_id: str
     endpoint: str
@@ -57,7 +48,9 @@ class _Create(msgspec.Struct):
 class BatchesApi:
     """Answers /v1/batches for the batches of each API key."""
 
-    def __init__(self, records: OwnedRecords, threads: StoreThreads, settings: BatchSettings, runner: Runner) -> None:
+    def __init__(
+        self, records: OwnedRecords, threads: StoreThreads, settings: BatchSettings, runner: BatchRunner
+    ) -> None:
         self._records = records
         self._threads = threads
         self._settings = settings

@@ -37,11 +37,13 @@ class BatchRunner:
         self._keyless: set[str] = set()
 
     def wake(self) -> None:
+        """Look for batches to run, or to cancel."""
         self._wake.set()
         for run in self._runs.values():
             run.look()
 
     def running(self, batch_id: str) -> BatchRecord | None:
+        """Return the record of a batch that runs here, as it is now."""
         run = self._runs.get(batch_id)
         return None if run is None else run.record
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from frontend.capture.settings import CaptureSettings
-from frontend.storage.objects import open_store
+from frontend.storage.objects import ObjectStore, open_store
 from lmi_server.contract.errors import ConfigurationError
 
 _PREFIX, _SUFFIX = "capture-", ".jsonl"
@@ -27,12 +27,6 @@ class LostError(OSError):
     def __init__(self, count: int, reason: str) -> None:
         super().__init__(reason)
         self.count = count
-
-
-class Objects(Protocol):
-    """The part of a store that is written to."""
-
-    def put(self, key: str, data: bytes) -> None: ...
 
 
 class Destination(Protocol):
@@ -109,7 +103,7 @@ class RotatingFiles:
 class BucketObjects:
     """Objects below yyyy/mm/dd/hh/, as SageMaker lays them out, of up to `size` bytes or one minute."""
 
-    def __init__(self, store: Objects, size: int) -> None:
+    def __init__(self, store: ObjectStore, size: int) -> None:
         self._store = store
         self._size = size
         self._lines = bytearray()

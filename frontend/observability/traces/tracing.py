@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 from importlib import import_module
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from frontend.http.clients import Scope
 from frontend.observability.request_record import RequestRecord
@@ -16,19 +16,12 @@ from frontend.observability.traces.settings import TraceSettings
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from frontend.observability.traces.spans import OpenTelemetrySpans
+
 logger = logging.getLogger(__name__)
 
 _CLOSE_LIMIT_S = 5.0
-
-
-class Spans(Protocol):
-    """Begins the spans of requests, and sends ended ones."""
-
-    def begin(self, properties: dict[str, str], scope: Scope) -> RequestTrace:
-        """Begin the span of a request with these headers: in the trace that they name, otherwise in a new one."""
-
-    def close(self) -> None:
-        """Send what waits; this may take a while."""
 
 
 class Tracing:
@@ -37,7 +30,7 @@ class Tracing:
     The relay draws that share itself: the other requests cost no call.
     """
 
-    def __init__(self, ratio: float, spans: Spans) -> None:
+    def __init__(self, ratio: float, spans: OpenTelemetrySpans) -> None:
         self.ratio = ratio
         self._spans = spans
 
