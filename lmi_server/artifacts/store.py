@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -93,14 +93,8 @@ def claim(place: StoreEntry, activity: Activity) -> Iterator[int]:
     Waits while another server holds the lock. Raises ArtifactError if the root is not writable.
     """
     lock_path = place.directory.with_name(f"{place.directory.name}.lock")
-    with file_errors(place.directory):
-        lock_path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = wait_for_lock(lock_path, fcntl.LOCK_EX, activity, f"another server that fetches {place.name}")
     try:
-        # Polling instead of a blocking flock, so that a cancelled fetch stops to wait.
-        while not try_lock(descriptor):
-            activity.report(f"waiting for another server that fetches {place.name}")
-            activity.pause(LOCK_POLL_S)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -168,6 +162,37 @@ def importable(directory: Path) -> Path:
     return directory
 
 
+def wait_for_lock(path: Path, kind: int, activity: Activity, holder: str) -> int:
+    """Return the descriptor of a lock file once it is locked; `holder` names in words what is waited for.
+
+    Raises ArtifactError if it cannot be written, and what `activity` raises when the wait is cancelled.
+    """
+    with file_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Polling instead of a blocking flock, so that a cancelled fetch stops to wait.
+        while (descriptor := lock_file(path, kind)) is None:
+            activity.report(f"waiting for {holder}")
+            activity.pause(LOCK_POLL_S)
+        return descriptor
+
+
+def lock_file(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
+    """Lock a file, made if it is not there; return its descriptor, None while another lock excludes `kind`.
+
+    The holder of the exclusive lock may remove the file, which ends what it excludes. Raises OSError if it cannot be
+    opened.
+    """
+    while True:
+        with ExitStack() as opened:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            opened.callback(os.close, descriptor)
+            if not try_lock(descriptor, kind):
+                return None
+            if _is_at(path, descriptor):  # else it was removed after it was opened, and excludes no one
+                opened.pop_all()
+                return descriptor
+
+
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock a file unless another descriptor has a lock that excludes `kind`; return whether it is locked."""
     try:
@@ -175,6 +200,13 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _sync_tree(directory: Path) -> None:

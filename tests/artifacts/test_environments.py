@@ -28,6 +28,7 @@ from lmi_server.artifacts.environments.uv import Uv, find_uv
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.artifacts.interpreter import WORKER_PACKAGES, Interpreters, WorkerPython
 from lmi_server.artifacts.progress import Activity
+from lmi_server.artifacts.store import lock_file
 from lmi_server.artifacts.worker_code import worker_code
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 
@@ -482,6 +483,50 @@ def test_what_is_beyond_the_bound_goes_when_the_next_one_is_made(tmp_path: Path)
     first.lease.close()
     made.prepare(recipe(wheels, "tinytwo"), sys.executable, Activity())
     assert (Path(first.directory).exists(), Path(second.directory).exists()) == (False, True)
+
+
+def test_lock_files_go_with_their_environment(tmp_path: Path) -> None:
+    used, _ = entry(tmp_path, "used", 100, 1.0), entry(tmp_path, "unused", 100, 2.0)
+    for name in ("used.lock", "unused.lock", "failed.lock", "failed.used", "refused.used", "busy.used"):
+        (tmp_path / name).touch()
+    held = lease(used, Activity())
+    with (tmp_path / "busy.lock").open("w") as lock:  # of an installation that goes on without its server
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert remove_unused(tmp_path, 0)
+    left = ["busy.lock", "busy.used", "used", "used.lock", "used.used"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    held.close()
+    assert remove_unused(tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_uv
+def test_what_cannot_be_installed_leaves_nothing_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "wheelhouse").mkdir()
+    for number in range(3):
+        with pytest.raises(ArtifactError):
+            maker(tmp_path).prepare(recipe(tmp_path / "wheelhouse", f"absent{number}"), PYTHON, Activity())
+    left = {path.stem for path in (tmp_path / "downloads" / "environments").iterdir() if path.is_file()}
+    assert len(left) == 1, "the last one had its lock until it was given up"
+
+
+def test_a_lock_file_that_is_removed_while_others_open_it_excludes_them_still(tmp_path: Path) -> None:
+    """As servers that share the directory do it: the holder of the exclusive lock may remove the file."""
+    path, inside, most = tmp_path / "x.lock", [], []
+
+    def lock_and_remove(_: int) -> None:
+        for _ in range(300):
+            descriptor = lock_file(path)
+            if descriptor is not None:
+                inside.append(descriptor)
+                most.append(len(inside))
+                inside.remove(descriptor)
+                path.unlink()
+                os.close(descriptor)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lock_and_remove, range(4)))
+    assert set(most) == {1}
 
 
 # --- the file of a model ---

@@ -80,8 +80,8 @@ class EnvironmentMaker:
             try:
                 return self._make(recipe, python, place, lock, activity)
             except ArtifactError:
-                if shutil.disk_usage(self.root).free < self.keep_free:
-                    remove_unused(self.root / FOLDER, 0)
+                is_full = shutil.disk_usage(self.root).free < self.keep_free
+                if remove_unused(self.root / FOLDER, 0 if is_full else self.unused_bytes) or is_full:
                     self._clean_cache(activity)  # it has what uv has fetched for nothing
                 raise
 

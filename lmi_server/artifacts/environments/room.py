@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.store import LOCK_POLL_S, file_errors, try_lock
+from lmi_server.artifacts.store import lock_file, wait_for_lock
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +35,8 @@ class Lease:
 
 def lease(directory: Path, activity: Activity) -> Lease:
     """Return the lease of the environment in `directory`, which need not exist yet. Waits while it is being removed."""
-    path = _beside(directory, _USED)
-    with file_errors(directory):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = wait_for_lock(_beside(directory, _USED), fcntl.LOCK_SH, activity, f"the removal of {directory}")
     held = Lease(descriptor)
-    while not try_lock(descriptor, fcntl.LOCK_SH):
-        activity.report(f"waiting for the removal of {directory}")
-        activity.pause(LOCK_POLL_S)
     os.utime(descriptor)
     return held
 
@@ -64,6 +58,7 @@ def remove_unused(root: Path, allowed: int) -> bool:
             break
         removed |= _remove(directory)
         room -= size
+    _remove_lock_files(root)
     return removed
 
 
@@ -92,18 +87,31 @@ def _remove(directory: Path) -> bool:
         return True
 
 
+def _remove_lock_files(root: Path) -> None:
+    """Remove the lock files of environments that are not there, unless one of them is being made."""
+    for name in {path.stem for suffix in (_USED, _LOCK) for path in root.glob(f"*{suffix}")}:
+        directory = root / name
+        if directory.exists():
+            continue
+        used, lock = _beside(directory, _USED), _beside(directory, _LOCK)
+        # In the order of those who make one, which hold the first while they wait for the second.
+        with _locked(used) as unused, _locked(lock) as unmade:
+            if unused and unmade and not directory.exists():
+                lock.unlink()
+                used.unlink()
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     """Hold the lock of a file; yield False if it is taken, or it cannot be opened."""
+    descriptor = None
+    with contextlib.suppress(OSError):
+        descriptor = lock_file(path)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError:
-        yield False
-        return
-    try:
-        yield try_lock(descriptor)
+        yield descriptor is not None
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _beside(directory: Path, suffix: str) -> Path:
