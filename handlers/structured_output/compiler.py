@@ -71,8 +71,13 @@ class GrammarCache(Generic[T]):
 
     def _compile(self, constraint: StructuredOutputs) -> T:
         # Imported here, so that a model whose requests have no constraints does not need the library.
-        from handlers.structured_output.grammar_text import grammar_text
-
+        try:
+            from handlers.structured_output.grammar_text import grammar_text
+        except ModuleNotFoundError as error:
+            raise RequestError(
+                f"{limits.LABELS[constraint.kind]} needs the package {error.name}, which this server lacks; install it"
+                " there, or leave the constraint out"
+            ) from error
         text = grammar_text(constraint)
         checker = self._checkers.get()
         try:

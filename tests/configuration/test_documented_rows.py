@@ -125,6 +125,15 @@ def test_what_a_message_says_to_write_is_honoured(
     assert outcome(section, line, tmp_path, chosen_by, machine) == "honoured"
 
 
+def test_a_pipeline_of_images_is_served_as_the_messages_say(tmp_path: Path) -> None:
+    """tests/engines/stable_diffusion serves one with these lines."""
+    pipeline = tmp_path / "pipeline"
+    pipeline.mkdir()
+    (pipeline / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    chosen_by = f"engine=Python\noption.model_id={pipeline}"
+    assert outcome("Common", "option.entryPoint=djl_python.stable_diffusion", tmp_path, chosen_by) == "honoured"
+
+
 def test_each_refusal_and_each_warning_says_what_to_do() -> None:
     """A warning may also say that nothing is lost: what the key asks for happens anyway."""
     remedies = re.compile(r"\b(use|set|remove|install|name|allowed:|no effect|deprecated|says so|not available)\b")

@@ -159,6 +159,23 @@ def test_values_that_only_another_vllm_knows_are_left_to_it(tmp_path: Path) -> N
     assert not inspect_model(model(tmp_path, *lines, "option.engine_version=0.33.0"), {}).problems
 
 
-def test_the_packages_of_an_extra_are_those_of_the_project() -> None:
+def test_the_packages_of_an_extra_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert any(line.startswith("transformers") for line in requirements_of("huggingface"))
     assert requirements_of("no-such-extra") == []
+    (tmp_path / "lmi_server-9.9.dist-info").mkdir()
+    wanted = (
+        'a<2,>=1.7; platform_machine == "x86_64" and extra == "one"',
+        "b; extra == 'one'",
+        'c>1; (python_version < "3" or platform_machine == "x86_64") and extra == "one"',
+        'd; extra == "other"',
+        'e; python_version < "3"',
+        "f",
+    )
+    lines = ["Metadata-Version: 2.4", "Name: lmi-server", *(f"Requires-Dist: {line}" for line in wanted)]
+    (tmp_path / "lmi_server-9.9.dist-info" / "METADATA").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert requirements_of("one") == [
+        'a<2,>=1.7; platform_machine == "x86_64"',
+        "b",
+        'c>1; (python_version < "3" or platform_machine == "x86_64")',
+    ]

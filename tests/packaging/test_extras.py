@@ -49,6 +49,18 @@ def test_every_extra_resolves_with_the_package_index_alone(distributions: tuple[
         assert [line for line in done.stdout.splitlines() if "file:" in line and wheel.name not in line] == []
 
 
+@pytest.mark.slow
+def test_what_runs_on_arm_resolves_to_wheels_alone(distributions: tuple[Path, Path]) -> None:
+    """Nothing is compiled while `make run` or an image installs it; docs/container.md says what is left out."""
+    _, wheel = distributions
+    arguments = ("--python-platform", "aarch64-manylinux_2_28", "--python-version", "3.11", "--only-binary", ":all:")
+    extras = "huggingface,mpi,s3,sklearn,tasks,xgboost"
+    done = resolve(*arguments, requirement=f"lmi-server[{extras}] @ {wheel.as_uri()}")
+    assert done.returncode == 0, done.stderr
+    assert "torch==" in done.stdout
+    assert "llguidance==" not in done.stdout
+
+
 def test_what_the_makefile_installs_resolves_with_the_package_index_alone() -> None:
     script = setup_script()
     chosen = [f"--extra={extra}" for extra in (*script.RUN_EXTRAS, *script.ENGINE_EXTRAS, *script.TEST_EXTRAS)]

@@ -24,7 +24,9 @@ from lmi_server.machine.inventory import Machine
 VERSION_KEY = "option.engine_version"
 REQUIREMENTS_KEY = "option.engine_requirements"
 _WHEELHOUSE = "wheelhouse"
-_EXTRA = re.compile(r"""(?P<requirement>[^;]+?)\s*;\s*extra\s*==\s*["'](?P<extra>[\w-]+)["']""")
+_EXTRA = re.compile(
+    r"""(?P<requirement>[^;]+?)\s*(?P<marker>;.+\S)??\s*(?:;|\band)\s*extra\s*==\s*["'](?P<extra>[\w-]+)["']"""
+)
 _NAME = re.compile(r"[\w.-]+")
 
 
@@ -77,7 +79,11 @@ def requirements_of(extra: str) -> list[str]:
         raise ConfigurationError(
             f"{VERSION_KEY} needs the list of packages that comes with lmi-server; install it with pip"
         ) from None
-    return [match["requirement"] for match in found if match is not None and match["extra"] == extra]
+    return [
+        match["requirement"] + (match["marker"] or "")
+        for match in found
+        if match is not None and match["extra"] == extra
+    ]
 
 
 def _is(requirement: str, package: str) -> bool:

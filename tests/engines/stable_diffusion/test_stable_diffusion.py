@@ -55,11 +55,13 @@ FEW = {"num_inference_steps": 2, "seed": 5}
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve a pipeline that its own files alone make known, with an adapter beside it."""
-    directory = save_pipeline(tmp_path_factory.mktemp("images") / "model")
-    save_lora(directory, directory / "adapters" / "beside", seed=1)
+    """Serve a pipeline as the refusals of LMI's rows say to write it, with an adapter beside it."""
+    directory = tmp_path_factory.mktemp("images") / "model"
+    pipeline = save_pipeline(directory / "pipeline")
+    save_lora(pipeline, directory / "adapters" / "beside", seed=1)
     keys = ("enable_lora=true", "threads=1", "max_image_pixels=4096", "max_inference_steps=1000", "max_images=4")
-    lines = [*(f"option.{key}" for key in keys), "batch_size=4", "max_batch_delay=10"]
+    chosen = ["engine=Python", "option.entryPoint=djl_python.stable_diffusion", f"option.model_id={pipeline}"]
+    lines = [*chosen, *(f"option.{key}" for key in keys), "batch_size=4", "max_batch_delay=10"]
     (directory / "serving.properties").write_text("\n".join(lines))
     with running(directory) as server:
         server.log_line(r"\] ready: process")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from typing import Any
 
@@ -61,6 +62,15 @@ def test_what_no_answer_needs_is_refused_by_name(kind: str, value: Any, said: st
     with pytest.raises(RequestError) as refused:
         grammar_text(constraint(kind, value))
     assert said in str(refused.value)
+
+
+def test_without_the_library_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "handlers.structured_output.grammar_text")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert refusal("regex", "a") == (
+        "the regular expression needs the package llguidance, which this server lacks; install it there, or leave the"
+        " constraint out"
+    )
 
 
 def test_what_the_library_cannot_compile_is_refused_in_its_words() -> None:
