@@ -6,11 +6,13 @@ LMI_TEST_DOCKER, docker if it is not set, and takes docker's command line.
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import gzip
 import hashlib
 import json
 import os
+import re
 import subprocess
 import tarfile
 import tempfile
@@ -173,6 +175,17 @@ def test_the_image_holds_the_code_of_the_tree(image: str) -> None:
         for path in (ROOT / package).rglob("*.py")
     }
     assert found == expected
+
+
+@both_images
+def test_the_labels_say_what_the_image_is(image: str) -> None:
+    labels = json.loads(docker("image", "inspect", image))[0]["Config"]["Labels"]
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    assert labels["org.opencontainers.image.title"] == "lmi-server"
+    assert labels["org.opencontainers.image.version"] == settings["metadata"]["version"]
+    assert re.fullmatch("[0-9a-f]{40}", labels["org.opencontainers.image.revision"])
+    assert labels["com.amazonaws.sagemaker.capabilities.multi-models"] == "true"
 
 
 @both_images
