@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from handlers.chats.templates import AUTO, REASONING_PARSERS, TOOL_PARSERS, stored_template, takes_tools, tool_parser_of
 from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION, read_chat_template
 from lmi_server.configuration.declaration import Allowed, Conflict, Documented
+from lmi_server.configuration.engine import EngineDescription
 from lmi_server.configuration.options import ModelOptions, one_of
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_TEMPLATE
 from lmi_server.contract.errors import ModelLoadError
@@ -50,18 +51,14 @@ class ParserOptions(ModelOptions):
             yield Conflict(("option.enable_reasoning",), "true only with option.reasoning_parser")
 
 
-class _ChatOptions(Protocol):
-    @property
-    def tool_call_parser(self) -> str: ...
-    @property
-    def chat_template(self) -> str | None: ...
+def tool_parser_notes(engine: EngineDescription[Any], model_dir: Path, location: Path) -> Mapping[str, str]:
+    """Return what option.tool_call_parser=auto chooses, for `explain`; empty if the template is not here yet.
 
-
-def tool_parser_note(options: _ChatOptions, model_dir: Path, location: Path) -> Mapping[str, str]:
-    """Return what option.tool_call_parser=auto chooses, for `explain`; empty if the template is not here yet."""
-    if options.tool_call_parser != AUTO:
+    It is `EngineDescription.notes` of the engines that have the option.
+    """
+    if engine.options.tool_call_parser != AUTO:
         return {}
-    chat_template = options.chat_template
+    chat_template = engine.options.chat_template
     try:
         template = stored_template(location) if chat_template is None else read_chat_template(chat_template, model_dir)
     except ModelLoadError:

@@ -192,8 +192,7 @@ class TransformersOptions(ModelOptions):
 class TransformersEngine(EngineDescription[TransformersOptions]):
     """transformers."""
 
-    def worker_environment(self) -> Mapping[str, str]:
-        return THREAD_VARIABLES
+    variables = THREAD_VARIABLES
 
     def division(self, gpus: int) -> str | None:
         device_map = self.options.device_map

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.chats.options import ParserOptions, tool_parser_note
+from handlers.chats.options import ParserOptions, tool_parser_notes
 from handlers.checkpoints.options import TransformersOptions
 from handlers.deepspeed.manifest import SHARDS_MANIFEST, manifest_problem
 from handlers.rolling_batch.options import RECORDING, RollingBatchMemory, RollingBatchOptions
@@ -184,16 +184,10 @@ class DeepSpeedOptions(RollingBatchOptions):
 class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
     """DeepSpeed."""
 
-    @property
-    def memory(self) -> RollingBatchMemory:
-        return RollingBatchMemory(self.options)
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        return True
-
-    def worker_environment(self) -> Mapping[str, str]:
-        return THREAD_VARIABLES
+    memory_type = RollingBatchMemory
+    keeps_prefixes = True
+    variables = THREAD_VARIABLES
+    notes = tool_parser_notes
 
     def without_effect(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
         if self.options.quantize != "smoothquant":
@@ -212,9 +206,6 @@ class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
         manifest = location / self.options.checkpoint
         problem = manifest_problem(manifest, self.options.ranks or 1)
         return None if problem is None else ("option.checkpoint", problem)
-
-    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
-        return tool_parser_note(self.options, model_dir, location)
 
     def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
         degree = max(1, self.options.devices_per_worker or 1)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from handlers.chats.options import tool_parser_note
+from handlers.chats.options import tool_parser_notes
 from handlers.checkpoints.options import BLOCK_FORMATS, TransformersEngine, TransformersOptions
 from handlers.huggingface.unbatched import UNBATCHED
 from handlers.rolling_batch.images.options import ImageOptions
@@ -115,17 +114,9 @@ class HuggingFaceEngine(TransformersEngine):
     """transformers under the rolling batch."""
 
     options: HuggingFaceOptions
-
-    @property
-    def memory(self) -> HuggingFaceMemory:
-        return HuggingFaceMemory(self.options)
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        return True
-
-    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
-        return tool_parser_note(self.options, model_dir, location)
+    memory_type = HuggingFaceMemory
+    keeps_prefixes = True
+    notes = tool_parser_notes
 
 
 def runs_as_pipeline(workload: Workload) -> bool:

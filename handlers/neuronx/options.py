@@ -392,6 +392,8 @@ class NeuronxMemory(EngineMemory[NeuronxOptions]):
 class NeuronxEngine(EngineDescription[NeuronxOptions]):
     """optimum-neuron, or transformers-neuronx where it is installed or the options need it."""
 
+    memory_type = NeuronxMemory
+
     @property
     def packages(self) -> tuple[str, ...]:
         return self.spec.alternatives if self.options.loader in ("tnx", None) else self.spec.engines
@@ -402,10 +404,6 @@ class NeuronxEngine(EngineDescription[NeuronxOptions]):
         command = self.spec.installed_by if loader is None else f"pip install {_PACKAGES[loader]}, {_INDEX}"
         needing = ", ".join(self.options.needs_tnx)
         return f"{command}; or remove {needing} for optimum-neuron" if loader == "tnx" and needing else command
-
-    @property
-    def memory(self) -> NeuronxMemory:
-        return NeuronxMemory(self.options)
 
     def worker_environment(self) -> Mapping[str, str]:
         flags = self.options.compiler_flags()

@@ -120,6 +120,8 @@ class StableDiffusionOptions(ModelOptions):
 class StableDiffusionEngine(EngineDescription[StableDiffusionOptions]):
     """diffusers."""
 
+    variables = THREAD_VARIABLES
+
     @classmethod
     def recommend(cls, machine: Machine) -> Mapping[str, str]:
         return {"option.dtype": "fp16" if machine.gpus else "fp32"}
@@ -127,9 +129,6 @@ class StableDiffusionEngine(EngineDescription[StableDiffusionOptions]):
     @property
     def device(self) -> str:
         return self.spec.device if self.options.quantize is None else "gpu"
-
-    def worker_environment(self) -> Mapping[str, str]:
-        return THREAD_VARIABLES
 
     def without_effect(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
         yield WITHOUT_TEXT

