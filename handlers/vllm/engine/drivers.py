@@ -18,9 +18,10 @@ import asyncio
 import itertools
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from handlers.step_loop import AddRequest, Output, StepLoop
 from handlers.vllm import library
@@ -36,9 +37,14 @@ _LIVENESS_INTERVAL_S = 0.2
 _HOST = 1  # vLLM's level of sleep at which the host keeps the weights
 
 
-class Driver(Protocol):
+class Driver(ABC):
     """Runs requests on a loaded engine."""
 
+    def __init__(self, engine: Any) -> None:
+        """`engine` is vLLM's."""
+        self._engine = engine
+
+    @abstractmethod
     def generate(
         self, prompt: Any, deltas: DeltaBuilder, priority: int, adapter: library.LoRARequest | None
     ) -> AsyncGenerator[Delta, None]:
@@ -47,48 +53,51 @@ class Driver(Protocol):
         vLLM gets an id of the driver's own: the ids of clients need not be unique, and some of vLLM's connectors read
         addresses in them. Raises RequestError if vLLM refuses the request, HandlerError if it fails in it.
         """
-        ...
+
+    @abstractmethod
+    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a method of vLLM's engine returns, called where the engine may be called."""
 
     async def add_lora(self, adapter: library.LoRARequest) -> None:
         """Load the weights of an adapter. Raises whatever vLLM raises."""
-        ...
+        await self._call(self._engine.add_lora, adapter)
 
     async def pin_lora(self, number: int) -> None:
         """Keep the weights of a loaded adapter in memory for good."""
-        ...
+        await self._call(self._engine.pin_lora, number)
 
     async def remove_lora(self, number: int) -> None:
         """Drop the weights of an adapter. A request that still names it loads them again."""
-        ...
+        await self._call(self._engine.remove_lora, number)
 
     async def sleep(self) -> None:
         """Move the weights to the host and drop the KV cache. Raises whatever vLLM raises."""
-        ...
+        await self._call(lambda: self._engine.sleep(level=_HOST))
 
     async def wake_up(self) -> None:
         """Undo `sleep`."""
-        ...
+        await self._call(self._engine.wake_up)
 
     async def reset_prefix_cache(self, running: bool, external: bool) -> bool:
         """Drop the prefix cache; return False if requests hold a part of it."""
-        ...
+        return bool(await self._call(self._engine.reset_prefix_cache, running, external))
 
     @property
     def unfinished(self) -> int:
         """The number of requests that the engine holds, waiting or running."""
-        ...
+        return int(self._engine.get_num_unfinished_requests())
 
+    @abstractmethod
     async def stop(self) -> None:
         """Release the engine."""
-        ...
 
 
-class InProcessDriver:
+class InProcessDriver(Driver):
     """Drives an engine whose core lives in this process; the thread that built the engine steps it."""
 
     def __init__(self, loop: StepLoop[InProcessEngine]) -> None:
+        super().__init__(loop.engine.engine)
         self._loop = loop
-        self._engine = loop.engine.engine
 
     def generate(
         self, prompt: Any, deltas: DeltaBuilder, priority: int, adapter: library.LoRARequest | None
@@ -100,27 +109,8 @@ class InProcessDriver:
 
         return self._loop.generate(prepare)
 
-    async def add_lora(self, adapter: library.LoRARequest) -> None:
-        await self._loop.call(lambda: self._engine.add_lora(adapter))
-
-    async def pin_lora(self, number: int) -> None:
-        await self._loop.call(lambda: self._engine.pin_lora(number))
-
-    async def remove_lora(self, number: int) -> None:
-        await self._loop.call(lambda: self._engine.remove_lora(number))
-
-    async def sleep(self) -> None:
-        await self._loop.call(lambda: self._engine.sleep(level=_HOST))
-
-    async def wake_up(self) -> None:
-        await self._loop.call(self._engine.wake_up)
-
-    async def reset_prefix_cache(self, running: bool, external: bool) -> bool:
-        return bool(await self._loop.call(lambda: self._engine.reset_prefix_cache(running, external)))
-
-    @property
-    def unfinished(self) -> int:
-        return int(self._engine.get_num_unfinished_requests())
+    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        return await self._loop.call(lambda: method(*arguments))
 
     async def stop(self) -> None:
         if self._loop.engine.compilation is not None:
@@ -198,11 +188,11 @@ class InProcessEngine:
         raise error
 
 
-class OwnProcessDriver:
+class OwnProcessDriver(Driver):
     """Drives an engine whose core and workers are processes of their own, through vLLM's asynchronous engine."""
 
     def __init__(self, engine: library.AsyncLLM) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._numbers = itertools.count(1)
         self._watch = asyncio.create_task(self._end_with_engine())
 
@@ -226,27 +216,8 @@ class OwnProcessDriver:
         finally:
             await outputs.aclose()
 
-    async def add_lora(self, adapter: library.LoRARequest) -> None:
-        await self._engine.add_lora(adapter)
-
-    async def pin_lora(self, number: int) -> None:
-        await self._engine.pin_lora(number)
-
-    async def remove_lora(self, number: int) -> None:
-        await self._engine.remove_lora(number)
-
-    async def sleep(self) -> None:
-        await self._engine.sleep(level=_HOST)
-
-    async def wake_up(self) -> None:
-        await self._engine.wake_up()
-
-    async def reset_prefix_cache(self, running: bool, external: bool) -> bool:
-        return bool(await self._engine.reset_prefix_cache(running, external))
-
-    @property
-    def unfinished(self) -> int:
-        return int(self._engine.get_num_unfinished_requests())
+    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        return await method(*arguments)
 
     async def stop(self) -> None:
         self._watch.cancel()

@@ -27,6 +27,12 @@ _CACHE_SALT = "cache_salt"  # part of vLLM's prompt, not of its sampling paramet
 # Tokens per output of a request whose answer does not stream. Each output costs a pass through the handler and the
 # link, so there should be few. There must be some, because the queue gives up a request that shows no progress.
 _UNSTREAMED_INTERVAL = 32
+# Parameters that vLLM has under the same names.
+_SAME_NAMES = (
+    *("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "ignore_eos"),
+    *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "min_tokens"),
+    *("logprobs", "prompt_logprobs"),
+)
 # The errors of vLLM for an impossible request: the client gets the error, and the engine goes on.
 CLIENT_ERRORS = (library.VLLMClientError, ValueError, TypeError, NotImplementedError, TemplateError)
 
@@ -152,28 +158,15 @@ def sampling_params(
     max_tokens = max_new_tokens(sampling, prompt_len, max_model_len)
     try:
         return library.SamplingParams(
+            **{name: getattr(sampling, name) for name in _SAME_NAMES},
             temperature=0.0 if sampling.greedy else sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
             logit_bias=dict(sampling.logit_bias) or None,
             bad_words=list(sampling.bad_words),
             allowed_token_ids=None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids),
             structured_outputs=sampling.structured_outputs and library.structured_outputs(sampling.structured_outputs),
-            seed=sampling.seed,
             stop=list(sampling.stop),
             stop_token_ids=list(sampling.stop_token_ids),
-            include_stop_str_in_output=sampling.include_stop_str_in_output,
-            ignore_eos=sampling.ignore_eos,
-            skip_special_tokens=sampling.skip_special_tokens,
-            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
             max_tokens=max_tokens,
-            min_tokens=sampling.min_tokens,
-            logprobs=sampling.logprobs,
-            prompt_logprobs=sampling.prompt_logprobs,
             output_kind=library.RequestOutputKind.DELTA,
             stream_interval=None if stream else _UNSTREAMED_INTERVAL,
             skip_clone=True,  # the object is made for this request alone
