@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,11 +20,40 @@ from product_helpers import COMMANDS, Server, running
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FAKE = TESTS / "support" / "fake_tensorrt_llm"
-NEWER = FAKE / "newer"
 RECORD = "FAKE_TENSORRT_LLM_RECORD"
 FAIL = "FAKE_TENSORRT_LLM_FAIL"
 END = "</s>"
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+# What differs in version 1.4, which builds no engines: names that its llmapi lacks, and texts of llm_args.py.
+_LACKING = ("BuildConfig", "PluginConfig", "TrtLlmArgs")
+_CHANGED = {
+    "lora_manager": "lora_helper",
+    "    onboard_blocks: bool = True\n": "",
+    "    build_config: BuildConfig | None = None\n": "",
+    "    tokens_per_block: int = 32\n": """\
+    tokens_per_block: int = 32
+    disk_cache_size: int | None = None
+    disk_cache_path: str | None = None
+    kv_events_config: Any = None
+    iteration_stats_interval: int | None = None
+    use_kv_cache_manager_v2: Any = "auto"
+""",
+    "    dynamic_batch_config: Any = None\n": """\
+    dynamic_batch_config: Any = None
+    waiting_queue_policy: str = "FCFS"
+    use_python_scheduler: bool = False
+    enable_prefix_aware_scheduling: bool = True
+""",
+    "    max_batch_size: int | None = None\n": "    max_batch_size: int | None = 2048\n",
+    "    max_beam_width: int | None = None\n": "    max_beam_width: int | None = 1\n",
+    "    ray_worker_extension_cls: str | None = None\n": """\
+    ray_worker_extension_cls: str | None = None
+    custom_tokenizer: str | None = None
+    post_processor_hook: Any = None
+    model_kwargs: dict[str, Any] | None = None
+    pp_partition: list[int] | None = None
+""",
+}
 
 
 def make_model(directory: Path) -> Path:
@@ -50,14 +80,6 @@ def make_adapter(directory: Path, rank: int = 8) -> Path:
     return directory
 
 
-def write_properties(directory: Path, **options: str) -> Path:
-    """Write a serving.properties; names without a dot are options, "engine" is not."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lines = [f"{name if name == 'engine' else f'option.{name}'}={value}" for name, value in options.items()]
-    (directory / "serving.properties").write_text("\n".join(lines))
-    return directory
-
-
 def records(path: Path, kind: str = "") -> list[dict[str, Any]]:
     """Return what the fake has recorded."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
@@ -81,9 +103,17 @@ def make_newer(directory: Path) -> Path:
     """Write the fake of a version without engines of TensorRT, and return the directory to import it from."""
     package = directory / "tensorrt_llm"
     shutil.copytree(FAKE / "tensorrt_llm", package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(NEWER, package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "_tensorrt_engine.py").unlink()
     (package / "lora_manager.py").rename(package / "lora_helper.py")
+    (package / "version.py").write_text('__version__ = "1.4.0"\n')
+    names, arguments = package / "llmapi" / "__init__.py", package / "llmapi" / "llm_args.py"
+    kept = [line for line in names.read_text().splitlines() if line.strip('" ,') not in _LACKING]
+    names.write_text("\n".join(kept))
+    text = re.sub(rf"(?ms)^class ({'|'.join(_LACKING)})\(.*?(?=^class )", "", arguments.read_text())
+    for former, newer in _CHANGED.items():
+        assert former in text
+        text = text.replace(former, newer)
+    arguments.write_text(text)
     return directory
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_directories import write_properties
 from paths import DATA
-from tensorrt_llm_helpers import RECORD, fake_installed, make_model, records, write_properties
+from tensorrt_llm_helpers import RECORD, fake_installed, make_model, records
 
 from handlers.tensorrt_llm.options import TensorRtLlmEngine, TensorRtLlmOptions
 from lmi_server.configuration.declaration import NoEffect, Unavailable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
 import json
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from paths import DATA
+from relay_helpers import on_loop
 from tensorrt_llm_helpers import fake_installed, make_model
 
 LISTED = json.loads((DATA / "tensorrt_llm_signatures.json").read_text())
@@ -84,19 +84,17 @@ def test_dataclasses_have_the_listed_fields(name: str) -> None:
         cls(max_new_tokens=1)
 
 
-def test_a_result_has_the_listed_attributes_and_is_one_growing_object(tmp_path: Path) -> None:
+@on_loop
+async def test_a_result_has_the_listed_attributes_and_is_one_growing_object(tmp_path: Path) -> None:
     from tensorrt_llm import LLM, SamplingParams
 
-    async def run() -> tuple[list[int], list[str], Any]:
-        llm = LLM(str(make_model(tmp_path / "model")))
-        result = llm.generate_async("abc", SamplingParams(max_tokens=3), streaming=True)
-        seen = [(id(step), step.outputs[0].text) async for step in result]
-        llm.shutdown()
-        with pytest.raises(RuntimeError, match="shutting down"):
-            llm.generate_async("abc")
-        return [number for number, _ in seen], [text for _, text in seen], result
-
-    numbers, texts, result = asyncio.run(run())
+    llm = LLM(str(make_model(tmp_path / "model")))
+    result = llm.generate_async("abc", SamplingParams(max_tokens=3), streaming=True)
+    seen = [(id(step), step.outputs[0].text) async for step in result]
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="shutting down"):
+        llm.generate_async("abc")
+    numbers, texts = [number for number, _ in seen], [text for _, text in seen]
     assert len(set(numbers)) == 1
     assert texts == ["a", "ab", "abc"]
     assert [name for name in LISTED["RequestOutput"] if not hasattr(result, name)] == []

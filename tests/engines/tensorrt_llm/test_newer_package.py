@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_directories import write_properties
 from paths import DATA
-from tensorrt_llm_helpers import FAKE, RECORD, fake_installed, make_model, make_newer, records, write_properties
+from tensorrt_llm_helpers import FAKE, RECORD, fake_installed, make_model, make_newer, records
 
 from handlers.tensorrt_llm import package
 from handlers.tensorrt_llm.handler import TensorRtLlmHandler

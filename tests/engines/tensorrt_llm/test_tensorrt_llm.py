@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
+from model_directories import write_properties
 from product_helpers import Server
-from tensorrt_llm_helpers import fake_installed, fake_server, make_adapter, make_model, records, write_properties
+from tensorrt_llm_helpers import fake_installed, fake_server, make_adapter, make_model, records
 from waiting import wait_until
 
 from lmi_server.configuration.resolve import inspect_model

@@ -13,17 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_directories import write_properties
 from paths import SAMPLES
 from product_helpers import COMMANDS
-from tensorrt_llm_helpers import (
-    FAIL,
-    RECORD,
-    fake_installed,
-    make_model,
-    records,
-    variables,
-    write_properties,
-)
+from tensorrt_llm_helpers import FAIL, RECORD, fake_installed, make_model, records, variables
 
 from handlers.tensorrt_llm.handler import TensorRtLlmHandler
 from handlers.tensorrt_llm.options import TensorRtLlmOptions
