@@ -19,7 +19,28 @@ EVENTS = [b'data: {"n": %d}\n\n' % number for number in range(5)]
 USAGE = b'data: {"usage": {"prompt_tokens": 7, "completion_tokens": 5}}\n\ndata: [DONE]\n\n'
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 _STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+_LATER = b'{"error": {"message": "later"}}'
+_HOPS = b"connection: keep-alive, x-secret\r\nx-secret: 1\r\nkeep-alive: timeout=9\r\nupgrade: h2c\r\nx-kept: 1\r\n"
 
+
+def _whole(body: bytes) -> bytes:
+    return _HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+
+
+# What requests may ask for that is always the same: bytes, and whether another request may follow.
+_PLAIN = {
+    "half": (_STREAM + b"%x\r\n%b\r\n" % (len(EVENTS[0]), EVENTS[0]), False),
+    "short": (_HEAD + b"content-length: 100\r\n\r\n{", False),
+    "die": (b"", False),
+    "garbage": (b"\x00\xff SSH-2.0 no HTTP here\r\n\r\n" * 10, True),
+    "both": (_HEAD + b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", True),
+    "many_headers": (_HEAD + b"".join(b"x-%d: 1\r\n" % number for number in range(2000)) + b"\r\n", False),
+    "two": (_whole(b'{"answer": 1}') + _whole(b'{"answer": "of another request"}'), True),
+    "hints": (b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n" + _whole(b'{"answer": 1}'), True),
+    "hops": (_HEAD + _HOPS + b"server: fake\r\ncontent-length: 2\r\n\r\n{}", True),
+    "busy": (b"HTTP/1.1 429 X\r\nretry-after: 9\r\ncontent-length: %d\r\n\r\n%b" % (len(_LATER), _LATER), True),
+    "upgrade": (b"HTTP/1.1 101 X\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n", True),
+}
 
 _TURNS = 10  # of the event loop, in which connections that have just come begin
 
@@ -141,6 +162,11 @@ class FakeServer:
             do = asked.fields.get("do", "echo")
         except ValueError:
             do = "echo"
+        if do in _PLAIN:
+            data, goes_on = _PLAIN[do]
+            writer.write(data)
+            await writer.drain()
+            return goes_on
         return bool(await getattr(self, f"_do_{do}")(asked, reader, writer))
 
     # --- what a request may ask for ---
@@ -177,39 +203,11 @@ class FakeServer:
             self.gone += 1
         return False
 
-    async def _do_half(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(_STREAM + b"%x\r\n%b\r\n" % (len(EVENTS[0]), EVENTS[0]))
-        await writer.drain()
-        return False
-
-    async def _do_short(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(_HEAD + b"content-length: 100\r\n\r\n{")
-        await writer.drain()
-        return False
-
-    async def _do_die(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        return False
-
-    async def _do_garbage(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(b"\x00\xff SSH-2.0 no HTTP here\r\n\r\n" * 10)
-        await writer.drain()
-        return True
-
-    async def _do_both(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(_HEAD + b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n")
-        await writer.drain()
-        return True
-
     async def _do_long_head(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         writer.write(_HEAD + b"x-long: ")
         while not reader.at_eof():
             writer.write(b"a" * 65536)
             await writer.drain()
-        return False
-
-    async def _do_many_headers(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(_HEAD + b"".join(b"x-%d: 1\r\n" % number for number in range(2000)) + b"\r\n")
-        await writer.drain()
         return False
 
     async def _do_trailers(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
@@ -219,41 +217,12 @@ class FakeServer:
             await writer.drain()
         return False
 
-    async def _do_two(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(_whole(b'{"answer": 1}') + _whole(b'{"answer": "of another request"}'))
-        return True
-
     async def _do_until_close(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         writer.write(_HEAD + b"\r\n" + b'{"answer": "to the end"}')
         await writer.drain()
         writer.write_eof()
         await reader.read()
         return False
-
-    async def _do_hints(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n" + _whole(b'{"answer": 1}'))
-        return True
-
-    async def _do_hops(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        hops = (
-            b"connection: keep-alive, x-secret\r\nx-secret: 1\r\nkeep-alive: timeout=9\r\nupgrade: h2c\r\nx-kept: 1\r\n"
-        )
-        writer.write(_HEAD + hops + b"server: fake\r\ncontent-length: 2\r\n\r\n{}")
-        return True
-
-    async def _do_busy(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        body = b'{"error": {"message": "later"}}'
-        writer.write(b"HTTP/1.1 429 X\r\nretry-after: 9\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-        return True
-
-    async def _do_upgrade(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(b"HTTP/1.1 101 X\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n")
-        await writer.drain()
-        return True
-
-
-def _whole(body: bytes) -> bytes:
-    return _HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
 
 
 class Router:
