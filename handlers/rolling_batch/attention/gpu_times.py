@@ -10,21 +10,7 @@ import torch
 _REPEATS = 5
 
 
-def recorded(run: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that replays what `run` launches."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    replay: Callable[[], None] = graph.replay
-    return replay
-
-
-def median_seconds(run: Callable[[], None]) -> float:
+def median_seconds(run: Callable[[], object]) -> float:
     """Return the median of some runs, timed on the device, behind one that is not."""
     run()
     times: list[float] = []

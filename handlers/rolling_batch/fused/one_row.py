@@ -14,7 +14,8 @@ import torch
 import triton
 
 from handlers.checkpoints.fp8.layers import Fp8Linear
-from handlers.rolling_batch.attention.gpu_times import median_seconds, recorded
+from handlers.rolling_batch.attention.decode_passes import CudaCapture
+from handlers.rolling_batch.attention.gpu_times import median_seconds
 from handlers.rolling_batch.fused.modules import FusedRMSNorm, close, is_plain
 from handlers.rolling_batch.fused.one_row_kernel import linear_kernel
 
@@ -120,18 +121,18 @@ def _random_row(layer: Any) -> torch.Tensor:
 def _without_attention(layer: Any, row: torch.Tensor, by_kernel: bool) -> torch.Tensor:
     """Compute the linear layers of a decoder layer, with queries in the place of attended values."""
     with torch.inference_mode():
-        computed: torch.Tensor = layer.linears(row, lambda qkv: qkv[:, : layer.qkv_widths[0]].contiguous(), by_kernel)
-        return computed
+        return layer.linears(row, lambda qkv: qkv[:, : layer.qkv_widths[0]].contiguous(), by_kernel)
 
 
 def _seconds(layers: Sequence[Any], by_kernel: bool) -> float:
     """Return the median time of the linear layers of all decoder layers."""
     row = _random_row(layers[0])
 
-    def run() -> None:
+    def run() -> torch.Tensor:
         for layer in layers:
-            _without_attention(layer, row, by_kernel)
+            computed = _without_attention(layer, row, by_kernel)
+        return computed
 
     with torch.inference_mode():
-        replay = recorded(run)
+        replay = CudaCapture()(run)
     return median_seconds(replay)
