@@ -12,18 +12,13 @@ from typing import Any
 
 import tensorrt_llm
 from tensorrt_llm import llmapi
-from tensorrt_llm.executor import CppExecutorError
-from tensorrt_llm.llmapi import GuidedDecodingParams, LoRARequest, RequestError, SamplingParams
+from tensorrt_llm.executor import CppExecutorError as CppExecutorError
+from tensorrt_llm.llmapi import GuidedDecodingParams as GuidedDecodingParams
+from tensorrt_llm.llmapi import LoRARequest as LoRARequest
+from tensorrt_llm.llmapi import RequestError as RequestError
+from tensorrt_llm.llmapi import SamplingParams as SamplingParams
 
 from lmi_server.contract.errors import ModelLoadError
-
-__all__ = [
-    "CppExecutorError",
-    "GuidedDecodingParams",
-    "LoRARequest",
-    "RequestError",
-    "SamplingParams",
-]
 
 _ALGORITHMS = ("quant_algo", "kv_cache_quant_algo")
 # The classes of nested arguments, found late: no version has all. Other mappings are passed on, and pydantic converts.

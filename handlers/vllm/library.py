@@ -14,66 +14,41 @@ from typing import Any
 
 import vllm
 from prometheus_client import REGISTRY, generate_latest
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.engine.arg_utils import AsyncEngineArgs as AsyncEngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest as ChatCompletionRequest
 from vllm.entrypoints.pooling.factories import init_pooling_io_processors
-from vllm.entrypoints.pooling.scoring.protocol import RerankRequest, ScoreRequest
+from vllm.entrypoints.pooling.scoring.protocol import RerankRequest as RerankRequest
+from vllm.entrypoints.pooling.scoring.protocol import ScoreRequest as ScoreRequest
 from vllm.entrypoints.pooling.typing import PoolingServeContext
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import VLLMClientError, VLLMError
-from vllm.lora.request import LoRARequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse as ErrorResponse
+from vllm.exceptions import VLLMClientError as VLLMClientError
+from vllm.exceptions import VLLMError as VLLMError
+from vllm.lora.request import LoRARequest as LoRARequest
 from vllm.model_executor.models import registry
 from vllm.outputs import ScoringRequestOutput
 from vllm.platforms import current_platform
-from vllm.pooling_params import PoolingParams
-from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
-from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.sampling_params import (
-    RepetitionDetectionParams,
-    RequestOutputKind,
-    SamplingParams,
-    StructuredOutputsParams,
-)
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.pooling_params import PoolingParams as PoolingParams
+from vllm.renderers import BaseRenderer as BaseRenderer
+from vllm.renderers import ChatParams as ChatParams
+from vllm.renderers import TokenizeParams as TokenizeParams
+from vllm.renderers.online_renderer import OnlineRenderer as OnlineRenderer
+from vllm.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
+from vllm.sampling_params import RequestOutputKind as RequestOutputKind
+from vllm.sampling_params import SamplingParams as SamplingParams
+from vllm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser as FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreRequest as EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
+from vllm.v1.engine.exceptions import EngineGenerateError as EngineGenerateError
+from vllm.v1.engine.llm_engine import LLMEngine as LLMEngine
+from vllm.v1.metrics.loggers import StatLoggerBase as StatLoggerBase
+from vllm.v1.serial_utils import MsgpackDecoder as MsgpackDecoder
+from vllm.v1.serial_utils import MsgpackEncoder as MsgpackEncoder
 
 from handlers.vllm.differences import ChatTemplateConfig
 from handlers.vllm.interface import check_version
 from lmi_server.contract.generation import StructuredOutputs
-
-__all__ = [
-    "AsyncEngineArgs",
-    "AsyncLLM",
-    "BaseRenderer",
-    "ChatCompletionRequest",
-    "ChatParams",
-    "EngineCoreRequest",
-    "EngineDeadError",
-    "EngineGenerateError",
-    "ErrorResponse",
-    "FlexibleArgumentParser",
-    "LLMEngine",
-    "LoRARequest",
-    "MsgpackDecoder",
-    "MsgpackEncoder",
-    "OnlineRenderer",
-    "PoolingParams",
-    "RepetitionDetectionParams",
-    "RequestOutputKind",
-    "RerankRequest",
-    "SamplingParams",
-    "ScoreRequest",
-    "StatLoggerBase",
-    "StructuredOutputsParams",
-    "TokenizeParams",
-    "VLLMClientError",
-    "VLLMError",
-]
 
 logger = logging.getLogger(__name__)
 
