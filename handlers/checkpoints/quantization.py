@@ -15,7 +15,6 @@ from handlers.checkpoints.options import QUANTIZATION, QUANTIZATION_PACKAGES, Tr
 from handlers.torch_operators import probes
 from lmi_server.contract.errors import ModelLoadError
 
-_MIB = 2**20
 # Up to so many rows torch's kernel for int8 weights is faster than widening them, in bfloat16; in float32 it never is.
 _INT8_KERNEL_ROWS = 16
 _ROUNDING = ("Linear8bitLt", "Fp8Linear")  # of bitsandbytes, on the CPU none are left; and of this project
@@ -93,11 +92,14 @@ def quantization_details(model: Any) -> dict[str, Any]:
     plain = type(model.config).from_dict({**model.config.to_dict(), "quantization_config": None})
     with torch.device("meta"):
         full = type(model)(plain)
-    return {
-        "quantization": method,
-        "weights_mib": round(model.get_memory_footprint() / _MIB, 1),
-        "unquantized_weights_mib": round(sum(p.numel() for p in full.parameters()) * model.dtype.itemsize / _MIB, 1),
-    }
+    unquantized = sum(parameter.numel() for parameter in full.parameters()) * model.dtype.itemsize
+    return weight_details(method, model.get_memory_footprint(), unquantized)
+
+
+def weight_details(quantization: str | None, size: int, unquantized: int) -> dict[str, Any]:
+    """Return what the log says of quantised weights, whose sizes are in bytes."""
+    sizes = {"weights_mib": size, "unquantized_weights_mib": unquantized}
+    return {"quantization": quantization, **{name: round(size / 2**20, 1) for name, size in sizes.items()}}
 
 
 def rounds_activations(model: Any) -> bool:

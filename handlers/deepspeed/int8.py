@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from handlers.checkpoints.quantization import weight_details
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.ranks.sharding import local_bytes
 from handlers.torch_operators import probes
@@ -65,11 +66,7 @@ def quantize(model: Any, tokenizer: Any, options: DeepSpeedOptions) -> dict[str,
         smoothing = _smoothing_factors(model, _largest_inputs(model, tokenizer), alpha)
     for name, linear in list(_linears(model)):
         _replace(model, name, DynamicInt8Linear.quantized(linear, smoothing.get(name)))
-    return {
-        "quantization": options.quantize,
-        "weights_mib": round(sum(local_bytes(model).values()) / 2**20, 1),
-        "unquantized_weights_mib": round(before / 2**20, 1),
-    }
+    return weight_details(options.quantize, sum(local_bytes(model).values()), before)
 
 
 def insert_empty_layers(model: nn.Module, smoothed: Collection[str]) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from handlers.checkpoints.blocks.formats import FORMATS, StoredWeight
 from handlers.checkpoints.blocks.layers import BlockLinear, StoredEmbedding
+from handlers.checkpoints.quantization import weight_details
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +50,8 @@ def keep_stored(model: Any, path: str) -> dict[str, Any]:
                 setattr(module, name, _replacement(child, kept[child]))
     if not kept:
         return {}
-    return {
-        "quantization": " ".join(f"{count} {name}" for name, count in sorted(formats.items())),
-        "weights_mib": round(model.get_memory_footprint() / 2**20, 1),
-        "unquantized_weights_mib": round(before / 2**20, 1),
-    }
+    names = " ".join(f"{count} {name}" for name, count in sorted(formats.items()))
+    return weight_details(names, model.get_memory_footprint(), before)
 
 
 def _replacement(module: Any, weight: StoredWeight) -> nn.Module:

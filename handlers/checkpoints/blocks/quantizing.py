@@ -10,6 +10,7 @@ from torch import nn
 from handlers.checkpoints.blocks.formats import INPUTS, Q4_K
 from handlers.checkpoints.blocks.layers import KeptLayer, StoredEmbedding
 from handlers.checkpoints.blocks.rounding import quantize
+from handlers.checkpoints.quantization import weight_details
 from handlers.torch_operators.read_weights import read_weights
 
 logger = logging.getLogger(__name__)
@@ -48,11 +49,7 @@ def quantize_to_blocks(model: Any, name: str, kept: dict[str, KeptLayer] | None 
             "option.quantize=%s: %d linear layers keep their weights: their widths are no multiple of %d, or the"
             " model's code reads these weights itself", name, left, INPUTS,
         )  # fmt: skip
-    return {
-        "quantization": name,
-        "weights_mib": round(model.get_memory_footprint() / 2**20, 1),
-        "unquantized_weights_mib": round(before / 2**20, 1),
-    }
+    return weight_details(name, model.get_memory_footprint(), before)
 
 
 def _fits(linear: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from handlers.checkpoints.placement import main_device
+from handlers.checkpoints.quantization import weight_details
 from lmi_server.contract.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -109,11 +110,7 @@ def quantize_to_fp8(model: Any) -> dict[str, Any]:
         raise ModelLoadError("option.quantize=fp8 is for models in bfloat16; set option.dtype=bf16")
     before = model.get_memory_footprint()
     replace_linears(model)
-    return {
-        "quantization": "fp8",
-        "weights_mib": round(model.get_memory_footprint() / 2**20, 1),
-        "unquantized_weights_mib": round(before / 2**20, 1),
-    }
+    return weight_details("fp8", model.get_memory_footprint(), before)
 
 
 def replace_linears(model: Any) -> None:
