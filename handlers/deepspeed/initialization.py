@@ -42,7 +42,10 @@ def initialize(model: nn.Module, options: DeepSpeedOptions, rank: Rank, inject: 
     """
     config = inference_config(options, model.dtype, rank.size, inject)
     deepspeed = import_deepspeed()
-    communicator = _join(rank) if rank.size > 1 else None
+    communicator = None
+    if rank.size > 1:
+        communicator = Communicator(rank)
+        join_process_group(rank)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     try:
         deepspeed.init_inference(model, config=config)
@@ -141,12 +144,6 @@ def _check_file(options: DeepSpeedOptions, degree: int) -> None:
         if first["type"] != "extra_forbidden":
             problem = f"{key} = {first['input']!r} is not allowed: {first['msg']}; correct it"
         raise ModelLoadError(f"option.deepspeed_config_path: {path}: {problem}") from error
-
-
-def _join(rank: Rank) -> Communicator:
-    communicator = Communicator(rank)
-    join_process_group(rank)
-    return communicator
 
 
 def _restore_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -18,19 +18,14 @@ LIBRARY = "optimum-neuron"
 def load(path: str, config: Any, options: NeuronxOptions, save_to: Path | None) -> LineRunner:
     """Load the compiled model in `path`, or compile it; write it to `save_to`. Raises ModelLoadError."""
     with failures_of_load(LIBRARY, path):
-        model = (
-            _load_compiled(path) if (Path(path) / COMPILED_BY_OPTIMUM).is_file() else _compile(path, config, options)
-        )
+        from optimum.neuron import NeuronModelForCausalLM
+
+        is_compiled = (Path(path) / COMPILED_BY_OPTIMUM).is_file()
+        model = NeuronModelForCausalLM.from_pretrained(path) if is_compiled else _compile(path, config, options)
         _check(model.neuron_config, path, options)
         if save_to is not None:
             model.save_pretrained(str(save_to))
     return LineRunner(_Lines(model, int(config.get_text_config().vocab_size)))
-
-
-def _load_compiled(path: str) -> Any:
-    from optimum.neuron import NeuronModelForCausalLM
-
-    return NeuronModelForCausalLM.from_pretrained(path)
 
 
 def _check(compiled: Any, path: str, options: NeuronxOptions) -> None:

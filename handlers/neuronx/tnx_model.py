@@ -120,8 +120,7 @@ class _Lines:
 
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         with failures_of_step(), torch.inference_mode():
-            logits: torch.Tensor = self._model(token_ids, positions, self._all)
-        return logits
+            return self._model(token_ids, positions, self._all)
 
 
 class _Rows:
@@ -141,5 +140,4 @@ class _Rows:
 
     def _compute(self, token_ids: torch.Tensor, columns: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         with failures_of_step(), torch.inference_mode():
-            logits: torch.Tensor = self._model(token_ids, columns, starts)
-        return logits
+            return self._model(token_ids, columns, starts)

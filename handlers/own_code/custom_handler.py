@@ -9,7 +9,6 @@ import asyncio
 import logging
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from djl_python.inputs import make_input
 
@@ -88,8 +87,5 @@ class CustomHandler:
 def _properties(options: ModelOptions) -> dict[str, str]:
     """Return the configuration as texts, which LMI's code reads."""
     values = options.model_dump(mode="json", exclude_none=True)
-    return {name: _text(value) for name, value in values.items()} | dict(options.passed_through)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
+    return texts | dict(options.passed_through)

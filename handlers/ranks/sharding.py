@@ -85,8 +85,7 @@ def make_local(model: nn.Module, communicator: Communicator) -> bool:
 
 
 def _head(model: Any) -> nn.Module | None:
-    head: nn.Module | None = model.get_output_embeddings()
-    return head
+    return model.get_output_embeddings()
 
 
 def _local_linear(linear: nn.Linear, communicator: Communicator, gathers: bool) -> nn.Module:

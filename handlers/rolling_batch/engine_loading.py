@@ -205,7 +205,8 @@ def _prepare(
     if runner.frequencies is None:
         refuse_unsteady_rope(loaded.model.config, max_len)
     with enough_for_steps(runner, limits.kv_tokens, step):
-        decode_rows = limits.max_running * (1 + _drafted(options))
+        drafted = 0 if options.speculative_draft_model is None else options.speculative_length
+        decode_rows = limits.max_running * (1 + drafted)
         runner.prepare(limits.slots, max_len, decode_rows, limits.state_rows, limits.kv_tokens)
     return limits, max_len
 
@@ -284,11 +285,6 @@ def _states_in_memory(runner: ModelRunner, rows: int) -> dict[str, Any]:
     if runner.states is None:
         return {}
     return {"states": rows, "states_gib": round(rows * runner.states.bytes_per_sequence / _GIB, 3)}
-
-
-def _drafted(options: RollingBatchOptions) -> int:
-    """Return how many tokens a step drafts at most for one sequence."""
-    return 0 if options.speculative_draft_model is None else options.speculative_length
 
 
 def _drafting_runner(loaded: LoadedModel, slots: int) -> ModelRunner | None:

@@ -203,8 +203,5 @@ _NO_LIMIT = 10**9  # tokenizers express "no limit" as 10**30
 def _length(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
-    return sum(map(len, value.values())) if isinstance(value, dict) and all(map(_is_text, value.values())) else 0
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    texts = list(value.values()) if isinstance(value, dict) else []
+    return sum(map(len, texts)) if all(isinstance(text, str) for text in texts) else 0

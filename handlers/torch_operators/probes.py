@@ -31,8 +31,7 @@ def packs_linears() -> bool:
 
     def compute() -> torch.Tensor:
         packed = operators._reorder_linear_weight(weight, _ROWS)
-        out: torch.Tensor = operators._linear_pointwise.default(rows, packed, None, "none", [], "")
-        return out
+        return operators._linear_pointwise.default(rows, packed, None, "none", [], "")
 
     expected = nn.functional.linear(rows, weight)
     return _computes("mkldnn._linear_pointwise", "this project's kernels compute linear layers", compute, expected)

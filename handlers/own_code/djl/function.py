@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from inspect import isasyncgenfunction, iscoroutinefunction
 from typing import Any
 
 from djl_python.inputs import Input
@@ -64,7 +64,7 @@ class DjlFunction(RequestHandler):
         function = self._function = UserFunction(self._callable, inputs, initial, model_dir)
         if options.rolling_batch != "disable":
             self._concurrent = RollingFunction(function, adapters, options.max_rolling_batch_size)
-        elif options.async_mode or _is_async(self._callable):
+        elif options.async_mode or iscoroutinefunction(self._callable) or isasyncgenfunction(self._callable):
             self._concurrent = AsyncFunction(function, adapters)
         else:
             function.check_loaded(function.load())
@@ -129,7 +129,3 @@ def _properties(model_dir: str, options: OwnCodeOptions) -> dict[str, str]:
     if given.get("model_id") == model_dir:
         del given["model_id"]
     return given
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)

@@ -108,7 +108,7 @@ class KVCache:
     def __init__(self, layers: list[LayerShape], slots: int, max_len: int, dtype: torch.dtype) -> None:
         self.slots = slots
         self.max_len = max_len
-        self._columns = _aligned_length(layers, max_len + 1, dtype) if _has_pages(layers) else max_len + 1
+        self._columns = _aligned_length(layers, max_len + 1, dtype)
         self.bytes_per_token = bytes_per_token(layers, dtype)
         self._maps: list[mmap.mmap] = []
         self.keys = [
@@ -157,14 +157,13 @@ class KVCache:
         return torch.frombuffer(area, dtype=dtype).view(shape)
 
 
-def _has_pages(layers: list[LayerShape]) -> bool:
-    return any(layer.device.type == "cpu" for layer in layers)
-
-
 def _aligned_length(layers: list[LayerShape], length: int, dtype: torch.dtype) -> int:
-    """Round `length` up so that no page belongs to two slots, and all memory of a slot can be given back."""
+    """Round `length` up so that no page belongs to two slots, and all memory of a slot can be given back.
+
+    Only main memory is given back.
+    """
     step = 1
-    for layer in layers:
+    for layer in (layer for layer in layers if layer.device.type == "cpu"):
         for dim in (layer.head_dim, layer.value_dim):
             step = math.lcm(step, _PAGE // math.gcd(_PAGE, layer.kv_heads * dim * dtype.itemsize))
     return math.ceil(length / step) * step

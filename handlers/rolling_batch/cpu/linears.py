@@ -184,8 +184,7 @@ class PackedLinear(nn.Module):
 
 def _packed(linear: nn.Linear) -> torch.Tensor:
     """Return the weight as oneDNN lays it out: a tensor that only oneDNN's operators take."""
-    laid: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _DECODE_ROWS)
-    return laid
+    return torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _DECODE_ROWS)
 
 
 def _words(packed: torch.Tensor) -> np.ndarray | None:

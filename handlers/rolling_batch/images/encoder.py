@@ -93,8 +93,7 @@ class ImageEncoder:
         given = {name: self._placed(value) for name, value in {**inputs, **more}.items() if name in accepted}
         with torch.inference_mode():
             out = self._model(input_ids=torch.tensor([ids], device=self._model.device), use_cache=False, **given)
-        logits: torch.Tensor = out.logits[0].float().cpu()
-        return logits
+        return out.logits[0].float().cpu()
 
     def _call(self, ids: list[int], inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments with which the model calls its language model."""

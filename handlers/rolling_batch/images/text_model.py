@@ -33,21 +33,17 @@ class TextModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.model.dtype
-        return dtype
+        return self.model.dtype
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
+        return self.model.device
 
     def get_input_embeddings(self) -> nn.Module:
-        embeddings: nn.Module = self.model.get_input_embeddings()
-        return embeddings
+        return self.model.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
-        head: nn.Module = self.lm_head
-        return head
+        return self.lm_head
 
     def set_attn_implementation(self, name: str) -> None:
         self.model.set_attn_implementation(name)

@@ -91,8 +91,7 @@ class LayerCache:
         return self.layer.update_recurrent_state(recurrent_states, state_idx, **more)
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        states: torch.Tensor | None = self.layer.recurrent_states[0]
-        return states
+        return self.layer.recurrent_states[0]
 
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
         self.layer.update_recurrent_state(linear_cache)

@@ -143,5 +143,4 @@ def _at(call: Call, path: Path) -> torch.Tensor:
 def _inner(value: Any, path: Path) -> torch.Tensor:
     for step in path:
         value = value[step]
-    found: torch.Tensor = value
-    return found
+    return value
