@@ -57,7 +57,7 @@ def handle(inputs):
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    from tiny_models import byte_tokenizer, tiny_model
+    from tiny_models import saved_model, tiny_model
 
     often = {"retry_threshold": 10**6}
     echo = {"echo_delay_ms": 2, "minWorkers": 2, "maxWorkers": 2, **often}
@@ -71,8 +71,7 @@ def store(tmp_path: Path) -> Path:
     )
     (made / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     real = tmp_path / "start/real"
-    tiny_model("llama").save_pretrained(real)
-    byte_tokenizer().save_pretrained(real)
+    saved_model(tiny_model("llama"), real)
     settings = {"option.entryPoint": "djl_python.huggingface", "option.rolling_batch": "scheduler", "maxWorkers": 1}
     settings |= {"option.kv_cache_memory_gb": "0.05", "option.dtype": "fp32", **often}
     (real / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in settings.items()))

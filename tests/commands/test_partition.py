@@ -45,12 +45,9 @@ option.quantize=bitsandbytes8
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny_models import byte_tokenizer, llama_of_whole_blocks
+    from tiny_models import llama_of_whole_blocks, saved_model
 
-    directory = tmp_path_factory.mktemp("weights")
-    llama_of_whole_blocks().save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
+    return saved_model(llama_of_whole_blocks(), tmp_path_factory.mktemp("weights"))
 
 
 def write(directory: Path, text: str, weights: Path) -> Path:

@@ -95,8 +95,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, url: str, message: st
 
 def test_a_server_that_wants_a_key_has_the_flag_named(tmp_path: Path) -> None:
     variables = dict.fromkeys(("SERVING_API_KEYS", "SERVING_MANAGEMENT_API_KEYS"), "key-0123456789")
-    with running(make_model(tmp_path / "model"), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path / "model"), variables=variables, workers=1) as server:
         url = f"http://127.0.0.1:{server.port}"
         for command in (["top", url], ["reload", "--url", url], ["chat", url], ["advise", url, "--seconds", "0"]):
             refused = run_command(*command, env=dict(os.environ), cwd=tmp_path)

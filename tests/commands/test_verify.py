@@ -134,8 +134,7 @@ def test_servers_directories_and_versions_are_compared(tmp_path: Path) -> None:
     one, two = make_model(tmp_path / "one"), make_model(tmp_path / "two", echo_delay_ms=5)
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"word{number} b", "max_tokens": 4}) + "\n" for number in range(8)))
-    with running(one) as server:
-        server.log_line(r"\] ready: process")
+    with running(one, workers=1) as server:
         url = f"http://127.0.0.1:{server.port}"
         for version in ("1", "2"):
             registered = {"url": str(two), "model_name": "pair", "model_version": version}

@@ -127,15 +127,13 @@ FAMILIES = {
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function that saves a small model of a family."""
-    from tiny_models import byte_tokenizer, llama_of_whole_blocks, tiny_model
+    from tiny_models import llama_of_whole_blocks, saved_model, tiny_model
 
     @functools.cache
     def save(family: str) -> Path:
         directory = tmp_path_factory.mktemp("tiny") / family
         model = llama_of_whole_blocks() if family == "llama" else tiny_model(family)  # 4-bit layers need whole blocks
-        model.save_pretrained(directory)
-        byte_tokenizer().save_pretrained(directory)
-        return directory
+        return saved_model(model, directory)
 
     return save
 
@@ -199,8 +197,7 @@ def test_the_sample_of_ones_own_handler_runs(tmp_path: Path) -> None:
     directory.mkdir()
     (directory / "serving.properties").write_bytes((SAMPLES / "own-handler.properties").read_bytes())
     (directory / "model.py").write_text(_OWN_HANDLER)
-    with running(directory) as server:
-        server.log_line(r"\] ready: process")
+    with running(directory, workers=1) as server:
         answers = [server.http.post("/invocations", content=text) for text in ("a", "b")]
         assert [answer.text for answer in answers] == ["a 0.5", "b 0.5"]
 

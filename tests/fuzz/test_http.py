@@ -33,9 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     store = tmp_path_factory.mktemp("fuzz")
     make_model(store / "echo", "handlers.echo.handler:EchoHandler", enable_lora="true")
     make_own(store / "own", OWN, maxWorkers=1)
-    with running("--model-store", store, variables=SETTINGS) as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running("--model-store", store, variables=SETTINGS, workers=2) as server:
         yield server
         for model in ("echo", "own"):
             server.until("lmi_requests_in_flight", 0, model)

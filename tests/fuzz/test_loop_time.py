@@ -56,9 +56,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     make_own(store / "own", OWN, maxWorkers=1)
     place = tmp_path_factory.mktemp("meter") / "longest"
     meter = LoopMeter(place)
-    with running("--model-store", store, variables={**SETTINGS, VARIABLE: str(place)}) as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running("--model-store", store, variables={**SETTINGS, VARIABLE: str(place)}, workers=2) as server:
         yield Attacked(server, meter, routes_of(server))
 
 

@@ -23,9 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (directory / "elsewhere").mkdir()
     make_model(directory / "files", enable_lora="true", minWorkers=2, maxWorkers=2, model_loading_timeout=20)
     (directory / "files" / "serving.properties").rename(directory / "model" / "serving.properties")
-    with running(directory / "model") as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running(directory / "model", workers=2) as server:
         yield server
 
 
@@ -212,9 +210,7 @@ def test_one_beside_the_model_that_cannot_be_loaded_fails_the_model(tmp_path: Pa
 def test_several_models_and_the_short_path(tmp_path: Path) -> None:
     for name in ("one", "two"):
         make_model(tmp_path / "store" / name, enable_lora="true")
-    with running("--model-store", tmp_path / "store") as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running("--model-store", tmp_path / "store", workers=2) as server:
         short = server.http.post("/adapters", params={"name": "x", "src": str(tmp_path)})
         assert short.status_code == 400
         assert "/models/{model}/adapters" in short.json()["message"]

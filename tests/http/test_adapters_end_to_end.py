@@ -59,17 +59,14 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     from adapter_helpers import save_adapter
-    from tiny_models import byte_tokenizer, tiny_model
+    from tiny_models import saved_model, tiny_model
 
     directory = tmp_path_factory.mktemp("tiny") / "model"
-    tiny_model("llama").save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
+    saved_model(tiny_model("llama"), directory)
     keys = ["option.enable_lora=true", "option.dtype=fp32", "minWorkers=2", "maxWorkers=2", "option.threads=1"]
     (directory / "serving.properties").write_text("\n".join([*keys, "option.parallel_loading=true"]))
     save_adapter(tiny_model("llama"), directory / "adapters" / "beside", seed=4)
-    with running(directory, libraries="transformers") as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running(directory, libraries="transformers", workers=2) as server:
         yield Served(server, directory / "adapters")
 
 

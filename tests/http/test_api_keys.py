@@ -65,9 +65,7 @@ def server(directory: Path) -> Iterator[Server]:
         "HF_TOKEN": "hf_planted_in_the_environment",
     }
     model = make_model(directory / "model", echo_delay_ms=20, hf_token="hf_planted_in_the_file")
-    with running(model, make_own(directory / "headers", HEADERS), variables=variables) as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running(model, make_own(directory / "headers", HEADERS), variables=variables, workers=2) as server:
         yield server
 
 

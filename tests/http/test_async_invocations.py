@@ -34,8 +34,7 @@ def server(s3: S3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
     model = make_model(directory / "model", echo_delay_ms=20, job_queue_size=1, max_rolling_batch_size=1)
     settings = {"SERVING_ASYNC_OUTPUT_PATH": OUTPUTS, "SERVING_ASYNC_INPUT_PATH": f"s3://{BUCKET}/in"}
     variables = {**s3.variables, **settings}
-    with running(model, variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, variables=variables, workers=1) as server:
         yield server
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from relay_helpers import on_loop
 from server_helpers import Server, make_model, request, running
 from waiting import wait_until
 
@@ -187,23 +188,22 @@ def test_answers_outlive_the_server_and_those_that_it_took_with_it_are_told(tmp_
     model = make_model(tmp_path / "model", echo_delay_ms=20)
     variables = {"SERVING_ASYNC_JOBS_DIR": str(tmp_path / "jobs"), "SERVING_API_KEYS": KEY}
     key = {"x-api-key": KEY}
-    with running(model, variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, variables=variables, workers=1) as server:
         assert server.http.post("/predictions/model", json=request("a"), headers=START).status_code == 401
         done, lost = started(server, **key), started(server, 1_000_000, True, **key)
         wait_until(lambda: "x-next-token" not in page(server, done, **key).headers, "the first job has ended")
         assert page(server, done).status_code == 401
         server.process.kill()
         server.ended()
-    with running(model, variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, variables=variables, workers=1) as server:
         assert page(server, done, **key).json() == {"generated_text": " a b c"}
         answer = page(server, lost, **key)
         assert (answer.status_code, "the server ended while the job ran" in answer.text) == (503, True)
         assert end(server, done).status_code == 401
 
 
-def test_the_end_of_an_answer_is_not_shown_before_it_is_stored(tmp_path: Path) -> None:
+@on_loop
+async def test_the_end_of_an_answer_is_not_shown_before_it_is_stored(tmp_path: Path) -> None:
     saving, stored = threading.Event(), threading.Event()
 
     class SlowFakeStore(DirectoryStore):
@@ -212,22 +212,19 @@ def test_the_end_of_an_answer_is_not_shown_before_it_is_stored(tmp_path: Path) -
             assert stored.wait(10)
             super().save(token, record)
 
-    async def read() -> tuple[bool, bytes]:
-        answers = memory_for_answers(ServerSettings())
-        jobs = AsyncJobs(lambda *_: asyncio.sleep(0), None, None, ServerSettings(), answers)  # type: ignore[arg-type, return-value]
-        jobs._store = SlowFakeStore(tmp_path)
-        record = JobRecord(items=[b"answer"], status=200, finished=True, expires=time.time() + 60)
-        job = jobs._jobs["token"] = _Job("token", record, DetachedRequest(record, HeldBytes(answers)))
-        task = asyncio.create_task(jobs._save(job))
-        await asyncio.to_thread(saving.wait, 10)
-        last = asyncio.create_task(jobs._page("token", 0, None))
-        await asyncio.sleep(0.1)
-        was_shown = last.done()
-        stored.set()
-        await task
-        return was_shown, bytes((await last)[1].body)
-
-    assert asyncio.run(read()) == (False, b"answer")
+    answers = memory_for_answers(ServerSettings())
+    jobs = AsyncJobs(lambda *_: asyncio.sleep(0), None, None, ServerSettings(), answers)  # type: ignore[arg-type, return-value]
+    jobs._store = SlowFakeStore(tmp_path)
+    record = JobRecord(items=[b"answer"], status=200, finished=True, expires=time.time() + 60)
+    job = jobs._jobs["token"] = _Job("token", record, DetachedRequest(record, HeldBytes(answers)))
+    task = asyncio.create_task(jobs._save(job))
+    await asyncio.to_thread(saving.wait, 10)
+    last = asyncio.create_task(jobs._page("token", 0, None))
+    await asyncio.sleep(0.1)
+    was_shown = last.done()
+    stored.set()
+    await task
+    assert (was_shown, bytes((await last)[1].body)) == (False, b"answer")
 
 
 # --- stores ---

@@ -78,8 +78,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[Se
         "SERVING_BATCHES_MAX_FILE_SIZE": "100000",
         "SERVING_BATCHES_MAX_REQUESTS": "100",
     }
-    with running(make_model(directory / "model", echo_delay_ms=STEP_MS), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(directory / "model", echo_delay_ms=STEP_MS), variables=variables, workers=1) as server:
         yield server
 
 

@@ -72,8 +72,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(store: Path) -> Iterator[Server]:
-    with running("--model-store", store) as server:
-        server.log_line(r"\] ready: process")
+    with running("--model-store", store, workers=1) as server:
         yield server
 
 

@@ -33,8 +33,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         "SERVING_CAPTURE_REDACT": "user, secret",
         "SERVING_CAPTURE_MAX_BYTES": "400",
     }
-    with running(make_model(tmp_path / "model"), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path / "model"), variables=variables, workers=1) as server:
         yield server
 
 
@@ -102,8 +101,7 @@ def test_only_a_share_is_captured_and_nothing_of_clients_without_access(tmp_path
         directory = tmp_path / f"captured{percentage}"
         variables = {"SERVING_CAPTURE_TO": str(directory), "SERVING_CAPTURE_PERCENTAGE": percentage}
         variables |= {"SERVING_API_KEYS": keys} if keys else {}
-        with running(make_model(tmp_path / f"model{percentage}"), variables=variables) as server:
-            server.log_line(r"\] ready: process")
+        with running(make_model(tmp_path / f"model{percentage}"), variables=variables, workers=1) as server:
             assert server.invoke("a").status_code == (401 if keys else 200)
             assert server.stop() == 0
         assert not list(directory.glob("*.jsonl"))
@@ -111,8 +109,7 @@ def test_only_a_share_is_captured_and_nothing_of_clients_without_access(tmp_path
 
 def test_what_waits_is_written_before_the_server_ends(tmp_path: Path) -> None:
     variables = {"SERVING_CAPTURE_TO": str(tmp_path / "captured")}
-    with running(make_model(tmp_path / "model"), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path / "model"), variables=variables, workers=1) as server:
         with ThreadPoolExecutor() as threads:
             answers = list(threads.map(lambda _: server.invoke("a b"), range(20)))
         assert {answer.status_code for answer in answers} == {200}

@@ -36,9 +36,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         keys = [f"model_id={tiny_model}", f"rolling_batch={engine}", "dtype=fp32", "kv_cache_memory_gb=0.1", own]
         (home / engine).mkdir()
         (home / engine / "serving.properties").write_text("\n".join(f"option.{key}" for key in keys))
-    with running("--model-store", home, libraries="vllm") as server:
-        for _ in home.iterdir():
-            server.log_line(r"\] ready: process")
+    with running("--model-store", home, libraries="vllm", workers=len(list(home.iterdir()))) as server:
         yield server
 
 

@@ -37,8 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("console")
     model = make_model(directory / "model", max_rolling_batch_size=7, revision="hf_planted_secret")
     make_model(directory / "second")
-    with running(model, variables={"HF_TOKEN": "hf_planted_secret"}) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, variables={"HF_TOKEN": "hf_planted_secret"}, workers=1) as server:
         yield server
 
 

@@ -36,8 +36,7 @@ def browser() -> Iterator[Browser]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Serve an echo model that takes 20 ms for each token."""
     model = make_model(tmp_path_factory.mktemp("browser") / "model", echo_delay_ms=20, enable_lora=True)
-    with running(model) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, workers=1) as server:
         yield server
 
 
@@ -218,21 +217,17 @@ def test_the_progress_of_a_download_is_shown(browser: Browser, server: Server) -
 
 
 def test_what_a_server_said_that_is_gone_is_marked(browser: Browser, tmp_path: Path) -> None:
-    with running(make_model(tmp_path / "model")) as server:
-        server.log_line(r"\] ready: process")
-        with opened(browser, server) as page:
-            figures = page.get_by_role("table")
-            assert figures.evaluate("element => getComputedStyle(element).opacity") == "1"
-            os.kill(server.process.pid, signal.SIGSTOP)  # it is silent, but its connections stay
-            try:
-                page.get_by_role("alert").get_by_text(
-                    re.compile(r"as it was at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
-                ).wait_for()
-                assert float(figures.evaluate("element => getComputedStyle(element).opacity")) < 1
-            finally:
-                os.kill(server.process.pid, signal.SIGCONT)
-            page.get_by_role("alert").wait_for(state="hidden")
-            assert figures.evaluate("element => getComputedStyle(element).opacity") == "1"
+    with running(make_model(tmp_path / "model"), workers=1) as server, opened(browser, server) as page:
+        figures = page.get_by_role("table")
+        assert figures.evaluate("element => getComputedStyle(element).opacity") == "1"
+        os.kill(server.process.pid, signal.SIGSTOP)  # it is silent, but its connections stay
+        try:
+            page.get_by_role("alert").get_by_text(re.compile(r"as it was at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d")).wait_for()
+            assert float(figures.evaluate("element => getComputedStyle(element).opacity")) < 1
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        page.get_by_role("alert").wait_for(state="hidden")
+        assert figures.evaluate("element => getComputedStyle(element).opacity") == "1"
 
 
 # --- charts ---
@@ -261,13 +256,11 @@ def has_requests(server: Server) -> bool:
 
 
 def test_a_chart_of_nothing_has_no_scale(browser: Browser, tmp_path: Path) -> None:
-    with running(make_model(tmp_path / "model")) as server:
-        server.log_line(r"\] ready: process")
-        with opened(browser, server, "#live") as page:
-            page.get_by_text("Nothing in the last five minutes.").nth(5).wait_for()
-            assert page.locator("canvas:visible").count() == 0
-            assert server.invoke("a b", 5).status_code == 200
-            page.get_by_role("img", name="Tokens/s").locator("canvas").wait_for()
+    with running(make_model(tmp_path / "model"), workers=1) as server, opened(browser, server, "#live") as page:
+        page.get_by_text("Nothing in the last five minutes.").nth(5).wait_for()
+        assert page.locator("canvas:visible").count() == 0
+        assert server.invoke("a b", 5).status_code == 200
+        page.get_by_role("img", name="Tokens/s").locator("canvas").wait_for()
 
 
 # --- small screens, and the chat's models ---
@@ -531,17 +524,16 @@ def test_a_call_to_a_server_that_is_gone_says_so(browser: Browser, server: Serve
 
 
 def test_an_answer_that_breaks_off_says_so(browser: Browser, tmp_path: Path) -> None:
-    with running(make_model(tmp_path / "model", echo_delay_ms=20)) as server:
-        server.log_line(r"\] ready: process")
-        with opened(browser, server) as page:
-            page.evaluate("location.hash = 'chat'")
-            page.get_by_text("Parameters").click()
-            page.get_by_role("textbox", name="Maximum tokens").fill("100000")
-            ask(page, "without end")
-            page.locator(".assistant").get_by_text("without end").wait_for()
-            server.process.kill()
-            assert server.ended() != 0
-            page.locator(".assistant").get_by_role("alert").get_by_text("The connection broke.").wait_for()
+    model = make_model(tmp_path / "model", echo_delay_ms=20)
+    with running(model, workers=1) as server, opened(browser, server) as page:
+        page.evaluate("location.hash = 'chat'")
+        page.get_by_text("Parameters").click()
+        page.get_by_role("textbox", name="Maximum tokens").fill("100000")
+        ask(page, "without end")
+        page.locator(".assistant").get_by_text("without end").wait_for()
+        server.process.kill()
+        assert server.ended() != 0
+        page.locator(".assistant").get_by_role("alert").get_by_text("The connection broke.").wait_for()
 
 
 def test_a_hidden_tab_holds_no_connection(browser: Browser, server: Server) -> None:
@@ -736,8 +728,7 @@ def test_keys_are_found_in_any_case_and_stand_in_one_line(browser: Browser, serv
 
 
 def test_the_page_asks_for_the_key_and_shows_nothing_without(browser: Browser, tmp_path: Path) -> None:
-    with running(make_model(tmp_path / "model"), variables={"SERVING_MANAGEMENT_API_KEYS": ADMIN}) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path / "model"), variables={"SERVING_MANAGEMENT_API_KEYS": ADMIN}, workers=1) as server:
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{server.port}/")
         page.get_by_role("alert").get_by_text("No API key was sent").wait_for()

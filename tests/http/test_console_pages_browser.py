@@ -37,8 +37,7 @@ def browser() -> Iterator[Browser]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Serve an echo model that has answered some requests, and refused one."""
     model = make_model(tmp_path_factory.mktemp("pages") / "model", echo_delay_ms=5, enable_lora=True)
-    with running(model) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, workers=1) as server:
         for number in range(60):
             server.http.post("/invocations", json=request("a b", 3), headers={"x-request-id": f"{MARKUP}{number}"})
         server.http.post("/models/none/invocations", json=request("a b", 3), headers={"x-request-id": "lost"})

@@ -106,8 +106,7 @@ def test_what_it_holds_of_a_request_is_bounded() -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(make_model(tmp_path_factory.mktemp("requests") / "model")) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path_factory.mktemp("requests") / "model"), workers=1) as server:
         yield server
 
 
@@ -136,8 +135,7 @@ def test_pages_are_for_the_clients_of_the_console(server: Server) -> None:
 
 def test_the_text_is_there_if_the_log_has_it(tmp_path: Path) -> None:
     variables = {"SERVING_LOG_PROMPTS": "true", "SERVING_ACCESS_LOG": "json"}
-    with running(make_model(tmp_path / "model"), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path / "model"), variables=variables, workers=1) as server:
         server.http.post("/invocations", json=request("a visible b", 3))
         wait_until(lambda: server.http.get("/console/requests").json()["kept"] >= 1, "it is there")
         assert "a visible b" in server.http.get("/console/requests/1").json()["prompt"]

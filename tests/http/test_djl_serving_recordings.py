@@ -30,9 +30,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int
     for model in store.iterdir():
         if len(list(model.iterdir())) == 1:  # only its properties differ from those of "probe"
             shutil.copy(store / "probe" / "model.py", model)
-    with running("--model-store", store) as server:
-        for _ in store.iterdir():
-            server.log_line(r"\] ready: process")
+    with running("--model-store", store, workers=len(list(store.iterdir()))) as server:
         yield "127.0.0.1", server.port
 
 

@@ -47,8 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, downloads: Path) -> Iterato
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:1/simple", "UV_DEFAULT_INDEX": "http://127.0.0.1:1/simple"}
     variables = {"SERVING_DOWNLOAD_DIR": str(downloads), "PYTHONPATH": "/of/the/server", **nowhere}
     model = make_own(tmp_path_factory.mktemp("server") / "plain", "def handle(inputs):\n    return None\n")
-    with running(model, variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, variables=variables, workers=1) as server:
         yield server
 
 

@@ -68,12 +68,11 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def checkpoint(directory: Path, **more: Any) -> Path:
     """Make the directory of a tiny model and return the path of its weights; `more` is what config.json says else."""
-    from tiny_models import FAMILIES, byte_tokenizer
+    from tiny_models import FAMILIES, saved_model
     from transformers import LlamaForCausalLM
 
     config = FAMILIES["llama"]()
-    LlamaForCausalLM(config).save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
+    saved_model(LlamaForCausalLM(config), directory)
     written = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(written | more))
     (directory / "serving.properties").write_text("option.rolling_batch=scheduler")

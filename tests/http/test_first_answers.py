@@ -27,12 +27,11 @@ def page(name: str) -> str:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with what the pages suppose: a model and adapters."""
     from adapter_helpers import save_adapter
-    from tiny_models import byte_tokenizer, tiny_model
+    from tiny_models import saved_model, tiny_model
 
     directory = tmp_path_factory.mktemp("files")
     model = tiny_model("llama")
-    model.save_pretrained(directory / "my-model")
-    byte_tokenizer().save_pretrained(directory / "my-model")
+    saved_model(model, directory / "my-model")
     for seed, name in enumerate(("my-french-adapter", "my-polite-adapter", "my-late-adapter")):
         save_adapter(model, directory / name, seed)
     return directory

@@ -34,9 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (home / "text" / "serving.properties").write_text("option.entryPoint=djl_python.echo")
     (home / "own" / "model.py").write_text(OWN)
     save_table(home / "table")
-    with running(*(home / name for name in ("text", "table", "own"))) as server:
-        for _ in range(3):
-            server.log_line(r"\] ready: process")
+    with running(*(home / name for name in ("text", "table", "own")), workers=3) as server:
         yield server
 
 

@@ -52,8 +52,7 @@ class LoggingServer:
 def logging_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoggingServer]:
     directory = tmp_path_factory.mktemp("metrics")
     variables = {"SERVING_LOG_DIR": str(directory / "logs")}
-    with running(make_own(directory / "model", CODE), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_own(directory / "model", CODE), variables=variables, workers=1) as server:
         yield LoggingServer(server, directory / "logs")
 
 
@@ -111,8 +110,7 @@ def test_a_scrape_may_ask_for_some_names(logging_server: LoggingServer) -> None:
 
 def test_what_is_refused_for_lack_of_workers_is_a_wlm_error(tmp_path: Path) -> None:
     variables = {"SERVING_EXTRA_LOGS": "access,server_metric"}
-    with running(make_own(tmp_path / "model", CODE), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_own(tmp_path / "model", CODE), variables=variables, workers=1) as server:
         assert server.http.put("/models/model?min_worker=0&max_worker=0").status_code == 200
         assert server.http.post("/predictions/model", json={"lines": []}).status_code == 503
         assert f'WlmError_total{{Host="{HOST}"}} 1.0' in server.http.get("/server/metrics").text

@@ -34,9 +34,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(store: Path) -> Iterator[Server]:
-    with running("--model-store", store / "start") as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running("--model-store", store / "start", workers=2) as server:
         yield server
 
 
@@ -82,16 +80,10 @@ def test_a_form_names_a_model_in_any_bytes(server: Server) -> None:
     assert (answer.status_code, answer.json()["type"]) == (404, "ModelNotFoundException")
 
 
-def described(server: Server, path: str) -> dict[str, Any]:
-    (element,) = server.http.get(f"/models/{path}").json()
-    (model,) = element["models"]
-    return dict(model)
-
-
 def until_status(server: Server, path: str, status: str) -> dict[str, Any]:
     """Ask for a model until it has this status, and return what describes it then."""
-    wait_until(lambda: described(server, path)["status"] == status, f"{path} is {status}")
-    return described(server, path)
+    wait_until(lambda: server.described(path)["status"] == status, f"{path} is {status}")
+    return server.described(path)
 
 
 def test_requests_go_to_the_model_that_they_name(server: Server) -> None:
@@ -157,7 +149,7 @@ def test_register_scale_and_unregister(server: Server, store: Path) -> None:
     assert response.json() == {
         "status": 'Workflow "echo" worker scaled. New Worker configuration min workers:2 max workers:4'
     }
-    model = described(server, "echo")
+    model = server.described("echo")
     assert (model["queueSize"], model["loadedAtStartup"]) == (5, False)
     assert [worker["id"] for worker in model["workerGroups"][0]["workers"]] == [1, 2]
     assert 'lmi_workers_ready{model="echo"} 2.0' in server.http.get("/metrics").text
@@ -180,7 +172,7 @@ def test_zero_and_minus_one_leave_a_number_as_it_is_configured(server: Server, s
     for value in (0, -1):
         response = register(server, store / "echo", **dict.fromkeys(numbers, value), min_worker=-1)
         assert (response.status_code, response.text) == (200, '{\n  "status": "Model \\"echo\\" registered."\n}\n')
-        model = described(server, "echo")
+        model = server.described("echo")
         assert [model[key] for key in ("batchSize", "queueSize", "maxBatchDelayMillis", "maxIdleSeconds")] == [
             *(1, 1000, 100, 60)
         ]
@@ -373,8 +365,7 @@ async def test_nobody_is_disturbed_by_models_that_come_and_go(server: Server, st
 
 def test_one_start_up_model_answers_what_names_none(tmp_path: Path) -> None:
     first, more = make_model(tmp_path / "first"), make_model(tmp_path / "more")
-    with running(first) as server:
-        server.log_line(r"\] ready: process")
+    with running(first, workers=1) as server:
         register(server, more)
         assert server.http.post("/invocations", json=request("a")).status_code == 200
         completion = {"model": "more", "prompt": "a", "max_tokens": 1}
@@ -390,8 +381,7 @@ def test_a_server_without_models(tmp_path: Path) -> None:
 
 
 def test_a_hung_request_is_given_up_with_503(tmp_path: Path) -> None:
-    with running(make_model(tmp_path / "model", FAULTS, predict_timeout=1)) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path / "model", FAULTS, predict_timeout=1), workers=1) as server:
         response = server.invoke("wait")
         assert (response.status_code, response.json()["type"]) == (503, "WlmException")
         assert "predict_timeout=1" in response.json()["message"]
@@ -411,8 +401,7 @@ def test_archives_of_a_store_are_loaded(tmp_path: Path) -> None:
 
 
 def test_the_log_level_changes_at_run_time(tmp_path: Path) -> None:
-    with running(make_model(tmp_path / "model", "fault_handlers:TalkativeHandler")) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path / "model", "fault_handlers:TalkativeHandler"), workers=1) as server:
         server.invoke("before")
         assert server.http.get("/server/logging?level=DEBUG").json() == {"status": "OK"}
         server.invoke("between")
@@ -462,8 +451,7 @@ def test_a_multi_model_endpoint_estimates_memory_by_the_files(store: Path, tmp_p
     with (large / "weights.bin").open("wb") as weights:
         weights.truncate(8 << 40)  # a sparse file of 8 TiB
     variables = {"SAGEMAKER_MULTI_MODEL": "true"}
-    with running(store / "start" / "first", variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(store / "start" / "first", variables=variables, workers=1) as server:
         refused = register(server, large)
         assert (refused.status_code, refused.json()["type"]) == (507, "WlmOutOfMemoryException")
         assert re.search(r"required_memory_mb: .* 10\d{6} MiB are needed", refused.json()["message"])

@@ -42,9 +42,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(home: Path) -> Iterator[Server]:
     """Serve models of a store to clients of this machine, the default."""
     models = [home / "store" / name for name in ("first", "raising", "broken")]
-    with running(*models, variables={"HF_TOKEN": "hf_planted_secret"}) as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running(*models, variables={"HF_TOKEN": "hf_planted_secret"}, workers=2) as server:
         yield server
 
 
@@ -57,8 +55,7 @@ def opened(home: Path) -> Iterator[Server]:
         "SERVING_MODEL_STORE": str(home / "store"),
         "SERVING_CORS_ALLOWED_ORIGIN": "https://console.example.com",
     }
-    with running(home / "store" / "first", variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(home / "store" / "first", variables=variables, workers=1) as server:
         yield server
 
 
@@ -278,8 +275,7 @@ def test_strangers_read_no_local_paths(server: Server, home: Path) -> None:
 def test_strangers_see_no_file_urls_of_adapters(tmp_path: Path) -> None:
     model, adapter = make_model(tmp_path / "model", enable_lora="true"), tmp_path / "outside"
     adapter.mkdir()
-    with running(model) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, workers=1) as server:
         for number, src in enumerate((f"file:{adapter}", f"file://{adapter}", str(adapter))):
             parameters = {"name": f"a{number}", "src": src}
             assert server.http.post("/models/model/adapters", params=parameters).status_code == 200

@@ -29,8 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Serve one model with the adapter "own"."""
     model = make_model(tmp_path_factory.mktemp("metrics") / "model", enable_lora="true")
     (model / "adapters" / "own").mkdir(parents=True)
-    with running(model) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, workers=1) as server:
         yield server
 
 

@@ -95,8 +95,7 @@ def server(store: Path) -> Iterator[Server]:
     """Serve a model with an adapter beside it."""
     model = make_model(store / "model", FAULTS, served_model_name="alias", enable_lora="true")
     (model / "adapters" / "own").mkdir(parents=True)
-    with running(model) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, workers=1) as server:
         yield server
 
 
@@ -143,9 +142,7 @@ def test_of_several_models_the_one_of_the_start_is_meant(server: Server, store: 
 def test_a_name_that_is_an_address_wins(tmp_path: Path) -> None:
     for name, alias in (("first", ADDRESS), ("second", "x")):
         make_model(tmp_path / "store" / name, FAULTS, served_model_name=alias)
-    with running("--model-store", tmp_path / "store") as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running("--model-store", tmp_path / "store", workers=2) as server:
         assert ask(server, ADDRESS).json()["model"] == ADDRESS
         assert ask(server, "http://another.example").status_code == 404
 
@@ -154,8 +151,7 @@ def test_a_model_that_loads_adapters_on_demand_takes_each_of_its_store(tmp_path:
     keys = {"enable_lora": "true", "dynamic_lora_loading_path": "stored", "max_num_adapters_per_replica": 2}
     model = make_model(tmp_path / "model", FAULTS, **keys)
     (model / "stored" / "late").mkdir(parents=True)
-    with running(model) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, workers=1) as server:
         assert ask(server, "late").json()["choices"][0]["text"] == " late: a"
         assert ask(server, "model:late").json()["choices"][0]["text"] == " late: a"
         assert ask(server, ADDRESS).json()["choices"][0]["text"] == " a b"
@@ -172,8 +168,7 @@ def test_a_model_that_loads_adapters_on_demand_takes_each_of_its_store(tmp_path:
     ids=["own code", "custom handler", "input formatter"],
 )
 def test_code_of_the_user_reads_any_name(tmp_path: Path, code: str, keys: dict[str, str], answer: str) -> None:
-    with running(make_own(tmp_path / "model", code, **keys)) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_own(tmp_path / "model", code, **keys), workers=1) as server:
         reply = server.http.post("/v1/completions", json={"model": "any name"})
         assert reply.status_code == 200, reply.text
         assert answer in reply.text

@@ -26,8 +26,7 @@ LEFT_OUT = ("/server/logging", "/models/{model}/canary")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     limit = {"SERVING_MAX_REQUEST_SIZE": "4096"}
-    with running(make_model(tmp_path_factory.mktemp("openapi") / "model"), variables=limit) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path_factory.mktemp("openapi") / "model"), variables=limit, workers=1) as server:
         yield server
 
 

@@ -380,8 +380,7 @@ def test_adapters_of_other_machines_are_checked_when_they_are_registered_and_upd
     for directory in (model / "adapters" / "own", outside):
         directory.mkdir(parents=True)
     variables = {"SERVING_MANAGEMENT_CLIENTS": "any", "SERVING_MODEL_STORE": str(tmp_path / "store")}
-    with running(model, variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, variables=variables, workers=1) as server:
         for src in (f"file:{outside}", "s3://bucket/adapter", "owner/adapter"):
             for path in ("/models/model/adapters", "/models/model/adapters/own/update"):
                 assert status(server, path, {"name": "a", "src": src}) == 403

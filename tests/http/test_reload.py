@@ -57,9 +57,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(store: Path) -> Iterator[Server]:
-    with running("--model-store", store, libraries="worker") as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running("--model-store", store, libraries="worker", workers=2) as server:
         yield server
 
 
@@ -82,14 +80,9 @@ def reload(server: Server, model: str, **parameters: Any) -> httpx.Response:
     return server.http.post(f"/models/{model}/reload", params=parameters)
 
 
-def described(server: Server, model: str) -> dict[str, Any]:
-    found: dict[str, Any] = server.http.get(f"/models/{model}").json()[0]["models"][0]
-    return found
-
-
 def workers(server: Server) -> dict[int, int]:
     """Return the process of each worker by its number."""
-    (group,) = described(server, "model")["workerGroups"]
+    (group,) = server.described()["workerGroups"]
     return {worker["id"]: worker["pid"] for worker in group["workers"]}
 
 
@@ -168,7 +161,7 @@ def test_a_version_that_does_not_load_leaves_the_model_as_it_was(server: Server,
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr.count("\n") == 1
     assert "no greeting" in failed.stderr
-    found = described(server, "model")
+    found = server.described()
     assert (found["status"], found["reload"]["status"]) == ("Healthy", "FAILED")
     assert "no greeting" in found["reload"]["reason"]
     assert say(server) == "one " * 5
@@ -176,7 +169,7 @@ def test_a_version_that_does_not_load_leaves_the_model_as_it_was(server: Server,
     done = run_command("reload", "model", "--url", url, env=environment, cwd=store)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("model: loaded again in ")
-    assert described(server, "model")["reload"]["status"] == "DONE"
+    assert server.described()["reload"]["status"] == "DONE"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +210,7 @@ def test_what_calls_have_changed_survives(server: Server, store: Path, tmp_path:
     assert reload(server, "echo").status_code == 200
     names = [model["id"] for model in server.http.get("/v1/models").json()["data"]]
     assert names == ["echo", "after", "model", "mine"]
-    (group,) = described(server, "echo")["workerGroups"]
+    (group,) = server.described("echo")["workerGroups"]
     assert (group["minWorkers"], group["maxWorkers"], len(group["workers"])) == (2, 3, 2)
     answer = server.http.post("/predictions/echo", json={"inputs": "a", "adapters": "mine"})
     assert answer.status_code == 200, answer.text
@@ -235,14 +228,14 @@ def test_a_model_that_has_failed_is_loaded_again(server: Server, tmp_path: Path)
     model = make_own(tmp_path / "late", CODE, greeting="broken")
     parameters = {"url": str(model), "synchronous": "false"}
     assert server.http.post("/models", params=parameters).status_code == 202
-    wait_until(lambda: described(server, "late")["status"] == "FAILED", "the model has failed")
+    wait_until(lambda: server.described("late")["status"] == "FAILED", "the model has failed")
     answer = reload(server, "late")
     assert answer.status_code >= 400
-    assert described(server, "late")["status"] == "FAILED"
+    assert server.described("late")["status"] == "FAILED"
     configure(model, greeting="three")
     answer = reload(server, "late", synchronous="false")
     assert (answer.status_code, answer.json()) == (202, {"status": 'Model "late" reload scheduled.'})
-    wait_until(lambda: described(server, "late")["status"] == "Healthy", "the model serves")
+    wait_until(lambda: server.described("late")["status"] == "Healthy", "the model serves")
     assert server.http.post("/predictions/late", content=b"x").text == "three " * 5
     assert server.http.delete("/models/late").status_code == 200
 
@@ -250,14 +243,13 @@ def test_a_model_that_has_failed_is_loaded_again(server: Server, tmp_path: Path)
 @pytest.mark.slow
 def test_a_changed_file_is_loaded_and_a_broken_one_is_not(tmp_path: Path) -> None:
     model = make_own(tmp_path / "model", CODE, greeting="one")
-    with running(model, libraries="worker", variables={"SERVING_RELOAD_ON_CHANGE": "true"}) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, libraries="worker", variables={"SERVING_RELOAD_ON_CHANGE": "true"}, workers=1) as server:
         assert say(server) == "one " * 5
         configure(model, greeting="two")
         wait_until(lambda: say(server) == "two " * 5, "the changed configuration is served")
         configure(model, entryPoint="nowhere.py")
-        wait_until(lambda: described(server, "model")["reload"]["status"] == "FAILED", "the broken file was read")
+        wait_until(lambda: server.described()["reload"]["status"] == "FAILED", "the broken file was read")
         assert say(server) == "two " * 5
         (model / "serving.properties").write_text("option.greeting=three")
         wait_until(lambda: say(server) == "three " * 5, "the mended file is served")
-        wait_until(lambda: described(server, "model")["reload"]["status"] == "DONE", "and nothing else is loaded")
+        wait_until(lambda: server.described()["reload"]["status"] == "DONE", "and nothing else is loaded")

@@ -114,8 +114,7 @@ def test_the_last_lines_and_cloudwatchs_metrics_are_written_at_the_end(server: S
 
 def test_as_text_with_samples(tmp_path: Any) -> None:
     variables = {"SERVING_ACCESS_LOG": "text", "SERVING_ACCESS_LOG_SAMPLE": "0"}
-    with running(make_model(tmp_path / "model"), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path / "model"), variables=variables, workers=1) as server:
         server.invoke("a", headers={"x-request-id": "left-out"})
         server.invoke("raise", headers={"x-request-id": "kept"})
         server.log_line(r"^\S+Z access 127\.0\.0\.1 invocations 424 [\d.]+ms id=kept model=model queue_ms=[\d.]+$")

@@ -31,9 +31,7 @@ def handle(inputs):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("endpoints")
-    with running(make_model(directory / "model"), make_own(directory / "own", OWN)) as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running(make_model(directory / "model"), make_own(directory / "own", OWN), workers=2) as server:
         yield server
 
 
@@ -122,8 +120,7 @@ def test_other_paths_and_methods_are_not_there(server: Server, method: str, path
 
 def test_where_keys_are_wanted_a_signature_is_none(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = make_model(tmp_path_factory.mktemp("keys") / "model")
-    with running(model, variables={"SERVING_API_KEYS": KEY}) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, variables={"SERVING_API_KEYS": KEY}, workers=1) as server:
         client = sagemaker_runtime(server.port)
         with pytest.raises(client.exceptions.ClientError) as raised:
             client.invoke_endpoint(EndpointName="model", Body=body("a"))

@@ -56,9 +56,7 @@ print(json.dumps([answer, [line["token"]["text"] for line in lines], seen]))
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("endpoints")
-    with running(make_model(directory / "model"), make_own(directory / "own", SEEN)) as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running(make_model(directory / "model"), make_own(directory / "own", SEEN), workers=2) as server:
         yield server
 
 

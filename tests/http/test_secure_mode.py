@@ -33,8 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "SAGEMAKER_UNTRUSTED_CHANNELS": str(directory / "channel"),
         "SERVING_DOWNLOAD_DIR": str(directory / "downloads"),
     }
-    with running(make(directory / "model", "trusted.bin"), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make(directory / "model", "trusted.bin"), variables=variables, workers=1) as server:
         yield server
 
 

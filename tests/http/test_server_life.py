@@ -102,8 +102,7 @@ def health(server: Server) -> tuple[int, int]:
 def test_ping_waits_for_every_model_of_the_start(tmp_path: Path) -> None:
     make_model(tmp_path / "store" / "fast")
     slow = make_model(tmp_path / "store" / "slow", "fault_handlers:GatedHandler")
-    with running("--model-store", tmp_path / "store", libraries="") as server:
-        server.log_line(r"\] ready: process")
+    with running("--model-store", tmp_path / "store", libraries="", workers=1) as server:
         response = server.http.get("/ping")
         states = {"fast": {"status": "Healthy"}, "slow": {"status": "PENDING"}}
         assert (response.status_code, response.json()) == (503, states)

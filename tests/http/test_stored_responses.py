@@ -39,8 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "SERVING_API_KEYS": ",".join(KEYS),
         "SERVING_RESPONSES_MAX_BACKGROUND": "2",
     }
-    with running(make_model(directory / "model", echo_delay_ms=5), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(directory / "model", echo_delay_ms=5), variables=variables, workers=1) as server:
         yield server
 
 
@@ -209,15 +208,13 @@ def test_bodies_that_are_no_request(server: Server, body: bytes) -> None:
 def test_responses_outlive_their_server_and_what_it_could_not_end_has_failed(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", echo_delay_ms=5)
     variables = {"SERVING_RESPONSES_STORE": str(tmp_path / "store")}
-    with running(model, variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, variables=variables, workers=1) as server:
         client = client_of(server)
         first = create(client, "one two", tokens=2)
         response = create(client, "x", tokens=100_000, background=True)
         server.process.kill()
         server.ended()
-    with running(model, variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, variables=variables, workers=1) as server:
         client = client_of(server)
         assert client.responses.retrieve(first.id) == first
         assert create(client, "three", previous_response_id=first.id).output_text.startswith(" one two one two three")
@@ -228,8 +225,7 @@ def test_responses_outlive_their_server_and_what_it_could_not_end_has_failed(tmp
 def test_without_a_store_nothing_is_kept(tmp_path: Path) -> None:
     import openai
 
-    with running(make_model(tmp_path / "model")) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path / "model"), workers=1) as server:
         client = client_of(server)
         response = create(client, "one two")
         with pytest.raises(openai.NotFoundError):

@@ -80,8 +80,7 @@ def server(directory: Path) -> Iterator[Server]:
         "SERVING_CERTIFICATE_FILE": str(directory / "server.pem"),
         "SERVING_PRIVATE_KEY_FILE": str(directory / "server.key"),
     }
-    with running(make_model(directory / "model"), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(directory / "model"), variables=variables, workers=1) as server:
         yield server
 
 

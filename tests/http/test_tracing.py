@@ -38,16 +38,14 @@ def server(tmp_path_factory: pytest.TempPathFactory, receiver: Receiver) -> Iter
         "OTEL_BSP_SCHEDULE_DELAY": "20",
         "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
     }
-    with running(make_model(tmp_path_factory.mktemp("traced") / "model"), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path_factory.mktemp("traced") / "model"), variables=variables, workers=1) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def sampling(tmp_path_factory: pytest.TempPathFactory, receiver: Receiver) -> Iterator[Server]:
     variables = {"SERVING_OTLP_TRACES_ENDPOINT": receiver.endpoint, "SERVING_TRACE_SAMPLE": "0.25"}
-    with running(make_model(tmp_path_factory.mktemp("sampling") / "model"), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path_factory.mktemp("sampling") / "model"), variables=variables, workers=1) as server:
         yield server
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from relay_helpers import on_loop
 from server_helpers import Server, connect, make_model, raw_request, received, request, running
 from waiting import wait_until
 
@@ -205,8 +206,7 @@ def test_the_prefix_cache_is_reset(server: Server) -> None:
 
 def test_a_request_wakes_a_model_if_a_setting_says_so(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", minWorkers=1, maxWorkers=1)
-    with running(model, variables={"SERVING_WAKE_ON_REQUEST": "true"}) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, variables={"SERVING_WAKE_ON_REQUEST": "true"}, workers=1) as server:
         for level in (1, 2):
             assert server.http.post("/sleep", params={"level": level}).status_code == 200
             with ThreadPoolExecutor() as threads:
@@ -217,8 +217,7 @@ def test_a_request_wakes_a_model_if_a_setting_says_so(tmp_path: Path) -> None:
 
 def test_requests_that_wait_for_a_model_to_wake_up_are_bounded_and_have_deadlines(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", minWorkers=1, maxWorkers=1, job_queue_size=2)
-    with running(model, variables={"SERVING_WAKE_ON_REQUEST": "true"}) as server:
-        server.log_line(r"\] ready: process")
+    with running(model, variables={"SERVING_WAKE_ON_REQUEST": "true"}, workers=1) as server:
         assert server.http.post("/sleep", params={"level": 2}).status_code == 200
         late = server.http.post("/invocations", json=request("a", 2), headers={"x-request-timeout": "0.001"})
         assert (late.status_code, "waited for model model to wake up" in late.text) == (504, True), late.text
@@ -286,55 +285,47 @@ class FakeModel(SimpleNamespace):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-def test_a_worker_that_does_not_fall_asleep_in_time_is_killed_and_the_model_stays_awake() -> None:
-    async def run() -> None:
-        good, hung = FakeWorker("sleep", "wake_up"), FakeWorker("wake_up")
-        model, sleepers = fake_model(good, hung), Sleepers(1.0, True, 0.01)
-        with pytest.raises(ModelNotReadyError, match=r"did not answer sleep within sleep_timeout=0\.01 seconds"):
-            await sleepers.sleep(model, 1, "abort")
-        assert (good.killed, hung.killed) == (0, 1)
-        assert (sleepers.level(model), model.pool.gate, model.pool.availability.paused) == (None, None, None)
-
-    asyncio.run(run())
-
-
-def test_a_worker_that_does_not_wake_up_in_time_is_killed_and_the_model_is_awake() -> None:
-    async def run() -> None:
-        hung = FakeWorker("sleep")
-        model, sleepers = fake_model(hung), Sleepers(1.0, True, 0.01)
+@on_loop
+async def test_a_worker_that_does_not_fall_asleep_in_time_is_killed_and_the_model_stays_awake() -> None:
+    good, hung = FakeWorker("sleep", "wake_up"), FakeWorker("wake_up")
+    model, sleepers = fake_model(good, hung), Sleepers(1.0, True, 0.01)
+    with pytest.raises(ModelNotReadyError, match=r"did not answer sleep within sleep_timeout=0\.01 seconds"):
         await sleepers.sleep(model, 1, "abort")
-        await model.pool.gate.wait(None)
-        assert hung.killed == 1
-        assert sleepers.level(model) is None
-
-    asyncio.run(run())
+    assert (good.killed, hung.killed) == (0, 1)
+    assert (sleepers.level(model), model.pool.gate, model.pool.availability.paused) == (None, None, None)
 
 
-def test_a_gate_holds_back_no_more_than_its_capacity_and_each_place_is_freed() -> None:
-    async def run() -> None:
-        opened = asyncio.Event()
+@on_loop
+async def test_a_worker_that_does_not_wake_up_in_time_is_killed_and_the_model_is_awake() -> None:
+    hung = FakeWorker("sleep")
+    model, sleepers = fake_model(hung), Sleepers(1.0, True, 0.01)
+    await sleepers.sleep(model, 1, "abort")
+    await model.pool.gate.wait(None)
+    assert hung.killed == 1
+    assert sleepers.level(model) is None
 
-        async def until_open() -> None:
-            await opened.wait()
 
-        gate = Gate(until_open, 3, "for a test")
-        waiting = [asyncio.create_task(gate.wait(None)) for _ in range(3)]
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="job_queue_size=3 requests wait for a test"):
-            await gate.wait(None)
-        waiting[0].cancel()
-        await asyncio.wait(waiting[:1])
-        past = Deadline(time.monotonic() - 1, "x-request-timeout=1", ends_running=True)
-        with pytest.raises(
-            DeadlineError, match=r"waited for a test until its deadline \(x-request-timeout=1 seconds\)"
-        ):
-            await gate.wait(past)
-        assert gate.waiting == 2
-        opened.set()
-        await asyncio.gather(*waiting[1:])
-        assert gate.waiting == 0
+@on_loop
+async def test_a_gate_holds_back_no_more_than_its_capacity_and_each_place_is_freed() -> None:
+    opened = asyncio.Event()
 
-    asyncio.run(run())
+    async def until_open() -> None:
+        await opened.wait()
+
+    gate = Gate(until_open, 3, "for a test")
+    waiting = [asyncio.create_task(gate.wait(None)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError, match="job_queue_size=3 requests wait for a test"):
+        await gate.wait(None)
+    waiting[0].cancel()
+    await asyncio.wait(waiting[:1])
+    past = Deadline(time.monotonic() - 1, "x-request-timeout=1", ends_running=True)
+    with pytest.raises(DeadlineError, match=r"waited for a test until its deadline \(x-request-timeout=1 seconds\)"):
+        await gate.wait(past)
+    assert gate.waiting == 2
+    opened.set()
+    await asyncio.gather(*waiting[1:])
+    assert gate.waiting == 0
 
 
 def test_a_time_out_of_its_own_is_no_deadline() -> None:

@@ -34,8 +34,7 @@ def handle(inputs):
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("server")
     variables = {"HOME_OF_TEST": "server", "SERVING_DOWNLOAD_DIR": str(directory / "downloads")}
-    with running(make_own(directory / "model", CODE), variables=variables) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_own(directory / "model", CODE), variables=variables, workers=1) as server:
         yield server
 
 

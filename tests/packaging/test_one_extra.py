@@ -35,12 +35,11 @@ class Case:
 
 
 def llama(directory: Path) -> None:
-    from tiny_models import byte_tokenizer, llama_of_whole_blocks
+    from tiny_models import llama_of_whole_blocks, saved_model
 
     model = llama_of_whole_blocks()
     model.resize_token_embeddings(260)  # two ranks share the vocabulary
-    model.save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
+    saved_model(model, directory)
 
 
 def llama_for_vllm(directory: Path) -> None:

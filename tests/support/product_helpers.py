@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 from forked_servers import ForkedCommand
+from model_directories import write_properties
 from process_log import LIMIT_S, ProcessLog
 from processes import worker_of
 from waiting import wait_until
@@ -88,16 +89,9 @@ def serving(
 ) -> Iterator[Server]:
     """Serve a model from a directory whose serving.properties has these options, and whose model.py is `code`.
 
-    `libraries` are those of Server. `engine`, and keys in full that begin with "option.", are taken as they are.
+    `libraries` are those of Server. Their names are those of write_properties.
     """
-    directory = parent / "model"
-    directory.mkdir()
-    keys = {
-        name if name == "engine" or name.startswith("option.") else f"option.{name}": value
-        for name, value in {"model_id": str(model), **options}.items()
-    }
-    lines = [f"{key}={value}" for key, value in keys.items()]
-    (directory / "serving.properties").write_text("\n".join(lines))
+    directory = write_properties(parent / "model", **{"model_id": str(model), **options})
     if code is not None:
         (directory / "model.py").write_text(code)
     with running(Server(directory, libraries=libraries)) as server:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+from model_directories import write_properties
 from paths import ROOT
 from waiting import wait_until
 
@@ -219,13 +220,12 @@ def loaded(
 def tiny_models_of_a_cluster(directory: Path) -> tuple[Path, Path]:
     """Make an LLMConfig with a store of adapters, and a file of RayLLM that splits the same weights over two ranks."""
     from adapter_helpers import save_adapter
-    from tiny_models import FAMILIES, byte_tokenizer, random_model
+    from tiny_models import FAMILIES, random_model, saved_model
 
     config = FAMILIES["llama"]()
     config.update({"vocab_size": 260, "max_position_embeddings": 200_000})  # two ranks share the vocabulary
     model = random_model(config)
-    model.save_pretrained(directory / "weights")
-    byte_tokenizer().save_pretrained(directory / "weights")
+    saved_model(model, directory / "weights")
     for seed, name in enumerate(("red", "green", "blue")):
         save_adapter(model, directory / "loras" / name, seed)
     tiny, split = directory / "tiny.yaml", directory / "split.yaml"
@@ -268,8 +268,4 @@ scaling_config:
 
 def echo_model(directory: Path, delay_ms: int, **keys: Any) -> Path:
     """Make a model directory that answers a token every `delay_ms`."""
-    directory.mkdir(parents=True)
-    lines = ["option.entryPoint=djl_python.echo", f"option.echo_delay_ms={delay_ms}"]
-    lines += [f"{key}={value}" for key, value in keys.items()]
-    (directory / "serving.properties").write_text("\n".join(lines))
-    return directory
+    return write_properties(directory, entryPoint="djl_python.echo", echo_delay_ms=delay_ms, **keys)

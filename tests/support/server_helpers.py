@@ -13,22 +13,12 @@ from typing import Any
 
 import httpx
 from forked_servers import ForkedServer
+from model_directories import write_properties
 from paths import TESTS
 from process_log import LIMIT_S, ProcessLog
 from processes import worker_of
 from relay_helpers import FAULTS, HANDLERS
 from waiting import wait_until
-
-SERVING_KEYS = {
-    "job_queue_size",
-    "minWorkers",
-    "maxWorkers",
-    "max_idle_time",
-    "max_worker_memory_mb",
-    "retry_threshold",
-    "required_memory_mb",
-    "reserved_memory_mb",
-}
 
 
 class Server:
@@ -61,6 +51,12 @@ class Server:
         found = re.search(pattern, self.http.get("/metrics").text, re.MULTILINE)
         return None if found is None else float(found[1])
 
+    def described(self, model: str = "model") -> dict[str, Any]:
+        """Return what the management API says of a model."""
+        (element,) = self.http.get(f"/models/{model}").json()
+        (found,) = element["models"]
+        return dict(found)
+
     def until(self, name: str, value: float, model: str = "model") -> None:
         """Ask for a metric until it has this value."""
         wait_until(lambda: self.metric(name, model) == value, f"{name} is {value}")
@@ -86,19 +82,18 @@ class Server:
 def make_model(directory: Path, handler: str = FAULTS, **options: Any) -> Path:
     """Make a model directory with these options; those of the model server itself are not "option."."""
     directory.mkdir(parents=True)
-    keys = {name if name in SERVING_KEYS else f"option.{name}": value for name, value in options.items()}
-    keys = {"option.entryPoint": "djl_python.echo", "option.test_handler": handler, **keys}
-    (directory / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in keys.items()))
-    return directory
+    return write_properties(directory, **{"entryPoint": "djl_python.echo", "test_handler": handler, **options})
 
 
 @contextlib.contextmanager
 def running(
-    *arguments: str | Path, variables: dict[str, str] | None = None, libraries: str = "worker"
+    *arguments: str | Path, variables: dict[str, str] | None = None, libraries: str = "worker", workers: int = 0
 ) -> Iterator[Server]:
-    """Start a server and stop it at the end."""
+    """Start a server and stop it at the end; `workers` are ready before anything else."""
     server = Server(*arguments, variables=variables, libraries=libraries)
     try:
+        for _ in range(workers):
+            server.log_line(r"\] ready: process")
         yield server
     finally:
         if server.process.returncode is None:
@@ -116,9 +111,7 @@ def serving(
 ) -> Iterator[Server]:
     """Serve a model named "model", which is in directory / "model"."""
     model = make_model(directory / "model", handler, **options)
-    with running(model, variables=variables, libraries=libraries) as server:
-        if ready:
-            server.log_line(r"\] ready: process")
+    with running(model, variables=variables, libraries=libraries, workers=int(ready)) as server:
         yield server
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -110,6 +111,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def saved_model(model: PreTrainedModel, directory: Path) -> Path:
+    """Save a model with the tokenizer of bytes; return the directory."""
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
 
 
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:

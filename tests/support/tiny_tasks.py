@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_models import byte_tokenizer, tiny_model
+from model_directories import write_properties
+from tiny_models import byte_tokenizer, saved_model, tiny_model
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -235,8 +236,7 @@ def whisper(directory: Path, english_only: bool = False, **generation: Any) -> N
 
 
 def _causal(directory: Path) -> None:
-    tiny_model("llama").save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
+    saved_model(tiny_model("llama"), directory)
 
 
 MODELS: dict[str, Callable[[Path], None]] = {
@@ -263,8 +263,4 @@ def make_task_model(task: str, directory: Path, **options: Any) -> Path:
     """Make a model directory for `task`; `options` are keys without "option.", but for batch_size and its like."""
     directory.mkdir(parents=True, exist_ok=True)
     MODELS[task](directory)
-    serving = {"batch_size", "max_batch_delay"}
-    options = {"task": task, "rolling_batch": "disable", **options}
-    keys = {name if name in serving else f"option.{name}": value for name, value in options.items()}
-    (directory / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in keys.items()))
-    return directory
+    return write_properties(directory, **{"task": task, "rolling_batch": "disable", **options})

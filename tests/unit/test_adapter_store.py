@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from relay_helpers import on_loop
 
 from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.contract.errors import DeadlineError, ModelNotFoundError, ModelNotReadyError, QueueFullError
@@ -66,103 +65,85 @@ def asking(name: str) -> Input:
     return Input("", {ADAPTER_HEADER: name}, [], "id")
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
+@on_loop
+async def test_the_one_that_was_used_longest_ago_makes_room() -> None:
+    store = Store()
+    await store.used("a", "b", "a", "c")
+    assert store.worker.has == ["a", "c"]
 
 
-def test_the_one_that_was_used_longest_ago_makes_room() -> None:
-    async def test() -> None:
-        store = Store()
-        await store.used("a", "b", "a", "c")
-        assert store.worker.has == ["a", "c"]
-
-    run(test)
-
-
-def test_one_that_is_held_stays_and_others_wait_for_its_end() -> None:
-    async def test() -> None:
-        store = Store()
-        await store.store.hold(asking("a"))
-        await store.used("b", "c", "d")
-        assert store.worker.has == ["a", "d"]
-        await store.store.hold(asking("d"))
-        waiting = asyncio.create_task(store.used("e"))
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        store.store.release(asking("a"))
-        await waiting
-        assert store.worker.has == ["d", "e"]
-
-    run(test)
+@on_loop
+async def test_one_that_is_held_stays_and_others_wait_for_its_end() -> None:
+    store = Store()
+    await store.store.hold(asking("a"))
+    await store.used("b", "c", "d")
+    assert store.worker.has == ["a", "d"]
+    await store.store.hold(asking("d"))
+    waiting = asyncio.create_task(store.used("e"))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    store.store.release(asking("a"))
+    await waiting
+    assert store.worker.has == ["d", "e"]
 
 
-def test_a_request_waits_for_room_until_its_deadline_alone() -> None:
-    async def test() -> None:
-        store = Store()
-        await store.store.hold(asking("a"))
-        await store.store.hold(asking("b"))
-        deadline = Deadline(time.monotonic() + 0.01, "0.01", ends_running=False)
-        with pytest.raises(DeadlineError, match=r"waited for its adapter until its deadline \(0\.01 seconds\)"):
-            await hold_in_time(store.store, asking("c"), deadline)
-        await hold_in_time(store.store, asking("a"), deadline)  # it is there
-        store.store.release(asking("b"))
-        await store.used("c")
-        assert store.worker.has == ["a", "c"]
-
-    run(test)
+@on_loop
+async def test_a_request_waits_for_room_until_its_deadline_alone() -> None:
+    store = Store()
+    await store.store.hold(asking("a"))
+    await store.store.hold(asking("b"))
+    deadline = Deadline(time.monotonic() + 0.01, "0.01", ends_running=False)
+    with pytest.raises(DeadlineError, match=r"waited for its adapter until its deadline \(0\.01 seconds\)"):
+        await hold_in_time(store.store, asking("c"), deadline)
+    await hold_in_time(store.store, asking("a"), deadline)  # it is there
+    store.store.release(asking("b"))
+    await store.used("c")
+    assert store.worker.has == ["a", "c"]
 
 
-def test_one_that_is_missing_costs_no_place() -> None:
-    async def test() -> None:
-        store = Store()
-        await store.used("a", "b")
-        with pytest.raises(ModelNotFoundError):
-            await store.used("missing")
-        assert store.worker.has == ["a", "b"]
-
-    run(test)
+@on_loop
+async def test_one_that_is_missing_costs_no_place() -> None:
+    store = Store()
+    await store.used("a", "b")
+    with pytest.raises(ModelNotFoundError):
+        await store.used("missing")
+    assert store.worker.has == ["a", "b"]
 
 
-def test_who_waits_when_the_workers_end_is_told_so() -> None:
+@on_loop
+async def test_who_waits_when_the_workers_end_is_told_so() -> None:
     """It is not the client that has left: the front end sends the request to the workers that take their place."""
 
-    async def test() -> None:
-        store = Store()
-        store.arrived.clear()
-        waiting = asyncio.create_task(store.used("a"))
-        await asyncio.sleep(0.01)
-        store.store.stop()
-        with pytest.raises(ModelNotReadyError):
-            await waiting
-
-    run(test)
+    store = Store()
+    store.arrived.clear()
+    waiting = asyncio.create_task(store.used("a"))
+    await asyncio.sleep(0.01)
+    store.store.stop()
+    with pytest.raises(ModelNotReadyError):
+        await waiting
 
 
-def test_a_client_that_leaves_does_not_stop_the_load_for_others() -> None:
-    async def test() -> None:
-        store = Store(max_waiting=2)
-        store.arrived.clear()
-        leaving, staying = asyncio.create_task(store.used("a")), asyncio.create_task(store.used("a"))
-        await asyncio.sleep(0.01)
-        with pytest.raises(QueueFullError):
-            await store.used("b")
-        leaving.cancel()
-        store.arrived.set()
-        await staying
-        assert store.worker.has == ["a"]
-
-    run(test)
+@on_loop
+async def test_a_client_that_leaves_does_not_stop_the_load_for_others() -> None:
+    store = Store(max_waiting=2)
+    store.arrived.clear()
+    leaving, staying = asyncio.create_task(store.used("a")), asyncio.create_task(store.used("a"))
+    await asyncio.sleep(0.01)
+    with pytest.raises(QueueFullError):
+        await store.used("b")
+    leaving.cancel()
+    store.arrived.set()
+    await staying
+    assert store.worker.has == ["a"]
 
 
-def test_one_that_a_call_has_removed_is_loaded_again() -> None:
-    async def test() -> None:
-        store = Store()
-        await store.used("a")
-        await store.adapters.remove("a")
-        await store.used("a", "b")
-        assert store.worker.has == ["a", "b"]
-
-    run(test)
+@on_loop
+async def test_one_that_a_call_has_removed_is_loaded_again() -> None:
+    store = Store()
+    await store.used("a")
+    await store.adapters.remove("a")
+    await store.used("a", "b")
+    assert store.worker.has == ["a", "b"]
 
 
 @pytest.mark.parametrize("name", ["..", "../a", "a/b", "", ".hidden", "a\n", "other"])

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import msgspec
 import pytest
+from model_directories import write_properties
 from relay_helpers import on_loop
 
 from lmi_server.artifacts.fetch import artifact_settings
@@ -24,9 +25,7 @@ MIB = 2**20
 
 
 def make_model(directory: Path, required_mb: int) -> ModelSource:
-    directory.mkdir()
-    keys = {"option.entryPoint": "echo", "required_memory_mb": required_mb, "reserved_memory_mb": 0, "minWorkers": 0}
-    (directory / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in keys.items()))
+    write_properties(directory, entryPoint="echo", required_memory_mb=required_mb, reserved_memory_mb=0, minWorkers=0)
     return ModelSource(str(directory), directory.name)
 
 

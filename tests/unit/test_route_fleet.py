@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from relay_helpers import on_loop
 
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.route.connection import Peer
@@ -47,20 +48,18 @@ class ListingServer(asyncio.Protocol):
             self._closed.set()
 
 
-def test_addresses_come_and_go() -> None:
-    async def follow() -> list[set[str]]:
-        fleet = Fleet([URL], None, 1.0)
-        place = FakePlace(fleet)
-        found = []
-        for addresses in ({"10.0.0.1", "10.0.0.2"}, {"10.0.0.2", "10.0.0.3"}, None, set[str]()):
-            place.addresses = addresses
-            before = dict(fleet.servers)
-            await fleet._follow(cast(Any, place))
-            assert all(fleet.servers[key] is before[key] for key in fleet.servers.keys() & before.keys())
-            found.append({server.peer.address for server in fleet.servers.values()})
-        return found
-
-    assert asyncio.run(follow()) == [
+@on_loop
+async def test_addresses_come_and_go() -> None:
+    fleet = Fleet([URL], None, 1.0)
+    place = FakePlace(fleet)
+    found = []
+    for addresses in ({"10.0.0.1", "10.0.0.2"}, {"10.0.0.2", "10.0.0.3"}, None, set[str]()):
+        place.addresses = addresses
+        before = dict(fleet.servers)
+        await fleet._follow(cast(Any, place))
+        assert all(fleet.servers[key] is before[key] for key in fleet.servers.keys() & before.keys())
+        found.append({server.peer.address for server in fleet.servers.values()})
+    assert found == [
         {"10.0.0.1", "10.0.0.2"},
         {"10.0.0.2", "10.0.0.3"},
         {"10.0.0.2", "10.0.0.3"},
@@ -82,28 +81,26 @@ class SlowPlace(FakePlace):
         return await super().peers()
 
 
-def test_a_name_server_that_does_not_answer_delays_no_check_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_a_name_server_that_does_not_answer_delays_no_check_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmi_server.route.fleet._LOOK_UP_S", 0.01)
 
-    async def follow() -> None:
-        fleet = Fleet([URL], None, 0.01)
-        slow, other = SlowPlace(fleet), FakePlace(fleet)
-        slow.site = slow.site._replace(url="http://slow.example:8000")
-        slow.addresses, other.addresses = {"127.0.0.1"}, {"127.0.0.1"}
-        fleet._places = cast(Any, [slow, other])
-        rounds = asyncio.Semaphore(0)
-        fleet.on_checked = rounds.release
-        running = asyncio.create_task(fleet.run())
-        for _ in range(3):
-            await asyncio.wait_for(rounds.acquire(), 60)
-        assert [url for url, _ in fleet.servers] == [other.site.url]
-        assert slow.asked == 1, "it is asked once at a time"
-        slow.answers.set()
-        while len(fleet.servers) < 2 or "not asked" in list(fleet.servers.values())[1].reason:
-            await asyncio.wait_for(rounds.acquire(), 60)
-        running.cancel()
-
-    asyncio.run(follow())
+    fleet = Fleet([URL], None, 0.01)
+    slow, other = SlowPlace(fleet), FakePlace(fleet)
+    slow.site = slow.site._replace(url="http://slow.example:8000")
+    slow.addresses, other.addresses = {"127.0.0.1"}, {"127.0.0.1"}
+    fleet._places = cast(Any, [slow, other])
+    rounds = asyncio.Semaphore(0)
+    fleet.on_checked = rounds.release
+    running = asyncio.create_task(fleet.run())
+    for _ in range(3):
+        await asyncio.wait_for(rounds.acquire(), 60)
+    assert [url for url, _ in fleet.servers] == [other.site.url]
+    assert slow.asked == 1, "it is asked once at a time"
+    slow.answers.set()
+    while len(fleet.servers) < 2 or "not asked" in list(fleet.servers.values())[1].reason:
+        await asyncio.wait_for(rounds.acquire(), 60)
+    running.cancel()
 
 
 def test_an_address_in_digits_needs_no_name_server() -> None:
@@ -119,26 +116,24 @@ def test_an_address_in_digits_is_one_server() -> None:
     assert fleet._places[0].site[1:] == ("127.0.0.1:8000", "/base", "key")
 
 
-def test_no_request_gets_the_connection_of_a_check() -> None:
+@on_loop
+async def test_no_request_gets_the_connection_of_a_check() -> None:
     """It is closed once the answer of the check is read, which would be in the middle of the request."""
 
-    async def check() -> None:
-        connections, closed = set[asyncio.BaseTransport](), asyncio.Event()
-        listening = await asyncio.get_running_loop().create_server(
-            lambda: ListingServer(connections, closed), "127.0.0.1", 0
-        )
-        async with listening:
-            fleet = Fleet([f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"], None, 1.0)
-            await fleet._follow(fleet._places[0])
-            [server] = fleet.servers.values()
-            checking = asyncio.create_task(server.check())
-            while not checking.done():
-                assert server.connections.idle() is None
-                await asyncio.sleep(0)
-            assert server.models == {"m": frozenset()}
-            await asyncio.wait_for(closed.wait(), 60)
-
-    asyncio.run(check())
+    connections, closed = set[asyncio.BaseTransport](), asyncio.Event()
+    listening = await asyncio.get_running_loop().create_server(
+        lambda: ListingServer(connections, closed), "127.0.0.1", 0
+    )
+    async with listening:
+        fleet = Fleet([f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"], None, 1.0)
+        await fleet._follow(fleet._places[0])
+        [server] = fleet.servers.values()
+        checking = asyncio.create_task(server.check())
+        while not checking.done():
+            assert server.connections.idle() is None
+            await asyncio.sleep(0)
+        assert server.models == {"m": frozenset()}
+        await asyncio.wait_for(closed.wait(), 60)
 
 
 @pytest.mark.parametrize(
@@ -163,17 +158,15 @@ def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize("reason", ["it ends", "x" * 10_000, "a\r\nb"])
-def test_what_a_server_says_is_one_short_line_of_the_log(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+@on_loop
+async def test_what_a_server_says_is_one_short_line_of_the_log(reason: str, caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet([URL], None, 1.0)
 
-    async def note() -> None:
-        place = FakePlace(fleet)
-        place.addresses = {"10.0.0.1"}
-        await fleet._follow(cast(Any, place))
-        [server] = fleet.servers.values()
-        fleet.note_unreachable(server, reason)
-
-    asyncio.run(note())
+    place = FakePlace(fleet)
+    place.addresses = {"10.0.0.1"}
+    await fleet._follow(cast(Any, place))
+    [server] = fleet.servers.values()
+    fleet.note_unreachable(server, reason)
     [line] = [record.getMessage() for record in caplog.records if "no requests" in record.getMessage()]
     assert "\n" not in line
     assert len(line) < 1000

@@ -128,9 +128,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     store = tmp_path_factory.mktemp("store")
     for name, (code, options) in KINDS.items():
         make_own(store / name, RAISING + code, minWorkers=1, maxWorkers=1, **options)
-    with running("--model-store", str(store)) as server:
-        for _ in KINDS:
-            server.log_line(r"\] ready: process")
+    with running("--model-store", str(store), workers=len(KINDS)) as server:
         yield server
 
 
@@ -253,8 +251,7 @@ def test_an_adapter_is_refused(tmp_path: Path, kind: str) -> None:
     adapter = "def register_adapter(inputs): list(words(inputs.get_property('name')))\n"
     make_own(tmp_path / "model", RAISING + adapter + code, enable_lora="true", **options)
     (tmp_path / "adapter").mkdir()
-    with running(tmp_path / "model") as server:
-        server.log_line(r"\] ready: process")
+    with running(tmp_path / "model", workers=1) as server:
         before = worker(server, "model")
         query = {"src": str(tmp_path / "adapter")}
         refused = server.http.post("/models/model/adapters", params={**query, "name": "Panic"})
@@ -266,6 +263,5 @@ def test_an_adapter_is_refused(tmp_path: Path, kind: str) -> None:
 
 def test_a_failing_stop_does_not_keep_the_process(tmp_path: Path) -> None:
     code = TYPED + "    def stop(self):\n        raise Panic('at the end')\n"
-    with running(make_own(tmp_path / "model", RAISING + code)) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_own(tmp_path / "model", RAISING + code), workers=1) as server:
         assert server.stop() == 0

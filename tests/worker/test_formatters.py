@@ -49,9 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     make(store / "replaced", "event_formatters", async_mode="true", output_formatter="replace")
     make(store / "wrapped", "custom_handler")
     make(store / "instead", "custom_handler", own_engine="true")
-    with running("--model-store", store) as server:
-        for _ in range(14):
-            server.log_line(r"\] ready: process")
+    with running("--model-store", store, workers=14) as server:
         yield server
 
 
@@ -140,8 +138,7 @@ def test_a_body_may_be_asked_for_by_lmis_name(tmp_path: Path) -> None:
     head = "from djl_python.input_parser import input_formatter\n@input_formatter\n"
     code = "def mine(decoded_payload, tokenizer=None, **kwargs):\n    return {'inputs': decoded_payload.pop('ask')}\n"
     (directory / "model.py").write_text(head + code)
-    with running(directory) as server:
-        server.log_line(r"\] ready: process")
+    with running(directory, workers=1) as server:
         answer = server.http.post("/invocations", json={"ask": "a b"}).json()
         assert answer["generated_text"].startswith(" a b")
 
@@ -154,8 +151,7 @@ def test_of_several_marked_functions_the_first_counts(tmp_path: Path) -> None:
     directory = make(tmp_path / "model", "formatters")
     more = "\n\n@output_formatter\ndef another(output: TextGenerationOutput) -> str:\n    return 'another'\n"
     (directory / "model.py").write_text((directory / "model.py").read_text() + more)
-    with running(directory) as server:
-        server.log_line(r"\] ready: process")
+    with running(directory, workers=1) as server:
         assert server.http.post("/invocations", json={"question": "a"}).text == "hello a a a (length)"
 
 
@@ -214,8 +210,7 @@ def test_code_that_cannot_be_used_fails_the_model(tmp_path: Path) -> None:
 def test_an_adapter_whose_code_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     broken = make_adapter(tmp_path / "broken")
     (broken / "model.py").write_text("import no_such_package")
-    with running(make_model(tmp_path / "model", enable_lora="true")) as server:
-        server.log_line(r"\] ready: process")
+    with running(make_model(tmp_path / "model", enable_lora="true"), workers=1) as server:
         reply = server.http.post("/adapters", params={"name": "broken", "src": str(broken)})
         assert reply.status_code == 424
         assert "no_such_package" in reply.json()["message"]

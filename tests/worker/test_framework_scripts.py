@@ -103,9 +103,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     script(store / "context", CONTEXT)
     batched = script(store / "batched", CONTEXT)
     (batched / "serving.properties").write_text("engine=Python\noption.entryPoint=code/inference.py\nbatch_size=4")
-    with running("--model-store", str(store)) as server:
-        for _ in range(5):
-            server.log_line(r"\] ready: process")
+    with running("--model-store", str(store), workers=5) as server:
         yield server
 
 

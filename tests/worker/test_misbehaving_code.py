@@ -82,9 +82,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     make_own(store / "greedy", CODE, max_worker_memory_mb=300, maxWorkers=1)
     make_own(store / "good", CODE)
     make_own(store / "loud", CODE)
-    with running("--model-store", str(store), libraries="") as server:
-        for _ in range(4):
-            server.log_line(r"\] ready: process")
+    with running("--model-store", str(store), libraries="", workers=4) as server:
         yield server
 
 

@@ -35,9 +35,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = make_own(directory / "model", CODE, enable_lora="true", minWorkers=2, **request.param)
     make_adapter(model / "adapters" / "beside", "good evening")
     make_adapter(model / "elsewhere", "good morning")
-    with running(model) as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running(model, workers=2) as server:
         yield server
 
 

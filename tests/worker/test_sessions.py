@@ -204,8 +204,7 @@ def test_sessions_outlive_the_machine(s3: S3, tmp_path: Path) -> None:
     for place, count in (("one", 1), ("two", 2)):
         code = (MODEL_CODE / "sessions.py").read_text()
         options = {"sessions_path": tmp_path / place / "sessions", "sessions_s3url": f"s3://{BUCKET}/own"}
-        with running(make_own(tmp_path / place / "model", code, **options), variables=variables) as server:
-            server.log_line(r"\] ready: process")
+        with running(make_own(tmp_path / place / "model", code, **options), variables=variables, workers=1) as server:
             if not headers:
                 reply = server.http.post("/invocations", json={"requestType": "NEW_SESSION"})
                 headers = {HEADER: reply.headers[HEADER]}
@@ -267,9 +266,7 @@ def test_the_requests_of_a_session_go_to_its_worker(tmp_path: Path) -> None:
         re.sub("option.(entryPoint|test_handler)=.*\n", "", (directory / "serving.properties").read_text())
     )
     shutil.copy(MODEL_CODE / "sessions.py", directory / "model.py")
-    with running(directory) as server:
-        for _ in range(3):
-            server.log_line(r"\] ready: process")
+    with running(directory, workers=3) as server:
         owners = {}
         for _ in range(6):
             reply = server.http.post("/invocations", json={"requestType": "NEW_SESSION"})

@@ -103,9 +103,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     make_own(store / "bad", CODE, maxWorkers=1, predict_timeout=20, quarantine_time=0, retry_threshold=100)
     make_own(store / "careful", CODE, maxWorkers=1)
     make_own(store / "other", CODE, maxWorkers=1)
-    with running("--model-store", str(store), libraries="") as server:
-        for _ in range(3):
-            server.log_line(r"\] ready: process")
+    with running("--model-store", str(store), libraries="", workers=3) as server:
         yield server
         server.stop()
         assert not [pid for pid in left_behind if is_running(pid)]

@@ -79,9 +79,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     store = tmp_path_factory.mktemp("store")
     make_model(store / "echo", "handlers.echo.handler:EchoHandler")
     make_own(store / "own", CODE, maxWorkers=1)
-    with running("--model-store", store) as server:
-        for _ in range(2):
-            server.log_line(r"\] ready: process")
+    with running("--model-store", store, workers=2) as server:
         yield server
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_directories import write_properties
 from mpi_helpers import (
     SHARED_MEMORY,
     answered,
@@ -25,7 +26,7 @@ from mpi_helpers import (
 from pipeline_helpers import ask, started
 from processes import is_running
 from server_helpers import Server
-from tiny_models import byte_tokenizer, random_model, tiny_model
+from tiny_models import byte_tokenizer, random_model, saved_model, tiny_model
 from tiny_tasks import make_task_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -43,10 +44,7 @@ ALONE = Rank(0, 1, "")
 
 def write(directory: Path, **options: Any) -> Path:
     """Make a model directory for the DeepSpeed engine, and return it."""
-    directory.mkdir(parents=True)
-    keys = {"engine": "DeepSpeed", **{f"option.{name}": value for name, value in options.items()}}
-    (directory / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in keys.items()))
-    return directory
+    return write_properties(directory, engine="DeepSpeed", **options)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +65,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         attention_bias=True,
         mlp_bias=True,
     )
-    random_model(config).save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
+    return saved_model(random_model(config), directory)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rolling_batch_helpers import Engine, generated, prompts
-from tiny_models import byte_tokenizer, llama_of_whole_blocks
+from tiny_models import byte_tokenizer, llama_of_whole_blocks, saved_model
 from torch import nn
 
 from handlers.deepspeed.int8 import DynamicInt8Linear, product_of_blocks, quantize
@@ -72,8 +72,7 @@ def test_alpha_moves_more_or_less_into_the_weights() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_details_report_the_saved_memory(method: str, tmp_path: Path) -> None:
-    llama_of_whole_blocks().save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    saved_model(llama_of_whole_blocks(), tmp_path)
     details = load(str(tmp_path), DeepSpeedOptions(quantize=method, dtype="fp32")).details
     assert details["quantization"] == method
     assert details["weights_mib"] < 0.6 * details["unquantized_weights_mib"]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from relay_helpers import on_loop
 from tiny_models import byte_tokenizer
 from tokenizers import AddedToken
 
@@ -114,31 +115,29 @@ def test_texts_to_count_and_to_cut_may_be_longer_than_the_context() -> None:
     assert asyncio.run(encoder.encode(request_of(text, sampling=TRUNCATED), 64)) == (ids[-10:], text)
 
 
-def test_a_prompt_does_not_wait_for_texts_that_are_counted_or_cut() -> None:
+@on_loop
+async def test_a_prompt_does_not_wait_for_texts_that_are_counted_or_cut() -> None:
     """The thread for these is held here until the prompt is there."""
 
-    async def ask() -> None:
-        encoder = PromptEncoder(byte_tokenizer())
-        gate = threading.Event()
-        held = [thread.submit(gate.wait) for thread in (encoder._side_thread, encoder._python_side_thread)]
-        text = "a" * (2 * LONG_TEXT_CHARS)
-        chat = ({"role": "user", "content": text},)
-        encoder.tokenizer.chat_template = "{{ messages[0].content }}"
-        others = [
-            asyncio.ensure_future(encoder.count(request_of(text))),
-            asyncio.ensure_future(encoder.count(request_of(messages=chat))),
-            asyncio.ensure_future(encoder.encode(request_of(text, sampling=TRUNCATED))),
-            asyncio.ensure_future(encoder.detokenize([65] * (LONG_TEXT_CHARS + 1))),
-        ]
-        await asyncio.sleep(0)
-        for prompt in (request_of(text), request_of(messages=chat)):
-            ids, _ = await encoder.encode(prompt)
-            assert len(ids) == len(text)
-        assert not any(other.done() for other in others)
-        gate.set()
-        await asyncio.gather(*others, *map(asyncio.wrap_future, held))
-
-    asyncio.run(ask())
+    encoder = PromptEncoder(byte_tokenizer())
+    gate = threading.Event()
+    held = [thread.submit(gate.wait) for thread in (encoder._side_thread, encoder._python_side_thread)]
+    text = "a" * (2 * LONG_TEXT_CHARS)
+    chat = ({"role": "user", "content": text},)
+    encoder.tokenizer.chat_template = "{{ messages[0].content }}"
+    others = [
+        asyncio.ensure_future(encoder.count(request_of(text))),
+        asyncio.ensure_future(encoder.count(request_of(messages=chat))),
+        asyncio.ensure_future(encoder.encode(request_of(text, sampling=TRUNCATED))),
+        asyncio.ensure_future(encoder.detokenize([65] * (LONG_TEXT_CHARS + 1))),
+    ]
+    await asyncio.sleep(0)
+    for prompt in (request_of(text), request_of(messages=chat)):
+        ids, _ = await encoder.encode(prompt)
+        assert len(ids) == len(text)
+    assert not any(other.done() for other in others)
+    gate.set()
+    await asyncio.gather(*others, *map(asyncio.wrap_future, held))
 
 
 def test_a_token_that_the_vocabulary_lacks_is_named() -> None:

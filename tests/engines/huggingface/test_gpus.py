@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import GIB, FakeCuda
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import saved_model, tiny_model
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
@@ -29,10 +29,7 @@ WORKING = TorchGpus(BUILD, True, 2, "", [(9, 0), (7, 5)], [(7, 5), (8, 0)])
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkpoint in bfloat16."""
-    directory = tmp_path_factory.mktemp("weights")
-    tiny_model("llama").to(torch.bfloat16).save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
+    return saved_model(tiny_model("llama").to(torch.bfloat16), tmp_path_factory.mktemp("weights"))
 
 
 def arguments(weights: Path, options: Any = None, **more: Any) -> dict[str, Any]:

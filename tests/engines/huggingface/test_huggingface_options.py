@@ -14,7 +14,7 @@ import pytest
 from fake_hub import fake_hub
 from rolling_batch_helpers import Received, generated
 from server_helpers import make_model, running
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import byte_tokenizer, saved_model, tiny_model
 
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
@@ -42,10 +42,7 @@ class ShiftedLlama(LlamaForCausalLM):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("weights")
-    tiny_model("llama").save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
+    return saved_model(tiny_model("llama"), tmp_path_factory.mktemp("weights"))
 
 
 def load(weights: Path, **options: Any) -> LoadedEngine:
@@ -186,8 +183,7 @@ def test_trust_remote_code_runs_the_code_that_a_checkpoint_brings(weights: Path,
         directory = make_model(
             tmp_path / trusted / "model", HUGGING_FACE, model_id=checkpoint, trust_remote_code=trusted, **KEYS
         )
-        with running(directory, variables={"HF_MODULES_CACHE": str(tmp_path / "modules")}) as server:
-            server.log_line(r"\] ready: process")
+        with running(directory, variables={"HF_MODULES_CACHE": str(tmp_path / "modules")}, workers=1) as server:
             tokens[trusted] = first_token(server.http)
     plain = expected_token()
     assert tokens == {"true": plain + 1, "false": plain}
@@ -208,8 +204,7 @@ def test_revision_chooses_what_the_hub_gives(weights: Path, tmp_path: Path) -> N
     with fake_hub("team/tiny", files, branch="v2") as hub:
         variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
         directory = make_model(tmp_path / "model", HUGGING_FACE, model_id="team/tiny", revision="v2", **KEYS)
-        with running(directory, variables=variables | {"HF_HUB_OFFLINE": "0"}) as server:
-            server.log_line(r"\] ready: process")
+        with running(directory, variables=variables | {"HF_HUB_OFFLINE": "0"}, workers=1) as server:
             token = first_token(server.http)
     assert token == expected_token()
     assert "model.safetensors" in hub.requested

@@ -15,7 +15,7 @@ from adapter_helpers import read_adapter, save_adapter, with_adapter
 from pipeline_helpers import approximately, ask, started
 from rolling_batch_helpers import Engine, Received, generated, prompts
 from simulated_devices import SimulatedDevices
-from tiny_models import FAMILIES, byte_tokenizer, random_model, tiny_model
+from tiny_models import FAMILIES, random_model, saved_model, tiny_model
 from tiny_tasks import make_task_model
 from torch.nn import ModuleList
 from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel, PreTrainedModel
@@ -139,10 +139,7 @@ def test_the_device_with_the_least_room_decides_how_many_tokens_fit() -> None:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("weights")
-    tiny_model("llama").save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
+    return saved_model(tiny_model("llama"), tmp_path_factory.mktemp("weights"))
 
 
 def load(weights: Path, **options: Any) -> LoadedEngine:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from product_helpers import COMMANDS, serving
 from rolling_batch_helpers import generated
-from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model
+from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, random_model, saved_model
 from transformers import OpenAIGPTConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -27,8 +27,7 @@ def test_openai_gpt_is_served_in_static_batches_unless_a_rolling_batch_is_asked_
         vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=CONTEXT, bos_token_id=257, eos_token_id=258
     )
     model, directory = random_model(config), tmp_path / "openai-gpt"
-    model.save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
+    saved_model(model, directory)
     with serving(tmp_path, directory, libraries="transformers") as server:
         assert any("OpenAIGPTLMHeadModel cannot run under the rolling batch" in line for line in server.lines)
         body = {"inputs": "hello", "parameters": {"max_new_tokens": 4, "details": True}}
@@ -47,8 +46,7 @@ def test_a_model_that_only_its_load_refuses_is_loaded_again_for_static_batches(t
         vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=CONTEXT, bos_token_id=257, eos_token_id=258
     )
     model, directory = random_model(config), tmp_path / "newer"
-    model.save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
+    saved_model(model, directory)
     named = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**named, "architectures": ["NewerForCausalLM"]}))
     with serving(tmp_path, directory, libraries="transformers", rolling_batch="auto") as server:

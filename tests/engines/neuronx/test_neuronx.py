@@ -23,9 +23,10 @@ from neuronx_helpers import (
     started,
 )
 from paths import ROOT, TESTS
+from relay_helpers import on_loop
 from rolling_batch_helpers import generated
 from server_helpers import Server, running
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import byte_tokenizer, saved_model, tiny_model
 
 from handlers.neuronx.options import NeuronxOptions
 from lmi_server.commands.partition import partition
@@ -47,8 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a small Llama and a small GPT-2."""
     root = tmp_path_factory.mktemp("neuronx")
     for family in ("llama", "gpt2", "qwen2"):
-        tiny_model(family).save_pretrained(root / family)
-        byte_tokenizer().save_pretrained(root / family)
+        saved_model(tiny_model(family), root / family)
     return root
 
 
@@ -126,19 +126,17 @@ def test_a_client_that_leaves_frees_its_place_within_one_step(
     assert asyncio.run(run()) == expected
 
 
-def test_bad_requests_are_refused_and_others_go_on(models: Path) -> None:
-    async def run() -> None:
-        async with started(models / "llama", **BATCHED) as handler:
-            with pytest.raises(RequestError, match="decoder_input_details"):
-                await deltas(handler, [1], 2, prompt_logprobs=0)
-            with pytest.raises(RequestError, match="64"):
-                await deltas(handler, [1] * 60, 10)
-            with pytest.raises(RequestError, match="vocabulary"):
-                await deltas(handler, [999], 2)
-            answer = await deltas(handler, [1, 2], 2, logprobs=2, ignore_eos=True)
-            assert all(len(token.top) == 2 for delta in answer for token in delta.tokens)
-
-    asyncio.run(run())
+@on_loop
+async def test_bad_requests_are_refused_and_others_go_on(models: Path) -> None:
+    async with started(models / "llama", **BATCHED) as handler:
+        with pytest.raises(RequestError, match="decoder_input_details"):
+            await deltas(handler, [1], 2, prompt_logprobs=0)
+        with pytest.raises(RequestError, match="64"):
+            await deltas(handler, [1] * 60, 10)
+        with pytest.raises(RequestError, match="vocabulary"):
+            await deltas(handler, [999], 2)
+        answer = await deltas(handler, [1, 2], 2, logprobs=2, ignore_eos=True)
+        assert all(len(token.top) == 2 for delta in answer for token in delta.tokens)
 
 
 def test_defaults_are_those_of_lmi(models: Path) -> None:
@@ -259,8 +257,7 @@ def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         "option.entryPoint=djl_python.transformers_neuronx\noption.rolling_batch=auto\noption.n_positions=64\n"
         f"option.max_rolling_batch_size=2\noption.env=FAKE_NEURONX_FAILS=core,PYTHONPATH={path}\nretry_threshold=10\n"
     )
-    with running(directory) as process:
-        process.log_line(r"\] ready: process")
+    with running(directory, workers=1) as process:
         yield process
 
 

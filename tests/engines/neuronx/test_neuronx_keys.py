@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_directories import write_properties
 from neuronx_helpers import FAKE_OPTIMUM_NEURON, FAKE_TRANSFORMERS_NEURONX, importable
 from paths import DATA
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import byte_tokenizer, saved_model, tiny_model
 
 from handlers.neuronx.handler import NeuronxHandler
 from lmi_server.configuration.resolve import Inspection, inspect_model
@@ -124,19 +125,11 @@ ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("neuronx-keys") / "llama"
-    tiny_model("llama").save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
+    return saved_model(tiny_model("llama"), tmp_path_factory.mktemp("neuronx-keys") / "llama")
 
 
 def inspected(directory: Path, **options: str) -> Inspection:
-    directory.mkdir(exist_ok=True)
-    lines = [
-        "option.entryPoint=djl_python.transformers_neuronx",
-        *(f"option.{key}={raw}" for key, raw in options.items()),
-    ]
-    (directory / "serving.properties").write_text("\n".join(lines))
+    write_properties(directory, entryPoint="djl_python.transformers_neuronx", **options)
     return inspect_model(directory, {}, machine=MACHINE)
 
 

@@ -22,7 +22,7 @@ from neuronx_helpers import (
 )
 from paths import DATA
 from rolling_batch_helpers import generated
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import byte_tokenizer, saved_model, tiny_model
 
 from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, RequestError
 
@@ -38,10 +38,7 @@ def fake() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("optimum") / "qwen2"
-    tiny_model("qwen2").save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
+    return saved_model(tiny_model("qwen2"), tmp_path_factory.mktemp("optimum") / "qwen2")
 
 
 async def answers(directory: Path, **given: Any) -> list[list[int]]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gguf_models import mixed_gguf, random_blocks
 from rolling_batch_helpers import Engine, generated, prompts
-from tiny_models import byte_tokenizer, llama_of_whole_blocks, random_model, tiny_model
+from tiny_models import llama_of_whole_blocks, random_model, saved_model, tiny_model
 from transformers import AutoModelForCausalLM, MambaConfig, WavLMConfig, WavLMModel
 
 from handlers.checkpoints.blocks.formats import FORMATS, StoredWeight
@@ -145,10 +145,7 @@ def test_processors_with_shorter_vectors_compute_the_same(tmp_path: Path, proces
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("plain")
-    llama_of_whole_blocks().save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
+    return saved_model(llama_of_whole_blocks(), tmp_path_factory.mktemp("plain"))
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from product_helpers import Server, serving
-from tiny_models import byte_tokenizer, llama_of_whole_blocks
+from tiny_models import llama_of_whole_blocks, saved_model
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +21,7 @@ def text_of(server: Server, **parameters: Any) -> str:
 
 
 def test_requests_sample_unless_they_say_how_to_choose(tmp_path: Path) -> None:
-    llama_of_whole_blocks().save_pretrained(tmp_path / "weights")
-    byte_tokenizer().save_pretrained(tmp_path / "weights")
+    saved_model(llama_of_whole_blocks(), tmp_path / "weights")
     with serving(tmp_path, tmp_path / "weights", decoding_strategy="sample") as server:
         assert len({text_of(server) for _ in range(4)}) > 1
         assert len({text_of(server, do_sample=False) for _ in range(4)}) == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from product_helpers import serving
-from tiny_models import byte_tokenizer, llama_of_whole_blocks
+from tiny_models import llama_of_whole_blocks, saved_model
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +22,7 @@ pytestmark = pytest.mark.slow
 )
 def test_a_model_answers_in_8_bits(options: dict[str, str], tmp_path: Path) -> None:
     weights = tmp_path / "weights"
-    llama_of_whole_blocks().save_pretrained(weights)
-    byte_tokenizer().save_pretrained(weights)
+    saved_model(llama_of_whole_blocks(), weights)
     with serving(tmp_path, weights, libraries="transformers", tensor_parallel_degree="1", **options) as server:
         answer = server.http.post("/invocations", json={"inputs": "a fox", "parameters": {"max_new_tokens": 5}})
         assert (answer.status_code, bool(answer.json()["generated_text"])) == (200, True), answer.text

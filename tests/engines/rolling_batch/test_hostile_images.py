@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from image_helpers import ServedImages, data_url, noise
+from relay_helpers import on_loop
 from tiny_image_models import save_image_model
 from waiting import wait_until
 
@@ -46,21 +47,22 @@ async def ask(served: ServedImages, *urls: str) -> list[Delta]:
     return [delta async for delta in served.handler.generate(request)]
 
 
-def test_a_file_with_broken_exif_is_an_error_of_its_request(directory: Path) -> None:
+@on_loop
+async def test_a_file_with_broken_exif_is_an_error_of_its_request(directory: Path) -> None:
     file = io.BytesIO()
     _CAT.save(file, "PNG", exif=b"no exif")
 
-    async def run() -> None:
-        served = await ServedImages.start(directory)
-        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-        with pytest.raises(RequestError, match="the image cannot be read for the model: SyntaxError: not a TIFF"):
-            await ask(served, url)
-        await served.handler.stop()
-
-    asyncio.run(run())
+    served = await ServedImages.start(directory)
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    with pytest.raises(RequestError, match="the image cannot be read for the model: SyntaxError: not a TIFF"):
+        await ask(served, url)
+    await served.handler.stop()
 
 
-def test_images_in_requests_do_not_wait_for_slow_servers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_images_in_requests_do_not_wait_for_slow_servers(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     goes_on = threading.Event()
 
     def slow(url: str, **limits: Any) -> bytes:
@@ -69,19 +71,16 @@ def test_images_in_requests_do_not_wait_for_slow_servers(directory: Path, monkey
 
     monkeypatch.setattr(files, "fetch_bytes", slow)
 
-    async def run() -> None:
-        served = await ServedImages.start(directory)
-        others = [asyncio.create_task(ask(served, "http://slow.example/a")) for _ in range(8)]
-        await asyncio.sleep(0)
-        answer = await ask(served, data_url(_CAT))
-        assert answer[-1].finish_reason
-        assert not any(other.done() for other in others)
-        goes_on.set()
-        ends = await asyncio.gather(*others, return_exceptions=True)
-        assert all(isinstance(end, RequestError) for end in ends)
-        await served.handler.stop()
-
-    asyncio.run(run())
+    served = await ServedImages.start(directory)
+    others = [asyncio.create_task(ask(served, "http://slow.example/a")) for _ in range(8)]
+    await asyncio.sleep(0)
+    answer = await ask(served, data_url(_CAT))
+    assert answer[-1].finish_reason
+    assert not any(other.done() for other in others)
+    goes_on.set()
+    ends = await asyncio.gather(*others, return_exceptions=True)
+    assert all(isinstance(end, RequestError) for end in ends)
+    await served.handler.stop()
 
 
 def test_the_words_of_another_server_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +94,10 @@ def test_the_words_of_another_server_are_quoted(monkeypatch: pytest.MonkeyPatch)
     assert len(error.value.message) < 400
 
 
-def test_fetched_files_of_a_request_are_bounded_together(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_fetched_files_of_a_request_are_bounded_together(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fetched: list[str] = []
 
     def found(url: str, max_bytes: int, **limits: Any) -> bytes:
@@ -107,17 +109,15 @@ def test_fetched_files_of_a_request_are_bounded_together(directory: Path, monkey
     monkeypatch.setattr(files, "fetch_bytes", found)
     monkeypatch.setattr(intake, "MAX_BYTES", 1000)
 
-    async def run() -> None:
-        served = await ServedImages.start(directory)
-        with pytest.raises(PayloadTooLargeError, match=r"content\[1\]\.image_url\.url: the files that a request names"):
-            await ask(served, *(f"http://a.example/{number}" for number in range(5)))
-        assert len(fetched) == 2
-        await served.handler.stop()
-
-    asyncio.run(run())
+    served = await ServedImages.start(directory)
+    with pytest.raises(PayloadTooLargeError, match=r"content\[1\]\.image_url\.url: the files that a request names"):
+        await ask(served, *(f"http://a.example/{number}" for number in range(5)))
+    assert len(fetched) == 2
+    await served.handler.stop()
 
 
-def test_files_of_all_requests_are_bounded_and_none_is_forgotten(
+@on_loop
+async def test_files_of_all_requests_are_bounded_and_none_is_forgotten(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests wait for room before they fetch, and the file of a client that left counts until its thread is done."""
@@ -133,25 +133,22 @@ def test_files_of_all_requests_are_bounded_and_none_is_forgotten(
     monkeypatch.setattr(files, "fetch_bytes", slow)
     monkeypatch.setattr(intake, "_MAX_FETCHED", 2 * MAX_BYTES)
 
-    async def run() -> None:
-        served = await ServedImages.start(directory)
+    served = await ServedImages.start(directory)
 
-        asking = [asyncio.create_task(ask(served, f"http://slow.example/{number}")) for number in range(6)]
-        for _ in range(2):
-            await asyncio.to_thread(begun.acquire, timeout=60)
-        assert served.stat("image_file_bytes") == 2 * MAX_BYTES
-        asking[0].cancel()
-        await asyncio.gather(asking[0], return_exceptions=True)
-        assert served.stat("image_file_bytes") == 2 * MAX_BYTES
-        assert len(running) == 2
-        for _ in asking:
-            goes_on.release()
-        ends = await asyncio.gather(*asking[1:])
-        assert all(end[-1].finish_reason for end in ends)
-        assert served.stat("image_file_bytes") == 0
-        await served.handler.stop()
-
-    asyncio.run(run())
+    asking = [asyncio.create_task(ask(served, f"http://slow.example/{number}")) for number in range(6)]
+    for _ in range(2):
+        await asyncio.to_thread(begun.acquire, timeout=60)
+    assert served.stat("image_file_bytes") == 2 * MAX_BYTES
+    asking[0].cancel()
+    await asyncio.gather(asking[0], return_exceptions=True)
+    assert served.stat("image_file_bytes") == 2 * MAX_BYTES
+    assert len(running) == 2
+    for _ in asking:
+        goes_on.release()
+    ends = await asyncio.gather(*asking[1:])
+    assert all(end[-1].finish_reason for end in ends)
+    assert served.stat("image_file_bytes") == 0
+    await served.handler.stop()
 
 
 def test_an_address_that_does_not_answer_is_refused_with_the_remedy() -> None:
@@ -188,7 +185,10 @@ def test_a_failed_fetch_keeps_nothing_alive() -> None:
         gc.enable()
 
 
-def test_images_beyond_the_context_are_not_all_processed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_images_beyond_the_context_are_not_all_processed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[str] = []
     original = ImageReader.process
 
@@ -196,19 +196,17 @@ def test_images_beyond_the_context_are_not_all_processed(directory: Path, monkey
         read.append("image")
         return original(self, image, alone)
 
-    async def run() -> None:
-        served = await ServedImages.start(directory)
-        monkeypatch.setattr(ImageReader, "process", process)
-        monkeypatch.setattr(served.handler._intake._images, "_limit", 20)
-        with pytest.raises(ContextLengthError):
-            await ask(served, *(data_url(noise(number)) for number in range(16)))
-        assert 0 < len(read) < 16
-        await served.handler.stop()
-
-    asyncio.run(run())
+    served = await ServedImages.start(directory)
+    monkeypatch.setattr(ImageReader, "process", process)
+    monkeypatch.setattr(served.handler._intake._images, "_limit", 20)
+    with pytest.raises(ContextLengthError):
+        await ask(served, *(data_url(noise(number)) for number in range(16)))
+    assert 0 < len(read) < 16
+    await served.handler.stop()
 
 
-def test_clients_that_leave_queue_no_images(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_clients_that_leave_queue_no_images(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a thread has of a client that has left takes memory until it is done; the next one waits for its turn."""
     goes_on, begun = threading.Event(), threading.Event()
     original = ImageReader.read
@@ -225,32 +223,29 @@ def test_clients_that_leave_queue_no_images(directory: Path, monkeypatch: pytest
         await asyncio.sleep(0.05)
         assert [one.done() for one in asking] == [False] + [True] * (len(asking) - 1)
 
-    async def run() -> None:
-        served = await ServedImages.start(directory)
-        monkeypatch.setattr(ImageReader, "read", slow)
-        images = served.handler._intake._images
-        asking = [asyncio.create_task(ask(served, data_url(noise(number)))) for number in range(10, 16)]
-        await asyncio.to_thread(begun.wait, 60)
-        await leave(asking)
-        assert images is not None
-        assert images._reading._work_queue.qsize() == 0
-        goes_on.set()
-        await asyncio.gather(*asking, return_exceptions=True)
-        monkeypatch.setattr(ImageReader, "read", original)
+    served = await ServedImages.start(directory)
+    monkeypatch.setattr(ImageReader, "read", slow)
+    images = served.handler._intake._images
+    asking = [asyncio.create_task(ask(served, data_url(noise(number)))) for number in range(10, 16)]
+    await asyncio.to_thread(begun.wait, 60)
+    await leave(asking)
+    assert images is not None
+    assert images._reading._work_queue.qsize() == 0
+    goes_on.set()
+    await asyncio.gather(*asking, return_exceptions=True)
+    monkeypatch.setattr(ImageReader, "read", original)
 
-        goes_on.clear()
-        busy = asyncio.create_task(served.handler._loop.call(lambda: goes_on.wait(60)))
-        first = [asyncio.create_task(ask(served, data_url(noise(20))))]
-        commands = served.handler._loop._commands
-        await asyncio.to_thread(wait_until, lambda: len(commands) == 1, "the first image waits for the engine")
-        await leave(first + [asyncio.create_task(ask(served, data_url(noise(number)))) for number in range(21, 26)])
-        assert len(commands) == 1
-        goes_on.set()
-        await asyncio.gather(busy, *first, return_exceptions=True)
-        assert (await ask(served, data_url(noise(30))))[-1].finish_reason
-        await served.handler.stop()
-
-    asyncio.run(run())
+    goes_on.clear()
+    busy = asyncio.create_task(served.handler._loop.call(lambda: goes_on.wait(60)))
+    first = [asyncio.create_task(ask(served, data_url(noise(20))))]
+    commands = served.handler._loop._commands
+    await asyncio.to_thread(wait_until, lambda: len(commands) == 1, "the first image waits for the engine")
+    await leave(first + [asyncio.create_task(ask(served, data_url(noise(number)))) for number in range(21, 26)])
+    assert len(commands) == 1
+    goes_on.set()
+    await asyncio.gather(busy, *first, return_exceptions=True)
+    assert (await ask(served, data_url(noise(30))))[-1].finish_reason
+    await served.handler.stop()
 
 
 def png(image: Any) -> bytes:

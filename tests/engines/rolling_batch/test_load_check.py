@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from rolling_batch_helpers import Received, generated
-from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer, tiny_model
-from transformers import AutoModelForCausalLM, DogeConfig, PreTrainedModel
+from tiny_models import CONTEXT, VOCABULARY, saved_model, tiny_model
+from transformers import AutoModelForCausalLM, DogeConfig
 
 from benchmarks.tiny_checkpoints import random_model, tiny_config
 from handlers.huggingface import model as transformers_model
@@ -25,12 +25,6 @@ from lmi_server.contract.generation import SamplingParameters
 pytestmark = pytest.mark.slow
 
 CHUNK = 32
-
-
-def saved(model: PreTrainedModel, directory: Path) -> Path:
-    model.save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
 
 
 def load(directory: Path, **options: Any) -> LoadedEngine:
@@ -50,7 +44,7 @@ def tokens(loaded: LoadedEngine, prompt: list[int], count: int) -> list[int]:
 def test_soft_caps_are_compared_with_eager_attention(tmp_path: Path) -> None:
     """The library's default attention leaves the soft cap out, so that the right logits looked wrong."""
     model = tiny_model("gemma2_with_soft_caps")
-    loaded = load(saved(model, tmp_path))
+    loaded = load(saved_model(model, tmp_path))
     prompt = list(range(40))
     assert tokens(loaded, prompt, 8) == generated(model, prompt, 8)
 
@@ -85,7 +79,7 @@ def test_weights_that_make_nan_are_named_as_the_cause(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp.down_proj.weight.data[3, 5] = torch.nan
     with pytest.raises(ModelLoadError, match="computes NaN for random tokens; its weights are damaged"):
-        load(saved(model, tmp_path))
+        load(saved_model(model, tmp_path))
 
 
 def test_layers_that_round_their_inputs_are_judged_by_their_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -110,7 +104,7 @@ def test_a_mask_of_the_models_own_is_a_refusal(tmp_path: Path) -> None:
         num_hidden_layers=2, num_attention_heads=4, keep_window_size=128, bos_token_id=257, eos_token_id=258,
     )  # fmt: skip
     with pytest.raises(ModelLoadError, match="its logits over a KV cache differ"):
-        load(saved(AutoModelForCausalLM.from_config(config), tmp_path))
+        load(saved_model(AutoModelForCausalLM.from_config(config), tmp_path))
 
 
 def test_a_window_as_long_as_the_context_costs_nothing() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rolling_batch_helpers import Engine, Received, generated, prompts
-from tiny_models import byte_tokenizer, llama_of_whole_blocks, tiny_model
+from tiny_models import llama_of_whole_blocks, saved_model, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -33,10 +33,7 @@ PROMPTS = prompts(6)
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("plain")
-    llama_of_whole_blocks().save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
+    return saved_model(llama_of_whole_blocks(), tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +62,7 @@ def compress(plain: Path, directory: Path, form: str, weights: dict[str, Any], *
             module.weight_scale.data.copy_(groups.abs().amax(-1) / (2 ** (weights["num_bits"] - 1) - 1))
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    model.save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
+    saved_model(model, directory)
     compressor.update_config(str(directory))
     return directory
 

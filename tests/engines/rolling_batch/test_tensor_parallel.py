@@ -24,7 +24,7 @@ from mpi_helpers import (
 )
 from processes import is_running
 from server_helpers import Server, make_model
-from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, random_model
+from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, random_model, saved_model
 from transformers import AutoModelForCausalLM
 
 from handlers.checkpoints.transformers_loading import load_model
@@ -53,8 +53,7 @@ def save(directory: Path) -> Any:
     config = FAMILIES["llama"]()
     config.update({"vocab_size": 260})
     model = random_model(config)
-    model.save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
+    saved_model(model, directory)
     return model
 
 
@@ -135,8 +134,7 @@ def test_weights_in_blocks_are_split(tmp_path: Path) -> None:
     """Each rank quantises its part, whose blocks are those of the whole weights."""
     config = FAMILIES["llama"]()
     config.update({"vocab_size": 260, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
-    random_model(config).save_pretrained(tmp_path / "weights")
-    byte_tokenizer().save_pretrained(tmp_path / "weights")
+    saved_model(random_model(config), tmp_path / "weights")
     options = HuggingFaceOptions(dtype="fp32", quantize="q4_0")
     expected = load_model(AutoModelForCausalLM, str(tmp_path / "weights"), options)
     keys = {**MPI_KEYS, "kv_cache_memory_gb": 0.01, "quantize": "q4_0"}

@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 import pytest
 from huggingface_hub import InferenceClient
+from model_directories import write_properties
 from neuronx_helpers import FAKE_OPTIMUM_NEURON, importable
 from paths import DATA, ROOT, TESTS
 from pipeline_helpers import request, started
@@ -63,8 +64,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     chosen = ["engine=Python", "option.entryPoint=djl_python.stable_diffusion", f"option.model_id={pipeline}"]
     lines = [*chosen, *(f"option.{key}" for key in keys), "batch_size=4", "max_batch_delay=10"]
     (directory / "serving.properties").write_text("\n".join(lines))
-    with running(directory) as server:
-        server.log_line(r"\] ready: process")
+    with running(directory, workers=1) as server:
         yield server
 
 
@@ -396,8 +396,7 @@ def test_the_keys_reach_diffusers_as_explain_shows_them(
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", from_pretrained)
     saved = tmp_path / "saved"
     keys = {"model_id": tiny, "dtype": "bf16", "trust_remote_code": "true", "save_mp_checkpoint_path": saved}
-    lines = [f"option.{name}={value}" for name, value in keys.items()]
-    (tmp_path / "serving.properties").write_text("\n".join(["option.entryPoint=djl_python.stable_diffusion", *lines]))
+    write_properties(tmp_path, entryPoint="djl_python.stable_diffusion", **keys)
     started(tmp_path)
     shown = dict(explain(inspect_model(tmp_path, {})).engine_arguments)
     assert shown == {"use_safetensors": True, "dtype": "bfloat16", "trust_remote_code": True}
@@ -563,8 +562,7 @@ def test_graphs_draw_what_the_pipeline_draws(neuron: Any, tiny: Path) -> None:
 def test_lmi_s_keys_reach_optimum_neuron(neuron: Any, tiny: Path, tmp_path: Path) -> None:
     keys = {**INF2, "entryPoint": "djl_python.transformers_neuronx", "use_stable_diffusion": "true"}
     more = {"dtype": "f32", "neuron_optimize_level": "1", "trust_remote_code": "false", "tensor_parallel_degree": "2"}
-    lines = [f"option.{name}={value}" for name, value in {**keys, **more, "model_id": str(tiny)}.items()]
-    (tmp_path / "serving.properties").write_text("\n".join(lines))
+    write_properties(tmp_path, **keys, **more, model_id=tiny)
     found = inspect_model(tmp_path, {})
     assert (found.spec.title, found.problems, found.warnings) == ("stable_diffusion on Neuron", (), ())
     neuron.clear()
@@ -661,9 +659,7 @@ def test_a_pipeline_that_neuron_has_no_graphs_for_is_refused(tmp_path: Path) -> 
 def test_the_command_line_compiles_a_pipeline_ahead_of_time(tiny: Path, tmp_path: Path) -> None:
     """What `check` then finds is the missing device alone, and the load compiles nothing."""
     origin, target = tmp_path / "origin", tmp_path / "target"
-    origin.mkdir()
-    lines = [f"option.{name}={value}" for name, value in {**INF2, "model_id": str(tiny)}.items()]
-    (origin / "serving.properties").write_text("\n".join(lines))
+    write_properties(origin, **INF2, model_id=tiny)
     command = [str(COMMANDS / "lmi-server"), "partition", str(origin), "--save", str(target)]
     fake_neuron_ls = tmp_path / "neuron-ls"
     fake_neuron_ls.write_text(f"#!/bin/sh\ncat {DATA / 'device_tools' / 'neuron_ls.json'}\n")

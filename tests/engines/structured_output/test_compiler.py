@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from typing import Any
 
 import pytest
+from relay_helpers import on_loop
 from tiny_models import byte_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -73,17 +73,15 @@ def test_without_the_library_the_error_names_it(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_what_the_library_cannot_compile_is_refused_in_its_words() -> None:
-    async def refusals() -> list[str]:
-        cache = GrammarCache(str)
-        wrong = [("regex", "(a"), ("regex", "(?=a)b"), ("json", {"type": "no such"}), ("grammar", 'root ::= "a" b')]
-        wrong.append(("json", {"type": "array", "uniqueItems": True}))
-        found = await asyncio.gather(*(cache.get(constraint(*one)) for one in wrong), return_exceptions=True)
-        cache.stop()
-        assert all(isinstance(error, RequestError) for error in found)
-        return [str(error) for error in found]
-
-    unclosed, look, no_type, no_rule, unknown = asyncio.run(refusals())
+@on_loop
+async def test_what_the_library_cannot_compile_is_refused_in_its_words() -> None:
+    cache = GrammarCache(str)
+    wrong = [("regex", "(a"), ("regex", "(?=a)b"), ("json", {"type": "no such"}), ("grammar", 'root ::= "a" b')]
+    wrong.append(("json", {"type": "array", "uniqueItems": True}))
+    found = await asyncio.gather(*(cache.get(constraint(*one)) for one in wrong), return_exceptions=True)
+    cache.stop()
+    assert all(isinstance(error, RequestError) for error in found)
+    unclosed, look, no_type, no_rule, unknown = [str(error) for error in found]
     assert "the regular expression cannot be compiled" in unclosed
     assert "unclosed group" in unclosed
     assert "look-ahead" in look
@@ -94,23 +92,18 @@ def test_what_the_library_cannot_compile_is_refused_in_its_words() -> None:
 
 
 @pytest.mark.slow
-def test_a_grammar_that_takes_too_much_ends_a_process_of_its_own() -> None:
+@on_loop
+async def test_a_grammar_that_takes_too_much_ends_a_process_of_its_own() -> None:
     """The library computes for half a minute here, and for the memory of the next one there is a bound."""
 
-    async def both() -> tuple[BaseException | str, str, float]:
-        cache = GrammarCache(str)
-        slow = asyncio.create_task(cache.get(constraint("json", {"type": "integer", "multipleOf": 999_983})))
-        began = time.monotonic()
-        fine = await cache.get(constraint("regex", "a+"))
-        waited = time.monotonic() - began
-        assert not slow.done()
-        found = (await asyncio.gather(slow, return_exceptions=True))[0]
-        again = await cache.get(constraint("regex", "b+"))  # with a new process
-        cache.stop()
-        assert again
-        return found, fine, waited
-
-    found, fine, _ = asyncio.run(both())
+    cache = GrammarCache(str)
+    slow = asyncio.create_task(cache.get(constraint("json", {"type": "integer", "multipleOf": 999_983})))
+    fine = await cache.get(constraint("regex", "a+"))
+    assert not slow.done()
+    found = (await asyncio.gather(slow, return_exceptions=True))[0]
+    again = await cache.get(constraint("regex", "b+"))  # with a new process
+    cache.stop()
+    assert again
     assert "takes more than 2 s or 1 GiB to compile; make it simpler" in str(found)
     assert "a+" in fine
 
@@ -134,22 +127,20 @@ def test_white_space_may_have_a_bound_for_all_requests() -> None:
     assert not asyncio.run(takes("[1, 1]", disable_any_whitespace=True))
 
 
-def test_one_constraint_is_compiled_once_for_all_that_wait() -> None:
+@on_loop
+async def test_one_constraint_is_compiled_once_for_all_that_wait() -> None:
     made: list[str] = []
 
-    async def several() -> None:
-        cache = GrammarCache(lambda text: made.append(text) or text)
-        leaves = asyncio.create_task(cache.get(constraint("regex", "a")))
-        stays = [asyncio.create_task(cache.get(constraint("regex", "a"))) for _ in range(3)]
-        await asyncio.sleep(0)
-        leaves.cancel()
-        assert len(set(await asyncio.gather(*stays))) == 1
-        for number in range(40):
-            await cache.get(constraint("regex", f"b{number}"))
-        await cache.get(constraint("regex", "a"))  # forgotten meanwhile
-        cache.stop()
-
-    asyncio.run(several())
+    cache = GrammarCache(lambda text: made.append(text) or text)
+    leaves = asyncio.create_task(cache.get(constraint("regex", "a")))
+    stays = [asyncio.create_task(cache.get(constraint("regex", "a"))) for _ in range(3)]
+    await asyncio.sleep(0)
+    leaves.cancel()
+    assert len(set(await asyncio.gather(*stays))) == 1
+    for number in range(40):
+        await cache.get(constraint("regex", f"b{number}"))
+    await cache.get(constraint("regex", "a"))  # forgotten meanwhile
+    cache.stop()
     assert sum("/a/" in text for text in made) == 2
 
 

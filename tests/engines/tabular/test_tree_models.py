@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from model_directories import write_properties
 from paths import SAMPLES
 from pipeline_helpers import ask, content_of, request, started
 from server_helpers import running
@@ -322,8 +323,7 @@ def test_rows_travel_over_http(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     directory.mkdir()
     save_skops(directory / "model")
-    keys = {"option.skops_trusted_types": TREE, "batch_size": "8", "max_batch_delay": "5"}
-    (directory / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in keys.items()))
+    write_properties(directory, skops_trusted_types=TREE, batch_size=8, max_batch_delay=5)
     expected = forest().predict(ROWS).tolist()
     with running(directory) as server, ThreadPoolExecutor(8) as clients:
         server.log_line(r"\] ready: process")

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from pipeline_helpers import approximately, ask, request, sound_file, speech, started
+from relay_helpers import on_loop
 from tiny_tasks import make_task_model, whisper
 
 from handlers.tasks.handler import PipelineHandler
@@ -311,7 +312,10 @@ class Steps:
             self._news.clear()
 
 
-def test_a_short_sound_does_not_wait_for_a_long_one(handler: PipelineHandler, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_a_short_sound_does_not_wait_for_a_long_one(
+    handler: PipelineHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended: list[str] = []
     sounds = {"short": SHORT, "long": speech(200)}
     expected = {name: ask_about(handler, samples, num_beams=1) for name, samples in sounds.items()}
@@ -321,22 +325,21 @@ def test_a_short_sound_does_not_wait_for_a_long_one(handler: PipelineHandler, mo
         ended.append(name)
         return result
 
-    async def all_of_them() -> list[Any]:
-        service, steps = service_of(handler), Steps(handler.task)
-        monkeypatch.setattr(handler.task, "advance", steps.advance)
-        long = asyncio.create_task(one(service, "long"))
-        await steps.wait_for(2)
-        results = await asyncio.gather(long, *(one(service, "short", return_duration=True) for _ in range(3)))
-        await service.stop()
-        return results
-
-    long, *short = asyncio.run(all_of_them())
+    service, steps = service_of(handler), Steps(handler.task)
+    monkeypatch.setattr(handler.task, "advance", steps.advance)
+    begun = asyncio.create_task(one(service, "long"))
+    await steps.wait_for(2)
+    long, *short = await asyncio.gather(begun, *(one(service, "short", return_duration=True) for _ in range(3)))
+    await service.stop()
     assert ended == ["short"] * 3 + ["long"]
     assert long == expected["long"]
     assert short == [{**expected["short"], "duration": 5.0}] * 3
 
 
-def test_only_the_failing_sound_of_a_step_fails(handler: PipelineHandler, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_only_the_failing_sound_of_a_step_fails(
+    handler: PipelineHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service, task = service_of(handler), handler.task
     broken = speech(31, seed=9)
     assert isinstance(task, Whisper)
@@ -349,38 +352,34 @@ def test_only_the_failing_sound_of_a_step_fails(handler: PipelineHandler, monkey
 
     monkeypatch.setattr(task, "advance", failing)
 
-    async def all_of_them() -> list[Any]:
-        sounds = [speech(32, seed=1), broken, speech(33, seed=2)]
-        calls = [answer_of(service, samples, num_beams=1) for samples in sounds]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    first, failed, last = asyncio.run(all_of_them())
+    sounds = [speech(32, seed=1), broken, speech(33, seed=2)]
+    calls = [answer_of(service, samples, num_beams=1) for samples in sounds]
+    first, failed, last = await asyncio.gather(*calls, return_exceptions=True)
     assert isinstance(failed, LmiServerError)
     assert "the sound is broken" in failed.message
     assert first["text"]
     assert last["text"]
 
 
-def test_a_request_that_is_cancelled_has_no_further_step(
+@on_loop
+async def test_a_request_that_is_cancelled_has_no_further_step(
     handler: PipelineHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def cancelled() -> list[Any]:
-        service, steps = service_of(handler), Steps(handler.task)
-        monkeypatch.setattr(handler.task, "advance", steps.advance)
-        call = asyncio.create_task(answer_of(service, LONG))
-        await steps.wait_for(2)  # it computes its first window
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert (await answer_of(service, SHORT, num_beams=1))["text"]
-        return steps.seen
-
-    seen = asyncio.run(cancelled())
+    service, steps = service_of(handler), Steps(handler.task)
+    monkeypatch.setattr(handler.task, "advance", steps.advance)
+    call = asyncio.create_task(answer_of(service, LONG))
+    await steps.wait_for(2)  # it computes its first window
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await answer_of(service, SHORT, num_beams=1))["text"]
+    seen = steps.seen
     assert [one.duration for one in seen].count(62.0) == 2
     assert seen[0].result is None
 
 
-def test_clients_that_leave_queue_no_sounds(handler: PipelineHandler, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_clients_that_leave_queue_no_sounds(handler: PipelineHandler, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a thread has of a client that has left takes memory until it is done; the next one waits for its turn."""
     goes_on, read = threading.Event(), handler.read
 
@@ -388,37 +387,33 @@ def test_clients_that_leave_queue_no_sounds(handler: PipelineHandler, monkeypatc
         goes_on.wait(60)
         return read(request)
 
-    async def left() -> None:
-        service = service_of(handler)
-        monkeypatch.setattr(handler, "read", slow)
-        calls = [asyncio.create_task(answer_of(service, SHORT)) for _ in range(20)]
-        await asyncio.sleep(0.05)
-        for call in calls:
-            call.cancel()
-        await asyncio.sleep(0.05)
-        assert [call.done() for call in calls].count(True) == 16
-        assert service._reading._work_queue.qsize() == 0
-        goes_on.set()
-        await asyncio.gather(*calls, return_exceptions=True)
-        assert (await answer_of(service, SHORT))["text"]
-
-    asyncio.run(left())
+    service = service_of(handler)
+    monkeypatch.setattr(handler, "read", slow)
+    calls = [asyncio.create_task(answer_of(service, SHORT)) for _ in range(20)]
+    await asyncio.sleep(0.05)
+    for call in calls:
+        call.cancel()
+    await asyncio.sleep(0.05)
+    assert [call.done() for call in calls].count(True) == 16
+    assert service._reading._work_queue.qsize() == 0
+    goes_on.set()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert (await answer_of(service, SHORT))["text"]
 
 
-def test_waiting_requests_show_progress(handler: PipelineHandler) -> None:
+@on_loop
+async def test_waiting_requests_show_progress(handler: PipelineHandler) -> None:
     service = service_of(handler)
     moved: list[int] = []
     service.note_progress = lambda request: moved.append(id(request))  # type: ignore[method-assign]
 
-    async def both() -> None:
-        requests = [with_parameters(samples, {"num_beams": 1}) for samples in (LONG, SHORT)]
-        await asyncio.gather(*map(service.handle, requests))
-        assert all(moved.count(id(one)) > 2 for one in requests)
-
-    asyncio.run(both())
+    requests = [with_parameters(samples, {"num_beams": 1}) for samples in (LONG, SHORT)]
+    await asyncio.gather(*map(service.handle, requests))
+    assert all(moved.count(id(one)) > 2 for one in requests)
 
 
-def test_many_sounds_of_one_request_let_others_have_their_turn(
+@on_loop
+async def test_many_sounds_of_one_request_let_others_have_their_turn(
     handler: PipelineHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import base64
@@ -426,19 +421,17 @@ def test_many_sounds_of_one_request_let_others_have_their_turn(
     sound = base64.b64encode(sound_file(speech(1))).decode()
     body = {"inputs": [sound] * 40, "parameters": {"num_beams": 1}}
 
-    async def both() -> None:
-        service, steps = service_of(handler), Steps(handler.task)
-        monkeypatch.setattr(handler.task, "advance", steps.advance)
-        many = asyncio.create_task(service.handle(request(body)))
-        await steps.wait_for(1)
-        assert (await answer_of(service, SHORT, num_beams=1))["text"]
-        assert len({id(one) for one in steps.seen if one.duration == 1}) <= 16
-        assert len(json.loads((await many).data)) == 40
-
-    asyncio.run(both())
+    service, steps = service_of(handler), Steps(handler.task)
+    monkeypatch.setattr(handler.task, "advance", steps.advance)
+    many = asyncio.create_task(service.handle(request(body)))
+    await steps.wait_for(1)
+    assert (await answer_of(service, SHORT, num_beams=1))["text"]
+    assert len({id(one) for one in steps.seen if one.duration == 1}) <= 16
+    assert len(json.loads((await many).data)) == 40
 
 
-def test_a_sound_that_is_done_does_not_fail_with_another(
+@on_loop
+async def test_a_sound_that_is_done_does_not_fail_with_another(
     handler: PipelineHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, task = service_of(handler), handler.task
@@ -452,11 +445,8 @@ def test_a_sound_that_is_done_does_not_fail_with_another(
 
     monkeypatch.setattr(task, "_result", failing)
 
-    async def both() -> list[Any]:
-        calls = [answer_of(service, speech(seconds), num_beams=1) for seconds in (5, 4)]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    done, failed = asyncio.run(both())
+    calls = [answer_of(service, speech(seconds), num_beams=1) for seconds in (5, 4)]
+    done, failed = await asyncio.gather(*calls, return_exceptions=True)
     assert isinstance(failed, LmiServerError)
     assert not isinstance(done, BaseException), done
     assert done["text"]

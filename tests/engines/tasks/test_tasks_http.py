@@ -52,9 +52,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(store: Path) -> Iterator[Server]:
-    with running("--model-store", store, libraries="transformers") as server:
-        for _ in store.iterdir():
-            server.log_line(r"\] ready: process")
+    with running("--model-store", store, libraries="transformers", workers=len(list(store.iterdir()))) as server:
         yield server
 
 

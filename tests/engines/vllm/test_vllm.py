@@ -21,12 +21,13 @@ import psutil
 import pytest
 import torch
 from adapter_helpers import save_adapter, with_adapter
+from model_directories import write_properties
 from paths import SAMPLES
 from product_helpers import Server, serving
 from relay_helpers import on_loop
 from rolling_batch_helpers import generated
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCABULARY, byte_tokenizer, random_model
+from tiny_models import VOCABULARY, byte_tokenizer, random_model, saved_model
 from transformers import MambaConfig, MixtralConfig
 from vllm_helpers import SETTINGS, Loader, make_tiny_model, tiny_llama
 from waiting import wait_until
@@ -271,8 +272,7 @@ def complete(server: Server, **body: Any) -> httpx.Response:
 
 
 def test_the_worker_runs_as_explain_says(ours: Server, tiny_model: Path, tmp_path: Path) -> None:
-    lines = [f"option.model_id={tiny_model}", *(f"option.{name}={value}" for name, value in SETTINGS.items())]
-    (tmp_path / "serving.properties").write_text("\n".join(lines))
+    write_properties(tmp_path, model_id=tiny_model, **SETTINGS)
     explained = explain(inspect_model(tmp_path, process_environment()))
     worker = psutil.Process(ours.worker_pid())
     assert explained.worker_environment.items() <= worker.environ().items()
@@ -561,8 +561,7 @@ def test_the_experts_of_a_mixture_have_8_bits(loader: Loader, tmp_path: Path) ->
         num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, bos_token_id=257, eos_token_id=258,
         pad_token_id=0,
     )  # fmt: skip
-    random_model(config).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    saved_model(random_model(config), tmp_path)
     settings = {**UNCOMPILED, "model_id": str(tmp_path), "max_model_len": "64", "dtype": "bf16"}
     loaded = loader.load(options={**settings, "quantize": "int8_per_channel_weight_only"})
     assert [len(tokens) for tokens in loaded["answers"]] == [4]
@@ -574,8 +573,7 @@ def test_a_model_without_a_kernel_for_the_device_fails_to_load(loader: Loader, t
         vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=1, state_size=8, bos_token_id=257, eos_token_id=258,
         pad_token_id=0,
     )  # fmt: skip
-    random_model(config).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    saved_model(random_model(config), tmp_path)
     outcome = str(loader.load(options={**UNCOMPILED, "model_id": str(tmp_path), "max_model_len": "64"}))
     assert outcome.startswith("ModelLoadError: vLLM cannot load the model: ")
     # The load of vLLM 0.31 computes a step, which shows another missing kernel.

@@ -12,9 +12,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from model_directories import write_properties
 from paths import BUILT_MODELS, SAMPLES
 from product_helpers import Server, serving
-from tiny_models import byte_tokenizer
+from tiny_models import byte_tokenizer, saved_model
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 from vllm_helpers import Loader
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.slow
 SAMPLE = SAMPLES / "vllm-embedding.properties"
 MINILM = BUILT_MODELS / "all-minilm-l6-v2"
 TEXTS = ["A man is eating food.", "Someone eats.", "The girl is carrying a baby.", "word " * 100]
-SETTINGS = {"option.rolling_batch": "vllm", "option.dtype": "fp32", "option.enforce_eager": "true"}
+SETTINGS = {"rolling_batch": "vllm", "dtype": "fp32", "enforce_eager": "true"}
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +62,8 @@ def classifier(labels: int) -> PreTrainedModel:
 def answers(loader: Loader, directory: Path, model: PreTrainedModel, *requests: tuple[str, Any]) -> list[Any]:
     """Return what the handler answers to pairs of a route and a body, without a server."""
     weights = directory / "weights"
-    model.save_pretrained(weights)
-    byte_tokenizer().save_pretrained(weights)
-    keys = {**SETTINGS, "option.model_id": str(weights)}
-    (directory / "serving.properties").write_text("\n".join(f"{key}={value}" for key, value in keys.items()))
+    saved_model(model, weights)
+    write_properties(directory, **SETTINGS, model_id=weights)
     return list(loader.load(directory=str(directory), requests=requests)["answers"])
 
 
