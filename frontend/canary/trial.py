@@ -92,7 +92,7 @@ class CanaryTrial:
             elif new.roster.ready:  # otherwise its worker has died: the old version serves meanwhile
                 chosen = new
         if sent is not None:
-            sent.on_refusal = lambda: self._add(Outcome.REFUSED, 0.0, chosen is new, request, tenant)
+            sent.on_refusal = lambda: self._refuse(chosen is new, request, tenant)
         return chosen
 
     def note(self, pool: WorkerPool, job: Job, status: int) -> None:
@@ -106,6 +106,11 @@ class CanaryTrial:
         if sent is not None:
             sent.on_refusal, sent.began = None, job.queued_at  # as the time of a copy
             sent.outcome = None if status == CLIENT_GONE else outcome
+
+    def _refuse(self, is_new: bool, request: Input, tenant: bytes) -> None:
+        """Count a request that its version had no room for. Once the trial is over, nothing says that it was served."""
+        if not self.is_over:
+            self._add(Outcome.REFUSED, 0.0, is_new, request, tenant)
 
     def _add(self, outcome: Outcome, per_token: float, is_new: bool, request: Input, tenant: bytes) -> None:
         """Count a request, unless its API key sticks to the new version."""

@@ -157,6 +157,7 @@ def test_a_good_version_is_promoted_under_load_without_a_lost_request(
     figures = described(server)
     assert figures["new"]["requests"] >= figures["judgedAfter"] == 40
     assert figures["new"]["requests"] < figures["old"]["requests"], "it had 30 %"
+    assert figures["new"]["refused"] == figures["old"]["refused"] == 0, "also of requests that outlive the trial"
     text = server.http.get("/metrics").text
     assert 'lmi_canary_requests_total{model="model",outcome="success",version="new"}' in text
     assert 'lmi_canary_share{model="model"} 0.0' in text
