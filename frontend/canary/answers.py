@@ -14,7 +14,7 @@ _TEXTS = frozenset(
     {"content", "text", "generated_text", "reasoning_content", "output_text", "delta", "partial_json", "arguments"}
 )
 _DEEPEST = 32
-_MOST_LINES = 10_000  # of a stream, which is read on the event loop
+_MOST_LINES = 10_000  # of a stream
 _BESIDE = frozenset({"logprobs", "top_logprobs", "details", "prefill"})  # they repeat the text, in tokens
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from frontend.canary.answers import read_answer
 from frontend.canary.sessions import Counts, SessionCounts
 from lmi_server.bench.paired import PairedRatios
-from lmi_server.verify.comparison import compare
+from lmi_server.verify.comparison import Pair, compare
 
 _KEPT = 500  # ratios
 
@@ -35,6 +35,11 @@ class Pairs(Counts):
         return self.shifted / self.shifts if self.shifts else None
 
 
+def compare_answers(old: bytes, new: bytes) -> Pair:
+    """Compare two whole answers. It may take a tenth of a second, and is for a thread."""
+    return compare("", read_answer(old), read_answer(new))
+
+
 class Compared:
     """What was compared, what was `skipped`, and how long the new answers took beside the old ones."""
 
@@ -48,9 +53,8 @@ class Compared:
     def total(self) -> Pairs:
         return self._counts.total
 
-    def add(self, old: bytes, new: bytes, ratio: float, session: bytes | None = None) -> None:
-        """Compare two whole answers; `ratio` is the new duration as a multiple of the old one."""
-        pair = compare("", read_answer(old), read_answer(new))
+    def add(self, pair: Pair, ratio: float, session: bytes | None = None) -> None:
+        """Add two answers; `ratio` is the new duration as a multiple of the old one."""
         shifts = [abs(shift) for shift in pair.shifts]
         self.largest_shift = max(self.largest_shift, *shifts, 0.0)
         for counts in self._counts.of(session):

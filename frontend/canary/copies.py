@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from frontend.canary.comparison import Compared
+from frontend.canary.comparison import Compared, compare_answers
 from frontend.canary.figures import Figures
 from frontend.canary.outcomes import Outcome, outcome_of
 from frontend.http.clients import Send
@@ -74,6 +74,7 @@ class Copies:
         self._pool = pool
         self._figures = figures
         self._tasks: set[asyncio.Task[None]] = set()
+        self._comparing = asyncio.Lock()  # one at a time leaves the threads to others
         self._held = 0  # bytes of the requests that have copies
 
     def make(self, request: Input, session: bytes | None) -> None:
@@ -123,11 +124,11 @@ class Copies:
             assert sent.ended is not None
             await sent.ended
             if counts:
-                self._compare(sent, outcome, answer, seconds, session)
+                await self._compare(sent, outcome, answer, seconds, session)
         finally:
             self._pool.dispatcher.cancel(job)
 
-    def _compare(
+    async def _compare(
         self, sent: SentAnswer, outcome: Outcome, answer: bytes, seconds: float, session: bytes | None
     ) -> None:
         """Compare the answer that was sent with that to its copy, which took `seconds`."""
@@ -137,7 +138,9 @@ class Copies:
         elif both != {Outcome.SUCCESS} or max(len(answer), len(sent.data)) > MAX_ANSWER:
             self._compared.skipped += 1
         else:
-            self._compared.add(bytes(sent.data), answer, seconds / max(sent.seconds, 1e-6), session)
+            async with self._comparing:
+                pair = await asyncio.to_thread(compare_answers, bytes(sent.data), answer)
+            self._compared.add(pair, seconds / max(sent.seconds, 1e-6), session)
 
 
 async def _whole(job: Job) -> bytes:

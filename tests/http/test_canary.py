@@ -26,7 +26,7 @@ from server_helpers import Server, running
 from waiting import wait_until
 
 from frontend.canary.answers import read_answer
-from frontend.canary.comparison import Compared
+from frontend.canary.comparison import Compared, compare_answers
 from frontend.canary.draw import Draw
 from frontend.canary.figures import Figures
 from frontend.canary.outcomes import Outcome, outcome_of
@@ -471,8 +471,12 @@ def test_equal_answers_differ_in_ids_and_times_only() -> None:
     assert read_answer(b"\xff\x00") != read_answer(b"\xff\x01")
     compared = Compared()
     for data in (b"[" * 100_000, b'{"a":' * 5000, b"", b'{"text": 3}'):
-        compared.add(data, data, 1.0)
+        add(compared, data, data, 1.0)
     assert (compared.total.requests, compared.total.changed) == (4, 0)
+
+
+def add(compared: Compared, old: bytes, new: bytes, ratio: float, session: bytes | None = None) -> None:
+    compared.add(compare_answers(old, new), ratio, session)
 
 
 def chat(*tokens: tuple[str, float, dict[str, float]], index: int = 0) -> bytes:
@@ -489,8 +493,8 @@ def chat(*tokens: tuple[str, float, dict[str, float]], index: int = 0) -> bytes:
 def test_log_probabilities_of_copies_are_compared_where_both_have_them() -> None:
     compared = Compared()
     old = chat(("a", -0.5, {"a": -0.5}), ("b", -1.0, {"b": -1.0, "c": -1.05}))
-    compared.add(old, chat(("a", -0.7, {}), ("c", -0.9, {})), 1.0)
-    compared.add(b'{"choices": [{"text": "x"}]}', b'{"choices": [{"text": "x"}]}', 1.0)
+    add(compared, old, chat(("a", -0.7, {}), ("c", -0.9, {})), 1.0)
+    add(compared, b'{"choices": [{"text": "x"}]}', b'{"choices": [{"text": "x"}]}', 1.0)
     said = compared.describe()
     assert said["changed"] == 1
     assert said["logProbs"] == {
@@ -499,10 +503,10 @@ def test_log_probabilities_of_copies_are_compared_where_both_have_them() -> None
     few = Compared()
     few.add_refusal()
     for _ in range(19):
-        few.add(b"a", b"a", 1.0)
+        add(few, b"a", b"a", 1.0)
     assert RULES.objection(figures(50), figures(50), few) is None
     compared = Compared()
-    compared.add(chat(("a", -0.1, {})), chat(("a", -1.0, {})), 1.0)
+    add(compared, chat(("a", -0.1, {})), chat(("a", -1.0, {})), 1.0)
     objection = RULES.objection(figures(50), figures(50), compared)
     assert objection is not None
     assert "log-probabilities of 1 tokens differ by 0.9" in objection
@@ -535,7 +539,7 @@ def test_what_is_no_log_probability_is_not_compared(logprobs: str) -> None:
     data = b'{"choices": [{"message": {"content": "a"}, "logprobs": %b}]}' % logprobs.encode()
     assert read_answer(data).tokens == ()
     compared = Compared()
-    compared.add(data, data, 1.0)
+    add(compared, data, data, 1.0)
     assert (compared.total.requests, compared.total.changed, compared.total.shifts) == (1, 0, 0)
 
 
@@ -567,11 +571,11 @@ def test_one_session_alone_speaks_neither_for_nor_against_a_version() -> None:
 def test_a_session_whose_answers_change_is_in_doubt_alone() -> None:
     compared = Compared()
     for number in range(20):
-        compared.add(chat(("a", -1, {})), chat(("b" if number < 5 else "a", -9 if number < 8 else -1, {})), 1.0, b"one"
+        add(compared, chat(("a", -1, {})), chat(("b" if number < 5 else "a", -9 if number < 8 else -1, {})), 1.0, b"one"
                      if number < 8 else None)  # fmt: skip
     assert RULES.objection(figures(50), figures(50), compared) is None
     assert "5 of 20 answers are others" in (RULES.doubt(figures(50), figures(50), compared) or "")
-    compared.add(chat(("a", -1, {})), chat(("a", -90, {})), 1.0)
+    add(compared, chat(("a", -1, {})), chat(("a", -90, {})), 1.0)
     assert "log-probabilities" in (RULES.objection(figures(50), figures(50), compared) or "")
 
 
