@@ -75,7 +75,7 @@ def test_a_model_that_was_split_is_served_as_the_whole_one(target: Path, weights
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
-    with clean(target) as server:
+    with clean(target, libraries="deepspeed") as server:
         server.log_line(r"\] ready: process")
         answers = [server.http.post("/invocations", json=body(prompt, 12)) for prompt in PROMPTS]
     assert [answered(answer) for answer in answers] == [generated(model, prompt, 12) for prompt in PROMPTS]

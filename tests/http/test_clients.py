@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_servers import ForkedPython
 from paths import MODEL_CODE, ROOT
+from process_log import LIMIT_S
 from server_helpers import Server, running
 
 pytestmark = pytest.mark.slow
@@ -86,11 +86,12 @@ def documented(server: Server, tiny_model: Path, results: Path) -> list[str]:
 
 def test_vllm_bench_serve(server: Server, tiny_model: Path, tmp_path: Path) -> None:
     asked = [*(arguments(*run, server, tiny_model, tmp_path) for run in RUNS), documented(server, tiny_model, tmp_path)]
-    runs = "\n".join(map(json.dumps, asked))
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(BENCH)]
-    ran = subprocess.run(command, input=runs, capture_output=True, text=True, env=environment, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    bench = ForkedPython([str(BENCH)], os.environ | {"HF_HUB_OFFLINE": "1"}, "vllm")
+    with bench.stdin, bench.stdout:
+        bench.stdin.write("\n".join(map(json.dumps, asked)))
+        bench.stdin.close()
+        printed = bench.stdout.read()
+    assert bench.wait(LIMIT_S) == 0, printed
     assert json.loads((tmp_path / "documented.json").read_text())["completed"] == REQUESTS
     for engine, backend in RUNS:
         result = json.loads((tmp_path / f"{engine}-{backend}.json").read_text())

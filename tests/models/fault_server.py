@@ -17,6 +17,7 @@ import importlib
 import json
 import logging
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -75,7 +76,7 @@ def _fork(asked: dict[str, Any], connection: socket.socket, descriptors: Sequenc
         connection.close()
         if asked["what"] == "worker":
             _be_worker(asked, descriptors)
-        for number, file in zip((2, 1), reversed(descriptors), strict=False):
+        for number, file in zip((2, 1, 0), reversed(descriptors), strict=False):
             os.dup2(file, number)
         os._exit(_run(asked))
     for file in descriptors:
@@ -90,7 +91,9 @@ def _run(asked: dict[str, Any]) -> int:
     os.environ.clear()
     os.environ.update(asked["variables"])
     try:
-        return {"server": serve, "command": command}[asked["what"]](asked["arguments"])
+        return {"server": serve, "command": command, "python": python}[asked["what"]](asked["arguments"])
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:  # noqa: BLE001 - a fork must not go on as the template
         traceback.print_exc()
         return 1
@@ -113,10 +116,17 @@ def _be_worker(asked: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
 
 def command(arguments: Sequence[str]) -> int:
     """Run `lmi-server`."""
-    try:
-        app(arguments)
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    app(arguments)
+    return 0
+
+
+def python(arguments: Sequence[str]) -> int:
+    """Run `python` with these arguments, "-m MODULE" or a script first, as the leader of a session."""
+    os.setsid()
+    is_module = arguments[0] == "-m"
+    program, *sys.argv[1:] = arguments[1:] if is_module else arguments
+    sys.argv[0] = program
+    (runpy.run_module if is_module else runpy.run_path)(program, run_name="__main__")
     return 0
 
 

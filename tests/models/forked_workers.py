@@ -1,7 +1,7 @@
 """Workers as forks of their server, which has imported what they need: a start costs no imports. For tests only.
 
-`install` replaces how lmi_server/supervisor/launch/worker_launch.py starts a process. A group of MPI ranks starts as
-ever.
+`install` replaces how lmi_server/supervisor/launch/worker_launch.py starts a process. The ranks of a group are forks as
+well (forked_ranks.py), but for those with no more libraries than every worker: their groups start as ever.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import logging
 import os
 import random
 import signal
+import socket
 import sys
 import traceback
 from asyncio.subprocess import Process
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
 
+import forked_ranks
 from forked_process import as_process
 
 from handlers.checkpoints.options import THREAD_VARIABLES
@@ -29,6 +33,7 @@ from lmi_server.configuration.handlers import load as load_class
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import this_machine
 from lmi_server.processes import model_imports
+from lmi_server.processes.parents import end_with_parent
 from lmi_server.supervisor.launch import worker_launch as launch
 from lmi_server.worker import __main__ as worker_program
 
@@ -39,12 +44,18 @@ LIBRARIES = {
         *("handlers.tasks.text_tasks", "handlers.tasks.transformers_pipeline", "handlers.tasks.encoders.embedding"),
         *("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"),
     ),
+    "deepspeed": (
+        *("deepspeed", "handlers.deepspeed.model", "handlers.deepspeed.tasks", "handlers.rolling_batch.engine_loading"),
+        *("handlers.tasks.text_tasks", "handlers.tasks.transformers_pipeline"),
+        *("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"),
+    ),
     "vllm": ("handlers.vllm.engine.loading", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"),
 }
 """What the workers of a template have imported, by the name that the template is asked for with."""
 
 _start = launch._execute
 _LAST_DESCRIPTOR = 1 << 16
+_SOCKET = "forks"  # in the directory of a group
 
 
 def install(libraries: str) -> None:
@@ -56,7 +67,7 @@ def install(libraries: str) -> None:
     for spec in HANDLERS:  # a thread of the server that imports one would keep its lock in a fork for ever
         load_class(spec.options)
     model_imports.freeze_libraries()
-    launch._execute = _execute
+    launch._execute = _execute if libraries == "worker" else _execute_or_group
 
 
 def _variables(libraries: str) -> Mapping[str, str]:
@@ -70,32 +81,93 @@ def _variables(libraries: str) -> Mapping[str, str]:
 async def _execute(command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int] = ()) -> Process:
     if command[0] != sys.executable or "PYTHONPATH" in variables:
         return await _start(command, variables, inherited)
+    return await _forked(run, command, variables, inherited)
+
+
+async def _execute_or_group(
+    command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int] = ()
+) -> Process:
+    if sys.executable in command[1:]:
+        return await _forked(_run_group, command, variables, inherited)
+    return await _execute(command, variables, inherited)
+
+
+async def _forked(
+    be: Callable[..., NoReturn], command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int]
+) -> Process:
     outputs = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        run(command, variables, [writing for _, writing in outputs], inherited)
+        be(command, variables, [writing for _, writing in outputs], inherited)
     for _, writing in outputs:
         os.close(writing)
     stdout, stderr = (reading for reading, _ in outputs)
     return await as_process(pid, stdout, stderr, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-def run(command: Sequence[str], variables: Mapping[str, str], outputs: Iterable[int], inherited: Sequence[int]) -> None:
+def run(
+    command: Sequence[str], variables: Mapping[str, str], outputs: Iterable[int], inherited: Sequence[int]
+) -> NoReturn:
     """Be the process that `command` starts."""
-    code = 1
-    try:
-        gc.freeze()  # an object of the server that is collected here may close a file of the worker
+    with _as_another_process():
+        os.setsid()
+        _work(command, variables, outputs, inherited)
+
+
+def _work(
+    command: Sequence[str], variables: Mapping[str, str], outputs: Iterable[int], inherited: Sequence[int]
+) -> NoReturn:
+    _keep_files(outputs, inherited)
+    _forget_the_server()
+    os.environ.update(variables)
+    sys.orig_argv = list(command)
+    sys.argv = list(command[command.index("-m") + 1 :])
+    sys.modules["__main__"] = worker_program  # processes that an engine spawns import it
+    sys.exit(worker_program.main())
+
+
+def _run_group(
+    command: Sequence[str], variables: Mapping[str, str], outputs: Iterable[int], inherited: Sequence[int]
+) -> NoReturn:
+    """Be the mpirun that `command` starts, and the parent of a process that forks its ranks."""
+    with _as_another_process():
         os.setsid()
         _keep_files(outputs, inherited)
         _forget_the_server()
         os.environ.update(variables)
-        sys.orig_argv = list(command)
-        sys.argv = list(command[command.index("-m") + 1 :])
-        sys.modules["__main__"] = worker_program  # processes that an engine spawns import it
-        code = worker_program.main()
+        link = command[command.index("--link") + 1].removeprefix("unix:")
+        path = str(Path(link).with_name(_SOCKET))
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(path)
+        listener.listen()
+        if os.fork() == 0:
+            end_with_parent()
+            _fork_ranks(listener)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        place = command.index(sys.executable)
+        rank = [sys.executable, "-I", "-S", forked_ranks.__file__, path, *command[place:]]
+        os.execve(command[0], [*command[:place], *rank], os.environ)
+
+
+def _fork_ranks(listener: socket.socket) -> NoReturn:
+    program, variables, directory, outputs = forked_ranks.Forks(listener).next_rank()
+    os.chdir(directory)
+    os.environ.clear()
+    # A process cannot change what /proc shows as its environment.
+    Path("/proc/self/comm").write_text(f"rank {variables['OMPI_COMM_WORLD_RANK']}")
+    _work(program, variables, outputs, ())
+
+
+@contextlib.contextmanager
+def _as_another_process() -> Iterator[None]:
+    """End this process with what runs in it: a fork must not go on as the server."""
+    gc.freeze()  # an object of the server that is collected here may close a file of the worker
+    code = 1
+    try:
+        yield
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:  # noqa: BLE001 - a fork must not go on as the server
+    except BaseException:  # noqa: BLE001
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):

@@ -88,6 +88,22 @@ class ForkedCommand(_Forked):
         super().__init__("command", arguments, variables, str(directory), [output[1], errors[1]], libraries)
 
 
+class ForkedPython(_Forked):
+    """Runs `python` with these arguments and variables, as the leader of a session; `libraries` as in ForkedServer.
+
+    What it prints as errors goes to the file descriptor `errors`, by default to `stdout`.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], variables: Mapping[str, str], libraries: str, errors: int | None = None
+    ) -> None:
+        given, printed = os.pipe(), os.pipe()
+        self.stdin: IO[str] = os.fdopen(given[1], "w")
+        self.stdout: IO[str] = os.fdopen(printed[0])
+        files = [given[0], printed[1], os.dup(printed[1] if errors is None else errors)]
+        super().__init__("python", arguments, variables, os.getcwd(), files, libraries)
+
+
 def run_command(*arguments: str, env: Mapping[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `lmi-server` with these arguments and variables, and return what it has printed."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:

@@ -25,9 +25,9 @@ def litter(server: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def clean(*directories: Path) -> Iterator[Server]:
-    """Serve models, and check at the end that nothing of their groups is left."""
-    with running(*directories) as server:
+def clean(*directories: Path, libraries: str = "worker") -> Iterator[Server]:
+    """Serve models, and check at the end that nothing of their groups is left. `libraries` are those of Server."""
+    with running(*directories, libraries=libraries) as server:
         yield server
         if server.process.returncode is None:
             assert server.stop() == 0
@@ -45,9 +45,15 @@ def process_of_rank(server: int, rank: int) -> int:
 
 
 def ranks_of(server: int, rank: int) -> list[int]:
-    """Return the processes that have this rank in their environment, none before mpirun has started it."""
+    """Return the processes that have this rank in their environment, none before mpirun has started it.
+
+    If the ranks are forks, these are the processes that stand for them, and the forks come first.
+    """
     mark = f"OMPI_COMM_WORLD_RANK={rank}".encode()
-    return [pid for pid in group_members(server) if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+    members = [Path("/proc", str(pid)) for pid in group_members(server)]
+    forks = [member for member in members if (member / "comm").read_text() == f"rank {rank}\n"]
+    marked = [member for member in members if mark in (member / "environ").read_bytes().split(b"\0")]
+    return [int(member.name) for member in (*forks, *marked)]
 
 
 def generated(model: Any, prompt: str, count: int, **parameters: Any) -> list[int]:

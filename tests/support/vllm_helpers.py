@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
+from forked_servers import ForkedPython
 from paths import MODEL_CODE
 from ports import reserved_port
 from process_log import LIMIT_S, ProcessLog
@@ -92,25 +91,22 @@ def make_image_model(directory: Path) -> tuple[Path, Blip2ForConditionalGenerati
 
 @contextlib.contextmanager
 def vllm_server(model: Path, name: str, *arguments: str) -> Iterator[httpx.Client]:
-    """Run `python -m vllm.entrypoints.openai.api_server` on `model` and yield a client of it."""
+    """Run `python -m vllm.entrypoints.openai.api_server` on `model` and yield a client of it.
+
+    It is a fork that has imported vLLM, and so is the process of its engine.
+    """
     with reserved_port() as port:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *arguments]
-        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        server = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        server = ForkedPython(command, {**os.environ, **own, "VLLM_WORKER_MULTIPROC_METHOD": "fork"}, "vllm")
         log = ProcessLog(server.stdout)
         try:
             log.wait_for("Application startup complete")
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S) as client:
                 yield client
         finally:
+            server.stdin.close()
             server.terminate()
             log.close()
             server.wait(LIMIT_S)
@@ -120,18 +116,12 @@ class Loader:
     """vllm_loader.py, which loads a model for each line that it gets."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(MODEL_CODE / "vllm_loader.py")],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
+        self._process = ForkedPython([str(MODEL_CODE / "vllm_loader.py")], environment, "vllm", errors=2)
         self._log = ProcessLog(self._process.stdout)
 
     def load(self, **asked: Any) -> Any:
         """Return the answers of a model and its log; a text that says why there are none."""
-        assert self._process.stdin is not None
         print(json.dumps(asked), file=self._process.stdin, flush=True)
         return self.next_line()
 
@@ -139,7 +129,6 @@ class Loader:
         return json.loads(self._log.wait_for(r'^(\{".*}|".*")$')[0])
 
     def close(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._log.close()
         assert self._process.wait(LIMIT_S) == 0

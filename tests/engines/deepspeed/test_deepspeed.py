@@ -84,7 +84,7 @@ def split(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         max_tokens=200,
         kv_cache_memory_gb=0.02,
     )
-    with clean(directory) as server:
+    with clean(directory, libraries="deepspeed") as server:
         server.log_line(r"\] loaded: max_model_len=200 .* ranks=2 .* max_running_requests=4 .*engine=deepspeed ")
         yield server
     assert not list(SHARED_MEMORY.glob("deepspeed_*"))
@@ -147,7 +147,7 @@ def tasks(small: dict[str, Path], weights: Path, tmp_path_factory: pytest.TempPa
         write(directory / "models" / name, model_id=origin, dtype="fp32", tensor_parallel_degree=2)
         for name, origin in origins.items()
     ]
-    with clean(*models) as server:
+    with clean(*models, libraries="deepspeed") as server:
         waiting = {"unsplit", "classifier", "writer", "static"}
         while waiting:
             found = server.log_line(r"\[(\w+)-\d+\] ready: process|cannot serve GPT2LMHeadModel: AutoTP not supported")

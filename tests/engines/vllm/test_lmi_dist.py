@@ -51,7 +51,7 @@ def reference() -> PreTrainedModel:
 def ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     lines = [line.partition("=")[::2] for line in SAMPLE.read_text().splitlines() if not line.startswith("#")]
     settings = {**dict(lines), **OTHER_THAN_IN_THE_SAMPLE, "option.model_id": str(tiny_model)}
-    with serving(tmp_path_factory.mktemp("ranks"), tiny_model, **settings) as server:
+    with serving(tmp_path_factory.mktemp("ranks"), tiny_model, libraries="vllm", **settings) as server:
         assert not shared_names(server)
         yield server
         assert server.stop() == 0
