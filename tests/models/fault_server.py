@@ -121,12 +121,14 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def python(arguments: Sequence[str]) -> int:
-    """Run `python` with these arguments, "-m MODULE" or a script first, as the leader of a session."""
+    """Run `python` with these arguments, a script or "-m MODULE" first, as the leader of a session."""
     os.setsid()
-    is_module = arguments[0] == "-m"
-    program, *sys.argv[1:] = arguments[1:] if is_module else arguments
-    sys.argv[0] = program
-    (runpy.run_module if is_module else runpy.run_path)(program, run_name="__main__")
+    sys.argv = list(arguments)
+    run_program = runpy.run_path
+    if sys.argv[0] == "-m":
+        run_program = runpy.run_module
+        del sys.argv[0]
+    run_program(sys.argv[0], run_name="__main__")
     return 0
 
 

@@ -78,7 +78,7 @@ def follow(step: Step, project: Path) -> None:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """Return a copy of what the steps change and test."""
-    ignored = shutil.ignore_patterns("__pycache__", ".pytest_cache")
+    ignored = shutil.ignore_patterns(".pytest_cache", "*.nb?")  # bytecode is copied: it holds for copies, too
     for name in COPIED:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for name in FILES:

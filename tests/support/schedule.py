@@ -10,16 +10,19 @@ from xdist.scheduler import LoadFileScheduling
 _LIKE_TEST_VLLM = (
     "engines/vllm/test_constraint_bounds",
     "engines/vllm/test_images",
+    "engines/vllm/test_lmi_dist",
     "engines/vllm/test_vllm_openai",
     "engines/vllm/test_vllm_pooling",
     "http/test_clients",
 )
 _FORKS_WITH_TRANSFORMERS = (
     "engines/huggingface/test_gguf",
+    "engines/huggingface/test_huggingface_options",
     "engines/huggingface/test_unbatched",
     "engines/rolling_batch/test_eight_bits",
     "engines/rolling_batch/test_images_http",
     "engines/rolling_batch/test_request_ids",
+    "engines/rolling_batch/test_tensor_parallel",
     "engines/rolling_batch/test_waiting_requests",
     "engines/tasks/test_speech_http",
     "engines/tasks/test_tasks_http",
@@ -30,7 +33,10 @@ _FORKS_WITH_TRANSFORMERS = (
     "http/test_model_file_end_to_end",
     "http/test_tools",
 )
+# What most of these take is the import of vLLM.
+_IMPORTING_VLLM = ("adapters", "drivers", "library", "media", "ranks", "requests", "versions")
 AS_ONE_FILE = {
+    **{f"tests/engines/vllm/test_{name}.py": "tests/engines/vllm/test_library.py" for name in _IMPORTING_VLLM},
     **{f"tests/{name}.py": "tests/engines/vllm/test_vllm.py" for name in _LIKE_TEST_VLLM},
     **{f"tests/{name}.py": "tests/engines/rolling_batch/test_lmi_requests.py" for name in _FORKS_WITH_TRANSFORMERS},
 }

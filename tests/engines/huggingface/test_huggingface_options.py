@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_hub import fake_hub
+from forked_servers import ForkedPython
+from process_log import LIMIT_S
 from rolling_batch_helpers import Received, generated
 from server_helpers import make_model, running
 from tiny_models import byte_tokenizer, saved_model, tiny_model
@@ -78,11 +79,23 @@ asyncio.run(start())
 """
 
 
+def run_in_new_process(directory: Path, code: str, *arguments: str) -> str:
+    """Run code in a process that has imported transformers and nothing of PEFT; return what it prints."""
+    script = directory / "script.py"
+    script.write_text(code)
+    process = ForkedPython([str(script), *arguments], os.environ, "transformers")
+    with process.stdin, process.stdout:
+        printed = process.stdout.read()
+    assert process.wait(LIMIT_S) == 0, printed
+    return printed
+
+
 @pytest.mark.parametrize("adapters", ["true", "false"])
-def test_what_reads_adapters_is_imported_before_the_model_is_ready(weights: Path, adapters: str) -> None:
+def test_what_reads_adapters_is_imported_before_the_model_is_ready(
+    weights: Path, adapters: str, tmp_path: Path
+) -> None:
     """The import takes seconds, for which the first registration would wait."""
-    ran = subprocess.run([sys.executable, "-c", _START, weights, adapters], capture_output=True, text=True, check=True)
-    assert ran.stdout.split()[-1] == adapters.capitalize()
+    assert run_in_new_process(tmp_path, _START, str(weights), adapters).split()[-1] == adapters.capitalize()
 
 
 @pytest.mark.parametrize(("size", "expected"), [(10, 5), (25, 2), (-1, 1)])
@@ -210,7 +223,7 @@ def test_revision_chooses_what_the_hub_gives(weights: Path, tmp_path: Path) -> N
     assert "model.safetensors" in hub.requested
 
 
-def test_threads_are_those_of_every_operation(weights: Path) -> None:
+def test_threads_are_those_of_every_operation(weights: Path, tmp_path: Path) -> None:
     """numba sets torch's threads to all cores when it starts; in this process it started long ago."""
     code = (
         "import sys, numba, torch; from handlers.huggingface.options import HuggingFaceOptions;"
@@ -220,10 +233,7 @@ def test_threads_are_those_of_every_operation(weights: Path) -> None:
         "load_engine(lambda: load(sys.argv[1], options), options);"
         "print('threads', torch.get_num_threads(), numba.get_num_threads())"
     )
-    finished = subprocess.run(
-        [sys.executable, "-c", code, str(weights)], stdout=subprocess.PIPE, check=True, text=True, timeout=600
-    )
-    assert finished.stdout.splitlines()[-1] == "threads 1 1"
+    assert run_in_new_process(tmp_path, code, str(weights)).splitlines()[-1] == "threads 1 1"
 
 
 def test_a_draft_model_drafts_and_changes_no_token(weights: Path) -> None:

@@ -13,8 +13,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from image_helpers import Reference, data_url, noise, openai_parts
 from PIL import Image
@@ -74,6 +72,8 @@ PENALTY = {"repetition_penalty": 2.0}
 
 
 def test_openais_client(server: Server, expected: str) -> None:
+    import openai
+
     client = server.clients.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"))
     messages: Any = [{"role": "user", "content": openai_parts(PARTS)}]
     asked: Any = {"model": server.model, "messages": messages, "max_tokens": TOKENS, "temperature": 0}
@@ -89,6 +89,8 @@ def test_openais_client(server: Server, expected: str) -> None:
 
 
 def test_openais_responses(server: Server) -> None:
+    import openai
+
     client = server.clients.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"))
     content: Any = [{"type": "input_text", "text": "what"}, {"type": "input_image", "image_url": data_url(CAT)}]
     answer = client.responses.create(
@@ -99,6 +101,8 @@ def test_openais_responses(server: Server) -> None:
 
 
 def test_anthropics_client(server: Server) -> None:
+    import anthropic
+
     client = server.clients.enter_context(anthropic.Anthropic(base_url=server.url, api_key="none"))
     encoded = data_url(CAT).partition(",")[2]
     source = {"type": "base64", "media_type": "image/png", "data": encoded}

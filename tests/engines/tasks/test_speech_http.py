@@ -8,16 +8,18 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 import transformers
 from pipeline_helpers import sound_file, speech
 from server_helpers import Server, running
 from tiny_tasks import make_task_model, whisper
 from waiting import wait_until
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,6 +53,8 @@ def server(store: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
         yield client
 

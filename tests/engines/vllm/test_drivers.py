@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
-from handlers.vllm.engine.drivers import InProcessEngine
 from lmi_server.contract.errors import HandlerError, LmiServerError
 from lmi_server.contract.generation import Delta
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow  # imports vLLM
 
 
 class Echo:
@@ -46,6 +43,8 @@ class Builder:
 
 
 def test_each_request_gets_its_own_outputs_and_one_that_has_no_text_ends_alone() -> None:
+    from handlers.vllm.engine.drivers import InProcessEngine
+
     stand_in: Any = Echo()
     engine = InProcessEngine(stand_in, None)
     received: dict[str, list[Delta | LmiServerError]] = {"a": [], "broken": [], "b": []}

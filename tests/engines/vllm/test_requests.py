@@ -7,8 +7,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ValidationError
 
-pytest.importorskip("vllm")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow  # imports vLLM
 
 
 class Message(BaseModel):
