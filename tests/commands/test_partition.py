@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_servers import ForkedCommand
 from mpi_helpers import answered, body, clean, generated
+from process_log import LIMIT_S
 
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.huggingface.options import HuggingFaceOptions
@@ -62,10 +63,11 @@ def target(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     origin = write(root / "origin", SPLIT, weights)
     (origin / "notes.txt").write_text("kept")
-    command = (sys.executable, "-m", "lmi_server", "partition", str(origin), "--save", str(root / "split"))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "weights of rank 1: 0.2 of 0.2 MiB written" in done.stderr
+    command = ForkedCommand(["partition", str(origin), "--save", str(root / "split")], os.environ, root, "deepspeed")
+    with command.stdout, command.stderr:
+        errors = command.stderr.read()
+    assert command.wait(LIMIT_S) == 0, errors
+    assert "weights of rank 1: 0.2 of 0.2 MiB written" in errors
     assert sorted(path.name for path in root.iterdir()) == ["origin", "split"]
     return root / "split"
 

@@ -36,6 +36,7 @@ _FORKS_WITH_TRANSFORMERS = (
 # What most of these take is the import of vLLM.
 _IMPORTING_VLLM = ("adapters", "drivers", "library", "media", "ranks", "requests", "versions")
 AS_ONE_FILE = {
+    "tests/commands/test_partition.py": "tests/engines/deepspeed/test_deepspeed.py",
     **{f"tests/engines/vllm/test_{name}.py": "tests/engines/vllm/test_library.py" for name in _IMPORTING_VLLM},
     **{f"tests/{name}.py": "tests/engines/vllm/test_vllm.py" for name in _LIKE_TEST_VLLM},
     **{f"tests/{name}.py": "tests/engines/rolling_batch/test_lmi_requests.py" for name in _FORKS_WITH_TRANSFORMERS},
@@ -54,7 +55,6 @@ LONGEST = (
     "engines/vllm/",
     "ray/",
     "http/test_end_to_end",
-    "commands/test_partition",
     "commands/test_tune",
     "hosting/",
     "artifacts/",
