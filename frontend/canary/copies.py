@@ -18,6 +18,7 @@ from lmi_server.dialects.errors import error_reply
 from lmi_server.serving.dispatch.affinity.sticky_sessions import may_have_files
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.supervisor.job import Job
+from lmi_server.verify.comparison import Pair
 
 MAX_ANSWER = 1 << 18  # bytes of an answer that are compared; a longer one is not
 _MAX_COPIES = 64  # at a time
@@ -120,27 +121,27 @@ class Copies:
             tokens = 0 if terminal is None or isinstance(terminal, Error) or not terminal.summary else (
                 terminal.summary.output_tokens
             )  # fmt: skip
-            counts = self._figures.add(outcome, seconds / max(tokens, 1), session)
             assert sent.ended is not None
-            await sent.ended
-            if counts:
-                await self._compare(sent, outcome, answer, seconds, session)
+            if outcome is not Outcome.ERROR:  # which speaks for itself
+                await sent.ended
+            pair = await self._compare(sent, outcome, answer)
+            if not self._figures.add(outcome, seconds / max(tokens, 1), session):
+                return
+            if pair is not None:
+                self._compared.add(pair, seconds / max(sent.seconds, 1e-6), session)
+            elif {sent.outcome, outcome} == {Outcome.SUCCESS, Outcome.REFUSED}:
+                self._compared.add_refusal(session)
+            else:
+                self._compared.skipped += 1
         finally:
             self._pool.dispatcher.cancel(job)
 
-    async def _compare(
-        self, sent: SentAnswer, outcome: Outcome, answer: bytes, seconds: float, session: bytes | None
-    ) -> None:
-        """Compare the answer that was sent with that to its copy, which took `seconds`."""
-        both = {sent.outcome, outcome}
-        if both == {Outcome.SUCCESS, Outcome.REFUSED}:
-            self._compared.add_refusal(session)
-        elif both != {Outcome.SUCCESS} or max(len(answer), len(sent.data)) > MAX_ANSWER:
-            self._compared.skipped += 1
-        else:
-            async with self._comparing:
-                pair = await asyncio.to_thread(compare_answers, bytes(sent.data), answer)
-            self._compared.add(pair, seconds / max(sent.seconds, 1e-6), session)
+    async def _compare(self, sent: SentAnswer, outcome: Outcome, answer: bytes) -> Pair | None:
+        """Compare the answer that was sent with that to its copy; return None unless both are whole answers."""
+        if {sent.outcome, outcome} != {Outcome.SUCCESS} or max(len(answer), len(sent.data)) > MAX_ANSWER:
+            return None
+        async with self._comparing:
+            return await asyncio.to_thread(compare_answers, bytes(sent.data), answer)
 
 
 async def _whole(job: Job) -> bytes:
