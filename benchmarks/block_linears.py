@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks.generation import MODEL
+from benchmarks.servers import MODEL
 from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
 from handlers.cpu_kernels.blocks import integers
