@@ -1,6 +1,6 @@
 """Linear layers of blocks for few rows: multiplied as integers of 16 bits, and in float32.
 
-    python -m benchmarks.block_linears [--model DIR] [--turns 15] [--rows 1,4]
+    python -m benchmarks.block_linears [--model DIR] [--turns 15] [--rows 1,2,4,8]
 
 With AVX-512 VNNI the kernels multiply rows of bfloat16 as integers, and rows of float32 as they are. Both passes go
 through all linear layers of the demo model but the head, read the same weights, and take turns. The table has the
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--rows", default="1,4")
+    parser.add_argument("--rows", default="1,2,4,8")
     options = parser.parse_args()
     if not integers.IS_USABLE:
         print("this processor has no AVX-512 VNNI: rows of bfloat16 are multiplied in float32, too")
