@@ -17,6 +17,9 @@ from lmi_server.contract.errors import ModelLoadError
 
 # Up to so many rows torch's kernel for int8 weights is faster than widening them, in bfloat16; in float32 it never is.
 _INT8_KERNEL_ROWS = 16
+# How weights lie in a checkpoint: what gptqmodel has kernels for on GPUs alone, and what is read on CPUs.
+_GPU_LAYOUTS = ("marlin", "bitblas", "gemv", "gemv_fast", "llm-awq")
+_ON_CPUS = {"gptq": "the layout gptq or gptq_v2", "awq": "the layout gemm"}
 _ROUNDING = ("Linear8bitLt", "Fp8Linear")  # of bitsandbytes, on the CPU none are left; and of this project
 
 
@@ -63,6 +66,23 @@ def checkpoint_method(config: Any) -> str | None:
         return None
     method = declared.get("quant_method") if isinstance(declared, Mapping) else declared.quant_method
     return str(getattr(method, "value", method) or "bitsandbytes")  # old checkpoints of bitsandbytes do not say
+
+
+def refuse_gpu_layouts(config: Any) -> None:
+    """Refuse weights that lie as a kernel for GPUs reads them: no package has one for CPUs. Raises ModelLoadError."""
+    declared = getattr(config, "quantization_config", None)
+    if not isinstance(declared, Mapping) or declared.get("quant_method") not in _ON_CPUS:
+        return
+    names = (declared.get(name) for name in ("checkpoint_format", "format", "version"))
+    layout = next((name.lower() for name in names if isinstance(name, str)), "")
+    if declared.get("is_marlin_format") is True:
+        layout = "marlin"
+    if layout in _GPU_LAYOUTS:
+        method = declared["quant_method"]
+        raise ModelLoadError(
+            f"quantization_config in config.json: {method} weights in the layout {layout} are for GPUs; on CPUs name a"
+            f" checkpoint in {_ON_CPUS[method]} in option.model_id"
+        )
 
 
 def _names_of(method: str, config: Any) -> tuple[str, ...]:
@@ -124,6 +144,20 @@ def keep_activations(model: Any) -> int:
             if isinstance(child, Linear8bitLt) and child.weight.device.type == "cpu":
                 setattr(module, name, Int8Linear(child, model.dtype))
                 count += 1
+    return count
+
+
+def leave_uncompiled(model: nn.Module) -> int:
+    """Let gptqmodel's layers on the CPU unpack their weights without torch.compile; return how many.
+
+    It compiles for each number of bits and each shape in the first passes, which takes minutes on two busy cores.
+    Layers with a kernel of torch (4 bits) compile nothing.
+    """
+    count = 0
+    for module in model.modules():
+        if "dequantize_weight" in vars(module) and all(buffer.device.type == "cpu" for buffer in module.buffers()):
+            del module.dequantize_weight  # the compiled method of this layer hides that of its class
+            count += 1
     return count
 
 

@@ -37,8 +37,10 @@ from handlers.checkpoints.quantization import (
     check_quantization,
     checkpoint_method,
     keep_activations,
+    leave_uncompiled,
     quantization_arguments,
     quantization_details,
+    refuse_gpu_layouts,
     refuse_odd_widths,
     warn_once_of_casts,
 )
@@ -98,6 +100,7 @@ def prepare(model: Any, path: str, options: TransformersOptions) -> Any:
     if options.save_mp_checkpoint_path is None or not _save(model, options):
         keep_packed(model)
     keep_activations(model)
+    leave_uncompiled(model)
     warn_once_of_casts()
     details = _keep_blocks(model, path, options) or quantization_details(model)
     if details:
@@ -179,7 +182,8 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
         dtype = torch.bfloat16 if arguments["dtype"] == "auto" else arguments["dtype"]
         return {**arguments, **gguf_weights(path), "dtype": dtype}
     saves, in_blocks = options.save_mp_checkpoint_path is not None, checkpoint_method(config) == BLOCKS
-    if not gpus.count and own_rank().size == 1 and arguments["dtype"] in _BLOCK_DTYPES and not (saves and in_blocks):
+    can_pack = not (saves and in_blocks) if arguments["dtype"] in _BLOCK_DTYPES else not (saves or in_blocks)
+    if not gpus.count and own_rank().size == 1 and can_pack:
         packed = as_packed_layers(config, path, saves)
         if packed is not None:
             check_quantization(options.quantize, config)
@@ -189,6 +193,8 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
             f"{path}: weights in blocks are for one process on a CPU in bf16 or fp32, and are not saved again; use the"
             " checkpoint that they were made from"
         )
+    if not gpus.count:
+        refuse_gpu_layouts(config)
     return arguments | quantization_arguments(options, config, arguments["dtype"])
 
 

@@ -90,6 +90,6 @@ def _shuffled(numbers: torch.Tensor) -> torch.Tensor:
 
 def _words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     """(rows, n) -> (rows, n * bits / 32) int32, the lowest bits first."""
-    shifts = torch.arange(0, 32, bits)
-    words = (numbers.unflatten(1, (-1, 32 // bits)) << shifts).sum(2)
+    stream = (numbers[:, :, None] >> torch.arange(bits) & 1).flatten(1)
+    words = (stream.unflatten(1, (-1, 32)) << torch.arange(32)).sum(2)
     return torch.where(words >= 2**31, words - 2**32, words).int()

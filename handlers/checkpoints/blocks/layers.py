@@ -70,24 +70,28 @@ class BlockLinear(nn.Module):
         return out.view(*hidden.shape[:-1], self.out_features)
 
 
-class OrderedBlockLinear(nn.Module):
-    """A layer of blocks that takes its inputs in another order, as act-order of gptq leaves them."""
+class AdaptedBlockLinear(nn.Module):
+    """A layer of blocks for activations in another order, as act-order of gptq leaves them, or of another type."""
 
-    def __init__(self, linear: BlockLinear, order: torch.Tensor) -> None:
-        """`order` (in_features,) int64 has the input that comes at each place."""
+    def __init__(self, linear: BlockLinear, order: torch.Tensor | None, dtype: torch.dtype) -> None:
+        """`order` (in_features,) int64 has the input that comes at each place; None is the order as it is.
+
+        `dtype` is the type of the activations.
+        """
         super().__init__()
-        self.linear = linear
+        self.linear, self.dtype = linear, dtype
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_buffer("order", order)
 
     @property
     def weight(self) -> torch.Tensor:
         """The bytes of the blocks, for code that reads what a layer's weight is of."""
-        return self.linear.weight
+        return self.linear.weight.view(self.dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
-        return self.linear(hidden.index_select(-1, self.order))
+        inputs = hidden if self.order is None else hidden.index_select(-1, self.order)
+        return self.linear(inputs.to(self.linear.dtype)).to(hidden.dtype)
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,11 @@ class KeptLayer:
 
     def module(self, dtype: torch.dtype) -> nn.Module:
         """Return the layer, for activations of a type."""
-        linear = BlockLinear.from_stored(self.stored, None if self.bias is None else self.bias.to(dtype), dtype)
-        return linear if self.order is None else OrderedBlockLinear(linear, self.order)
+        computed = torch.float32 if dtype == torch.float16 else dtype  # no kernel reads float16
+        bias = None if self.bias is None else self.bias.to(computed)
+        linear = BlockLinear.from_stored(self.stored, bias, computed)
+        is_adapted = self.order is not None or computed != dtype
+        return AdaptedBlockLinear(linear, self.order, dtype) if is_adapted else linear
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the layer in a file, by their names in it."""

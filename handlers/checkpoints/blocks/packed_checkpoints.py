@@ -6,9 +6,9 @@ Packed layers of the others have `qweight`, `qzeros` and `scales` in place of a 
 scale * (number - zero), with a scale and a zero for each group of inputs and each output. transformers loads everything
 else: its quantizer here only takes such layers out of the empty model, and puts layers of blocks in their place.
 
-- gptq (AutoGPTQ, GPTQModel): words of 32 bits hold numbers of consecutive inputs. Format `gptq` stores zeros less one,
-  `gptq_v2` as they are. With act-order `g_idx` has the group of each input: inputs are brought into the order of their
-  groups, and so are activations.
+- gptq (AutoGPTQ, GPTQModel): words of 32 bits hold numbers of consecutive inputs; those of 3 bits continue in the next
+  word. Format `gptq` stores zeros less one, `gptq_v2` as they are. With act-order `g_idx` has the group of each input:
+  inputs are brought into the order of their groups, and so are activations.
 - awq (AutoAWQ, version GEMM): words hold numbers of consecutive outputs, in the order of `_AWQ_ORDER`.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from lmi_server.contract.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 _METHOD = "packed_layers"  # under which transformers finds the quantizer
-_BITS = (2, 4, 8)
+_BITS = (2, 3, 4, 8)
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _PARTS = ("qweight", "qzeros", "scales")
 
@@ -310,9 +311,11 @@ def _unpack(packed: _PackedLayer, tensors: Mapping[str, torch.Tensor], declared:
         bits = 4
         numbers, zeros = _in_awq_order(_columns(words, bits)), _in_awq_order(_columns(zero_words, bits))
     else:
-        bits = 32 * len(words) // inputs
+        bits, rest = divmod(32 * len(words), inputs)
+        if rest:
+            raise ValueError("their sizes do not fit")
         form = declared.get("checkpoint_format", declared.get("format", "gptq"))
-        numbers, zeros = _columns(words.T, bits).T, _columns(zero_words + (_ones(bits) if form == "gptq" else 0), bits)
+        numbers, zeros = _columns(words.T, bits).T, _gptq_zeros(zero_words, bits, form)
     if numbers.shape != (inputs, outputs) or scales.shape != (groups, outputs) or zeros.shape != scales.shape:
         raise ValueError("their sizes do not fit")
     in_order = torch.arange(inputs) // (inputs // groups)
@@ -323,17 +326,32 @@ def _unpack(packed: _PackedLayer, tensors: Mapping[str, torch.Tensor], declared:
     return _Weights(bits, numbers.T.contiguous(), zeros.T.contiguous(), scales.T.contiguous(), of_inputs, order)
 
 
-def _ones(bits: int) -> int:
-    """Return a word whose numbers are all one."""
-    return sum(1 << shift for shift in range(0, 32, bits))
+def _gptq_zeros(words: torch.Tensor, bits: int, form: str) -> torch.Tensor:
+    """Words (groups, n) int32 -> zeros (groups, outputs) uint8.
+
+    GPTQModel subtracts one from whole words of 2, 4 or 8 bits, where a zero of 0 borrows from the next one, and from
+    each number of 3 bits. So one is added in the same way.
+    """
+    if form == "gptq" and 32 % bits == 0:
+        words = words + sum(1 << shift for shift in range(0, 32, bits))
+    zeros = _columns(words, bits)
+    return (zeros + 1) % (1 << bits) if form == "gptq" and 32 % bits else zeros
 
 
 def _columns(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Words (rows, n) int32 of numbers, the lowest bits first -> (rows, n * 32 / bits) uint8."""
     if bits not in _BITS:
         raise ValueError(f"{bits} bits")
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return (words[:, :, None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(1)
+    together = bits // math.gcd(bits, 32)  # words, after which a number begins with a word again
+    parts = words.unflatten(1, (-1, together))
+    columns = []
+    for start in range(0, 32 * together, bits):
+        place, shift = divmod(start, 32)
+        number = parts[:, :, place] >> shift
+        if shift + bits > 32:  # its higher bits are in the next word
+            number = number & (1 << 32 - shift) - 1 | parts[:, :, place + 1] << 32 - shift
+        columns.append((number & (1 << bits) - 1).to(torch.uint8))
+    return torch.stack(columns, 2).flatten(1)
 
 
 def _in_awq_order(numbers: torch.Tensor) -> torch.Tensor:

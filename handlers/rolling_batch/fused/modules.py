@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from handlers.checkpoints.blocks.layers import BlockLinear, OrderedBlockLinear, is_joinable
+from handlers.checkpoints.blocks.layers import AdaptedBlockLinear, BlockLinear, is_joinable
 from handlers.checkpoints.fp8.layers import Fp8Linear
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.ranks.sharding import RowParallelLinear, plain_linear
@@ -114,7 +114,7 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
     linears = _are_alike([children.get(name) for name in ("gate_proj", "up_proj")])
     down = children.get("down_proj")
-    sums = isinstance(down, (RowParallelLinear, BlockLinear, OrderedBlockLinear, Fp8Linear)) or is_plain(down)
+    sums = isinstance(down, (RowParallelLinear, BlockLinear, AdaptedBlockLinear, Fp8Linear)) or is_plain(down)
     return linears and sums and set(children) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import llama_of_whole_blocks
 from transformers import AutoModelForCausalLM
 
-from handlers.checkpoints.blocks.layers import BlockLinear, OrderedBlockLinear, StoredEmbedding
+from handlers.checkpoints.blocks.layers import AdaptedBlockLinear, BlockLinear, StoredEmbedding
 from handlers.checkpoints.blocks.packed_checkpoints import packed_to_save
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface.options import HuggingFaceOptions
@@ -30,6 +30,9 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"group": 64, "form": "gptq_v2"},
     {"group": -1, "symmetric": True, "bits": 8},
     {"bits": 2},
+    {"bits": 3},
+    {"bits": 3, "symmetric": True, "group": 64, "form": "gptq_v2"},
+    {"bits": 3, "act_order": True},
     {"act_order": True},
     {"method": "awq"},
 )
@@ -40,12 +43,12 @@ def load(directory: Path, dtype: str = "fp32", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_layers_have_the_weights_that_are_packed(tmp_path: Path, kind: dict[str, Any], dtype: str) -> None:
     expected, found = packed_llama(tmp_path, **kind), load(tmp_path, dtype)
     for name in ("self_attn.v_proj", "mlp.down_proj"):
         layer = found.model.layers[1].get_submodule(name)
-        assert isinstance(layer, OrderedBlockLinear if kind.get("act_order") else BlockLinear)
+        assert isinstance(layer, AdaptedBlockLinear if kind.get("act_order") or dtype == "fp16" else BlockLinear)
         weight = layer(torch.eye(layer.in_features, dtype=found.dtype)).T
         assert torch.equal(weight, expected.model.layers[1].get_submodule(name).weight.to(found.dtype))
 
@@ -58,6 +61,16 @@ def test_a_rolling_batch_generates_what_the_unpacked_model_does(tmp_path: Path, 
     engine.run()
     assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
     assert engine.fused["decoder_layers"] == (0 if kind.get("act_order") else 2)
+
+
+@pytest.mark.parametrize("kind", [{}, {"method": "awq"}, {"act_order": True}], ids=str)
+def test_a_model_in_fp16_computes_with_its_blocks(tmp_path: Path, kind: dict[str, Any]) -> None:
+    packed_llama(tmp_path, **kind)
+    engine = Engine(load(tmp_path, "fp16"))
+    answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in PROMPTS]
+    engine.run()
+    reference = load(tmp_path, "fp16")
+    assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("kind", [{"bits": 8}, {"group": 16}], ids=str)
@@ -97,7 +110,8 @@ def test_a_checkpoint_in_several_files_is_read(tmp_path: Path) -> None:
         ("qzeros", None, "no qzeros"),
         ("scales", lambda scales: scales[:, :-1].contiguous(), "their sizes do not fit"),
         ("scales", lambda scales: scales[:0], "no packed weights of 64 inputs and 128 outputs"),
-        ("qweight", lambda words: words[:-1].contiguous(), "bits"),
+        ("qweight", lambda words: words[:-1].contiguous(), "their sizes do not fit"),
+        ("qweight", lambda words: words[: len(words) // 4].contiguous(), "1 bits"),
         ("qweight", lambda words: words.float(), "their types are"),
         ("g_idx", lambda groups: groups - 1, "g_idx names other groups"),
         ("g_idx", lambda groups: groups[1:].contiguous(), "g_idx names other groups"),

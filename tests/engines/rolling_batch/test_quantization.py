@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.blocks.packed_layers import keep_packed
-from handlers.checkpoints.quantization import Int8Linear, quantization_details, warn_once_of_casts
+from handlers.checkpoints.quantization import Int8Linear, leave_uncompiled, quantization_details, warn_once_of_casts
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
 from handlers.huggingface import model as transformers_model
@@ -283,6 +283,54 @@ def test_a_missing_package_is_named(plain: Path, tmp_path: Path, method: str) ->
         match=rf"quantised with {method} need gptqmodel.*, which is not installed; install lmi-server\[gptq\]",
     ):
         load(tmp_path, quantize=method)
+
+
+@pytest.mark.parametrize(
+    ("method", "declared", "layout"),
+    [
+        ("gptq", {"checkpoint_format": "marlin"}, "marlin"),
+        ("gptq", {"is_marlin_format": True}, "marlin"),
+        ("gptq", {"format": "bitblas"}, "bitblas"),
+        ("awq", {"version": "GEMV"}, "gemv"),
+        ("awq", {"format": "gemv_fast", "version": "gemm"}, "gemv_fast"),
+        ("awq", {"version": "llm-awq"}, "llm-awq"),
+    ],
+)
+def test_weights_that_lie_for_gpus_are_refused_on_the_cpu(
+    plain: Path, tmp_path: Path, method: str, declared: dict[str, Any], layout: str
+) -> None:
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32, **declared}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=rf"{method} weights in the layout {layout} are for GPUs; on CPUs name a"):
+        load(tmp_path, quantize=method)
+
+
+class FakePackedLayer(nn.Linear):
+    """Unpacks its weight in each pass and compiles that when it is made, as TorchLinear of gptqmodel does."""
+
+    def __init__(self, device: str, compiles: bool = True) -> None:
+        super().__init__(4, 4, bias=False, device=device)
+        self.register_buffer("scales", torch.ones(4, device=device))
+        if compiles:
+            self.dequantize_weight = self.compile_first
+
+    def compile_first(self) -> torch.Tensor:
+        raise AssertionError("compiles for minutes")
+
+    def dequantize_weight(self) -> torch.Tensor:
+        return self.weight * 2
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, self.dequantize_weight())
+
+
+def test_layers_of_gptqmodel_on_the_cpu_compile_nothing() -> None:
+    layers = nn.ModuleList([FakePackedLayer("cpu"), FakePackedLayer("meta"), FakePackedLayer("cpu", compiles=False)])
+    assert leave_uncompiled(layers) == 1
+    hidden = torch.ones(2, 4)
+    assert torch.equal(layers[0](hidden), 2 * nn.functional.linear(hidden, layers[0].weight))
+    assert "dequantize_weight" in vars(layers[1])  # on another device it stays
 
 
 def test_a_quantised_checkpoint_is_not_quantised_otherwise(compressed: Path) -> None:
