@@ -58,7 +58,7 @@ def handle(inputs):
     if inputs.get_as_bytes() == b"bad" or greeting == "choosy":
         return Output(code=400, message="the client got it wrong")
     if greeting == "slow":
-        time.sleep(0.05)
+        time.sleep(0.15)
     return Output().add(greeting)
 """
 
