@@ -3,9 +3,6 @@
 set -eu
 python -m pip install --quiet --no-cache-dir --no-compile --no-index --no-deps /opt/lmi-server/wheels/*.whl
 cd /opt/lmi-server/.venv/lib/python3*/site-packages
-# numba compares the time of a source file with that of its compilation. Layers store whole seconds, so the times are
-# rounded before.
-find handlers -name '*.py' -exec touch --date=@0 {} +
 python -m compileall -q frontend handlers lmi_server
 # The group may write there: `docker run --user` gives any user id the group 0.
 chown -R lmi-server:0 /var/cache/lmi-server

@@ -56,21 +56,24 @@ def kernel_part(is_separate: bool = False, **options: Any) -> Callable[[Callable
     return decorate
 
 
-def kernel(signatures: Any = None, **options: Any) -> Callable[[Callable[..., None]], Callable[..., Any]]:
-    """Compile a function with numba when it is first called, or now for the `signatures` given; run it without the GIL.
+def kernel(signature: Any = None, **options: Any) -> Callable[[Callable[..., None]], Callable[..., Any]]:
+    """Compile a function with numba when it is first called, or now for a `signature`; run it without the GIL.
 
-    numba looks compiled code up by the function's qualified name, and uses it as long as date and size of the
-    function's own file are the same. But a kernel contains the functions that it calls: after a change of another
-    file, intrinsics.py say, numba would run kernels that contain its former functions. So the name carries a digest of
-    every source file of the kernels. It carries one of the target, too: numba has one index for all processors of a
-    name and takes no lock, so machines that share a folder and compile at once could run each other's code.
+    Compiled code is looked up by the function's qualified name. But a kernel contains the functions that it calls:
+    after a change of another file, intrinsics.py say, kernels would run that contain its former functions. So the name
+    carries a digest of every source file of the kernels. It carries one of the target, too: machines of several kinds
+    may share a folder.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., Any]:
         function.__qualname__ = f"{function.__name__}_{SOURCES}_{TARGET}"
-        options_of_all = {"nogil": True, "cache": IS_KEPT, **_PIPELINES.of_kernels, **_COMPACT}
-        compiled: Callable[..., Any] = njit(signatures, **options_of_all, **options)(function)
+        compiled = njit(**_PIPELINES.of_kernels, **_COMPACT, nogil=True, **options)(function)
+        if IS_KEPT:
+            private_layer.keep(compiled)
         register(compiled)
-        return compiled
+        if signature is not None:
+            compiled.compile(signature)
+            compiled.disable_compile()
+        return compiled  # type: ignore[no-any-return]
 
     return decorate

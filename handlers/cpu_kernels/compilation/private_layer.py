@@ -61,6 +61,13 @@ def find_place(package: Path) -> bool:
     return _if_possible(find, lambda: False, "each start compiles its kernels anew")
 
 
+def keep(kernel: Any) -> None:
+    """Have the compiled code of a kernel kept, if `find_place` has found a place."""
+    from handlers.cpu_kernels.compilation import kernel_cache
+
+    kernel_cache.keep(kernel)
+
+
 def target() -> tuple[str, str, str]:
     """Return what numba compiles for: the kind of machine, and the name and the features of its processor."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import json
 import logging
 import multiprocessing
@@ -34,6 +33,7 @@ from handlers.cpu_kernels.arguments import (
     LayerSettings,
     SharedBlocks,
 )
+from handlers.cpu_kernels.compilation.kernel_files import is_trusted
 from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.machine.environment import own_rank, process_environment
 from lmi_server.machine.inventory import shown_gpus
@@ -112,7 +112,7 @@ def start(model_dir: str, options: RollingBatchOptions) -> FirstCompilation | No
     weights = _weights(Path(model_dir), options)
     kept = element if options.packed_kv_dtype is None else _PACKED_ELEMENTS[options.packed_kv_dtype]
     marker = compiled_marker(element, weights, kept)
-    return None if marker is None or marker.exists() else FirstCompilation(element, weights, marker, kept)
+    return None if marker is None or is_trusted(marker) else FirstCompilation(element, weights, marker, kept)
 
 
 def compiled_marker(element: str, weights: str, kept: str) -> Path | None:
@@ -258,16 +258,11 @@ def _array(element: str, dimensions: int) -> np.ndarray:
 
 
 def _compiling(kernels: Iterator[Call]) -> Iterator[Compile]:
-    """Yield what compiles each kernel, for all its types: two processes that do it at once would lose one of them."""
+    """Yield what compiles each kernel."""
     import numba
 
-    def compile_all(kernel: Any, calls: Sequence[tuple[Any, ...]]) -> None:
-        for arguments in calls:
-            kernel.compile(tuple(map(numba.typeof, arguments)))
-
-    for _, calls in itertools.groupby(kernels, key=lambda call: id(call[0])):
-        same = list(calls)
-        yield functools.partial(compile_all, same[0][0], [arguments for _, arguments in same])
+    for kernel, arguments in kernels:
+        yield functools.partial(kernel.compile, tuple(map(numba.typeof, arguments)))
 
 
 def _share(work: Sequence[Compile], queue: int, parent: int) -> None:

@@ -13,13 +13,13 @@ import logging
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
+from handlers.cpu_kernels.compilation import kernel_files
 from handlers.rolling_batch.cpu.first_compilation import compiled_kernels
 from lmi_server.machine.environment import process_environment
 
@@ -185,10 +185,10 @@ def load_crossovers() -> Crossovers:
 
 
 def _read(path: Path | None) -> dict[str, dict[str, int]]:
-    """Return the crossovers by machine and name; none if there is no such file, or another program's."""
+    """Return the crossovers by machine and name; none if there is no such file, or it is another program's."""
     try:
-        found = json.loads(path.read_bytes()) if path is not None else {}
-    except (OSError, ValueError):
+        found = {} if path is None else json.loads(kernel_files.read(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(found, dict):
         return {}
@@ -203,6 +203,4 @@ def _write(path: Path, machine: str, crossovers: Mapping[str, int]) -> None:
     """Add crossovers to the file, which is whole at any time. Raises OSError."""
     kept = _read(path)
     kept[machine] = {**kept.get(machine, {}), **crossovers}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as written:
-        json.dump(kept, written)
-    os.replace(written.name, path)
+    kernel_files.write(path, json.dumps(kept).encode())
