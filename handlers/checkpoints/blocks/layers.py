@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from handlers.checkpoints.blocks.formats import StoredWeight
+from handlers.checkpoints.blocks.free_cores import only_free_cores
 from handlers.checkpoints.blocks.layout import join, lay_out
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.cpu_kernels.blocks.layout import OUTPUTS
@@ -46,7 +47,9 @@ class BlockLinear(nn.Module):
     @classmethod
     def from_stored(cls, stored: StoredWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> BlockLinear:
         """Return a layer for activations of type `dtype`, in which its bias is."""
-        return cls(lay_out(stored), (stored.in_features, len(stored.raw)), [stored.format.name], bias, dtype)
+        with only_free_cores():
+            laid = lay_out(stored)
+        return cls(laid, (stored.in_features, len(stored.raw)), [stored.format.name], bias, dtype)
 
     @classmethod
     def joined(cls, linears: Sequence[BlockLinear], bias: torch.Tensor | None) -> BlockLinear:

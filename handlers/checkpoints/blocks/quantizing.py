@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from handlers.checkpoints.blocks.formats import INPUTS, Q4_K
+from handlers.checkpoints.blocks.free_cores import only_free_cores
 from handlers.checkpoints.blocks.layers import KeptLayer, StoredEmbedding
 from handlers.checkpoints.blocks.rounding import quantize
 from handlers.checkpoints.quantization import weight_details
@@ -37,7 +38,8 @@ def quantize_to_blocks(model: Any, name: str, kept: dict[str, KeptLayer] | None 
             if not _fits(child) or child_name in read_weights(kind, numbers=True):
                 left += 1
             else:
-                stored = quantize(child.weight, _OF_HEAD[name] if child is head else _name_for(child, name))
+                with only_free_cores():
+                    stored = quantize(child.weight, _OF_HEAD[name] if child is head else _name_for(child, name))
                 layer = KeptLayer(stored, None if child.bias is None else child.bias.detach())
                 setattr(module, child_name, layer.module(child.weight.dtype))
                 if kept is not None:

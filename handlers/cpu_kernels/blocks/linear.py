@@ -33,6 +33,8 @@ _MAX_ROWS = 512
 _COLUMNS = max(TILE_COLUMNS, OUTPUTS)  # of the panels that vector registers multiply at once
 _PANELS = _COLUMNS // OUTPUTS
 _LINE = 4 * OUTPUTS
+# A plain number has a type of its own: parts that are called with one would be compiled once more.
+_NONE, _ONE = np.int64(0), np.int64(1)
 
 
 @kernel()
@@ -165,12 +167,12 @@ def _one_block_of_rows(first_share, last_share, rows, weight, bias, out, shares)
         amx.clear_sums(count)
         for block in range(blocks + 1):
             if block < blocks:
-                _unpack(weight, panel, block, 1, targets[block % 2], _LINE, out.dtype.type(0))
+                _unpack(weight, panel, block, _ONE, targets[block % 2], _LINE, out.dtype.type(0))
             if block > 0:
                 left = address_of(rows) + np.uintp(4 * amx.STEP_WORDS * (block - 1))
                 amx.add_step(left, stride, count, targets[(block - 1) % 2])
         amx.store_sums(count, address_of(sums))
-        _write_block(sums, bias, out, 0, count, panel * OUTPUTS)
+        _write_block(sums, bias, out, _NONE, count, panel * OUTPUTS)
     amx.release_tiles()
     unpacked[0, 0, 0] = 0  # numba frees an array after its last use, and does not see those by address
 
@@ -185,7 +187,7 @@ def _many_blocks_of_rows(first_share, last_share, rows, weight, bias, out, share
     for first in range(0, count, _MAX_ROWS):
         last = min(first + _MAX_ROWS, count)
         for panel in range(panels * first_share // shares, panels * last_share // shares):
-            _unpack(weight, panel, 0, blocks, address_of(laid), _LINE, out.dtype.type(0))
+            _unpack(weight, panel, _NONE, blocks, address_of(laid), _LINE, out.dtype.type(0))
             for begin in range(first, last, amx.BLOCK_ROWS):
                 of_rows = min(amx.BLOCK_ROWS, last - begin)
                 if of_rows != configured:

@@ -1,8 +1,9 @@
-"""Files that hold compiled kernels: each is read only if nobody else can have written it, and is written whole.
+"""Files that hold compiled kernels: they are written whole, and a file that other users can write is not read.
 
 What they hold runs in this process, as machine code and as a pickle. So a file has to be as safe as the sources of the
-kernels: its owner is root, this user, or who owns those sources, and no one else can write it. Who may rename files in
-the folder can then do no more than take kernels away. Root's group may write: containers run with it under any user id.
+kernels: its owner is root, this user, or the owner of these sources, and no other user can write it. A user who can
+rename files in the folder can then only remove kernels. Root's group may write: containers run with it under any user
+id.
 """
 
 from __future__ import annotations

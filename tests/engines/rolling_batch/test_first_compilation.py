@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,24 +12,27 @@ import numba
 import psutil
 import pytest
 import torch
+from paths import ROOT
 from processes import children, is_running
 from rolling_batch_helpers import Engine, prompts, tiles_for_any_rows
 from tiny_models import tiny_model
 from waiting import wait_until
 
+from handlers.checkpoints.blocks import free_cores
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
 from handlers.cpu_kernels.threads import helpers
 from handlers.generation.prompts import PromptEncoder
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.cpu import first_compilation, kernel_choice
-from handlers.rolling_batch.cpu.first_compilation import (
+from handlers.rolling_batch.cpu.compiling import (
     BLOCKS,
     PLAIN,
-    FirstCompilation,
     first_kernels,
-    single_kernels,
+    layer_kernels,
+    token_kernels,
     whole_kernels,
 )
+from handlers.rolling_batch.cpu.first_compilation import FirstCompilation
 from handlers.rolling_batch.warm_up import warm_up
 
 
@@ -60,10 +64,50 @@ def test_a_model_calls_the_kernels_with_the_types_that_they_are_compiled_for(
     helpers.stop()
     for kernel, arguments in (
         *first_kernels(element),
-        *single_kernels(element, weights, kv_dtype),
+        *layer_kernels(element, weights, kv_dtype),
+        *token_kernels(element),
         *whole_kernels(element, weights, kv_dtype),
     ):
         assert tuple(map(numba.typeof, arguments)) in kernel.signatures, kernel
+
+
+SHARES = """
+import multiprocessing, os, random, sys, time
+from handlers.rolling_batch.cpu.compiling import Shared
+
+reading, writing = os.pipe()
+fork = multiprocessing.get_context("fork")
+
+def work_of(number, seconds):
+    def work():
+        os.write(writing, bytes([number]))
+        time.sleep(seconds)
+        os.write(writing, bytes([number + 100]))
+    return work
+
+for seed in range(20):
+    drawn = random.Random(seed)
+    parts, others, wholes = (drawn.randrange(most) for most in (4, 4, 3))
+    count = parts + others + wholes
+    work = [work_of(number, drawn.choice((0, 0.001, 0.005))) for number in range(count)]
+    shared = Shared(work[:parts], work[parts : parts + others], work[parts + others :])
+    processes = [fork.Process(target=shared.do) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    log = os.read(reading, 1000) if count else b""
+    assert sorted(log) == [*range(count), *range(100, 100 + count)], (seed, log)
+    begins = [log.index(number) for number in range(parts + others, count)]
+    ends = [log.index(100 + number) for number in range(parts)]
+    assert not begins or not ends or min(begins) > max(ends), (seed, log)
+"""
+
+
+def test_processes_do_all_work_once_and_what_needs_parts_after_them() -> None:
+    done = subprocess.run([sys.executable, "-c", SHARES], cwd=ROOT, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert len(done.stdout) > 50
 
 
 @pytest.mark.slow
@@ -96,6 +140,28 @@ def test_a_load_that_fails_ends_the_processes(marker: Path, monkeypatch: pytest.
     compilation = FirstCompilation("uint16", "plain", marker)
     compilation.close()
     assert compilation._process.returncode is not None
+
+
+@pytest.mark.parametrize(("threads", "left"), [(1, 1), (2, 1), (3, 1), (6, 4)])
+def test_weights_are_packed_in_the_cores_that_compiling_leaves(
+    threads: int, left: int, marker: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sleeping = tmp_path / "sleeping"
+    sleeping.write_text("#!/bin/sh\nexec sleep 1000\n")
+    sleeping.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(sleeping))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        compilation = FirstCompilation("uint16", "plain", marker)
+        with free_cores.only_free_cores():
+            assert torch.get_num_threads() == left
+        assert torch.get_num_threads() == threads
+        compilation.close()
+        with free_cores.only_free_cores():
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.slow

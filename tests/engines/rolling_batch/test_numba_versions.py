@@ -80,8 +80,16 @@ def test_the_target_is_known_without_numbas_registry(monkeypatch: pytest.MonkeyP
 
 
 def test_no_place_is_known_without_numbas_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cache, "CompileResultCacheImpl", raises)
+    monkeypatch.setattr(kernel_cache, "KernelCache", raises)
     assert private_layer.find_place(tmp_path) is False
+
+
+def test_no_place_is_known_if_numba_does_not_ask_our_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernel_cache, "keep", lambda kernel: None)
+    assert private_layer.find_place(tmp_path) is False
+    assert "each start compiles its kernels anew" in caplog.text
 
 
 def test_kernels_compute_without_the_modules() -> None:
