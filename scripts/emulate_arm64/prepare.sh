@@ -20,8 +20,8 @@ if [ ! -x debian/usr/bin/python3.11 ]; then
   for package in debian/var/cache/apt/archives/*.deb; do dpkg -x "$package" debian; done
 fi
 
-# llguidance has no wheel for this processor, so structured output is left out. Later wheels of torch for it need CUDA's
-# libraries; 2.9 does not.
+# Structured output is left out: wheels of llguidance are for glibc 2.31 and later. Later wheels of torch for this processor
+# need CUDA's libraries; 2.9 does not.
 arguments=(--python-platform aarch64-manylinux_2_28 --python-version 3.11 --only-binary :all:)
 cat > wanted.txt <<'W'
 accelerate
