@@ -95,7 +95,7 @@ def _remove_lock_files(root: Path) -> None:
             continue
         used, lock = _beside(directory, _USED), _beside(directory, _LOCK)
         # In the order of those who make one, which hold the first while they wait for the second.
-        with _locked(used) as unused, _locked(lock) as unmade:
+        with contextlib.suppress(OSError), _locked(used) as unused, _locked(lock) as unmade:
             if unused and unmade and not directory.exists():
                 lock.unlink()
                 used.unlink()
