@@ -1,4 +1,4 @@
-"""In how many threads weights are packed while other processes of the load keep cores busy.
+"""In how many threads a load packs weights and computes logits while other processes of it keep cores busy.
 
 OpenMP's threads spin while they wait for one whose core others have: beside a first compilation on two cores, packing
 a small model in two threads took several times as long as in one, and kept the compilation from its cores.

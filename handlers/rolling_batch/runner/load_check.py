@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from handlers.checkpoints.blocks.free_cores import only_free_cores
 from handlers.checkpoints.placement import main_device
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.schedule.page_table import PageTable
@@ -50,7 +51,8 @@ class LoadCheck:
         generator = torch.Generator().manual_seed(0)
         self._ids = torch.randint(vocabulary_of(model), (1, lengths[-1]), generator=generator)
         rows = torch.tensor([row for length in lengths for row in range(length - self._DECODED - 1, length)])
-        logits = _logits(model, self._ids, rows).split(self._DECODED + 1)
+        with only_free_cores():
+            logits = _logits(model, self._ids, rows).split(self._DECODED + 1)
         self._expected = dict(zip(lengths, logits, strict=True))
 
     def compare(self, runner: ModelRunner) -> None:
