@@ -18,7 +18,7 @@ from typing import Any
 
 from handlers.checkpoints.blocks import free_cores
 from handlers.checkpoints.options import QUANTIZATION, TransformersOptions
-from handlers.cpu_kernels.compilation.kernel_files import is_trusted
+from handlers.cpu_kernels.compilation import kernel_files
 from handlers.rolling_batch.cpu.compiling import BLOCKS, PLAIN, PROCESSES
 from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.machine.environment import own_rank, process_environment
@@ -96,7 +96,9 @@ def start(model_dir: str, options: RollingBatchOptions) -> FirstCompilation | No
     weights = _weights(Path(model_dir), options)
     kept = element if options.packed_kv_dtype is None else _PACKED_ELEMENTS[options.packed_kv_dtype]
     marker = compiled_marker(element, weights, kept)
-    return None if marker is None or is_trusted(marker) else FirstCompilation(element, weights, marker, kept)
+    if marker is None or kernel_files.is_trusted(marker):
+        return None
+    return FirstCompilation(element, weights, marker, kept)
 
 
 def compiled_marker(element: str, weights: str, kept: str) -> Path | None:
@@ -121,7 +123,7 @@ def compiled_kernels() -> Path | None:
 
 def mark_compiled(marker: Path) -> None:
     try:
-        marker.touch()
+        kernel_files.write(marker, b"")
     except OSError as error:
         logger.info("Compiled kernels are not kept: %s", error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from waiting import wait_until
 
 from handlers.checkpoints.blocks import free_cores
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
+from handlers.cpu_kernels.compilation import kernel_files
 from handlers.cpu_kernels.threads import helpers
 from handlers.generation.prompts import PromptEncoder
 from handlers.huggingface.options import HuggingFaceOptions
@@ -119,6 +121,18 @@ def test_kernels_are_compiled_by_processes_at_the_first_start_only(marker: Path,
     compilation.close()
     assert marker.exists()
     assert first_compilation.start(str(tmp_path), options) is None
+
+
+@pytest.mark.parametrize("mask", [0, 0o002, 0o077])
+def test_a_later_start_trusts_what_an_earlier_one_has_marked_under_any_umask(tmp_path: Path, mask: int) -> None:
+    marker, before = tmp_path / "marker", os.umask(mask)
+    try:
+        marker.touch()
+        marker.chmod(0o666)  # as if others had made it
+        first_compilation.mark_compiled(marker)
+    finally:
+        os.umask(before)
+    assert kernel_files.is_trusted(marker)
 
 
 def test_a_process_that_fails_leaves_the_kernels_to_the_worker(
