@@ -14,12 +14,15 @@ from torch import nn
 from handlers.checkpoints.options import QUANTIZATION, QUANTIZATION_PACKAGES, TransformersOptions
 from handlers.torch_operators import probes
 from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.texts.quoting import excerpt
 
 # Up to so many rows torch's kernel for int8 weights is faster than widening them, in bfloat16; in float32 it never is.
 _INT8_KERNEL_ROWS = 16
 # How weights lie in a checkpoint: what gptqmodel has kernels for on GPUs alone, and what is read on CPUs.
 _GPU_LAYOUTS = ("marlin", "bitblas", "gemv", "gemv_fast", "llm-awq")
 _ON_CPUS = {"gptq": "the layout gptq or gptq_v2", "awq": "the layout gemm"}
+GPTQ_BITS = (2, 3, 4, 8)
+"""Bits of the numbers of gptq that transformers, and this project, read."""
 _ROUNDING = ("Linear8bitLt", "Fp8Linear")  # of bitsandbytes, on the CPU none are left; and of this project
 
 
@@ -29,6 +32,7 @@ def quantization_arguments(options: TransformersOptions, config: Any, dtype: tor
     Raises ModelLoadError if the options contradict the checkpoint, or if a package is missing.
     """
     check_quantization(options.quantize, config)
+    _refuse_bits(config)
     checkpoint = checkpoint_method(config)
     _refuse_missing_packages(checkpoint or ("bitsandbytes" if options.quantize in QUANTIZATION else None))
     wanted = options.quantization_config()
@@ -82,6 +86,19 @@ def refuse_gpu_layouts(config: Any) -> None:
         raise ModelLoadError(
             f"quantization_config in config.json: {method} weights in the layout {layout} are for GPUs; on CPUs name a"
             f" checkpoint in {_ON_CPUS[method]} in option.model_id"
+        )
+
+
+def _refuse_bits(config: Any) -> None:
+    """Refuse gptq in numbers of bits that transformers does not read. Raises ModelLoadError."""
+    if checkpoint_method(config) != "gptq":
+        return
+    declared = config.quantization_config
+    bits = declared.get("bits") if isinstance(declared, Mapping) else declared.bits
+    if bits not in GPTQ_BITS:
+        raise ModelLoadError(
+            f"quantization_config in config.json: bits is {excerpt(str(bits))}, and transformers reads gptq in 2, 3, 4"
+            " and 8 bits; name a checkpoint in one of these in option.model_id"
         )
 
 

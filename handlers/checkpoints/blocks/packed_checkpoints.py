@@ -36,12 +36,12 @@ from handlers.checkpoints.blocks.layers import KeptLayer
 from handlers.checkpoints.blocks.packed_layers import as_blocks, keep_packed
 from handlers.checkpoints.blocks.rounding import halves
 from handlers.checkpoints.blocks.saved_blocks import BLOCKS, SHARED, saved_layer
+from handlers.checkpoints.quantization import GPTQ_BITS
 from lmi_server.contract.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
 _METHOD = "packed_layers"  # under which transformers finds the quantizer
-_BITS = (2, 3, 4, 8)
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _PARTS = ("qweight", "qzeros", "scales")
 
@@ -100,7 +100,7 @@ def _is_known(declared: Mapping[str, Any]) -> bool:
         form = declared.get("version", declared.get("format", "gemm"))
         return str(form).lower() == "gemm" and declared.get("bits", declared.get("w_bit", 4)) == 4
     form = declared.get("checkpoint_format", declared.get("format", "gptq"))
-    return declared.get("quant_method") == "gptq" and form in ("gptq", "gptq_v2") and declared.get("bits") in _BITS
+    return declared.get("quant_method") == "gptq" and form in ("gptq", "gptq_v2") and declared.get("bits") in GPTQ_BITS
 
 
 def _files(directory: Path) -> list[Path]:
@@ -340,7 +340,7 @@ def _gptq_zeros(words: torch.Tensor, bits: int, form: str) -> torch.Tensor:
 
 def _columns(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Words (rows, n) int32 of numbers, the lowest bits first -> (rows, n * 32 / bits) uint8."""
-    if bits not in _BITS:
+    if bits not in GPTQ_BITS:
         raise ValueError(f"{bits} bits")
     together = bits // math.gcd(bits, 32)  # words, after which a number begins with a word again
     parts = words.unflatten(1, (-1, together))

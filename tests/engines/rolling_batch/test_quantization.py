@@ -306,6 +306,15 @@ def test_weights_that_lie_for_gpus_are_refused_on_the_cpu(
         load(tmp_path, quantize=method)
 
 
+@pytest.mark.parametrize("bits", [1, 5, 6, 7, "4", None, [4], "4" * 10**6])
+def test_gptq_in_bits_that_transformers_does_not_read_is_refused(plain: Path, tmp_path: Path, bits: Any) -> None:
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": bits, "group_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"bits is .*, and transformers reads gptq in 2, 3, 4 and 8 bits; name a"):
+        load(tmp_path)
+
+
 class FakePackedLayer(nn.Linear):
     """Unpacks its weight in each pass and compiles that when it is made, as TorchLinear of gptqmodel does."""
 
