@@ -75,14 +75,14 @@ def checkpoint_method(config: Any) -> str | None:
 def refuse_gpu_layouts(config: Any) -> None:
     """Refuse weights that lie as a kernel for GPUs reads them: no package has one for CPUs. Raises ModelLoadError."""
     declared = getattr(config, "quantization_config", None)
-    if not isinstance(declared, Mapping) or declared.get("quant_method") not in _ON_CPUS:
+    method = checkpoint_method(config)
+    if not isinstance(declared, Mapping) or method not in _ON_CPUS:
         return
     names = (declared.get(name) for name in ("checkpoint_format", "format", "version"))
     layout = next((name.lower() for name in names if isinstance(name, str)), "")
     if declared.get("is_marlin_format") is True:
         layout = "marlin"
     if layout in _GPU_LAYOUTS:
-        method = declared["quant_method"]
         raise ModelLoadError(
             f"quantization_config in config.json: {method} weights in the layout {layout} are for GPUs; on CPUs name a"
             f" checkpoint in {_ON_CPUS[method]} in option.model_id"

@@ -245,7 +245,7 @@ def _layer(
         return saved_layer(packed, tensors, declared, dtype)
     try:
         weights = _unpack(packed, tensors, declared)
-    except (RuntimeError, IndexError, ValueError, ZeroDivisionError) as error:
+    except (RuntimeError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise ModelLoadError(
             f"{packed.stored_as} has {shapes}, which are no packed weights of {packed.in_features} inputs and"

@@ -110,6 +110,7 @@ def test_a_checkpoint_in_several_files_is_read(tmp_path: Path) -> None:
         ("qzeros", None, "no qzeros"),
         ("scales", lambda scales: scales[:, :-1].contiguous(), "their sizes do not fit"),
         ("scales", lambda scales: scales[:0], "no packed weights of 64 inputs and 128 outputs"),
+        ("scales", lambda scales: scales[0, 0].clone(), "0-d tensor"),
         ("qweight", lambda words: words[:-1].contiguous(), "their sizes do not fit"),
         ("qweight", lambda words: words[: len(words) // 4].contiguous(), "1 bits"),
         ("qweight", lambda words: words.float(), "their types are"),

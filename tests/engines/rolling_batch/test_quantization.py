@@ -315,6 +315,14 @@ def test_gptq_in_bits_that_transformers_does_not_read_is_refused(plain: Path, tm
         load(tmp_path)
 
 
+@pytest.mark.parametrize("method", [["gptq"], {"gptq": 1}, 3])
+def test_a_method_that_is_no_text_is_an_error_of_the_load(plain: Path, tmp_path: Path, method: Any) -> None:
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError):
+        load(tmp_path)
+
+
 class FakePackedLayer(nn.Linear):
     """Unpacks its weight in each pass and compiles that when it is made, as TorchLinear of gptqmodel does."""
 
