@@ -63,7 +63,9 @@ class KernelCache(FunctionCache):
         return None
 
     def save_overload(self, sig, data):
-        """Keep a compiled kernel."""
+        """Keep a compiled kernel, unless it has addresses of this process in it: numba warns of such code."""
+        if not self._impl.check_cachable(data):
+            return
         identity = self._identity(sig, data.codegen)
         code = dumps(self._impl.reduce(data))
         path = self._path(identity)

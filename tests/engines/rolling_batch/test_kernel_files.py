@@ -22,7 +22,7 @@ from handlers.cpu_kernels.compilation import kernel_files
 from handlers.cpu_kernels.compilation.kernel_files import NotTrustedError
 
 PROGRAM = """
-import json, logging, os, pickle, sys
+import ctypes, json, logging, os, pickle, sys
 import numpy as np
 from numba import typeof
 from numba.core import registry
@@ -44,6 +44,13 @@ def double(numbers):
 @decorators.kernel()
 def triple(numbers):
     numbers[0] *= 3
+
+labs = ctypes.CDLL(None).labs
+labs.argtypes, labs.restype = [ctypes.c_long], ctypes.c_long
+
+@decorators.kernel()
+def at_address(numbers):
+    numbers[0] = labs(numbers[0])
 
 def call(kernel, element):
     numbers = np.array([7], element)
@@ -89,6 +96,9 @@ for line in sys.stdin:
         race()
     elif line == "forge\\n":
         forge()
+    elif line == "at_address\\n":
+        print(json.dumps(call(at_address, "int64")), flush=True)
+        continue
     else:
         os.waitpid(forked(all_called if line == "all\\n" else called), 0)
         continue
@@ -221,6 +231,11 @@ def test_a_kernel_that_is_not_to_be_trusted_is_compiled_anew(shared_caller: Call
     assert reason in log[0]
     assert shared_caller.call() == (14, 1, [])
     assert not (path.parent / "executed").exists()
+
+
+def test_code_with_an_address_of_its_process_is_not_kept(caller: Caller) -> None:
+    assert caller.ask("at_address") == 7
+    assert [file.name.split("_")[0] for file in caller.files()] == ["program.triple"]
 
 
 def test_the_code_of_another_kernel_is_no_code_of_this_one(shared_caller: Caller) -> None:
