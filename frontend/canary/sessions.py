@@ -57,6 +57,8 @@ class SessionCounts(Generic[C]):
 
     def without_worst(self, badness: Callable[[C], float]) -> C:
         """Return the counts without the session that has most of `badness`; with it if nearly nothing else is left."""
+        if not badness(self.total):  # mostly, and thousands of sessions need no look
+            return self.total
         worst = max(self._sessions.values(), key=badness, default=None)
         left = self.total if worst is None else self.total.less(worst)
         return left if left.requests >= _OTHERS else self.total
