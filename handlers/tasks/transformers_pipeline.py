@@ -11,10 +11,11 @@ from transformers.pipelines import Pipeline
 from transformers.pipelines.base import PipelineException
 
 from handlers.checkpoints.blocks.saved_blocks import BLOCKS
-from handlers.checkpoints.options import BLOCK_FORMATS
+from handlers.checkpoints.options import BLOCK_FORMATS, PACKED_METHODS
 from handlers.checkpoints.placement import refuse_divided_layers
+from handlers.checkpoints.quantization import checkpoint_method
 from handlers.checkpoints.text_length import TextLength
-from handlers.checkpoints.transformers_loading import model_arguments, prepare
+from handlers.checkpoints.transformers_loading import load_config, model_arguments, prepare
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task import Task, file_bytes, read_image, read_object, read_text, same_names, texts
 from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
@@ -161,8 +162,8 @@ class TransformersPipeline(Task):
 
 def load_pipeline(task: str, path: str, options: PipelineOptions) -> Any:
     """Return a pipeline with the model in `path`. Raises ModelLoadError."""
+    _refuse_saved_blocks(task, path, options)
     arguments = model_arguments(path, options)
-    _refuse_saved_blocks(task, arguments, options)
     loading = {name: arguments.pop(name) for name in ("max_memory", "quantization_config") if name in arguments}
     try:
         place = {} if "device_map" in arguments else {"device": "cpu"}
@@ -176,11 +177,11 @@ def load_pipeline(task: str, path: str, options: PipelineOptions) -> Any:
     return pipeline
 
 
-def _refuse_saved_blocks(task: str, arguments: Mapping[str, Any], options: PipelineOptions) -> None:
+def _refuse_saved_blocks(task: str, path: str, options: PipelineOptions) -> None:
     """Raise ModelLoadError for blocks in files: pipelines load models by the config.json as it is."""
-    packed = arguments.get("config")
-    is_saved = packed is not None and packed.quantization_config["declared"].get("quant_method") == BLOCKS
-    if is_saved or (options.save_mp_checkpoint_path is not None and options.quantize in BLOCK_FORMATS):
+    method = checkpoint_method(load_config(path, options))
+    becomes_blocks = method in PACKED_METHODS or options.quantize in BLOCK_FORMATS
+    if method == BLOCKS or (options.save_mp_checkpoint_path is not None and becomes_blocks):
         raise ModelLoadError(
             f"option.task={task}: weights that are saved in blocks are not read for this task; use the plain checkpoint"
             f" and set option.quantize to one of {', '.join(BLOCK_FORMATS)}, which quantises it whenever it loads"

@@ -288,7 +288,10 @@ def test_weights_of_a_pipeline_are_quantised(load_task: LoadTask, tmp_path: Path
     with pytest.raises(ModelLoadError, match=message):
         load_pipeline("text-classification", str(directory), saving)
     shutil.copytree(directory, tmp_path / "saved")
-    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": {"quant_method": "blocks"}}
-    (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelLoadError, match=message):
-        load_pipeline("text-classification", str(tmp_path / "saved"), PipelineOptions(dtype="fp32"))
+    plain, config = PipelineOptions(dtype="fp32"), json.loads((directory / "config.json").read_text())
+    saving = saving.model_copy(update={"quantize": None})
+    for method, of_method in (("blocks", plain), ("gptq", saving), ("awq", saving), ("compressed-tensors", saving)):
+        declared = {"quantization_config": {"quant_method": method, "bits": 4}}
+        (tmp_path / "saved" / "config.json").write_text(json.dumps(config | declared))
+        with pytest.raises(ModelLoadError, match=message):
+            load_pipeline("text-classification", str(tmp_path / "saved"), of_method)
