@@ -74,9 +74,13 @@ class Artifacts:
 def artifact_settings(
     download_dir: str | None, environment: Mapping[str, str], unused_environments_gb: float = 20.0
 ) -> ArtifactSettings:
-    """Return the settings with `download_dir`, or with the user's cache directory if it is None."""
+    """Return the settings with `download_dir`; without it, with that of the variables, or the user's cache directory.
+
+    A server has read the variables already. Commands that start none have not.
+    """
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = Path(download_dir) if download_dir else cache / "lmi-server"
+    named = download_dir or environment.get("SERVING_DOWNLOAD_DIR") or environment.get("DJL_CACHE_DIR")
+    root = Path(named) if named else cache / "lmi-server"
     unused = int(min(unused_environments_gb * 2**30, sys.maxsize))  # a product of floats may be infinite
     return ArtifactSettings(root.absolute(), environment, unused_environment_bytes=unused)
 

@@ -18,7 +18,7 @@ import msgspec
 
 from lmi_server.artifacts.child_process import ChildResult, ChildTimeoutError, run_child
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill, importable, no_room
+from lmi_server.artifacts.store import StoreEntry, entry, fill, importable, no_room, read_errors
 from lmi_server.contract.errors import ArtifactError
 
 REQUIREMENTS = "requirements.txt"
@@ -66,7 +66,7 @@ def install_requirements(model_dir: Path, installer: Installer, activity: Activi
     source = model_dir / REQUIREMENTS
     if not source.is_file():
         return None
-    with file_errors(source):
+    with read_errors():
         identity = _identity(source, model_dir, installer.python)
     place = entry(importable(installer.root), "requirements", identity, "site-packages")
 

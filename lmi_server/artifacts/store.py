@@ -148,6 +148,17 @@ def file_errors(directory: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def read_errors() -> Iterator[None]:
+    """Turn errors in reading files of a model, or an interpreter, into an ArtifactError with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise ArtifactError(
+            f"{error.filename}: cannot be read: {error.strerror or error}; let the server's user {os.geteuid()} read it"
+        ) from error
+
+
 def no_room(directory: Path) -> str:
     return f"{directory}: the disk is full; make room, or set SERVING_DOWNLOAD_DIR to a directory on a larger one"
 
@@ -180,11 +191,11 @@ def lock_file(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
     """Lock a file, made if it is not there; return its descriptor, None while another lock excludes `kind`.
 
     The holder of the exclusive lock may remove the file, which ends what it excludes. Raises OSError if it cannot be
-    opened.
+    opened, or is a link: that would lock, or make, a file elsewhere.
     """
     while True:
         with ExitStack() as opened:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             opened.callback(os.close, descriptor)
             if not try_lock(descriptor, kind):
                 return None

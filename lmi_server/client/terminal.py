@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.texts.quoting import for_terminal
 from lmi_server.contract.texts.secrets import SECRETS
 
 
@@ -19,7 +20,6 @@ def plain_configuration_errors() -> Iterator[None]:
         yield
     except ConfigurationError as error:
         # soft_wrap: a problem stays one line on a narrow terminal. markup=False: the text may hold [brackets].
-        Console(stderr=True).print(
-            SECRETS.masked(error.message), style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        message = for_terminal(SECRETS.masked(error.message))
+        Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error

@@ -32,6 +32,7 @@ from lmi_server.configuration.server_settings import (
     server_home,
 )
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
+from lmi_server.contract.texts.quoting import as_record
 from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.explain.explanation import Explanation, file_problems
 from lmi_server.explain.explanation import explain as explain_model
@@ -241,7 +242,7 @@ def _print_findings(found: Sequence[Finding], github: bool) -> None:
             typer.echo(annotation(each))
         else:
             style = "yellow" if each.severity == "warning" else "red"
-            console.print(each.message, style=style, markup=False, highlight=False, soft_wrap=True)
+            console.print(as_record(each.message), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

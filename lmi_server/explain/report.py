@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lmi_server.configuration.checks.memory_estimate import gib
 from lmi_server.configuration.declaration import written
+from lmi_server.contract.texts.quoting import for_terminal
 from lmi_server.explain.explanation import ExplainedOption, Explanation
 
 _INDENT = "  "
@@ -22,7 +23,7 @@ _WIDEST_KEY = 36  # longer keys push their values to the right
 def print_explanation(explanation: Explanation, console: Console, with_defaults: bool) -> None:
     """Print first what decides: model, handler and reason, the values that some layer sets, and the problems."""
     for style, line in _lines(explanation, console.width, with_defaults):
-        console.print(Text(line, style=style), soft_wrap=True)
+        console.print(Text(for_terminal(line), style=style), soft_wrap=True)
 
 
 def _lines(explanation: Explanation, width: int, with_defaults: bool) -> Iterator[tuple[str, str]]:

@@ -529,6 +529,20 @@ def test_a_lock_file_that_is_removed_while_others_open_it_excludes_them_still(tm
     assert set(most) == {1}
 
 
+def test_a_lock_file_that_is_a_link_locks_no_file_elsewhere(tmp_path: Path) -> None:
+    downloads = tmp_path / "downloads"
+    (downloads / "environments").mkdir(parents=True)
+    (downloads / "environments" / "one.used").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArtifactError, match=r"one\.used: cannot be written: .*; set SERVING_DOWNLOAD_DIR"):
+        lease(downloads / "environments" / "one", Activity())
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_interpreter_or_a_wheel_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"/no/python: cannot be read: No such file.*; let the server's user \d+ "):
+        maker(tmp_path).prepare(recipe(tmp_path, "tinyone"), "/no/python", Activity())
+
+
 # --- the file of a model ---
 
 
@@ -579,6 +593,9 @@ HOSTILE = (
     "/wheels/x-1.0-py3-none-any.whl",
     "../x",
     "x.whl/..",
+    "tinyone-1.0-py3-none-any.whl",
+    "tinyone.tar.gz",
+    "tinyone.ZIP[extra]==1.0",
     "vllm==1.0 --hash=md5:0123",
     "vllm==1.0 --config-settings=a=b",
     "vllm ==",
@@ -625,6 +642,11 @@ def test_the_file_is_one_of_the_model(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         requirement_lines(directory, name, KEY)
     assert "secret" not in str(refused.value)
+
+
+def test_a_comment_that_ends_like_a_divided_line_takes_no_line_with_it(tmp_path: Path) -> None:
+    text = "# wheels in C:\\\nmsgspec\ntorch # C:\\\r\nbackports.tarfile\n"
+    assert requirement_lines(model(tmp_path, text), "engine.txt", KEY) == ("msgspec", "torch", "backports.tarfile")
 
 
 def test_a_file_of_any_size_is_not_read_whole(tmp_path: Path) -> None:

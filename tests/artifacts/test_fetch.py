@@ -63,6 +63,13 @@ def test_where_files_are_kept() -> None:
     assert artifact_settings(None, {"XDG_CACHE_HOME": "/cache"}).root == Path("/cache/lmi-server")
 
 
+def test_commands_without_a_server_keep_files_where_the_variables_say() -> None:
+    variables = {"XDG_CACHE_HOME": "/cache", "DJL_CACHE_DIR": "/of/lmi"}
+    assert artifact_settings(None, variables).root == Path("/of/lmi")
+    assert artifact_settings(None, {**variables, "SERVING_DOWNLOAD_DIR": "/own"}).root == Path("/own")
+    assert artifact_settings("/downloads", {**variables, "SERVING_DOWNLOAD_DIR": "/own"}).root == Path("/downloads")
+
+
 @on_loop
 async def test_a_local_model_is_taken_as_it_is(tmp_path: Path, settings: ArtifactSettings) -> None:
     (tmp_path / "weights").mkdir()

@@ -53,6 +53,17 @@ def test_one_wrong_model_of_several_fails(right: str, wrong: str, elsewhere: str
     assert run(str(Path(right).parent / "missing"), right)[0] == 1
 
 
+def test_a_value_controls_no_terminal(tmp_path: Path) -> None:
+    text = "option.entryPoint=djl_python.echo\nminWorkers=\\u001b[2J\\nforged\noption.nokey\\u009b=\\u202e\n"
+    path = model(tmp_path / "hostile", text)
+    code, printed = run(path)
+    assert code == 1
+    assert f'{path}:2: minWorkers = "\\x1b[2J\n  forged" is not allowed' in printed
+    shown = CliRunner().invoke(app, ["explain", os.path.dirname(path)]).output
+    assert r"option.nokey\x9b" in shown
+    assert not {"\x1b", "\x9b"} & set(printed + shown)
+
+
 def test_elsewhere_only_wrong_models_fail(right: str, wrong: str, elsewhere: str) -> None:
     assert run("--elsewhere", right, elsewhere)[0] == 0
     assert run("--elsewhere", wrong)[0] == 1

@@ -19,7 +19,7 @@ from lmi_server.artifacts.environments.recipe import Recipe, normalized
 from lmi_server.artifacts.environments.room import SIZE, Lease, bytes_on_disk, lease, remove_unused
 from lmi_server.artifacts.environments.uv import Uv
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill
+from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill, read_errors
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.contract.texts.sizes import in_words
@@ -71,7 +71,7 @@ class EnvironmentMaker:
 
         Raises ArtifactError with uv's reason, ConfigurationError without uv.
         """
-        with file_errors(self.root):
+        with read_errors():
             identity = "\0".join(_identity(recipe, python, activity))
         place = entry(self.root, FOLDER, identity, "env")
         held = lease(place.directory, activity)  # before it is looked for, so that no other server removes it meanwhile

@@ -24,6 +24,9 @@ _REQUIREMENT = re.compile(
     r"(?:;[\w\s.'\"<>=!~()+-]{1,200})?",
     re.ASCII,
 )
+# uv takes such a name for the path of a file.
+_ARCHIVE = re.compile(r"\.(?:whl|zip|tgz|tbz|txz|tlz|tar(?:\.\w+)?)\Z", re.ASCII | re.IGNORECASE)
+_COMMENT = re.compile(r"(?:^|\s)#.*$")
 _HASH = re.compile(r"\s--hash=sha256:[0-9a-f]{64}(?=\s|$)")
 _ALLOWED = (
     "a package by its name, with versions (vllm==0.32.0) and --hash=sha256:DIGEST; put the wheel of any other package "
@@ -82,14 +85,17 @@ def requirement_lines(model_dir: Path, name: str, key: str) -> tuple[str, ...]:
 
 
 def _checked_lines(text: str, place: str) -> Iterator[str]:
+    # Comments first: one that ends with \ must not take the next line with it.
+    text = "\n".join(_COMMENT.sub("", written) for written in text.splitlines())
     # A line that ends with \ goes on in the next one, as lists of hashes do.
-    for number, written in enumerate(text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines(), 1):
+    for number, written in enumerate(text.replace("\\\n", " ").splitlines(), 1):
         # One space at a time: the expression below takes more time the longer a run of them is.
-        line = " ".join(re.sub(r"(?:^|\s)#.*$", "", written).split())
+        line = " ".join(written.split())
         if not line:
             continue
         hashes = _HASH.findall(line)
         requirement = _HASH.sub("", line).strip()
-        if _REQUIREMENT.fullmatch(requirement) is None:
+        found = _REQUIREMENT.fullmatch(requirement)
+        if found is None or _ARCHIVE.search(found["name"]) is not None:
             raise ConfigurationError(f'{place}: requirement {number} is "{excerpt(line)}"; allowed: {_ALLOWED}')
         yield "".join((requirement, *hashes))

@@ -61,5 +61,10 @@ def as_record(text: str) -> str:
     return text if text.isprintable() else text.translate(_IN_RECORD)
 
 
+def for_terminal(text: str) -> str:
+    """Return the text as a terminal may print it: line ends and tabs stay, other control characters are escapes."""
+    return text if text.isprintable() else text.translate(_ESCAPES)
+
+
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
