@@ -12,11 +12,14 @@ from frontend.access.api_keys import TENANT
 from frontend.batches.pace import Line, Pace
 from frontend.detached.request import DetachedRequest, KeptAnswer, receive_body
 from frontend.features import Inference
+from frontend.http.clients import Scope, shown_error
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import scope_without_client
 from frontend.relay.request import model_and_priority
 from lmi_server.batches.lines import ROUTES, BatchLine, answer_line, is_answered
 from lmi_server.contract.errors import LmiServerError
+from lmi_server.contract.protocol import Error
+from lmi_server.dialects.errors import error_reply
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.registry import ModelRegistry
 from lmi_server.supervisor.job import ReplySlot
@@ -116,8 +119,9 @@ class Asking:
         body = HeldBytes(self._memory)  # `hold` counts it
         scope = scope_without_client(line.url, headers, request, body)
         scope[TENANT] = tenant
-        await request.run(self._infer, (ROUTES[line.url], None, None), scope, receive_body(line.body), body)
-        return request.record
+        route = ROUTES[line.url]
+        await request.run(self._infer, (route, None, None), scope, receive_body(line.body), body)
+        return request.record if request.broken_by is None else _error_answer(route, request.broken_by, scope)
 
 
 class _LineRequest(DetachedRequest):
@@ -126,14 +130,28 @@ class _LineRequest(DetachedRequest):
     def __init__(self, record: KeptAnswer, answer: HeldBytes, turn: Line) -> None:
         super().__init__(record, answer)
         self._turn = turn
+        self._reply = ReplySlot()
+
+    @property
+    def broken_by(self) -> LmiServerError | None:
+        """Return the error that has ended an answer whose status was there already: what there is, is a part of it."""
+        terminal = self._reply.terminal
+        is_broken = self.record.status > 0 and is_answered(self.record.status)
+        return terminal.exception() if isinstance(terminal, Error) and is_broken else None
 
     def watch(self, on_gone: Callable[[], None], reply: ReplySlot) -> None:
         super().watch(on_gone, reply)
+        self._reply = reply
         self._turn.give_back = on_gone
 
     def unwatch(self) -> None:
         super().unwatch()
         self._turn.give_back = None
+
+
+def _error_answer(route: str, error: LmiServerError, scope: Scope) -> KeptAnswer:
+    status, headers, body = error_reply(route, shown_error(error, scope))
+    return KeptAnswer(status, "", headers, [body])
 
 
 def _error_code(data: bytes) -> str | None:

@@ -12,6 +12,7 @@ import pytest
 from relay_helpers import on_loop
 
 from frontend.access.api_keys import TENANT, KeyRing
+from frontend.batches import asking as asking_module
 from frontend.batches import pace as pace_module
 from frontend.batches.asking import Asking, Outcome
 from frontend.batches.pace import Pace
@@ -33,6 +34,7 @@ from frontend.storage.objects import Journal, open_store
 from frontend.storage.owners import EVERYONE, new_id, owner_of
 from frontend.storage.threads import StoreThreads
 from lmi_server.batches.lines import BatchLine
+from lmi_server.contract.protocol import Error, Head
 from lmi_server.supervisor.job import ReplySlot
 
 COMPLETIONS = "/v1/completions"
@@ -228,3 +230,28 @@ async def test_an_answer_in_chunks_that_was_taken_back_is_asked_for_again(monkey
     outcome = await Asking(infer, models, pace, "x-request-id").answer(line, "b", b"")
     assert (len(tries), outcome.is_answered) == (2, True)
     assert b'{"whole":true}' in outcome.line
+
+
+@pytest.mark.parametrize(("kind", "tries"), [("UpstreamError", 1), ("WorkerDiedError", 3)])
+@on_loop
+async def test_a_part_of_an_answer_is_no_answer(kind: str, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking_module, "_PAUSE_S", 0.0)
+    asked: list[int] = []
+
+    async def infer(route: str, name: str | None, version: str | None, scope: Any, receive: Any, send: Any) -> None:
+        asked.append(1)
+        reply = ReplySlot()
+        connection_of(scope).watch(lambda: None, reply)
+        reply.put(Head(1, 200, []), 0.0)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send(chunk(b'{"whole": ', more=True))
+        reply.put(Error(1, kind, "it ended in /srv/models/secret"), 0.0)
+        await send(chunk(b"error", more=False))
+        connection_of(scope).unwatch()
+
+    models: Any = SimpleNamespace(only=None, default=None)
+    line = BatchLine(1, "a", COMPLETIONS, b"{}")
+    outcome = await Asking(infer, models, Pace(1, 0), "x-request-id").answer(line, "b", b"")
+    assert (len(asked), outcome.is_answered) == (tries, False)
+    assert b"whole" not in outcome.line
+    assert b"it ended" in outcome.line
