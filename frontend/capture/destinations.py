@@ -64,8 +64,8 @@ class RotatingFiles:
 
     def write(self, line: bytes) -> int:
         try:
-            if self._file is None or self._written >= self._size:
-                self._begin()
+            if self._file is None or self._written >= self._size or not os.fstat(self._file).st_nlink:
+                self._begin()  # also when someone has removed the file: its lines would be lost
             assert self._file is not None
             self._write_whole(self._file, line)
         except OSError as error:
@@ -92,11 +92,12 @@ class RotatingFiles:
             os.close(self._file)
             self._file = None
         self._number += 1
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may be gone by now
         path = self._directory / _name(self._number)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._written = 0
         for old in sorted(self._directory.glob(f"{_PREFIX}*{_SUFFIX}"))[: -self._count]:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # one that cannot be removed keeps no other one
                 old.unlink()
 
 

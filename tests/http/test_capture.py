@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -220,6 +221,21 @@ def test_files_take_turns_and_the_oldest_go(tmp_path: Path) -> None:
     assert b"".join(path.read_bytes() for path in kept).endswith(b"%040d\n" % 39)
     assert all(path.stat().st_size <= 141 for path in kept)
     assert (tmp_path / "capture-other.txt").exists()
+
+
+def test_lines_go_to_a_new_file_when_someone_has_removed_the_directory(tmp_path: Path) -> None:
+    files = RotatingFiles(tmp_path / "captured", size=100, count=3)
+    files.write(b"first\n")
+    shutil.rmtree(tmp_path / "captured")
+    files.write(b"second\n")
+    assert [path.read_bytes() for path in (tmp_path / "captured").iterdir()] == [b"second\n"]
+
+
+def test_what_cannot_be_removed_loses_no_line_and_keeps_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "capture-0.jsonl").mkdir()
+    files = RotatingFiles(tmp_path, size=1, count=3)
+    assert [files.write(b"line\n") for _ in range(9)] == [1] * 9
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 class ListedObjects:
