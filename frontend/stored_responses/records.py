@@ -13,7 +13,7 @@ from frontend.stored_responses.settings import ResponseSettings
 
 PREFIX = "resp_"
 EMPTY = b"[]"
-RUNNING = frozenset({"queued", "in_progress"})
+RUNNING = ("queued", "in_progress")
 
 _TRIMMED_EVERY = 100  # responses of an owner: looking at all of them takes time
 

@@ -74,3 +74,8 @@ async def test_what_a_client_is_told_of_an_end_stays_true(call: str, tmp_path: P
 
 async def receive() -> dict[str, Any]:
     return {"type": "http.request", "body": b"{}", "more_body": False}
+
+
+def test_a_status_that_is_no_text_is_no_status_of_a_running_response() -> None:
+    response = {"id": "resp_1", "status": ["in_progress"]}  # as a server behind a router may send it
+    assert not StoredResponse(response).is_running
