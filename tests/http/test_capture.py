@@ -330,6 +330,13 @@ def test_a_captured_text_with_other_ends_of_lines_is_a_prompt(tmp_path: Path) ->
     assert [prompt.text for prompt in read_prompts(path)] == ["one\u2028two\x85"]
 
 
+def test_a_captured_file_without_lines_hides_no_other_one(tmp_path: Path) -> None:
+    (tmp_path / "capture-0.jsonl").touch()
+    made = exchange(b'{"prompt": "one"}', Budget(10**6))
+    (tmp_path / "capture-1.jsonl").write_bytes(captured_line(made, ()))
+    assert [prompt.text for prompt in read_prompts(tmp_path)] == ["one"]
+
+
 def test_captured_responses_are_asked_as_chats_from_all_files_of_a_directory(tmp_path: Path) -> None:
     parts = [{"type": "input_text", "text": "sec"}, {"type": "input_text", "text": "ond"}]
     bodies: list[dict[str, Any]] = [

@@ -27,7 +27,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--data {path}: {error}") from error
-    if MARK in text.partition("\n")[0]:
+    if MARK in text.lstrip().partition("\n")[0]:  # a server that could write nothing has left an empty file
         prompts = captured_prompts(text.split("\n"))  # a text may have what splitlines() takes for an end of line
     else:
         prompts = _share_gpt(text, path) if text.lstrip().startswith("[") else _lines(text, path)
