@@ -7,6 +7,7 @@ Names are looked up again at every check, so that new addresses get requests and
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 import ssl
@@ -30,6 +31,7 @@ _OK = 200
 _NOT_FOUND = (404, 405)
 _MAX_ANSWER = 4 << 20  # bytes of a list of models
 _MAX_MODELS, _LONGEST_NAME = 1000, 256
+_SHOWN = 10  # models in a line of the log
 _MAX_ADDRESSES = 256  # of one name
 _LOOK_UP_S = 1.0  # for which the checks wait for a name server
 _MAX_LOOK_UPS = 64  # at a time
@@ -86,7 +88,8 @@ class Server:
         self._late = 0
         self.models = models
         if not self.is_healthy:
-            logger.info("server %s: ready with %s", self.label, ", ".join(map(excerpt, models)) or "no models")
+            shown = ", ".join(map(excerpt, itertools.islice(models, _SHOWN))) or "no models"
+            logger.info("server %s: ready with %s%s", self.label, shown, ", ..." if len(models) > _SHOWN else "")
         self.is_healthy = True
 
     def note(self, reason: str) -> None:

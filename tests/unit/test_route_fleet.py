@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,7 @@ from relay_helpers import on_loop
 
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.route.connection import Peer
-from lmi_server.route.fleet import Fleet
+from lmi_server.route.fleet import Fleet, Server
 
 URL = "http://models.example:8000/v1"
 
@@ -170,3 +171,19 @@ async def test_what_a_server_says_is_one_short_line_of_the_log(reason: str, capl
     [line] = [record.getMessage() for record in caplog.records if "no requests" in record.getMessage()]
     assert "\n" not in line
     assert len(line) < 1000
+
+
+@on_loop
+async def test_the_names_of_many_models_are_one_short_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer(path: str) -> tuple[int, bytes]:
+        return 200, json.dumps({"data": [{"id": f"{number:03}{'m' * 200}"} for number in range(1000)]}).encode()
+
+    server = Server(Fleet([URL], None, 1.0)._places[0].site, Peer("10.0.0.1", 8000))
+    monkeypatch.setattr(server, "_get", answer)
+    with caplog.at_level("INFO"):
+        await server.check()
+    [line] = [record.getMessage() for record in caplog.records if "ready with" in record.getMessage()]
+    assert (len(server.models), line.count("... (203"), line.endswith(", ...")) == (1000, 10, True)
+    assert len(line) < 3000
