@@ -20,6 +20,7 @@ from lmi_server.bench.dialects import Dialect
 from lmi_server.bench.records import Record
 from lmi_server.bench.workload import Prompt
 from lmi_server.client.server_calls import address
+from lmi_server.contract.texts.sendable import json_bytes
 
 _ERROR_TEXT = 300  # characters of an error that are kept
 
@@ -50,7 +51,7 @@ class Target:
 
     def request(self, prompt: Prompt) -> bytes:
         """Return the bytes of a request."""
-        body = msgspec.json.encode(self.dialect.body(prompt, self.model, self.stream))
+        body = json_bytes(self.dialect.body(prompt, self.model, self.stream))
         head = [f"POST {self.prefix}{self.dialect.path} HTTP/1.1", f"host: {self.host}:{self.port}"]
         head += ["content-type: application/json", f"content-length: {len(body)}"]
         head += [f"{name}: {value}" for name, value in self.headers]

@@ -21,6 +21,7 @@ from forked_servers import run_command
 from server_helpers import Server, serving
 
 from lmi_server.bench.arrivals import OpenLoop, Replay, within
+from lmi_server.bench.client import Target
 from lmi_server.bench.dialects import NAMES, dialect_of
 from lmi_server.bench.observation import Observation, Observer, server_figures
 from lmi_server.bench.prompts.prompt_files import read_prompts
@@ -492,3 +493,8 @@ def test_quantiles_are_values_that_were_measured() -> None:
     assert distribution([]) == {}
     assert distribution([3.0]) == {"mean": 3.0, "median": 3.0, "p90": 3.0, "p95": 3.0, "p99": 3.0}
     assert distribution(range(1, 101)) == {"mean": 50.5, "median": 50, "p90": 90, "p95": 95, "p99": 99}
+
+
+def test_half_a_character_of_a_captured_prompt_ends_no_run() -> None:
+    target = Target("h", 80, "", None, (), "m", dialect_of(NAMES[0], True), stream=True)
+    assert rb"cut \\ud83d" in target.request(Prompt("cut \ud83d"))
