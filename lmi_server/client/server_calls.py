@@ -40,7 +40,7 @@ class ServerCalls:
             data = self._read(answer)
         try:
             return json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigurationError(f"{self.url}{path} does not answer in JSON; is it lmi-server?") from error
 
     def text(self, path: str, timeout_s: float) -> str:
@@ -100,7 +100,7 @@ def error_message(body: bytes) -> str:
     try:
         found = json.loads(body)
         text = str(found["message"] if "message" in found else found["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = body.decode("utf-8", "replace")
     return re.sub(r"\s+", " ", text).strip()
 

@@ -16,6 +16,8 @@ from lmi_server.contract.errors import ConfigurationError
 
 _TOP = 5  # tokens at each place whose log-probabilities are asked for
 
+_NO_ANSWER = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
+
 
 @dataclass(frozen=True, slots=True)
 class Token:
@@ -59,7 +61,7 @@ class Side:
             return _of_chat(choice, seconds) if is_chat else _of_completion(choice, seconds)
         except ConfigurationError as error:
             return Answer(error=error.message)
-        except (OSError, HTTPException, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (OSError, HTTPException, *_NO_ANSWER) as error:
             return Answer(error=f"the answer cannot be read: {error!r}"[:300])
 
     def _body(self, prompt: Prompt, output_tokens: int) -> dict[str, Any]:

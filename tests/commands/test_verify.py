@@ -68,8 +68,22 @@ def test_what_is_compared_was_answered_by_both() -> None:
     assert not list(_complaints(summarize(both), 100, None))
 
 
-@pytest.mark.parametrize("answered", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"no HTTP\r\n\r\n"])
-def test_half_an_answer_is_a_failure_of_one_prompt(answered: bytes) -> None:
+CLOSED = b"HTTP/1.0 %b\r\n\r\n"
+INFINITE = b'{"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": [1%b]}}]}' % (b"0" * 400)
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{",
+        b"no HTTP\r\n\r\n",
+        CLOSED % b"200 OK" + b"[" * 100_000,
+        CLOSED % b"400 Bad Request" + b"[" * 100_000,
+        CLOSED % b"200 OK" + INFINITE,
+    ],
+    ids=["half", "no HTTP", "deep", "deep error", "infinite"],
+)
+def test_what_is_no_answer_is_a_failure_of_one_prompt(answered: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
 
         def answer_half() -> None:
