@@ -444,9 +444,9 @@ def test_a_model_py_that_takes_requests_is_the_handler(write: Write, code: str, 
     assert resolve_model(directory, {"OPTION_ENTRYPOINT": "huggingface"}).options.entry_point == "huggingface"
 
 
-@pytest.mark.parametrize("engine", ["MPI", "DeepSpeed"])
-def test_a_model_py_that_takes_requests_wins_over_what_an_engine_stands_for(write: Write, engine: str) -> None:
-    directory = write(f"engine={engine}")
+@pytest.mark.parametrize("line", ["engine=MPI", "engine=DeepSpeed", "option.engine=MPI"])
+def test_a_model_py_that_takes_requests_wins_over_what_an_engine_stands_for(write: Write, line: str) -> None:
+    directory = write(line)
     (directory / "model.py").write_text("def handle(inputs): ...")
     model = resolve_model(directory, {})
     assert model.handler == HANDLERS.user_code.handler
