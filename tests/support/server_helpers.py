@@ -42,6 +42,12 @@ class Server:
         """Wait for a line of the log and return its match."""
         return self._log.wait_for(pattern)
 
+    def loaded_line(self, pattern: str) -> re.Match[str]:
+        """Wait for a line of the log as log_line does; fail with the reason once a model could not be loaded."""
+        found = self.log_line(rf"{pattern}|could not be loaded: (?P<reason>.*)")
+        assert found["reason"] is None, found["reason"]
+        return found
+
     def worker_pid(self) -> int:
         return worker_of(self.process.pid)
 

@@ -67,7 +67,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def sharded(reference: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = make_model(tmp_path_factory.mktemp("tp") / "model", HUGGING_FACE, model_id=reference[0], **MPI_KEYS)
     with clean(directory, libraries="transformers") as server:
-        server.log_line(r"\] loaded: .* ranks=2 ")
+        server.loaded_line(r"\] loaded: .* ranks=2 ")
         yield server
 
 
@@ -113,7 +113,7 @@ def test_in_bfloat16_the_log_probabilities_stay_near_those_of_float32(
     keys = {**MPI_KEYS, "dtype": "bf16"}
     directory = make_model(tmp_path / "model", HUGGING_FACE, model_id=reference[0], **keys)
     with clean(directory, libraries="transformers") as server:
-        server.log_line(r"fused_modules=\{.*'decoder_layers': [1-9]")
+        server.loaded_line(r"fused_modules=\{.*'decoder_layers': [1-9]")
 
         async def ask() -> list[dict[str, Any]]:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
@@ -140,7 +140,7 @@ def test_weights_in_blocks_are_split(tmp_path: Path) -> None:
     keys = {**MPI_KEYS, "kv_cache_memory_gb": 0.01, "quantize": "q4_0"}
     directory = make_model(tmp_path / "model", HUGGING_FACE, model_id=tmp_path / "weights", **keys)
     with clean(directory, libraries="transformers") as server:
-        server.log_line(r"\] loaded: .*quantization=q4_0")
+        server.loaded_line(r"\] loaded: .*quantization=q4_0")
         for prompt in ("a", "the sea is", "b" * 60):
             answer = server.http.post("/invocations", json=body(prompt, 20))
             assert answered(answer) == generated(expected, prompt, 20)
