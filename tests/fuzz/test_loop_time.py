@@ -60,6 +60,8 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     meter = LoopMeter(place)
     with running("--model-store", store, variables={**SETTINGS, VARIABLE: str(place)}, workers=2) as server:
         yield Attacked(server, meter, routes_of(server))
+        left = {each["modelName"] for each in server.http.get("/models").json()["models"]}
+        assert left == {"echo", "own"}, "a request has removed a model, and later ones met 404"
 
 
 def routes_of(server: Server) -> list[tuple[str, str]]:
@@ -220,9 +222,15 @@ def requests_with(
     query: str = "",
     routes: Sequence[tuple[str, str]] = (),
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield a request to each route; `name` takes the place of the parameters of its path."""
+    """Yield a request to each route; `name` takes the place of the parameters of its path.
+
+    The model has to stay for the other requests, and no request waits for the end of a trial or of a load: those that
+    remove, try or reload a model name another one.
+    """
     for method, path in routes or attacked.routes:
-        target = "/".join(name if part.startswith("{") else part for part in path.split("/"))
+        changes = method == "DELETE" or path.endswith(("/canary", "/reload"))
+        named = "gone" if changes and name == "echo" else name
+        target = "/".join(named if part.startswith("{") else part for part in path.split("/"))
         sent = {"content-type": body[0], "content-length": str(len(body[1])), **headers}
         lines = "".join(f"{key}: {value}\r\n" for key, value in sent.items())
         head = f"{method} {target}{'?' if query else ''}{query} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{lines}\r\n"
