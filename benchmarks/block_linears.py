@@ -9,18 +9,17 @@ medians of the turns, and the median of their ratios: what multiplying integers 
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
+from benchmarks.figures import in_turns, parser_of, ratios, show
 from benchmarks.servers import MODEL
 from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
@@ -66,29 +65,27 @@ def measure(path: str, kind: str, counts: Sequence[int], turns: int) -> Iterator
     whole = layers(path, kind)
     floats = [in_float32(linear) for linear in whole]
     for rows in counts:
-        seconds(whole, rows), seconds(floats, rows)
-        taken = [(seconds(whole, rows), seconds(floats, rows)) for _ in range(turns)]
-        ours, theirs = (statistics.median(column) for column in zip(*taken, strict=True))
-        yield rows, ours, theirs, statistics.median(one / other for one, other in taken)
+        runs = {"integers": partial(seconds, whole, rows), "float32": partial(seconds, floats, rows)}
+        ours, theirs = in_turns(turns, runs).values()
+        yield rows, median(ours), median(theirs), ratios(ours, theirs)[0]
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--rows", default="1,2,4,8")
     options = parser.parse_args()
     if not integers.IS_USABLE:
         print("this processor has no AVX-512 VNNI: rows of bfloat16 are multiplied in float32, too")
-    table = Table("weights", "rows", "integers", "float32", "ratio")
+    counts = list(map(int, options.rows.split(",")))
+    table: list[tuple[str, ...]] = []
     with torch.inference_mode():
         for kind in KINDS:
-            for rows, ours, theirs, ratio in measure(
-                str(options.model), kind, list(map(int, options.rows.split(","))), options.turns
-            ):
-                table.add_row(kind, f"{rows}", f"{1e3 * ours:.2f} ms", f"{1e3 * theirs:.2f} ms", f"{ratio:.2f}")
-    Console(width=100).print(table)
+            for rows, ours, theirs, ratio in measure(str(options.model), kind, counts, options.turns):
+                table.append((kind, f"{rows}", f"{1e3 * ours:.2f} ms", f"{1e3 * theirs:.2f} ms", f"{ratio:.2f}"))
+    show(("weights", "rows", "integers", "float32", "ratio"), table, width=100)
 
 
 if __name__ == "__main__":
