@@ -18,7 +18,7 @@ import msgspec
 
 from lmi_server.artifacts.child_process import ChildResult, ChildTimeoutError, run_child
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.store import StoreEntry, entry, fill, importable, no_room, read_errors
+from lmi_server.artifacts.store import StoreEntry, digest_of, entry, fill, importable, no_room, read_errors
 from lmi_server.contract.errors import ArtifactError
 
 REQUIREMENTS = "requirements.txt"
@@ -67,7 +67,7 @@ def install_requirements(model_dir: Path, installer: Installer, activity: Activi
     if not source.is_file():
         return None
     with read_errors():
-        identity = _identity(source, model_dir, installer.python)
+        identity = _identity(source, model_dir, installer.python, activity)
     place = entry(importable(installer.root), "requirements", identity, "site-packages")
 
     def install(lock: int) -> RequirementsManifest:
@@ -183,12 +183,12 @@ def _reason(ended: ChildResult) -> str:
     return "; ".join(errors[:_REASON_LINES] or lines[-_REASON_LINES:]) or "pip gave no reason"
 
 
-def _identity(source: Path, model_dir: Path, python: str) -> str:
+def _identity(source: Path, model_dir: Path, python: str, activity: Activity) -> str:
     """Return a text that changes if the packages must be installed again."""
     digest = hashlib.sha256()
     for path in sorted(set(_named_files(source, model_dir))):
         digest.update(f"{path.relative_to(model_dir)}\0".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+        digest.update(bytes.fromhex(digest_of(path, activity)))
     interpreter = Path(python).resolve()
     # `python` is part of it, too: two virtual environments of one interpreter hold different packages.
     return f"{digest.hexdigest()}\0{python}\0{interpreter}\0{interpreter.stat().st_mtime_ns}"

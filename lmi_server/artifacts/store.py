@@ -31,6 +31,7 @@ from lmi_server.contract.errors import ArtifactError, ConfigurationError
 from lmi_server.contract.texts.sizes import in_words
 
 LOCK_POLL_S = 0.2
+_CHUNK = 1 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _Manifest = TypeVar("_Manifest", bound=msgspec.Struct)
 
@@ -93,7 +94,7 @@ def claim(place: StoreEntry, activity: Activity) -> Iterator[int]:
     Waits while another server holds the lock. Raises ArtifactError if the root is not writable.
     """
     lock_path = place.directory.with_name(f"{place.directory.name}.lock")
-    descriptor = wait_for_lock(lock_path, fcntl.LOCK_EX, activity, f"another server that fetches {place.name}")
+    descriptor = wait_for_lock(lock_path, fcntl.LOCK_EX, activity, f"another server that fills {place.directory}")
     try:
         yield descriptor
     finally:
@@ -146,6 +147,19 @@ def file_errors(directory: Path) -> Iterator[None]:
             f"{error.filename or directory}: cannot be written: {error.strerror or error}; "
             "set SERVING_DOWNLOAD_DIR to a directory that this user may write to"
         ) from error
+
+
+def digest_of(path: Path, activity: Activity) -> str:
+    """Return the SHA-256 of a file, with a MiB of it at a time in memory.
+
+    Raises ArtifactError if `activity` is cancelled, OSError if the file cannot be read.
+    """
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            activity.check()  # a file with a hole may have any length
+            found.update(chunk)
+    return found.hexdigest()
 
 
 @contextmanager

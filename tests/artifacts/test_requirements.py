@@ -114,3 +114,14 @@ def test_an_interpreter_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     missing = Installer(str(tmp_path / "python"), {}, 1.0, tmp_path)
     with pytest.raises(ArtifactError, match="python"):
         install_requirements(model(tmp_path, ""), missing, Activity())
+
+
+def test_a_wheel_that_never_ends_is_not_read_whole_and_can_be_cancelled(tmp_path: Path) -> None:
+    directory, activity = model(tmp_path, "tinyone\n"), Activity()
+    wheel = directory / "wheelhouse" / "tinyone-1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with wheel.open("wb") as file:
+        file.truncate(1 << 42)
+    activity.cancel()
+    with pytest.raises(ArtifactError, match="cancelled"):
+        install_requirements(directory, installer(tmp_path), activity)

@@ -54,6 +54,14 @@ def test_without_the_keys_the_engine_is_the_server_s(tmp_path: Path) -> None:
     assert explain(found).environment == ()
 
 
+def test_a_wheelhouse_that_is_not_mounted_is_no_reason_to_ask_an_index(tmp_path: Path) -> None:
+    directory = model(tmp_path, "option.rolling_batch=vllm", "option.engine_version=0.31.0")
+    (directory / "wheelhouse").symlink_to(tmp_path / "not-mounted")
+    (problem,) = explain(inspect_model(directory, {})).problems
+    assert "option.engine_version = 0.31.0: " in problem
+    assert "wheelhouse is no folder; put the wheels into a folder of that name, or remove it" in problem
+
+
 def test_the_name_of_the_file_forges_no_line_of_a_log(tmp_path: Path) -> None:
     directory = model(tmp_path, r"option.engine_requirements=a\nERROR b")
     (directory / "a\nERROR b").write_text("msgspec\n")

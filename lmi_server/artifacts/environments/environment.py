@@ -6,7 +6,6 @@ beside the model, and the interpreter. Models that ask for the same share it.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from lmi_server.artifacts.environments.recipe import Recipe, normalized
 from lmi_server.artifacts.environments.room import SIZE, Lease, bytes_on_disk, lease, remove_unused
 from lmi_server.artifacts.environments.uv import Uv
 from lmi_server.artifacts.progress import Activity
-from lmi_server.artifacts.store import StoreEntry, entry, file_errors, fill, read_errors
+from lmi_server.artifacts.store import StoreEntry, digest_of, entry, file_errors, fill, read_errors
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.contract.texts.sizes import in_words
@@ -32,7 +31,6 @@ _CACHE = "uv-cache"
 _PYTHON = Path("bin", "python")
 _LONGEST_LIST = 1000  # characters of the requirements in messages, which end with uv's reason
 _CLEANING_WAITS_S = "10"  # for an installation that uses the cache; uv's default of 300 would delay the model
-_CHUNK = 1 << 20
 
 
 class _Manifest(msgspec.Struct, frozen=True):
@@ -169,13 +167,4 @@ def _identity(recipe: Recipe, python: str, activity: Activity) -> Iterator[str]:
     for wheel in () if recipe.wheelhouse is None else sorted(recipe.wheelhouse.glob("*.whl")):
         if not wheel.is_file():  # a pipe, which would be waited for, or a device without an end
             continue
-        yield f"{wheel.name}\0{_digest(wheel, activity)}"
-
-
-def _digest(path: Path, activity: Activity) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            activity.check()  # a file with a hole may have any length
-            found.update(chunk)
-    return found.hexdigest()
+        yield f"{wheel.name}\0{digest_of(wheel, activity)}"

@@ -7,6 +7,7 @@ packages is in it.
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -45,13 +46,25 @@ def engine_recipe(engine: EngineDescription[ModelOptions], model_dir: Path, mach
     if options.engine_requirements is not None:
         asked.append(f"{REQUIREMENTS_KEY} = {excerpt(options.engine_requirements)}")
         requirements += requirement_lines(model_dir, options.engine_requirements, REQUIREMENTS_KEY)
-    wheelhouse = model_dir / _WHEELHOUSE
     return Recipe(
         requirements=tuple(dict.fromkeys(requirements)),
         asked_by=", ".join(asked),
         overrides=engine.overrides(machine) if options.engine_version is not None else (),
-        wheelhouse=wheelhouse if wheelhouse.is_dir() else None,
+        wheelhouse=_wheelhouse_of(model_dir, asked),
     )
+
+
+def _wheelhouse_of(model_dir: Path, asked: list[str]) -> Path | None:
+    """Return the folder of wheels beside the model; None if there is none, so that an index is asked."""
+    wheelhouse = model_dir / _WHEELHOUSE
+    if wheelhouse.is_dir():
+        return wheelhouse
+    if os.path.lexists(wheelhouse):  # a link to what is not mounted: no index must be asked in its place
+        raise ConfigurationError(
+            f"{', '.join(asked)}: {wheelhouse} is no folder; put the wheels into a folder of that name, or remove it "
+            "to take packages from the index"
+        )
+    return None
 
 
 def missing_uv() -> list[str]:
