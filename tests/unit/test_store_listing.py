@@ -11,6 +11,7 @@ import pytest
 from artifact_helpers import BUCKET, s3_server
 
 from lmi_server.artifacts.fetch import artifact_settings
+from lmi_server.serving.adapters import store_listing
 from lmi_server.serving.adapters.store_listing import StoreListing
 
 
@@ -42,7 +43,8 @@ def test_a_store_that_cannot_be_listed_has_no_names_and_is_named(
     assert "the adapters in gone cannot be listed" in caplog.text
 
 
-def test_folders_on_s3_are_listed(tmp_path: Path) -> None:
+def test_folders_on_s3_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_listing, "_WAIT_S", 60.0)  # the import of boto3 alone takes seconds on a busy machine
     with s3_server(tmp_path) as s3:
         for key in ("loras/red/adapter_config.json", "loras/red/a/b", "loras/blue/c", "loras/file", "loras-2/other/c"):
             s3.put(key, b"{}")
