@@ -38,9 +38,8 @@ def test_memory_is_moved_and_keeps_its_contents() -> None:
     assert np.array_equal(room, expected)
     assert large_bytes() - before >= moved * PAGE
     if tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (6, 1):
-        deadline = (
-            time.monotonic() + 120.0
-        )  # a machine whose memory is in pieces has no large page until it has tidied up
+        # A machine whose memory is in pieces has no large page until it has tidied up.
+        deadline = time.monotonic() + 120.0
         while use_large_pages([room]) < 4:
             assert time.monotonic() < deadline
             time.sleep(1.0)
