@@ -152,7 +152,7 @@ def _copy(source: Path, target: Path) -> None:
     """Copy the files that `target` lacks, of those to be trusted: afterwards this user owns them."""
     target.mkdir(exist_ok=True)
     for path in source.iterdir():
-        if path.suffix != ".pyc" and not (target / path.name).exists():
+        if path.suffix not in (".pyc", kernel_files.PARTIAL) and not (target / path.name).exists():
             try:
                 kernel_files.write(target / path.name, kernel_files.read(path))
             except OSError as error:

@@ -18,6 +18,8 @@ from pathlib import Path
 _MAX_BYTES = 2**26  # the largest kernel has less than a hundredth of it
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _ROOTS_GROUP = 0
+PARTIAL = ".partial"
+"""The suffix of a file that is being written, or whose writer was killed."""
 
 
 class NotTrustedError(OSError):
@@ -26,9 +28,8 @@ class NotTrustedError(OSError):
 
 def read(path: Path) -> bytes:
     """Return what a file holds. Raises NotTrustedError, FileNotFoundError or another OSError."""
-    opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(opened, "rb") as file:
-        doubt = _doubt(os.fstat(opened))
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        doubt = _doubt(os.fstat(file.fileno()))
         if doubt is not None:
             raise NotTrustedError(doubt)
         return file.read(_MAX_BYTES)
@@ -36,7 +37,7 @@ def read(path: Path) -> bytes:
 
 def write(path: Path, data: bytes) -> None:
     """Write a file that others can read, and only this user can write. Raises OSError."""
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:16]}.partial")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:16]}{PARTIAL}")
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
             file.write(data)
