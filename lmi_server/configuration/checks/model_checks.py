@@ -15,7 +15,12 @@ from lmi_server.configuration.checks.values import (
     value_warnings,
 )
 from lmi_server.configuration.choice.deciding_keys import ROLLING_BATCH
-from lmi_server.configuration.choice.engine_recipe import REQUIREMENTS_KEY, VERSION_KEY, engine_recipe
+from lmi_server.configuration.choice.engine_recipe import (
+    REQUIREMENTS_KEY,
+    VERSION_KEY,
+    engine_recipe,
+    untested_version,
+)
 from lmi_server.configuration.choice.handler_choice import HandlerChoice
 from lmi_server.configuration.declaration import Option
 from lmi_server.configuration.engine import describe_engine, load_engine_type
@@ -189,6 +194,7 @@ class ModelChecks:
         yield from value_warnings(self.serving, known)
         yield from value_warnings(self.options, known)
         yield from combination_warnings(describe_engine(self.spec, self.options), known, self.machine)
+        yield from self._untested_version()
         yield from self._degree_without_gpus()
         yield from self._handle_without_effect()
 
@@ -198,6 +204,12 @@ class ModelChecks:
         named = self.choice.source is not None and not self.spec.runs_user_code
         if named and not self.spec.formats_text and path.is_file() and defines(path, "handle"):
             yield f"{path}: handle has no effect on {self.spec.title}; remove option.entryPoint to have it serve"
+
+    def _untested_version(self) -> Iterator[str]:
+        source = self.merged.known.get(VERSION_KEY)
+        said = untested_version(describe_engine(self.spec, self.options), self.machine) if source is not None else None
+        if source is not None and said is not None:
+            yield f"{source.describe(VERSION_KEY)} {said}"
 
     def _degree_without_gpus(self) -> Iterator[str]:
         degree = self.options.tensor_parallel_degree

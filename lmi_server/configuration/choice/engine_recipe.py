@@ -29,6 +29,9 @@ _EXTRA = re.compile(
     r"""(?P<requirement>[^;]+?)\s*(?P<marker>;.+\S)??\s*(?:;|\band)\s*extra\s*==\s*["'](?P<extra>[\w-]+)["']"""
 )
 _NAME = re.compile(r"[\w.-]+")
+# The bounds in the extras of this project, and the release in a version without what follows it (rc1, +cpu).
+_BOUND = re.compile(r"(>=|<)\s*([\d.]*\d)")
+_RELEASE = re.compile(r"[\d.]*\d")
 
 
 def engine_recipe(engine: EngineDescription[ModelOptions], model_dir: Path, machine: Machine) -> Recipe | None:
@@ -65,6 +68,35 @@ def _wheelhouse_of(model_dir: Path, asked: list[str]) -> Path | None:
             "to take packages from the index"
         )
     return None
+
+
+def untested_version(engine: EngineDescription[ModelOptions], machine: Machine) -> str | None:
+    """Return a warning, without the key, if option.engine_version is none that the handler was tested with."""
+    version, package = engine.options.engine_version, engine.distribution(machine)
+    if version is None or not package:
+        return None
+    try:
+        lines = [line for extra in engine.extras(machine) for line in requirements_of(extra) if _is(line, package)]
+    except ConfigurationError:  # engine_recipe says it
+        return None
+    tested = lines[0] if lines else package
+    release = _release(version)
+    bounds = [(sign, _release(bound)) for sign, bound in _BOUND.findall(tested)]
+    if all(release >= bound if sign == ">=" else release < bound for sign, bound in bounds):
+        return None
+    return (
+        f"is not a version that {engine.spec.title} is tested with ({tested}); "
+        "it may lack what the handler uses, which the model's log then names"
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version without zeros at the end, so that 0.31 and 0.31.0 are the same."""
+    found = _RELEASE.match(version.rpartition("!")[2])
+    numbers = [int(number or 0) for number in found[0].split(".")] if found is not None else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
 
 
 def missing_uv() -> list[str]:
