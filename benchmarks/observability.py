@@ -97,7 +97,7 @@ def serve(directory: Path, port: int, endpoint: str) -> None:
     with (
         mock.patch.object(frontend_server, "Relay", SwitchedRelay),
         mock.patch.object(request_log, "_DELAY_S", 3600.0),
-        mock.patch.object(spans, "OTLPSpanExporter", WaitingExporter),
+        mock.patch.object(spans.trace_exporter, "OTLPSpanExporter", WaitingExporter),
     ):
         sys.exit(frontend_server.run([ModelSource(str(directory), "echo")], settings, {}))
 

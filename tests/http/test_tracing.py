@@ -198,6 +198,21 @@ def test_a_request_whose_spans_cannot_be_made_goes_on(caplog: pytest.LogCaptureF
     assert f"the spans of trace {1:032x} cannot be made" in caplog.text
 
 
+def test_a_request_whose_spans_cannot_be_encoded_costs_no_others_theirs(
+    receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    spans = import_module("frontend.observability.traces.spans").OpenTelemetrySpans(receiver.endpoint)
+    scope = {"method": "POST", "path": "/", "scheme": "http", "http_version": "1.1", "server": None}
+    ids = []
+    for model in ("first", "\ud800", "last"):  # a lone surrogate is no text in protobuf
+        trace = spans.begin({}, scope)
+        trace.end(RequestRecord(200, 0.0, 0.0, "id", model, "chat/completions", ""))
+        ids.append(trace.trace_id)
+    spans.close()
+    assert [list(receiver.of_trace(each)) for each in ids] == [["chat first", "receive"], [], ["chat last", "receive"]]
+    assert f"the spans of trace {ids[1]} cannot be made" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("header", "is_valid"),
     [
