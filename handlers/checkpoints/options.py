@@ -42,6 +42,9 @@ QUANTIZATION: Mapping[str, Mapping[str, Any]] = {
 BLOCK_FORMATS = ("q8_0", "q4_0", "q4_k", "int8")
 """Values of option.quantize that hold weights in blocks of few bits, as GGUF does."""
 
+GPU_BLOCK_FORMATS = ("q8_0", "q4_0", "int8")
+"""Those that a GPU holds, too."""
+
 PACKED_METHODS = ("gptq", "awq", "compressed-tensors")
 """Methods in config.json whose packed layers `lmi-server partition` saves as such blocks on the CPU."""
 
@@ -109,9 +112,9 @@ class TransformersOptions(ModelOptions):
         DeprecatedValue("bitsandbytes", "use bitsandbytes8"),
     ] = None
     """Quantisation of the weights: by bitsandbytes while they load; gptq and awq by the checkpoint. fp8 is for GPUs by
-    NVIDIA of compute capability 8.9 or later: 8-bit floats with a scale for each output. The others are for the CPU:
-    kernels compute with the weights as they are stored, which are quantised while they load, by q8_0, q4_0 and q4_k in
-    blocks as GGUF has them, by int8 with a scale for each output."""
+    NVIDIA of compute capability 8.9 or later: 8-bit floats with a scale for each output. With the others kernels
+    compute with the weights as they are stored, which are quantised while they load, by q8_0, q4_0 and q4_k in blocks
+    as GGUF has them, by int8 with a scale for each output; q4_k is for the CPU."""
     load_in_4bit: Annotated[
         bool, Deprecated("use option.quantize=bitsandbytes4", becomes=("option.quantize", "bitsandbytes4"))
     ] = False

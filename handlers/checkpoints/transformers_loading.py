@@ -31,7 +31,14 @@ from handlers.checkpoints.gguf import (
     refuse_sizes,
 )
 from handlers.checkpoints.gpus import NO_GPUS, TorchGpus, free_memory, lack_bf16, usable_gpus
-from handlers.checkpoints.options import BLOCK_FORMATS, FP8, PACKED_METHODS, STRATEGIES, TransformersOptions
+from handlers.checkpoints.options import (
+    BLOCK_FORMATS,
+    FP8,
+    GPU_BLOCK_FORMATS,
+    PACKED_METHODS,
+    STRATEGIES,
+    TransformersOptions,
+)
 from handlers.checkpoints.placement import main_device, memory_limits, refuse_divided_layers
 from handlers.checkpoints.quantization import (
     check_quantization,
@@ -124,16 +131,17 @@ def _keep_blocks(model: Any, path: str, options: TransformersOptions) -> dict[st
 def quantize_blocks(model: Any, options: TransformersOptions) -> dict[str, Any]:
     """Quantise a model in place as one of BLOCK_FORMATS; return details for the log. Raises ModelLoadError."""
     assert options.quantize is not None
-    if main_device(model).type != "cpu":
+    on_gpu = main_device(model).type != "cpu"
+    if on_gpu and (options.quantize not in GPU_BLOCK_FORMATS or options.save_mp_checkpoint_path is not None):
         raise ModelLoadError(
-            f"option.quantize={options.quantize} is for models on the CPU; set option.quantize=bitsandbytes8 or"
-            " bitsandbytes4 on a GPU"
+            f"option.quantize={options.quantize}: on a GPU weights are quantised to {', '.join(GPU_BLOCK_FORMATS)}, and"
+            " are not saved; set one of these without option.save_mp_checkpoint_path, or bitsandbytes4"
         )
-    if model.dtype not in (torch.bfloat16, torch.float32):
+    if not on_gpu and model.dtype not in (torch.bfloat16, torch.float32):
         raise ModelLoadError(f"option.quantize={options.quantize}: set option.dtype=bf16 or fp32, not {options.dtype}")
     directory = options.save_mp_checkpoint_path
     kept: dict[str, KeptLayer] | None = None if directory is None else {}
-    details = quantize_to_blocks(model, options.quantize, kept)
+    details = quantize_to_blocks(model, options.quantize, kept, on_gpu)
     if directory is not None and kept is not None:
         _save_blocks(model, kept, directory)
     return details
@@ -185,6 +193,11 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
     can_pack = not (saves and in_blocks) if arguments["dtype"] in _BLOCK_DTYPES else not (saves or in_blocks)
     if not gpus.count and own_rank().size == 1 and can_pack:
         packed = as_packed_layers(config, path, saves)
+        if packed is not None:
+            check_quantization(options.quantize, config)
+            return {**arguments, "config": packed}
+    if gpus.count == 1 and own_rank().size == 1:
+        packed = as_packed_layers(config, path, saves, on_gpu=True)
         if packed is not None:
             check_quantization(options.quantize, config)
             return {**arguments, "config": packed}

@@ -68,6 +68,8 @@ def sections(dry_run: bool) -> Iterator[Section]:
     yield contender("prompts", large, 60, few[:2])
     if not dry_run:  # on the CPU weights in 8-bit floats are refused
         yield contender("fp8", large, 60, few)
+    for weights in ("w4a16", "fp8-blocks", "q8_0"):
+        yield contender(weights, large, 60, few)
     yield Section(
         "tests",
         200,

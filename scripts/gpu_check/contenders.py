@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,9 @@ from torch import nn
 
 from benchmarks.load import LMI, run_load
 from benchmarks.servers import serving
+from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
 from handlers.checkpoints.fp8.layers import replace_linears
+from handlers.checkpoints.grouped.layers import GroupedLinear, GroupedWeight
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel, load_engine
 from handlers.rolling_batch.lora.layers import LoraPair, LoraWeights
@@ -60,15 +63,18 @@ def measure(run: Run, counts: list[int], tokens: int) -> dict[int, float]:
     return rates
 
 
-def load(shape: str, device: str, slots: int, fp8: bool = False) -> LoadedEngine:
-    """Return this project's engine over a random model, as the handler makes it of a checkpoint."""
+def load(shape: str, device: str, slots: int, weights: str | None = None) -> LoadedEngine:
+    """Return this project's engine over a random model, as the handler makes it of a checkpoint.
+
+    `weights` are the names of WEIGHTS, None for bf16.
+    """
     options = HuggingFaceOptions(dtype="bf16", max_rolling_batch_size=slots)
     model = random_model(shape, device).requires_grad_(False)
-    if fp8:
-        replace_linears(model)
-    weights = {torch.device(device, 0) if device == "cuda" else torch.device(device): _size(model)}
-    check = LoadCheck(model, CONTEXT, rounds_activations=fp8)
-    return load_engine(lambda: LoadedModel(model, tokenizer(), CONTEXT, weights, check=check), options)
+    if weights is not None:
+        WEIGHTS[weights](model)
+    sizes = {torch.device(device, 0) if device == "cuda" else torch.device(device): _size(model)}
+    check = LoadCheck(model, CONTEXT, rounds_activations=weights == "fp8")
+    return load_engine(lambda: LoadedModel(model, tokenizer(), CONTEXT, sizes, check=check), options)
 
 
 def add(
@@ -97,10 +103,47 @@ def decode(loaded: LoadedEngine, count: int, tokens: int, **more: Any) -> None:
     assert found == count * tokens, f"{found} tokens of {count * tokens} came"
 
 
-def ours_in_fp8(shape: str, device: str, tokens: int, counts: list[int]) -> Result:
-    """The engine in process, with weights in 8-bit floats."""
-    loaded = load(shape, device, max(counts), fp8=True)
+def ours_with(weights: str, shape: str, device: str, tokens: int, counts: list[int]) -> Result:
+    """The engine in process, with weights of one of WEIGHTS."""
+    loaded = load(shape, device, max(counts), weights)
     return {"rates": measure(lambda count: decode(loaded, count, tokens), counts, tokens)} | _memory(device)
+
+
+def _grouped(model: Any, hold: Callable[[torch.Tensor], GroupedWeight]) -> None:
+    """Replace the linear layers of a model but its head."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child is not model.get_output_embeddings():
+                setattr(module, name, GroupedLinear(hold(child.weight), None, child.weight.dtype))
+
+
+def _in_4_bits(weight: torch.Tensor) -> GroupedWeight:
+    """Hold a weight as a checkpoint in w4a16 does: numbers of 4 bits in groups of 128, without zeros of their own."""
+    by_group = weight.float().unflatten(1, (-1, min(128, weight.shape[1])))
+    scales = by_group.abs().amax(2, keepdim=True) / 7
+    numbers = ((by_group / scales).round() + 8).to(torch.uint8).flatten(1)
+    zeros = torch.full_like(scales[:, :, 0], 8, dtype=torch.uint8)
+    return GroupedWeight(4, numbers, scales[:, :, 0].half(), zeros)
+
+
+def _in_float_blocks(weight: torch.Tensor) -> GroupedWeight:
+    """Hold a weight as checkpoints in fp8 do: 8-bit floats with scales of blocks."""
+    size = min(128, *weight.shape)
+    blocks = weight.float().unflatten(0, (-1, size)).unflatten(2, (-1, size))
+    scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+    numbers = (blocks / scales).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
+    return GroupedWeight(8, numbers, scales[:, 0, :, 0].repeat_interleave(size, 0))
+
+
+WEIGHTS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
+    {
+        "fp8": replace_linears,
+        "w4a16": lambda model: _grouped(model, _in_4_bits),
+        "fp8-blocks": lambda model: _grouped(model, _in_float_blocks),
+        "q8_0": lambda model: quantize_to_blocks(model, "q8_0", on_gpu=True),
+    }
+)
+"""How weights in few bits are made of those of a model, in place."""
 
 
 def ours_with_adapters(shape: str, device: str, tokens: int, counts: list[int]) -> Result:
@@ -236,7 +279,7 @@ def _memory(device: str) -> Result:
 CONTENDERS: Mapping[str, Callable[[str, str, int, list[int]], Result]] = MappingProxyType(
     {
         "ours": ours,
-        "fp8": ours_in_fp8,
+        **{name: partial(ours_with, name) for name in WEIGHTS},
         "adapters": ours_with_adapters,
         "prompts": ours_with_prompts,
         "http": ours_over_http,

@@ -1,4 +1,4 @@
-"""Small models as gptq and awq pack them, written here: numbers, zeros, scales and words of 32 bits."""
+"""Small models as gptq and awq pack them, and in 8-bit floats, written here."""
 
 from __future__ import annotations
 
@@ -48,6 +48,42 @@ def packed_llama(
         directory / "model.safetensors",
         {"format": "pt"},
     )
+    (directory / "config.json").write_text(json.dumps(model.config.to_dict()))
+    del model.config.quantization_config
+    byte_tokenizer().save_pretrained(directory)
+    return model
+
+
+def float_llama(directory: Path, form: str, size: int = 32) -> Any:
+    """Write a small Llama in 8-bit floats; return the model with the weights that they stand for, float32.
+
+    `form`: scales of blocks as DeepSeek has them, or of layers or outputs as compressed-tensors does.
+    """
+    model = llama_of_whole_blocks()
+    tensors = dict(model.state_dict())
+    for name, linear in list(model.model.layers.named_modules(prefix="model.layers")):
+        if not isinstance(linear, torch.nn.Linear):
+            continue
+        outputs, inputs = linear.weight.shape
+        numbers = (linear.weight.data * 1000).clamp(-448, 448).to(torch.float8_e4m3fn)
+        height, width = {"blocks": (size, size), "outputs": (1, inputs), "layer": (outputs, inputs)}[form]
+        scales = torch.rand(outputs // height, inputs // width) / 500 + 1e-3
+        by_number = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)
+        linear.weight.data = numbers.float() * by_number
+        tensors[f"{name}.weight"] = numbers
+        if form == "layer":
+            scales = scales[0]
+            tensors[f"{name}.input_scale"] = torch.ones(1)
+        tensors[f"{name}.weight_scale_inv" if form == "blocks" else f"{name}.weight_scale"] = scales
+    model.config.quantization_config = (
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [size, size], "activation_scheme": "dynamic"}
+        if form == "blocks"
+        else {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"},
+                        "input_activations": {"num_bits": 8, "type": "float", "dynamic": True}}}}
+    )  # fmt: skip
+    save_file({name: part.contiguous().clone() for name, part in tensors.items()}, directory / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
     (directory / "config.json").write_text(json.dumps(model.config.to_dict()))
     del model.config.quantization_config
     byte_tokenizer().save_pretrained(directory)

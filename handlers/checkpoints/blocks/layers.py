@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from handlers.checkpoints.blocks.formats import StoredWeight
+from handlers.checkpoints.blocks.formats import INPUTS, StoredWeight
 from handlers.checkpoints.blocks.free_cores import only_free_cores
 from handlers.checkpoints.blocks.layout import join, lay_out
+from handlers.checkpoints.grouped.layers import GroupedLinear, GroupedWeight
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.cpu_kernels.blocks.layout import OUTPUTS
 
@@ -58,6 +59,12 @@ class BlockLinear(nn.Module):
         formats = [name for linear in linears for name in linear.formats]
         laid = join([linear.laid for linear in linears])
         return cls(laid, (first.in_features, outputs), formats, bias, first.dtype)
+
+    @classmethod
+    def is_joinable(cls, linears: Sequence[BlockLinear]) -> bool:
+        """Whether layers can be one: for one input, filling all panels but the last."""
+        is_whole = all(linear.out_features % OUTPUTS == 0 for linear in linears[:-1])
+        return is_whole and len({(linear.in_features, linear.dtype) for linear in linears}) == 1
 
     def lay(self, laid: np.ndarray) -> None:
         """Take weights in the layout of the kernel, or the same ones from another place of the memory."""
@@ -113,6 +120,15 @@ class KeptLayer:
         is_adapted = self.order is not None or computed != dtype
         return AdaptedBlockLinear(linear, self.order, dtype) if is_adapted else linear
 
+    def gpu_module(self, dtype: torch.dtype) -> nn.Module:
+        """Return the layer as a GPU computes it, for activations of a type. Blocks have no minima and no codebook."""
+        found, zero = self.stored.numbers(), 8 if self.stored.format.block_bytes < INPUTS else 128
+        numbers, scales = (found.numbers.view(torch.uint8) + zero).contiguous(), found.scales
+        zeros = torch.full_like(scales, zero, dtype=torch.uint8)
+        if bool((scales == scales[:, :1]).all()):
+            scales, zeros = scales[:, :1], zeros[:, :1]
+        return GroupedLinear(GroupedWeight(4 if zero == 8 else 8, numbers, scales, zeros, self.order), self.bias, dtype)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the layer in a file, by their names in it."""
         parts = {"blocks": self.stored.raw, "bias": self.bias, "order": self.order}
@@ -124,12 +140,6 @@ def reads_codebooks() -> bool:
     from handlers.cpu_kernels.blocks.numbers import HAS_TABLES
 
     return HAS_TABLES
-
-
-def is_joinable(linears: Sequence[BlockLinear]) -> bool:
-    """Whether layers can be one: for one input, filling all panels but the last."""
-    is_whole = all(linear.out_features % OUTPUTS == 0 for linear in linears[:-1])
-    return is_whole and len({(linear.in_features, linear.dtype) for linear in linears}) == 1
 
 
 class StoredEmbedding(nn.Module):

@@ -1,10 +1,8 @@
-"""Takes weights that other libraries have packed as blocks of few bits, on the CPU.
+"""Takes weights that bitsandbytes has packed as blocks of few bits, on the CPU.
 
-These are compressed-tensors' integers of 4 and 8 bits with a scale for each group of inputs or each output, the 4 bits
-of bitsandbytes, and its 8 bits in a model in bfloat16. Numbers stay as they are. A scale becomes a float16, as blocks
-have it: of compressed-tensors only where that changes nothing; that of bitsandbytes' 8 bits, in float32, is rounded
-once, and more closely than to the model's bfloat16. Its 4 bits keep their scales in float32. Layers of any other kind
-keep the code of their library.
+These are its 4 bits, and its 8 bits in a model in bfloat16. Numbers stay as they are. The scale of 8 bits, in float32,
+becomes a float16, as blocks have it: it is rounded once, and more closely than to the model's bfloat16. 4 bits keep
+their scales in float32. Layers of any other kind keep the code of their library.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers.checkpoints.blocks.formats import INPUTS, Q4_0, Q8_0, Format, StoredWeight, codebook_format
+from handlers.checkpoints.blocks.formats import INPUTS, Q8_0, Format, StoredWeight, codebook_format
 from handlers.checkpoints.blocks.layers import KeptLayer, reads_codebooks
 from handlers.checkpoints.blocks.rounding import halves
 
@@ -46,33 +44,9 @@ def keep_packed(model: Any, saved: dict[str, KeptLayer] | None = None) -> int:
 
 def _pack(layer: nn.Module, dtype: torch.dtype) -> StoredWeight | None:
     """Return the weights of a layer as blocks; None if it is of another kind, or its weights would change."""
-    if hasattr(layer, "weight_packed"):
-        return _of_compressed_tensors(layer)
-    if "bitsandbytes" in sys.modules:
-        return _of_4_bits(layer) if hasattr(layer, "quant_state") else _of_8_bits(layer, dtype)
-    return None
-
-
-def _of_compressed_tensors(layer: Any) -> StoredWeight | None:
-    scheme, packed = getattr(layer, "quantization_scheme", None), layer.weight_packed
-    if scheme is None or scheme.weights is None or scheme.input_activations is not None or packed.device.type != "cpu":
+    if "bitsandbytes" not in sys.modules:
         return None
-    weights, shape, scales = scheme.weights, torch.Size(layer.weight_shape.tolist()), layer.weight_scale.detach()
-    is_plain = weights.type == "int" and weights.symmetric and weights.num_bits in (4, 8)
-    in_order = getattr(layer, "weight_g_idx", None) is None
-    of_outputs = scales.ndim == 2 and scales.shape[:1] == packed.shape[:1] == shape[:1]  # not of blocks of outputs
-    blocks = shape[1] // INPUTS
-    if not (is_plain and in_order and of_outputs and shape[1] % INPUTS == 0 and blocks % scales.shape[1] == 0):
-        return None
-    if not torch.equal(scales.half().float(), scales.float()):
-        return None
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32  # type: ignore[import-untyped]
-
-    numbers = unpack_from_int32(packed, weights.num_bits, shape).unflatten(1, (-1, INPUTS))
-    by_block = scales.half().repeat_interleave(blocks // scales.shape[1], 1)
-    if weights.num_bits == 4:
-        return as_blocks(Q4_0, halves((numbers + 8).view(torch.uint8)), by_block)
-    return as_blocks(Q8_0, numbers, by_block)
+    return _of_4_bits(layer) if hasattr(layer, "quant_state") else _of_8_bits(layer, dtype)
 
 
 def _of_8_bits(layer: Any, dtype: torch.dtype) -> StoredWeight | None:

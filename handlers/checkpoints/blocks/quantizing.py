@@ -20,10 +20,13 @@ logger = logging.getLogger(__name__)
 _OF_HEAD = {"q8_0": "q8_0", "q4_0": "q8_0", "q4_k": "q8_0", "int8": "int8"}
 
 
-def quantize_to_blocks(model: Any, name: str, kept: dict[str, KeptLayer] | None = None) -> dict[str, Any]:
+def quantize_to_blocks(
+    model: Any, name: str, kept: dict[str, KeptLayer] | None = None, on_gpu: bool = False
+) -> dict[str, Any]:
     """Quantise the plain linear layers of `model` in place, and its head and embeddings; return details for the log.
 
     Of a model that is split over ranks, it does so with the part of this rank. `kept` gets what layers store, by name.
+    `on_gpu`: layers hold weights as a GPU computes with them. There embeddings stay as they are: rows are looked up.
     """
     before = model.get_memory_footprint()
     head: Any = model.get_output_embeddings()
@@ -41,10 +44,12 @@ def quantize_to_blocks(model: Any, name: str, kept: dict[str, KeptLayer] | None 
                 with only_free_cores():
                     stored = quantize(child.weight, _OF_HEAD[name] if child is head else _name_for(child, name))
                 layer = KeptLayer(stored, None if child.bias is None else child.bias.detach())
-                setattr(module, child_name, layer.module(child.weight.dtype))
+                dtype = child.weight.dtype
+                setattr(module, child_name, layer.gpu_module(dtype) if on_gpu else layer.module(dtype))
                 if kept is not None:
                     kept[f"{module_name}.{child_name}".removeprefix(".")] = layer
-                if child is head and type(embeddings) is nn.Embedding and embeddings.weight is head.weight:
+                is_shared = type(embeddings) is nn.Embedding and embeddings.weight is child.weight
+                if child is head and is_shared and not on_gpu:
                     model.set_input_embeddings(StoredEmbedding(stored, head.weight.dtype))
     if left:
         logger.warning(

@@ -55,6 +55,11 @@ class Fp8Linear(nn.Module):
         weight = torch.cat([linear.weight for linear in linears])
         return cls(weight, torch.cat([linear.scales for linear in linears]), bias, linears[0].dtype)
 
+    @classmethod
+    def is_joinable(cls, linears: Sequence[Fp8Linear]) -> bool:
+        """Whether layers can be one: for one input."""
+        return len({linear.in_features for linear in linears}) == 1
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
         rows = hidden.reshape(-1, self.in_features)
@@ -91,6 +96,16 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> 
 def _scales(rows: torch.Tensor) -> torch.Tensor:
     """(rows, width) -> (rows, 1) float32: what 1 stands for in each row's 8-bit numbers."""
     return (rows.abs().amax(dim=1, keepdim=True).float() / _LARGEST).clamp_min(_MIN_SCALE)
+
+
+def multiplies_float8(device: torch.device, widths: tuple[int, int]) -> bool:
+    """Whether tensor cores of a device multiply 8-bit floats of such outputs and inputs."""
+    is_able = device.type == "cuda" and torch.version.hip is None
+    return (
+        is_able
+        and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
+        and not any(width % _WIDTH_STEP for width in widths)
+    )
 
 
 def quantize_to_fp8(model: Any) -> dict[str, Any]:

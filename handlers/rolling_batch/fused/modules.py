@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from handlers.checkpoints.blocks.layers import AdaptedBlockLinear, BlockLinear, is_joinable
+from handlers.checkpoints.blocks.layers import AdaptedBlockLinear, BlockLinear
 from handlers.checkpoints.fp8.layers import Fp8Linear
+from handlers.checkpoints.grouped.layers import GroupedLinear
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.ranks.sharding import RowParallelLinear, plain_linear
 from handlers.rolling_batch.fused.row_kernels import row_kernels
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_JOINABLE: tuple[Any, ...] = (BlockLinear, Fp8Linear, GroupedLinear)  # layers of weights in few bits
 
 
 def fuse(model: nn.Module) -> dict[str, int]:
@@ -114,7 +116,7 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
     linears = _are_alike([children.get(name) for name in ("gate_proj", "up_proj")])
     down = children.get("down_proj")
-    sums = isinstance(down, (RowParallelLinear, BlockLinear, AdaptedBlockLinear, Fp8Linear)) or is_plain(down)
+    sums = isinstance(down, (RowParallelLinear, AdaptedBlockLinear, *_JOINABLE)) or is_plain(down)
     return linears and sums and set(children) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
@@ -159,10 +161,9 @@ def _are_alike(linears: list[Any]) -> bool:
 
     If their inputs are different tensors (cross-attention), `SharedProjection.part` notices it.
     """
-    if all(isinstance(linear, BlockLinear) for linear in linears):
-        return is_joinable(linears)
-    if all(isinstance(linear, Fp8Linear) for linear in linears):
-        return len({linear.in_features for linear in linears}) == 1
+    for joinable in _JOINABLE:
+        if all(isinstance(linear, joinable) for linear in linears):
+            return bool(joinable.is_joinable(linears))
     kinds = {(linear.in_features, linear.weight.dtype) if is_plain(linear) else None for linear in linears}
     return len(kinds) == 1 and None not in kinds
 
@@ -207,10 +208,10 @@ class ProjectionPart(nn.Module):
 
 def _concatenated(linears: list[Any]) -> nn.Module:
     is_biased = any(linear.bias is not None for linear in linears)
-    if isinstance(linears[0], BlockLinear):
-        return BlockLinear.joined(linears, _joined_bias(linears, linears[0].dtype) if is_biased else None)
-    if isinstance(linears[0], Fp8Linear):
-        return Fp8Linear.joined(linears, _joined_bias(linears, linears[0].dtype) if is_biased else None)
+    for joinable in _JOINABLE:
+        if isinstance(linears[0], joinable):
+            bias = _joined_bias(linears, linears[0].dtype) if is_biased else None
+            return joinable.joined(linears, bias)
     weight = torch.cat([linear.weight.detach() for linear in linears])
     return plain_linear(weight, _joined_bias(linears, weight.dtype) if is_biased else None)
 

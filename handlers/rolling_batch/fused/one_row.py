@@ -14,8 +14,11 @@ import torch
 import triton
 
 from handlers.checkpoints.fp8.layers import Fp8Linear
+from handlers.checkpoints.grouped.launch import weight_constants
+from handlers.checkpoints.grouped.layers import GroupedLinear
 from handlers.rolling_batch.attention.decode_passes import CudaCapture
 from handlers.rolling_batch.attention.gpu_times import median_seconds
+from handlers.rolling_batch.fused.grouped_row_kernel import grouped_row_kernel
 from handlers.rolling_batch.fused.modules import FusedRMSNorm, close, is_plain
 from handlers.rolling_batch.fused.one_row_kernel import linear_kernel
 
@@ -27,14 +30,17 @@ _DTYPES = (torch.bfloat16, torch.float32)  # a row that is not normed yet may be
 
 @dataclass(frozen=True)
 class Tiles:
-    """How many outputs a program computes, in steps of how many inputs, with how many warps."""
+    """How many outputs a program computes, in steps of how many inputs, with how many warps.
+
+    For weights with scales of groups a step is of so many bytes.
+    """
 
     outputs: int
     step: int
     warps: int
 
 
-TILES, FP8_TILES = Tiles(4, 1024, 4), Tiles(4, 512, 4)
+TILES, FP8_TILES, GROUPED_TILES = Tiles(4, 1024, 4), Tiles(4, 512, 4), Tiles(4, 512, 4)
 """Measured on an H200, the latter for weights in 8-bit floats."""
 
 
@@ -51,42 +57,54 @@ def multiply(
 
     `chained`: the launch may begin before the one in front of it has ended.
     """
-    width = row.shape[1]
     outputs = linear.out_features // 2 if gated else linear.out_features
-    scales = getattr(linear, "scales", None)
-    tiles = tiles or (TILES if scales is None else FP8_TILES)
     out = row.new_empty((1, outputs))
-    linear_kernel[(triton.cdiv(outputs, tiles.outputs),)](
-        row,
-        row if norm is None else norm.weight,
-        linear.weight,
-        row if scales is None else scales,
-        row if linear.bias is None else linear.bias,
-        row if residual is None else residual,
-        out,
-        width,
-        outputs,
-        0.0 if norm is None else norm.epsilon,
+    kernel, tiles, constants = _kernel_of(row, linear, tiles)
+    kernel[(triton.cdiv(outputs, tiles.outputs),)](
+        row=row,
+        scale=row if norm is None else norm.weight,
+        bias=row if linear.bias is None else linear.bias,
+        residual=row if residual is None else residual,
+        out=out,
+        width=row.shape[1],
+        outputs=outputs,
+        epsilon=0.0 if norm is None else norm.epsilon,
         OUTPUTS=tiles.outputs,
-        STEP=tiles.step,
         SCALED=norm is not None,
-        ROUNDED=scales is not None,
         BIASED=linear.bias is not None,
         GATED=gated,
         ADDED=residual is not None,
         CHAINED=chained,
         num_warps=tiles.warps,
+        **constants,
         **({"launch_pdl": True} if chained else {}),
     )
     return out
 
 
+def _kernel_of(row: torch.Tensor, linear: Any, tiles: Tiles | None) -> tuple[Any, Tiles, dict[str, Any]]:
+    """Return the kernel for a layer's weight, its tiles, and what it is told of the weight."""
+    if isinstance(linear, GroupedLinear):
+        tiles = tiles or GROUPED_TILES
+        constants = weight_constants(linear)
+        chunks = max(tiles.step * 8 // (linear.chunk * linear.bits), 1)
+        return grouped_row_kernel, tiles, {**constants, "groups": linear.scales.shape[1], "CHUNKS": chunks}
+    scales = getattr(linear, "scales", None)
+    tiles = tiles or (TILES if scales is None else FP8_TILES)
+    constants = {"weight": linear.weight, "weight_scales": row if scales is None else scales}
+    return linear_kernel, tiles, {**constants, "STEP": tiles.step, "ROUNDED": scales is not None}
+
+
 def takes(layer: Any) -> bool:
     """Whether the kernel computes the linear layers of a fused decoder layer."""
     linears = (layer.qkv_proj, layer.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
-    known = all(isinstance(linear, Fp8Linear) or is_plain(linear) for linear in linears)
+    known = all(isinstance(linear, Fp8Linear) or _is_in_order(linear) or is_plain(linear) for linear in linears)
     known = known and layer.input_layernorm.weight.dtype in _DTYPES
     return known and bool(layer.mlp.is_silu)
+
+
+def _is_in_order(linear: Any) -> bool:
+    return isinstance(linear, GroupedLinear) and linear.order is None
 
 
 def choose(layers: Sequence[Any]) -> bool:

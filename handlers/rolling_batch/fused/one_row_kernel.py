@@ -53,16 +53,8 @@ def linear_kernel(
     """
     if CHAINED:
         hopper.gdc_launch_dependents()
-    first = tl.program_id(0).to(tl.int64) * OUTPUTS
-    place = tl.arange(0, OUTPUTS * 2 if GATED else OUTPUTS)
-    if GATED:
-        output = first + place // 2
-        line = output + (place % 2) * outputs
-    else:
-        output = first + place
-        line = output
-    inside = output < outputs
-    sums = tl.zeros((place.shape[0], STEP), tl.float32)
+    first, line, inside = lines(OUTPUTS, GATED, outputs)
+    sums = tl.zeros((line.shape[0], STEP), tl.float32)
     squares = tl.zeros((STEP,), tl.float32)
     # The weights of a step are on their way while those of the one before are multiplied. The first do not wait for the
     # launch before this one.
@@ -83,6 +75,39 @@ def linear_kernel(
         exact *= 1.0 / tl.sqrt(tl.sum(squares, 0) / width + epsilon)
     if ROUNDED:
         exact *= tl.load(weight_scales + line, mask=inside, other=0.0)
+    finish(exact, bias, residual, out, first, line, inside, outputs, OUTPUTS, BIASED, GATED, ADDED)
+
+
+@triton.jit
+def lines(OUTPUTS: tl.constexpr, GATED: tl.constexpr, outputs):
+    """Return the first output of a program, the lines of the weight that it reads, and which of these there are."""
+    first = tl.program_id(0).to(tl.int64) * OUTPUTS
+    place = tl.arange(0, OUTPUTS * 2 if GATED else OUTPUTS)
+    if GATED:
+        output = first + place // 2
+        line = output + (place % 2) * outputs
+    else:
+        output = first + place
+        line = output
+    return first, line, output < outputs
+
+
+@triton.jit
+def finish(
+    exact,
+    bias,
+    residual,
+    out,
+    first,
+    line,
+    inside,
+    outputs,
+    OUTPUTS: tl.constexpr,
+    BIASED: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
+):
+    """Store the products of a program's lines, (lines,) float32, with what belongs to them; see `linear_kernel`."""
     if BIASED:
         exact += tl.load(bias + line, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty

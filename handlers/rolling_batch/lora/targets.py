@@ -11,6 +11,7 @@ from torch import nn
 from handlers.checkpoints.adapter_layers import Widths, is_conv1d, module_widths
 from handlers.checkpoints.blocks.layers import AdaptedBlockLinear, BlockLinear
 from handlers.checkpoints.fp8.layers import Fp8Linear
+from handlers.checkpoints.grouped.layers import GroupedLinear
 from handlers.checkpoints.quantization import Int8Linear
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.fused.decoder_layers import FusedDecoderLayer
@@ -81,5 +82,14 @@ def _columns(module: nn.Module, names: list[str], widths: Iterable[int]) -> Iter
 
 
 def _is_linear(module: nn.Module) -> bool:
-    kinds = (nn.Linear, TiledLinear, PackedLinear, BlockLinear, AdaptedBlockLinear, Int8Linear, Fp8Linear)
+    kinds = (
+        nn.Linear,
+        TiledLinear,
+        PackedLinear,
+        BlockLinear,
+        AdaptedBlockLinear,
+        Int8Linear,
+        Fp8Linear,
+        GroupedLinear,
+    )
     return isinstance(module, kinds) or is_conv1d(module)

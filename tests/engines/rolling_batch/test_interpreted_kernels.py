@@ -22,6 +22,7 @@ FILES = {
     "test_row_kernels.py": False,
     "test_one_row.py": False,
     "test_adapter_kernels.py": False,
+    "test_grouped_weights.py": True,
 }
 
 

@@ -11,6 +11,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from handlers.checkpoints.grouped.kernels import few_rows_kernel, unpack_kernel  # noqa: E402
+from handlers.rolling_batch.fused.grouped_row_kernel import grouped_row_kernel  # noqa: E402
 from handlers.rolling_batch.fused.one_row import TILES  # noqa: E402
 from handlers.rolling_batch.fused.one_row_kernel import linear_kernel  # noqa: E402
 from handlers.rolling_batch.pages import kernels  # noqa: E402
@@ -148,3 +150,37 @@ def test_the_kernel_for_one_row_compiles(architecture: int, chained: bool, gated
     result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     assert result.metadata.shared <= A10.shared
     assert ("griddepcontrol" in result.asm["ptx"]) is chained
+
+
+FORMS = {"4 bits": (128, 128, 4, False), "q4_0": (32, 32, 4, False), "8 bits": (128, 128, 8, False),
+         "floats": (128, 128, 8, True)}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("architecture", [86, 90])
+@pytest.mark.parametrize(
+    "kernel", [few_rows_kernel, unpack_kernel, grouped_row_kernel], ids=lambda kernel: kernel.__name__
+)
+def test_the_kernels_of_few_bits_compile(kernel: Any, architecture: int, form: str) -> None:
+    chunk, group, bits, floats = FORMS[form]
+    native = floats and architecture >= 89
+    constants = {
+        "ROWS": 64, "OUTPUTS": 8 if kernel is not few_rows_kernel else 64, "STEP": 128, "BYTES": 256, "CHUNKS": 8,
+        "CHUNK": chunk, "GROUP": group, "BITS": bits, "FLOATS": floats, "NATIVE": native, "ZERO": 8,
+        "ZEROED": not floats, "BIASED": True, "PARTIAL": False, "SCALED": True, "GATED": kernel is grouped_row_kernel,
+        "ADDED": True, "CHAINED": architecture >= 90,
+    }  # fmt: skip
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    types = {"weight": "*u8", "zeros": "*u8", "scales": "*fp16", "epsilon": "fp32"}
+    numbers = dict.fromkeys(("count", "width", "outputs", "groups", "steps"), "i32")
+    signature = {name: "constexpr" if name in constants else (types | numbers).get(name, "*bf16") for name in names}
+    aligned = [place for place, name in enumerate(names) if signature[name].startswith("*") or name == "width"]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(place,): [["tt.divisibility", 16]] for place in aligned},
+    )
+    result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": 4})
+    assert result.metadata.shared <= A10.shared

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,7 +120,7 @@ def test_layers_of_4_bits_have_the_weights_of_bitsandbytes(kind: str, is_nested:
 def test_packed_weights_are_those_of_compressed_tensors(
     plain: Path, weights: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """In bfloat16 scales are exact in float16, so that blocks take them; those of float32 stay with the library."""
+    """In bfloat16 scales are exact in float16, so that blocks take them; with those of float32 layers are unpacked."""
     model = AutoModelForCausalLM.from_pretrained(plain).to(dtype)
     model.save_pretrained(tmp_path / "plain")
     directory = compress(tmp_path / "plain", tmp_path, "pack-quantized", {"type": "int", "symmetric": True, **weights})
@@ -161,24 +160,15 @@ def test_packed_weights_of_compressed_tensors_are_saved_as_blocks(plain: Path, t
         assert torch.equal(saved(ids).logits, packed(ids).logits)
 
 
-def test_layers_of_compressed_tensors_that_blocks_do_not_hold_are_not_saved(compressed: Path, tmp_path: Path) -> None:
+def test_layers_of_compressed_tensors_that_blocks_do_not_hold_are_saved_unpacked(
+    compressed: Path, tmp_path: Path
+) -> None:
     """Their scales are float32, which are not exact in float16."""
-    message = r"14 layers of compressed-tensors, model\.layers\.0\.self_attn\.q_proj among them, are not held in blocks"
-    with pytest.raises(ModelLoadError, match=message):
-        load(compressed, save_mp_checkpoint_path=str(tmp_path / "saved"))
-    assert not (tmp_path / "saved").exists()
-
-
-@pytest.mark.parametrize(("scales", "kept"), [(32, 1), (1, 0), (2, 0)])
-def test_packed_weights_with_a_scale_for_several_outputs_stay_with_the_library(scales: int, kept: int) -> None:
-    layer: Any = nn.Module()
-    layer.weight_packed = torch.zeros((32, 8), dtype=torch.int32)
-    layer.weight_shape, layer.weight_scale = torch.tensor([32, 32]), torch.ones((scales, 1))
-    weights = SimpleNamespace(type="int", symmetric=True, num_bits=8)
-    layer.quantization_scheme, layer.bias = SimpleNamespace(weights=weights, input_activations=None), None
-    model: Any = nn.Sequential(layer)
-    model.dtype = torch.bfloat16
-    assert keep_packed(model) == kept
+    packed = load(compressed, save_mp_checkpoint_path=str(tmp_path / "saved"))
+    saved = load(tmp_path / "saved")
+    for model in (packed, saved):
+        assert type(model.model.layers[1].mlp.down_proj) is nn.Linear
+    assert torch.equal(saved.model.layers[1].mlp.down_proj.weight, packed.model.layers[1].mlp.down_proj.weight)
 
 
 def test_8_bits_of_bitsandbytes_are_blocks_in_bfloat16(plain: Path) -> None:

@@ -1,0 +1,105 @@
+"""The kernel for a pass with one row, over weights of 4 or 8 bits with a scale for each group of inputs."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: N803, N806 - Triton's constants are written in capitals
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as hopper
+
+from handlers.checkpoints.grouped.kernels import float8, whole
+from handlers.rolling_batch.fused.one_row_kernel import finish, lines
+
+
+@triton.jit
+def _bytes(weight, line, inside, chunk, chunks, bytes_of_line, PART: tl.constexpr):
+    """Return the bytes of chunks of inputs, (lines, chunks, PART)."""
+    place = chunk[:, None] * PART + tl.arange(0, PART)[None, :]
+    mask = inside[:, None, None] & (chunk < chunks)[None, :, None]
+    return tl.load(
+        weight + line[:, None, None] * bytes_of_line + place[None, :, :],
+        mask=mask,
+        other=0,
+        eviction_policy="evict_first",
+    )
+
+
+@triton.jit
+def _given(row, scale, column, seen, SCALED: tl.constexpr):
+    """Return activations at `column`, (chunks, PART) float32, times the norm's scale, and their squares."""
+    given = tl.load(row + column, mask=seen, other=0.0).to(tl.float32)
+    squares = given * given
+    if SCALED:
+        given *= tl.load(scale + column, mask=seen, other=0.0).to(tl.float32)
+    return given, squares
+
+
+@triton.jit
+def grouped_row_kernel(
+    row,
+    scale,
+    weight,
+    scales,
+    zeros,
+    bias,
+    residual,
+    out,
+    width,
+    outputs,
+    groups,
+    epsilon,
+    OUTPUTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ZERO: tl.constexpr,
+    ZEROED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Do what `linear_kernel` does, for a weight as few_rows_kernel takes it, in steps of CHUNKS chunks of inputs."""
+    if CHAINED:
+        hopper.gdc_launch_dependents()
+    first, line, inside = lines(OUTPUTS, GATED, outputs)
+    PART: tl.constexpr = CHUNK * BITS // 8
+    chunks = width // CHUNK
+    bytes_of_line = width * BITS // 8
+    step = tl.arange(0, CHUNKS)
+    sums = tl.zeros((line.shape[0], CHUNKS, PART), tl.float32)
+    squares = tl.zeros((CHUNKS, PART), tl.float32)
+    own = _bytes(weight, line, inside, step, chunks, bytes_of_line, PART)
+    if CHAINED:
+        hopper.gdc_wait()
+    for start in range(0, chunks, CHUNKS):
+        chunk = start + step
+        following = _bytes(weight, line, inside, chunk + CHUNKS, chunks, bytes_of_line, PART)
+        known = inside[:, None] & (chunk < chunks)[None, :]
+        of_group = line[:, None] * groups + (chunk * CHUNK // GROUP)[None, :]
+        column = chunk[:, None] * CHUNK + tl.arange(0, PART)[None, :]
+        seen = (chunk < chunks)[:, None] & (tl.arange(0, PART) < PART)[None, :]
+        given, square = _given(row, scale, column, seen, SCALED)
+        squares += square
+        if FLOATS:
+            products = float8(own, NATIVE) * given[None, :, :]
+        else:
+            if ZEROED:
+                zero = tl.load(zeros + of_group, mask=known, other=0).to(tl.float32)[:, :, None]
+            else:
+                zero = tl.full((1, 1, 1), ZERO, tl.float32)
+            products = whole(own & 15 if BITS == 4 else own, zero) * given[None, :, :]
+            if BITS == 4:
+                above, square = _given(row, scale, column + CHUNK // 2, seen, SCALED)
+                squares += square
+                products += whole(own >> 4, zero) * above[None, :, :]
+        sums += products * tl.load(scales + of_group, mask=known, other=0.0).to(tl.float32)[:, :, None]
+        own = following
+    exact = tl.sum(tl.sum(sums, 2), 1)
+    if SCALED:
+        exact *= 1.0 / tl.sqrt(tl.sum(tl.sum(squares, 1), 0) / width + epsilon)
+    finish(exact, bias, residual, out, first, line, inside, outputs, OUTPUTS, BIASED, GATED, ADDED)
