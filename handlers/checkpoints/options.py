@@ -43,7 +43,7 @@ BLOCK_FORMATS = ("q8_0", "q4_0", "q4_k", "int8")
 """Values of option.quantize that hold weights in blocks of few bits, as GGUF does."""
 
 GPU_BLOCK_FORMATS = ("q8_0", "q4_0", "int8")
-"""Those that a GPU holds, too."""
+"""The ones of BLOCK_FORMATS that a GPU holds, too."""
 
 PACKED_METHODS = ("gptq", "awq", "compressed-tensors")
 """Methods in config.json whose packed layers `lmi-server partition` saves as such blocks on the CPU."""

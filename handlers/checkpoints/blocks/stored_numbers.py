@@ -179,7 +179,7 @@ def _read_words(
 def _groups(
     stored: torch.Tensor | None, inputs: int, groups: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the group of each input (inputs,), and the inputs in the order of their groups if it is another one."""
+    """Return the group of each input (inputs,), and the inputs in the order of their groups if that differs."""
     of_inputs = torch.arange(inputs, device=device) // (inputs // groups) if stored is None else stored.long()
     if of_inputs.shape != (inputs,) or int(of_inputs.min()) < 0 or int(of_inputs.max()) >= groups:
         raise ValueError("g_idx names other groups")
