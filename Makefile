@@ -80,13 +80,14 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (hal
 	$(PYTEST) -m "not slow" $(UNITS)
 
 # mypy is one process, and the tests wait now and then: side by side they leave no core idle. One process runs the tests
-# of engines, so that the others need not import torch and transformers; one runs those that compute without waiting.
-# Four share the others, whose tests wait more: each of the four must collect them all.
+# of engines and GPUs, so that the others need not import torch and transformers; one runs those that compute without
+# waiting. Four share the others, whose tests wait more: each of the four must collect them all.
+IMPORTING_TORCH := tests/engines tests/gpu
 check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (a few minutes)
 	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & linting=$$!; \
-	GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -m "not slow" tests/engines > $(VENV)/engines.log 2>&1 & engines=$$!; \
+	GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -m "not slow" $(IMPORTING_TORCH) > $(VENV)/engines.log 2>&1 & engines=$$!; \
 	$(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
-	$(PYTEST) -n 4 -m "not slow" $(addprefix --ignore=,tests/engines $(UNITS)); others=$$?; \
+	$(PYTEST) -n 4 -m "not slow" $(addprefix --ignore=,$(IMPORTING_TORCH) $(UNITS)); others=$$?; \
 	wait $$engines; engines=$$?; wait $$units; units=$$?; wait $$linting; linted=$$?; \
 	cat $(VENV)/engines.log $(VENV)/units.log $(VENV)/lint.log; exit $$((others + engines + units + linted))
 
@@ -106,15 +107,16 @@ check-vscode: $(SETUP) ## Use the extension of editors/vscode in VS Code (a few 
 	scripts/check_vscode/prepare.sh $(VSCODE)
 	$(BIN)/uv run --no-project --with 'pygls>=2,<3' --python $(BIN)/python python -m scripts.check_vscode.checks $(VSCODE)
 
-# One core compiles the kernels while the other runs the linters. Several processes of the tests, and both ranks of a
-# split model, would each compile them otherwise.
+# The kernels are compiled first: several processes of the tests, and both ranks of a split model, would each compile
+# them otherwise. The linters have a core meanwhile, and go on beside the tests, as in `make check`.
 #
 # What failed has a second try, alone, up to the first that fails again. RETRY=--strict fails for a test that passes only
 # then, unless tests/flaky.txt names it.
 test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (25 minutes)
-	@$(MAKE) --no-print-directory $(KERNELS) & compilation=$$!; \
-	$(MAKE) --no-print-directory lint; linted=$$?; wait $$compilation && exit $$linted
-	$(PYTEST) || { test $$? -eq 1 && $(BIN)/python -m scripts.retry_failed $(RETRY); }
+	@{ $(LINT) || { echo "the linters have found something"; false; }; } > $(VENV)/lint.log 2>&1 & linting=$$!; \
+	$(MAKE) --no-print-directory $(KERNELS) && \
+	{ $(PYTEST) || { test $$? -eq 1 && $(BIN)/python -m scripts.retry_failed $(RETRY); }; }; tested=$$?; \
+	wait $$linting; linted=$$?; cat $(VENV)/lint.log; exit $$((tested + linted))
 
 # .venv has the build of torch for processors.
 GPU_PYTHON ?= $(BIN)/python
