@@ -99,7 +99,7 @@ check-python: $(SETUP) ## Run the fast tests that load no engine on OTHER_PYTHON
 ARM64 ?= build/arm64
 check-arm64: $(RUN_SETUP) ## Run kernels and a tiny model on an emulated 64-bit Arm processor (20 minutes; Debian's packages)
 	scripts/emulate_arm64/prepare.sh $(ARM64)
-	$(ARM64)/python -u scripts/emulate_arm64/checks.py kernels answers
+	$(ARM64)/python -u scripts/emulate_arm64/checks.py kernels blocks answers
 
 # VS Code for the browser, from npm; it needs Node.js 20.
 VSCODE ?= build/vscode

@@ -1,7 +1,8 @@
-"""What runs under the emulation: `python checks.py kernels` and `python checks.py answers`.
+"""What runs under the emulation: `python checks.py kernels`, `blocks` and `answers`.
 
-`kernels` compares compiled kernels with numpy. `answers` compares the tokens of a tiny random model under the rolling
-batch with those of transformers. Under the emulator the first takes minutes, the second a quarter of an hour.
+`kernels` compares compiled kernels with numpy, and `blocks` what multiplies weights of 8 and 4 bits. `answers` compares
+the tokens of a tiny random model under the rolling batch with those of transformers. Under the emulator the first two
+take minutes, the third a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -56,6 +57,43 @@ def check_kernels() -> None:
     print("silu_and_mul", flush=True)
 
 
+def check_blocks() -> None:
+    """Multiply a row by weights of few bits, with the instructions for bytes, and compare it with numpy."""
+    import torch
+    from numba import njit
+
+    from handlers.checkpoints.blocks.layout import lay_out
+    from handlers.checkpoints.blocks.rounding import quantize
+    from handlers.cpu_kernels.blocks import integers
+    from handlers.cpu_kernels.blocks.layout import FIRST_PANEL, INPUTS, OUTPUTS
+    from handlers.cpu_kernels.blocks.products import address_of, multiply_row
+    from handlers.cpu_kernels.byte_products import CHOSEN
+
+    @njit
+    def product(weight, inputs, prepared, sums):
+        for block in range(len(prepared)):
+            integers.prepare(address_of(inputs) + np.uintp(2 * INPUTS * block), address_of(prepared[block]))
+        panel = address_of(weight) + np.uintp(weight[FIRST_PANEL + 1])
+        target, like = address_of(sums), inputs[0]
+        multiply_row(weight[FIRST_PANEL], panel, len(prepared), address_of(prepared), target, like)
+
+    torch.manual_seed(SEED)
+    row = torch.randn(512).bfloat16()
+    for name in ("q8_0", "q4_0", "q4_1", "q4_k"):
+        stored = quantize(torch.randn((OUTPUTS, len(row))), name)
+        prepared = np.zeros((len(row) // INPUTS, integers.PREPARED_BYTES), np.uint8)
+        sums = np.empty(OUTPUTS, np.float32)
+        product(lay_out(stored), row.view(torch.int16).numpy().view(np.uint16), prepared, sums)
+        weight = stored.numbers().weight().double()
+        size = (weight.abs() @ row.double().abs()).numpy()
+        np.testing.assert_array_less(np.abs(sums - (weight @ row.double()).numpy()), 1e-5 * size)
+        print(f"{name}, {CHOSEN}", flush=True)
+    [assembly] = product.inspect_asm().values()
+    of_processors = {"i8mm": ("usdot", "udot", "sdot"), "dotprod": ("udot", "sdot"), "vnni": ("vpdpbusd", "vpdpwssd")}
+    wanted = of_processors[CHOSEN]
+    assert all(f"{instruction}\t" in assembly for instruction in wanted), f"{wanted} are not what was compiled"
+
+
 def check_answers() -> None:
     """Generate greedily with the handler, and with transformers' own `generate`."""
     import torch
@@ -101,7 +139,7 @@ def check_answers() -> None:
     assert found == expected[0, len(prompt) :].tolist(), (found, expected)
 
 
-CHECKS = {"kernels": check_kernels, "answers": check_answers}
+CHECKS = {"kernels": check_kernels, "blocks": check_blocks, "answers": check_answers}
 
 if __name__ == "__main__":
     main()

@@ -57,4 +57,4 @@ directory=$(printf %q "$directory")
 exec "\$directory/tools/usr/bin/qemu-aarch64-static" -cpu max -L "\$directory/debian" "\$directory/debian/usr/bin/python3.11" "\$@"
 P
 chmod +x python
-echo "run: $(printf %q "$directory")/python -u scripts/emulate_arm64/checks.py kernels answers"
+echo "run: $(printf %q "$directory")/python -u scripts/emulate_arm64/checks.py kernels blocks answers"

@@ -1,9 +1,9 @@
-"""The product of a row of bfloat16 and blocks of few bits in integers, for processors with AVX-512 VNNI.
+"""The product of a row of bfloat16 and blocks of few bits in integers, where one instruction adds products of bytes.
 
 The inputs of a block become integers of 16 bits, times a power of two of their own: those within a factor of 128 of the
 greatest one stay as they are, smaller ones are rounded to 2 ** -15 of it. Products with stored numbers are then exact,
-and take a third of the instructions that float32 takes. Numbers of 8 bits are widened to 16. Numbers of 4 bits are
-multiplied as bytes, by the upper and by the lower bytes of the inputs.
+and take a third of the instructions that float32 takes. Numbers of 4 bits are multiplied as bytes, by the upper and by
+the lower bytes of the inputs. So are those of 8 bits on Arm; AVX-512 multiplies them in 16 bits.
 
 The power of two is at least 2 ** -109, which inputs are rounded to. An infinity or a NaN makes the sums of its row NaN.
 """
@@ -13,11 +13,14 @@ The power of two is at least 2 ** -109, which inputs are rounded to. An infinity
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from handlers.cpu_kernels import byte_products
 from handlers.cpu_kernels.blocks.layout import GROUP, INPUTS, Kind
 from handlers.cpu_kernels.blocks.reading import Block
 from handlers.cpu_kernels.blocks.vectors import (
@@ -34,21 +37,34 @@ from handlers.cpu_kernels.blocks.vectors import (
     shuffled,
     store_at,
 )
-from handlers.cpu_kernels.intrinsics import LANES, host_has, spread
+from handlers.cpu_kernels.byte_products import add_byte_products
+from handlers.cpu_kernels.intrinsics import LANES, spread
 
-IS_USABLE = host_has("avx512vnni") and host_has("avx512bw")
+IS_USABLE = byte_products.HAS_VNNI or byte_products.HAS_DOT_PRODUCT
 PREPARED_BYTES, FLOATS_AT = 320, 192
 """Of the inputs of a block as `prepare` writes them, and where they are as float32 among these."""
 _BYTES_AT, _SCALE_AT, _SUM_AT = 64, 128, 132
 _EXPONENT, _MIN_EXPONENT, _NAN = 0x7F800000, 32 << 23, 0x7FC00000
 _LARGEST = 14  # the greatest integer of a block has this exponent
 
+# As `Numbers.nibbles_of` has the numbers: for each group, and for the even and the odd pairs in it, the upper bytes of
+# the first inputs of these, those of the second inputs, and then the lower bytes.
+_NIBBLE_ORDER = [
+    part * INPUTS + group * GROUP + 2 * pair + place
+    for group in range(INPUTS // GROUP)
+    for first in range(2)
+    for part in (1, 0)
+    for place in range(2)
+    for pair in range(first, PAIRS, 2)
+]
+
 _INPUT_WORDS, _INPUT_FLOATS = ir.VectorType(WORD, INPUTS), ir.VectorType(ir.FloatType(), INPUTS)
 
 
 def multiplies(kind: Kind) -> bool:
     """Whether blocks of a kind are multiplied so."""
-    return kind.bits in (4, 8) and kind.scales == 1 and not kind.has_codebook
+    has_instruction = kind.bits == 4 or byte_products.HAS_VNNI or byte_products.HAS_I8MM
+    return kind.bits in (4, 8) and kind.scales == 1 and not kind.has_codebook and has_instruction
 
 
 @intrinsic
@@ -68,8 +84,11 @@ def prepare(context, source, target):
         rounded = _rounded(builder, builder.fmul(floats, factors))
         is_finite = builder.icmp_unsigned("<", exponent, WORD(_EXPONENT))
         scale = builder.select(is_finite, builder.sub(kept, WORD(_LARGEST << 23)), WORD(_NAN))
-        store_at(builder, builder.trunc(rounded, ir.VectorType(HALF, INPUTS)), target, 0)
-        store_at(builder, _by_bytes(builder, rounded), target, _BYTES_AT)
+        if byte_products.HAS_VNNI:
+            store_at(builder, builder.trunc(rounded, ir.VectorType(HALF, INPUTS)), target, 0)
+        else:
+            store_at(builder, _by_bytes(builder, rounded, [*range(INPUTS, 2 * INPUTS), *range(INPUTS)]), target, 0)
+        store_at(builder, _by_bytes(builder, rounded, _NIBBLE_ORDER), target, _BYTES_AT)
         store_at(builder, scale, target, _SCALE_AT)
         store_at(builder, _reduced(builder, "add", rounded), target, _SUM_AT)
         store_at(builder, floats, target, FLOATS_AT)
@@ -93,23 +112,11 @@ def _rounded(builder, floats):
     return builder.fptosi(builder.call(nearest, [floats]), _INPUT_WORDS)
 
 
-def _by_bytes(builder, words):
-    """Return the upper and lower bytes of integers in the order in which `Numbers.nibbles_of` has their numbers.
-
-    For each group, and for the even and the odd pairs in it: the upper bytes of the first inputs of these, those of the
-    second inputs, and then the lower bytes.
-    """
+def _by_bytes(builder, words, order: Sequence[int]):
+    """Return the lower bytes of integers, and behind them the upper ones, in an order."""
     lower = builder.trunc(words, ir.VectorType(BYTE, INPUTS))
     upper = builder.trunc(builder.ashr(words, _constant(8)), ir.VectorType(BYTE, INPUTS))
-    order = [
-        part * INPUTS + group * GROUP + 2 * pair + place
-        for group in range(INPUTS // GROUP)
-        for first in range(2)
-        for part in (1, 0)
-        for place in range(2)
-        for pair in range(first, PAIRS, 2)
-    ]
-    return builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(WORD, len(order)), order))
+    return builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(WORD, len(order)), list(order)))
 
 
 class IntegerSums:
@@ -121,7 +128,8 @@ class IntegerSums:
     def add(self, inputs) -> None:
         """Add those of the inputs that `prepare` has written to an address."""
         builder, block = self._builder, self._block
-        sums = self._of_bytes(inputs) if block.kind.bits == 8 else self._of_nibbles(inputs)
+        of_bytes = self._of_words if byte_products.HAS_VNNI else self._of_bytes
+        sums = of_bytes(inputs) if block.kind.bits == 8 else self._of_nibbles(inputs)
         scale = self._spread(inputs, _SCALE_AT, ir.FloatType(), FLOATS)
         total_of_inputs = builder.sitofp(self._spread(inputs, _SUM_AT, WORD, WORDS), FLOATS)
         for half, (words, total) in enumerate(zip(sums, self._totals, strict=True)):
@@ -131,7 +139,7 @@ class IntegerSums:
                 scaled = builder.fsub(scaled, less)
             builder.store(multiply_add(builder, scaled, scale, builder.load(total)), total)
 
-    def _of_bytes(self, inputs):
+    def _of_words(self, inputs):
         builder = self._builder
         sums = [cgutils.alloca_once(builder, WORDS) for _ in range(2)]
         for total in sums:
@@ -142,8 +150,26 @@ class IntegerSums:
                 factor = self._spread(begin, 4 * pair, WORD, WORDS)
                 for half, total in enumerate(sums):
                     numbers = builder.bitcast(self._block.numbers.bytes_of(loop.index, pair, half), WORDS)
-                    builder.store(self._added("vpdpwssd", builder.load(total), numbers, factor), total)
+                    builder.store(self._add_words(builder.load(total), numbers, factor), total)
         return [builder.load(total) for total in sums]
+
+    def _of_bytes(self, inputs):
+        """Multiply the upper and the lower bytes of four inputs at once."""
+        builder = self._builder
+        uppers, lowers = ([cgutils.alloca_once(builder, WORDS) for _ in range(2)] for _ in range(2))
+        for total in uppers + lowers:
+            builder.store(ir.Constant(WORDS, None), total)
+        with cgutils.for_range(builder, INT(2)) as loop:
+            begin = builder.add(inputs, builder.mul(loop.index, INT(GROUP)))
+            for pair in range(0, PAIRS, 2):
+                upper, lower = (self._spread(begin, 2 * pair + place, WORD, WORDS) for place in (0, INPUTS))
+                for half in range(2):
+                    numbers = self._block.numbers.two_pairs_of(loop.index, pair, half)
+                    of_upper = add_byte_products(builder, builder.load(uppers[half]), upper, numbers, "both")
+                    of_lower = add_byte_products(builder, builder.load(lowers[half]), lower, numbers, "second")
+                    builder.store(of_upper, uppers[half])
+                    builder.store(of_lower, lowers[half])
+        return [self._joined(*map(builder.load, pair)) for pair in zip(uppers, lowers, strict=True)]
 
     def _of_nibbles(self, inputs):
         """Numbers are from 0 to 15, and so bytes with and without a sign."""
@@ -164,13 +190,17 @@ class IntegerSums:
             for part, numbers in enumerate(self._block.numbers.nibbles_of(INT(group), quarter)):
                 offset = _BYTES_AT + 2 * GROUP * group + GROUP * part
                 uppers, lowers = (self._spread_pair(inputs, offset + place) for place in (0, GROUP // 2))
-                upper = self._added("vpdpbusd", upper, numbers, uppers)
-                lower = self._added("vpdpbusd", lower, lowers, numbers)
-        return builder.add(builder.shl(upper, in_all_lanes(8)), lower)
+                upper = add_byte_products(builder, upper, numbers, uppers, "both")
+                lower = add_byte_products(builder, lower, lowers, numbers, "neither")
+        return self._joined(upper, lower)
 
-    def _added(self, name: str, *operands):
+    def _joined(self, upper, lower):
+        """Return the sums of products, given those of the upper and of the lower bytes of the inputs."""
+        return self._builder.add(self._builder.shl(upper, in_all_lanes(8)), lower)
+
+    def _add_words(self, *operands):
         kind = ir.FunctionType(WORDS, [WORDS] * 3)
-        function = cgutils.get_or_insert_function(self._builder.module, kind, f"llvm.x86.avx512.{name}.512")
+        function = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.x86.avx512.vpdpwssd.512")
         return self._builder.call(function, operands)
 
     def _spread(self, address, offset: int, kind, vector):

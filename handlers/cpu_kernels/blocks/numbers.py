@@ -19,6 +19,7 @@ from handlers.cpu_kernels.blocks.vectors import (
     WORDS,
     in_all_lanes,
     load_at,
+    shuffled,
 )
 from handlers.cpu_kernels.intrinsics import LANES, host_has, prefetch_line, spread
 
@@ -37,12 +38,21 @@ class Numbers:
 
     def bytes_of(self, group, pair: int, half: int) -> ir.Value:
         """Return the inputs of a pair in half the outputs, of 8 bits, as words of 16 bits."""
+        found = self._bytes(group, pair, half, ir.VectorType(BYTE, 2 * LANES))
+        return self._builder.sext(found, ir.VectorType(HALF, 2 * LANES))
+
+    def two_pairs_of(self, group, pair: int, half: int) -> ir.Value:
+        """Return the inputs of a pair and of the next one in half the outputs, of 8 bits, as words of four bytes."""
+        one, other = (self._bytes(group, each, half, ir.VectorType(HALF, LANES)) for each in (pair, pair + 1))
+        order = [place for lane in range(LANES) for place in (lane, LANES + lane)]
+        return self._builder.bitcast(shuffled(self._builder, one, other, order), WORDS)
+
+    def _bytes(self, group, pair: int, half: int, kind) -> ir.Value:
         offset = _VECTOR * pair + 2 * LANES * half
         address = self._of_group(group, 8)
         if half == 0:
             self._prefetch(address, offset)
-        found = load_at(self._builder, address, offset, ir.VectorType(BYTE, 2 * LANES))
-        return self._builder.sext(found, ir.VectorType(HALF, 2 * LANES))
+        return load_at(self._builder, address, offset, kind)
 
     def nibbles_of(self, group, quarter: int) -> tuple[ir.Value, ir.Value]:
         """Return the numbers of a quarter, of 4 bits, as bytes: of pairs 0, 2, 4 and 6, and of the others."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from numba import njit
 
-from handlers.cpu_kernels import amx
+from handlers.cpu_kernels import amx, byte_products
 from handlers.cpu_kernels.compilation import private_layer
 from handlers.cpu_kernels.compilation.kernel_symbols import register
 
@@ -32,7 +32,7 @@ def target() -> tuple[str, str, str]:
     """Return what is compiled for: the kind of machine, and the name of its processor and what is used of it."""
     kind, name, features = private_layer.target()
     chosen = "amx" if amx.IS_USABLE else "vectors"  # not by the processor's features alone, as numba thinks
-    return kind, name, f"{features},{chosen}"
+    return kind, name, f"{features},{chosen},{byte_products.CHOSEN}"
 
 
 TARGET = hashlib.sha256(" ".join(target()).encode()).hexdigest()[:16]
