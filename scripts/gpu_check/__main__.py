@@ -55,15 +55,22 @@ def sections(dry_run: bool) -> Iterator[Section]:
         count = "2" if dry_run else "64"
         return Section(f"{label}-step", 60, [*python, "scripts.gpu_check.step_profile", shape, device, count])
 
+    def mixed(label: str, shape: str) -> Section:
+        count = "2" if dry_run else "63"
+        few_rows = ["--rows", "16"] if dry_run else []  # without kernels each row gathers a whole context
+        return Section(f"{label}-mixed", 90, [*python, "scripts.gpu_check.mixed", shape, device, count, *few_rows])
+
     yield contender("bandwidth", large, 30)
     yield contender("ours", demo, 90)
     yield profiled("demo", demo)
+    yield mixed("demo", demo)
     yield contender("http", demo, 120)
     few = counts[:2] if dry_run else ["1", "8", "64"]
     if not dry_run:
         yield contender("ours", large, 120)
         yield Section("8b-one-step", 60, [*python, "scripts.gpu_check.step_profile", large, device, "1"])
         yield profiled("8b", large)
+        yield mixed("8b", large)
     yield contender("adapters", large, 60, few)
     yield contender("prompts", large, 60, few[:2])
     if not dry_run:  # on the CPU weights in 8-bit floats are refused

@@ -63,7 +63,7 @@ def measure(run: Run, counts: list[int], tokens: int) -> dict[int, float]:
     return rates
 
 
-def load(shape: str, device: str, slots: int, weights: str | None = None) -> LoadedEngine:
+def load(shape: str, device: str, slots: int, weights: str | None = None, page: int | None = None) -> LoadedEngine:
     """Return this project's engine over a random model, as the handler makes it of a checkpoint.
 
     `weights` are the names of WEIGHTS, None for bf16.
@@ -74,7 +74,7 @@ def load(shape: str, device: str, slots: int, weights: str | None = None) -> Loa
         WEIGHTS[weights](model)
     sizes = {torch.device(device, 0) if device == "cuda" else torch.device(device): _size(model)}
     check = LoadCheck(model, CONTEXT, rounds_activations=weights == "fp8")
-    return load_engine(lambda: LoadedModel(model, tokenizer(), CONTEXT, sizes, check=check), options)
+    return load_engine(lambda: LoadedModel(model, tokenizer(), CONTEXT, sizes, check=check, page=page), options)
 
 
 def add(

@@ -11,7 +11,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 def tables(results: Results) -> str:
     """Return the figures of the sections that ran, and what failed, in Markdown."""
-    parts = [_machine(), _rates(results), _steps(results), _tests(results), _failures(results)]
+    parts = [_machine(), _rates(results), _steps(results), _arrivals(results), _tests(results), _failures(results)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -59,6 +59,23 @@ def _steps(results: Results) -> str:
             )
         parts += [line, *(f"  {milliseconds:8.3f} ms  {kernel}" for kernel, milliseconds in result.get("top", ()))]
     return "\n".join(parts)
+
+
+def _arrivals(results: Results) -> str:
+    lines = []
+    for name, result in results.items():
+        if "arrivals" not in result:
+            continue
+        own = result.get("recording")
+        if own is not None:
+            lines.append(f"{name}: {own['graphs']} graphs in {own['seconds']:.1f} s and {own['mib']:.0f} MiB")
+        lines.append(f"| {name}, {result['requests']} decode | tokens/s | a step | the longest | a prompt alone |")
+        lines.append("|---" * 5 + "|")
+        for way in result["arrivals"]:
+            label = f"prompts of {way['prompt']}, {'recorded' if way['recorded'] else 'eager'}"
+            times = (f"{way[key]:.2f} ms" for key in ("median_ms", "longest_ms", "first_token_ms"))
+            lines.append(f"| {label} | {way['tokens_per_s']:,.0f} | " + " | ".join(times) + " |")
+    return "\n".join(lines)
 
 
 def _tests(results: Results) -> str:

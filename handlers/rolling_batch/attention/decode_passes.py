@@ -16,7 +16,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ COMPILE_KEY = "option.enable_torch_compile"
 _MIN_COLUMNS, _COLUMN_FACTOR = 256, 2
 _LIMITS = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the spread of the logits, as for the check at load
 _LIMIT = 0.25
+
+Shape = TypeVar("Shape")
 
 Run = Callable[[], torch.Tensor]
 Capture = Callable[[Run], Run]
@@ -96,6 +98,42 @@ def run_once(run: Run) -> Run:
     return run
 
 
+class Recordings(Generic[Shape]):
+    """The recorded passes of `shapes`, the first shape first, which `make` makes.
+
+    Passes with additions are recorded as they are needed.
+    """
+
+    def __init__(self, make: Callable[[Shape], Run], shapes: Sequence[Shape], capture: Capture) -> None:
+        self._make = make
+        self._capture = capture
+        self._plain = {shape: capture(make(shape)) for shape in shapes}
+        self._added: dict[Shape, Run] = {}
+        self._version = 0  # of the additions
+
+    def __len__(self) -> int:
+        return len(self._plain)
+
+    def run(self, shape: Shape, additions: Additions | None) -> torch.Tensor:
+        """Compute a pass. Raises RuntimeError if one with additions cannot be recorded."""
+        return self._plain[shape]() if additions is None else self._with(additions, shape)()
+
+    def _with(self, additions: Additions, shape: Shape) -> Run:
+        """Return a pass with additions; record it if it has not been needed before."""
+        if additions.version != self._version:
+            self._added.clear()
+            self._version = additions.version
+        if shape not in self._added:
+            plain = self._make(shape)
+
+            def run() -> torch.Tensor:
+                with additions.hooks():
+                    return plain()
+
+            self._added[shape] = self._capture(run)
+        return self._added[shape]
+
+
 class DecodePasses:
     """The passes of `step` for up to `rows` rows and `max_len` columns; with pages, `idle_slot` has no sequence."""
 
@@ -120,10 +158,7 @@ class DecodePasses:
             self._rows, self._columns = close_row_counts(rows), [max_len]
         # The largest first, so that the smaller ones find their memory in the pool.
         shapes = sorted(itertools.product(self._rows, self._columns), reverse=True)
-        self._passes = {shape: capture(self._pass(*shape)) for shape in shapes}
-        self._capture = capture
-        self._added: dict[tuple[int, int], Run] = {}  # passes with additions, recorded as they are needed
-        self._version = 0  # of these
+        self._passes = Recordings(self._pass, shapes, capture)
 
     @property
     def max_rows(self) -> int:
@@ -157,25 +192,10 @@ class DecodePasses:
             for buffer, numbers, fill in zip(others, (positions, slots), idle, strict=True):
                 padded = upload([*numbers, *[fill] * (rows - count)], buffer.device)
                 buffer[:rows].copy_(padded, non_blocking=True)
-        run = self._passes[rows, columns] if additions is None else self._pass_with(additions, rows, columns)
-        return run()[:count]
+        return self._passes.run((rows, columns), additions)[:count]
 
-    def _pass_with(self, additions: Additions, rows: int, columns: int) -> Run:
-        """Return a pass with additions; record it if it has not been needed before."""
-        if additions.version != self._version:
-            self._added.clear()
-            self._version = additions.version
-        if (rows, columns) not in self._added:
-            plain = self._pass(rows, columns)
-
-            def run() -> torch.Tensor:
-                with additions.hooks():
-                    return plain()
-
-            self._added[rows, columns] = self._capture(run)
-        return self._added[rows, columns]
-
-    def _pass(self, rows: int, columns: int) -> Run:
+    def _pass(self, shape: tuple[int, int]) -> Run:
+        rows, columns = shape
         with torch.inference_mode():
             ids, places, slots = (buffer[:rows] for buffer in self._inputs)
 
@@ -218,14 +238,21 @@ def make_passes(
     except RuntimeError as error:
         log_no_effect(key, first_line(error))
         return None
-    spread = expected.float() - expected.float().mean(dim=-1, keepdim=True)
-    difference = float((computed.float() - expected.float()).norm() / spread.norm())
-    if not difference <= _LIMITS.get(expected.dtype, _LIMIT):
-        log_no_effect(key, f"the logits differ from the eager ones by {difference:.2g} of their spread")
+    if difference := difference_of(computed, expected):
+        log_no_effect(key, difference)
         return None
     return passes
 
 
-def log_no_effect(key: str, reason: str) -> None:
-    """Log that decoding runs without the feature of `key`."""
-    logger.warning("%s has no effect, decoding runs eagerly: %s", key, reason)
+def difference_of(computed: torch.Tensor, expected: torch.Tensor) -> str:
+    """Say by how much the logits of a recorded pass differ from the eager ones; empty if by rounding alone."""
+    spread = expected.float() - expected.float().mean(dim=-1, keepdim=True)
+    difference = float((computed.float() - expected.float()).norm() / spread.norm())
+    if difference <= _LIMITS.get(expected.dtype, _LIMIT):
+        return ""
+    return f"the logits differ from the eager ones by {difference:.2g} of their spread"
+
+
+def log_no_effect(key: str, reason: str, steps: str = "decoding runs eagerly") -> None:
+    """Log that decoding, or other steps, run without the feature of `key`."""
+    logger.warning("%s has no effect, %s: %s", key, steps, reason)

@@ -7,7 +7,7 @@ grows when more adapters or larger ones are in use; then steps are recorded anew
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -52,40 +52,51 @@ class AdapterBank:
     rows: int
     device: torch.device
     version: int = 0
+    heads: Set[nn.Module] = frozenset()  # modules that compute the rows to keep alone
     places: torch.Tensor = field(init=False)  # of the rows, (rows,) int32; -1 for none
+    kept_places: torch.Tensor = field(init=False)  # the same for `heads`
     # Place by adapter, the least recently needed first. A removed adapter goes with the last request that has it.
     _held: WeakKeyDictionary[Adapter, int] = field(default_factory=WeakKeyDictionary)
     _matrices: dict[nn.Module, _Matrices] = field(default_factory=dict)
     _capacity: int = 0
 
     def __post_init__(self) -> None:
-        self.places = torch.full((self.rows,), -1, dtype=torch.int32, device=self.device)
+        self.places, self.kept_places = (
+            torch.full((self.rows,), -1, dtype=torch.int32, device=self.device) for _ in range(2)
+        )
 
-    def begin(self, adapters: Sequence[Adapter | None]) -> None:
-        """Set the adapters of the first rows of the next pass; others may repeat the last one, and have its."""
+    def begin(self, adapters: Sequence[Adapter | None], kept: Sequence[int] | None = None) -> None:
+        """Set the adapters of the first rows of the next pass; others may repeat the last one, and have its.
+
+        `kept` are the rows that `heads` compute, None for all of them.
+        """
         needed = dict.fromkeys(adapter for adapter in adapters if adapter is not None)
         with torch.inference_mode():
             if not self._has_room(needed):
                 self._grow(needed)
             held = self._hold(needed)
             own = [-1 if adapter is None else held[adapter] for adapter in adapters]
-            places = np.array(own + own[-1:] * (self.rows - len(own)), np.int32)
-            self.places.copy_(upload(places, self.device), non_blocking=True)
+            kept_own = own if kept is None else [own[row] for row in kept]
+            for places, numbers in ((self.places, own), (self.kept_places, kept_own)):
+                padded = np.array(numbers + numbers[-1:] * (self.rows - len(numbers)), np.int32)
+                places.copy_(upload(padded, self.device), non_blocking=True)
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Add the updates of the adapters to what the modules return."""
-        handles = [module.register_forward_hook(self._adder(kept)) for module, kept in self._matrices.items()]
+        handles = [module.register_forward_hook(self._adder(module, kept)) for module, kept in self._matrices.items()]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _adder(self, kept: _Matrices) -> object:
+    def _adder(self, owner: nn.Module, kept: _Matrices) -> object:
+        places = self.kept_places if owner in self.heads else self.places
+
         def add(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
             given = inputs[0].flatten(0, -2)
-            add_updates(given, output.flatten(0, -2), kept.down, kept.up, self.places[: len(given)])
+            add_updates(given, output.flatten(0, -2), kept.down, kept.up, places[: len(given)])
 
         return add
 

@@ -190,13 +190,16 @@ class LoraLayers:
         self._rows = self._rows_of(places)
         self._head_rows = self._rows if not self._head else self._rows_of([places[row] for row in kept])
 
-    def begin_recorded(self, bank: AdapterBank, adapters: Sequence[LoraWeights | None]) -> AdapterBank:
+    def begin_recorded(
+        self, bank: AdapterBank, adapters: Sequence[LoraWeights | None], kept: Sequence[int] | None
+    ) -> AdapterBank:
         """Set the adapter of each row of the next pass, which is recorded; return `bank`, which adds their updates.
 
-        Raises torch.OutOfMemoryError.
+        `kept`: which rows get logits, None for all. Raises torch.OutOfMemoryError.
         """
         self._unhook()
-        bank.begin(adapters)
+        bank.heads = self._head
+        bank.begin(adapters, kept)
         return bank
 
     def enter(self, first: int, last: int) -> None:

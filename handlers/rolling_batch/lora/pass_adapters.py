@@ -32,17 +32,20 @@ class PassAdapters:
         """Whether a row of the pass has an adapter that hooks add."""
         return self.lora is not None and self.lora.is_active
 
-    def begin(self, plan: StepPlan, kept: list[int]) -> None:
-        """Set the adapters of an arranged plan, for a recorded pass if it can be; the rows `kept` have logits."""
+    def begin(self, plan: StepPlan, kept: list[int], is_recorded: bool) -> None:
+        """Set the adapters of an arranged plan, whose rows `kept` have logits.
+
+        `is_recorded`: without adapters it would run as a recorded pass.
+        """
         if self.lora is None:
             return
         self._rows, self.additions = _adapters_of(plan), None
         bank = self.lora.bank
-        if bank is None or not _only_decodes_text(plan) or not any(self._rows) or len(self._rows) > bank.rows:
+        if bank is None or not is_recorded or not any(self._rows) or any(entry.images for entry in plan.decode):
             self.lora.begin(self._rows, kept)
             return
         try:
-            self.additions = self.lora.begin_recorded(bank, self._rows)
+            self.additions = self.lora.begin_recorded(bank, self._rows, kept if plan.prefill else None)
         except torch.OutOfMemoryError:
             self.leave_unrecorded("there is no memory for the adapters in use", kept)
 
@@ -57,10 +60,6 @@ class PassAdapters:
         logger.warning("%s has no effect on steps with adapters, they run eagerly: %s", GRAPH_KEY, reason)
         self.lora.bank = self.additions = None
         self.lora.begin(self._rows, kept)
-
-
-def _only_decodes_text(plan: StepPlan) -> bool:
-    return not plan.prefill and not any(entry.images for entry in plan.decode)
 
 
 def _adapters_of(plan: StepPlan) -> list[Any]:

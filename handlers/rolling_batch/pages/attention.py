@@ -55,6 +55,10 @@ class PageAttention:
         """Set the rows of the next forward passes, which decode."""
         self._decoding = PageRows.from_singles(rows)
 
+    def begin_rows(self, rows: PageRows) -> None:
+        """Set the rows of the next forward passes, which are on their device already."""
+        self._decoding = rows
+
     def cache_of(self, layer: int) -> None:
         """Return None: no kernels for the CPU support this cache."""
 

@@ -168,7 +168,7 @@ def decode_kernel(
     DIRECT: tl.constexpr,
     CHAINED: tl.constexpr = False,
 ):
-    """Attend for rows of one token each. Grid: (rows, kv_heads, splits of the context).
+    """Attend for rows of one token each. Grid: (rows, kv_heads, splits of the context). One at position -1 stays.
 
     The query heads that share a head of keys are one tile. `query` is (rows, heads, DIM). If DIRECT, there is one
     split, and `out`, (rows, heads, VALUE_DIM), gets the result. Otherwise `partial`, (rows, heads, splits, VALUE_DIM)
@@ -263,6 +263,8 @@ def reduce_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions + row)
+    if position < 0:
+        return
     tile, tiles = _tiles_of_split(_first_seen(position, WINDOW, CHUNK), position + 1, splits, TILE)
     split = tl.arange(0, SPLITS_PAD)
     used = (split < splits) & ((tile + split * tiles) * TILE <= position)

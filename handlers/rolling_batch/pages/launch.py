@@ -165,13 +165,15 @@ def decode(
     tuning: Tuning,
     sinks: torch.Tensor | None = None,
     chained: bool = False,
+    usual: int = 0,
 ) -> None:
-    """Attend for the first `rows` rows of `query`, (rows, heads, dim), into `out`.
+    """Attend for the first `rows` rows of `query`, (rows, heads, dim), into `out`; not for rows at position -1.
 
-    `chained`: the launches may begin before the one in front of them has ended.
+    `chained`: the launches may begin before the one in front of them has ended. `usual`: of how many rows the launch
+    is to keep the GPU busy, 0 for all of them.
     """
     options = decode_options(layer, query.element_size(), tuning)
-    splits = splits_for(rows, layer.kv_heads, tuning)
+    splits = splits_for(usual or rows, layer.kv_heads, tuning)
     group = layer.heads // layer.kv_heads
     partial, weights = out, out
     if splits > 1:

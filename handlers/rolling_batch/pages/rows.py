@@ -20,6 +20,9 @@ class PageRows:
     row, its number of rows, the position of its first token, and its slot; the longest one has `longest` rows.
     `columns` is up to which token of their sequences all rows see at most. `fresh` has the first
     row of each chunk and that behind its last one, if none of them has tokens before it.
+
+    `singles` is for recorded passes: (decoding,) int32, the positions of rows that attend one by one, -1 for a row that
+    does not. About `usual` of them do. The rows of neither kind attend to nothing.
     """
 
     slots: torch.Tensor
@@ -29,10 +32,13 @@ class PageRows:
     chunks: torch.Tensor | None = None
     longest: int = 0
     fresh: tuple[tuple[int, int], ...] = ()
+    singles: torch.Tensor | None = None
+    usual: int = 0
 
     def empty_or_zero(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor for what is attended, in which rows that only fill up the pass are zero."""
-        return like.new_empty(shape) if shape[0] == len(self.slots) else like.new_zeros(shape)
+        every = self.singles is None and shape[0] == len(self.slots)
+        return like.new_empty(shape) if every else like.new_zeros(shape)
 
     @classmethod
     def from_step(cls, rows: StepRows, device: torch.device) -> PageRows:

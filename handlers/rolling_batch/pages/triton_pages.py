@@ -68,7 +68,7 @@ class TritonPages:
             rotate_and_write(projected, cosines, sines, *kept, shape, chained)
             states = projected.view(len(projected), -1, shape.dim)
             query, key, value = states.split((heads, shape.kv_heads, shape.kv_heads), 1)
-            out = projected.new_empty((len(projected), heads, shape.value_dim))
+            out = rows.empty_or_zero(projected, (len(projected), heads, shape.value_dim))
             self._read(query, key, value, layer, rows, out, terms, shape, chained)
             return out.flatten(1)
 
@@ -92,7 +92,8 @@ class TritonPages:
         tables = self._cache.tables[query.device]
         more = (out, terms.scaling, shape, self._tuning[query.device], terms.sinks)
         if rows.decoding:
-            launch.decode(query, keys, values, tables, rows.slots, rows.positions, rows.decoding, *more, chained)
+            places = rows.positions if rows.singles is None else rows.singles
+            launch.decode(query, keys, values, tables, rows.slots, places, rows.decoding, *more, chained, rows.usual)
         if rows.chunks is None:
             return
         described = rows.chunks

@@ -29,6 +29,7 @@ from handlers.rolling_batch.fused.decoder_layers import fuse_decoder_layers
 from handlers.rolling_batch.images.prompt import EmbeddedRows
 from handlers.rolling_batch.pages.attention import PageAttention
 from handlers.rolling_batch.pages.cache import PagedCache
+from handlers.rolling_batch.pages.rows import PageRows
 from handlers.rolling_batch.runner.load_check import keeps_rows
 from handlers.rolling_batch.runner.step_layout import pad_rows
 from handlers.rolling_batch.runner.step_messages import Pass
@@ -154,10 +155,19 @@ class FlatPasses:
             if self._has_helpers:
                 begin_pass(len(kept) <= self.decoder.max_head_rows)  # the head is one operation of OpenMP's
             return self.decoder.head(normed)[0]
+        return self._logits(ids, places, kept)
+
+    def _logits(self, ids: torch.Tensor, places: torch.Tensor, kept: Any) -> torch.Tensor:
         inputs = self._inputs(ids, places)
         if self._keeps_rows:
             return self._model(**inputs, logits_to_keep=kept).logits[0]
         return self._model(**inputs).logits[0, kept]
+
+    def over_pages(self, ids: torch.Tensor, places: torch.Tensor, rows: PageRows, kept: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the rows `kept`, of a pass over pages whose `rows` are on the device already."""
+        assert isinstance(self.attention, PageAttention)
+        self.attention.begin_rows(rows)
+        return self._logits(ids[None], places[None], kept)
 
     def _embedded(self, embedded: EmbeddedRows, ids: torch.Tensor, places: torch.Tensor, kept: Any) -> torch.Tensor:
         """Return the logits of a pass in which sequences have images."""

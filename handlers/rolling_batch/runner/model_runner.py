@@ -173,7 +173,7 @@ class ModelRunner:
         else:
             self.cache = KVCache(self.layers, slots, max_len, self.kept_dtype)
         self._memory = StepMemory(self.cache, reads_sources=True)
-        self._recorded = RecordedDecoding(eager.use(self.cache), self.cache, self.device)
+        self._recorded = RecordedDecoding(eager.use(self.cache), self.cache, self.device, eager.over_pages)
         if self.fused and not eager.in_call_order:
             self.fused |= eager.fuse_layers(self._crossovers, decode_rows, at_once=self.frequencies is None)
             self._crossovers.keep()
@@ -247,8 +247,8 @@ class ModelRunner:
         """
         plan = arrange(plan, self._eager.row_by_row)
         kept = rows_to_keep(plan, prompt_scored)
-        self._adapters.begin(plan, kept.rows)
         step = lay_out(plan, kept.rows, self._eager.row_by_row)
+        self._adapters.begin(plan, kept.rows, self._recorded is not None and self._recorded.takes(step))
         if isinstance(self._eager, FlatPasses):
             step = self._eager.pad(step, self._adapters.are_hooked)
         if self.frequencies is not None and self.border is not None:

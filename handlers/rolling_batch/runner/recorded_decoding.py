@@ -1,4 +1,7 @@
-"""Lets passes that only decode run as CUDA graphs or compiled code, where these compute the same as eager passes."""
+"""Lets passes run as CUDA graphs or compiled code, where these compute the same as eager passes.
+
+These are passes that only decode, and as graphs over pages those with prompts that are not long.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,22 @@ from handlers.rolling_batch.attention.decode_passes import (
     Capture,
     DecodePasses,
     Step,
+    difference_of,
+    log_no_effect,
     make_passes,
     run_once,
 )
 from handlers.rolling_batch.attention.kv_cache import KVCache
+from handlers.rolling_batch.attention.rows import ChunkRows
 from handlers.rolling_batch.device_arrays import known_tokens, upload
 from handlers.rolling_batch.lora.bank import AdapterBank
 from handlers.rolling_batch.lora.pass_adapters import PassAdapters
 from handlers.rolling_batch.pages.cache import PagedCache
+from handlers.rolling_batch.pages.mixed_passes import Compute as ComputeRows
+from handlers.rolling_batch.pages.mixed_passes import MixedPasses
 from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep
 from handlers.rolling_batch.runner.step_messages import Pass
+from handlers.rolling_batch.schedule.page_table import PagesAdded, PageStep
 from lmi_server.contract.errors import first_line
 
 logger = logging.getLogger(__name__)
@@ -33,13 +42,18 @@ Compute = Callable[[Pass], torch.Tensor]
 
 
 class RecordedDecoding:
-    """Decoding over `cache`: `step` computes the rows, whose tensors are on `device`."""
+    """Decoding over `cache`: `step` computes the rows, whose tensors are on `device`.
 
-    def __init__(self, step: Step, cache: KVCache | PagedCache, device: torch.device) -> None:
+    `over_pages` computes rows of all kinds if the cache has pages.
+    """
+
+    def __init__(self, step: Step, cache: KVCache | PagedCache, device: torch.device, over_pages: ComputeRows) -> None:
         self._step = step
+        self._over_pages = over_pages
         self._cache = cache
         self._device = device
         self.passes: DecodePasses | None = None  # None: all passes run eagerly
+        self.mixed: MixedPasses | None = None  # None: those with prompts do
 
     def compile(self, rows: int, compiler: Compile, eager: Compute) -> bool:
         """Compile decoding of up to `rows` rows; return whether steps run the compiled code."""
@@ -54,38 +68,78 @@ class RecordedDecoding:
         return True
 
     def capture(self, rows: int, capture: Callable[[], Capture], eager: Compute) -> int:
-        """Record decoding of up to `rows` rows; return the number of recorded shapes, 0 if there are none."""
-        passes = self._make(GRAPH_KEY, self._step, rows, capture, eager)
+        """Record decoding of up to `rows` rows, and over pages steps with prompts as well.
+
+        Return the number of recorded shapes that decode, 0 if there are none.
+        """
+        own = capture()
+        passes = self._make(GRAPH_KEY, self._step, rows, lambda: own, eager)
         if passes is None:
             return 0
-        self.passes = passes
+        self.passes, self.mixed = passes, None
         logger.info("%s: decoding runs as %d CUDA graphs", GRAPH_KEY, passes.shapes)
+        if isinstance(self._cache, PagedCache):
+            self.mixed = self._make_mixed(self._cache, rows, own, eager)
         return passes.shapes
+
+    def _make_mixed(self, cache: PagedCache, rows: int, capture: Capture, eager: Compute) -> MixedPasses | None:
+        """Return recorded passes with prompts if they compute the same as eager ones; otherwise None, and log why."""
+        step = _mixed_step(cache)
+        try:
+            mixed = MixedPasses(self._over_pages, cache, rows, self._device, capture)
+            expected = eager(step).clone()
+            arguments = (step.token_ids, step.positions, step.slots, step.chunks, step.keep)
+            reason = difference_of(mixed.logits(*arguments, None).clone(), expected)
+        except RuntimeError as error:
+            reason = first_line(error)
+        _forget(cache)
+        if reason:
+            log_no_effect(GRAPH_KEY, reason, "steps with prompts run eagerly")
+            return None
+        logger.info(
+            "%s: steps of up to %d tokens with prompts run as %d CUDA graphs", GRAPH_KEY, mixed.max_rows, mixed.shapes
+        )
+        return mixed
 
     def new_bank(self) -> AdapterBank | None:
         """Return a bank for the adapters of recorded passes; None if there are no such passes, or they are compiled."""
         if self.passes is None or isinstance(self._step, CompiledStep):
             return None
-        return AdapterBank(self.passes.max_rows, self._device)
+        rows = self.passes.max_rows if self.mixed is None else max(self.passes.max_rows, self.mixed.max_rows)
+        return AdapterBank(rows, self._device)
+
+    def takes(self, step: Pass) -> bool:
+        """Whether a pass of a model without adapters can run as a recorded one."""
+        if step.chunks:
+            return self.mixed is not None and self.mixed.takes(len(step.slots), step.chunks, len(step.keep))
+        return self.passes is not None and len(step.slots) <= self.passes.max_rows
 
     def logits(self, step: Pass, before: torch.Tensor | None, adapters: PassAdapters) -> torch.Tensor | None:
         """Return the logits of the rows to keep; None if the pass has to run eagerly.
 
-        It has if it has chunks, adapters that no graph adds, or more rows than there are sequences, and if it cannot be
-        recorded with its adapters.
+        It has if no recorded pass takes it, or has adapters that no graph adds, and if it cannot be recorded with its
+        adapters.
         """
-        passes = self.passes
-        if passes is None or step.chunks or len(step.slots) > passes.max_rows or adapters.are_hooked:
+        if adapters.are_hooked or not self.takes(step):
             return None
-        ids = known_tokens(upload(step.token_ids, self._device), before)
         try:
-            logits = passes.logits(ids, step.positions, step.slots, adapters.additions)
+            return self._mixed(step, before, adapters) if step.chunks else self._decoded(step, before, adapters)
         except RuntimeError as error:
             if adapters.additions is None:
                 raise
             adapters.leave_unrecorded(first_line(error), step.keep)
             return None
+
+    def _decoded(self, step: Pass, before: torch.Tensor | None, adapters: PassAdapters) -> torch.Tensor:
+        assert self.passes is not None
+        ids = known_tokens(upload(step.token_ids, self._device), before)
+        logits = self.passes.logits(ids, step.positions, step.slots, adapters.additions)
         return logits if step.keep == list(range(len(logits))) else logits[upload(step.keep, logits.device)]
+
+    def _mixed(self, step: Pass, before: torch.Tensor | None, adapters: PassAdapters) -> torch.Tensor:
+        assert self.mixed is not None
+        rows = (step.token_ids, step.positions, step.slots, step.chunks, step.keep)
+        return self.mixed.logits(*rows, before, adapters.additions)
 
     def _make(
         self, key: str, step: Step, rows: int, capture: Callable[[], Capture], eager: Compute
@@ -96,3 +150,26 @@ class RecordedDecoding:
             lambda: DecodePasses(step, rows, self._cache.max_len, self._device, capture(), idle_slot),
             lambda ids, places, slots: eager(Pass(ids, places, slots, [], [0], [], [])),
         )
+
+
+def _mixed_step(cache: PagedCache) -> Pass:
+    """Return a step of a row that decodes and a chunk, each in a page of its own; with one page, of a chunk alone."""
+    single = min(cache.slots, cache.pages) > 1
+    length = min(3, cache.max_len)
+    first, slot = int(single), int(single)
+    chunk = ChunkRows(slot, 0, length, first, first + length, slot)
+    return Pass(
+        [1] * first + [2, 3, 4][:length],
+        [0] * first + list(range(length)),
+        [0] * first,
+        [chunk],
+        [*range(first), first + length - 1],
+        [],
+        [],
+        pages=PageStep([PagesAdded(own, 0, [own]) for own in range(first + 1)]),
+    )
+
+
+def _forget(cache: PagedCache) -> None:
+    """Let the slots of `_mixed_step` have no pages."""
+    cache.apply(PageStep([PagesAdded(slot, 0, [cache.pages]) for slot in range(min(2, cache.slots))]))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from adapter_helpers import read_adapter, save_adapter, with_adapter
+from fake_graphs import FakeCapture
 from rolling_batch_helpers import Engine, generated, prompts
 from simulated_devices import SimulatedDevices
 from tiny_models import FAMILIES, random_model, tiny_model
@@ -22,34 +23,6 @@ from handlers.rolling_batch.attention.decode_passes import Step, column_counts, 
 from handlers.rolling_batch.runner import model_runner
 
 GPU = torch.device("meta", 0)
-
-
-class FakeGraph:
-    """Stands for a CUDA graph: a replay computes again, from the recorded inputs into the recorded output."""
-
-    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
-        self._run = run
-        self.out = run()
-        self.replays = 0
-
-    def replay(self) -> torch.Tensor:
-        self.replays += 1
-        return self.out.copy_(self._run())
-
-
-class FakeCapture:
-    """Records FakeGraphs."""
-
-    def __init__(self) -> None:
-        self.graphs: list[FakeGraph] = []
-
-    def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        self.graphs.append(FakeGraph(run))
-        return self.graphs[-1].replay
-
-    @property
-    def replays(self) -> int:
-        return sum(graph.replays for graph in self.graphs)
 
 
 @pytest.fixture
@@ -148,7 +121,7 @@ def test_adapters_run_eagerly_if_steps_with_them_cannot_be_recorded(
     engine, capture = on_gpu(), FakeCapture()
     engine.runner.capture(6, lambda: capture)
     passes: Any = engine.runner._recorded.passes
-    passes._capture = failing
+    passes._passes._capture = failing
     directory = save_adapter(engine.reference, tmp_path / "adapter", 1)
     weights = engine.engine.load_adapter(read_adapter(str(directory)))
     expected = generated(with_adapter(engine.reference, directory), [5, 6, 7], 5)

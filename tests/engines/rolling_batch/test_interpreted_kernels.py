@@ -23,6 +23,7 @@ FILES = {
     "test_one_row.py": False,
     "test_adapter_kernels.py": False,
     "test_grouped_weights.py": True,
+    "test_mixed_passes.py": True,
 }
 
 

@@ -87,7 +87,8 @@ def test_recorded_passes_take_no_columns_and_fill_up_with_the_idle_slot() -> Non
     for prompt, answer in asked:
         assert answer.tokens == engine.expected(prompt, 30)
     assert (idle[:, 0] != 77).all(), "seven rows in a pass of eight: one wrote there"
-    assert (idle[:, 1:] == 77).all()
+    assert (idle[:, PAGE - 1] != 77).all(), "passes with prompts fill up at another place"
+    assert (idle[:, 1 : PAGE - 1] == 77).all()
 
 
 @pytest.mark.slow
