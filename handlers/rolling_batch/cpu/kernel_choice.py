@@ -2,7 +2,8 @@
 
 Few rows are bound by reading weights, many by arithmetic. The faster kernel for a number of rows depends on the
 processor, its memory, the number of threads and the shape of the weights. No flag of a processor says it, so the two
-take turns on this machine when a model loads. What was measured is kept beside the compiled kernels.
+take turns on this machine when a model loads. What was measured is kept beside the compiled kernels: a file for each
+border, so that of two workers that start at once none loses what the other one wrote.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,7 +41,6 @@ _MIN_GAIN, _CLEAR_GAIN = 1.15, 1.5
 _BUSY, _DELAY = 1.5, 0.003
 _MAX_SECONDS = 3.0  # in all
 _LAST_SECONDS = 0.5  # for the last of ROWS: a large layer might take longer than all else, and the head has fewer rows
-_FILE = "measured_borders.json"
 
 
 def thread_seconds(work: Work) -> float:
@@ -57,7 +57,7 @@ def thread_seconds(work: Work) -> float:
 class Crossovers:
     """Up to how many rows the first of two ways is the faster one on this machine.
 
-    It knows what the file `kept` says, if there is one, and measures the rest.
+    It knows what files in the folder `kept` say, if there is one, and measures the rest.
 
     `machine` names everything but the shapes that the times depend on. Measuring takes little more than `max_seconds`.
     """
@@ -69,14 +69,14 @@ class Crossovers:
         seconds: Seconds = thread_seconds,
         max_seconds: float = _MAX_SECONDS,
     ) -> None:
-        self._file = kept
+        self._folder = kept
         self._machine = machine
         self._seconds = seconds
         self._max_seconds = max_seconds
-        self._known = _read(kept).get(machine, {})
+        self._known: dict[str, int] = {}
+        self._measured: list[str] = []  # names that no file has yet
         self._asked: dict[str, int | None] = {}
         self._spent = 0.0  # seconds
-        self._is_new = False  # whether something was measured that the file lacks
         self._is_busy = False  # whether other programs were seen to have the cores
 
     def crossover(
@@ -95,13 +95,16 @@ class Crossovers:
         """
         name += "" if most >= ROWS[-1] else f" for up to {most} rows"
         crossover = self._known.get(name)
+        if crossover is None and (crossover := self._read(name)) is not None:
+            self._known[name] = crossover
         if crossover is None:
             began = time.perf_counter()
             end = began + self._max_seconds - self._spent
             crossover = self._measure(few, many, least, most, end)
             self._spent += time.perf_counter() - began
             if crossover is not None:
-                self._known[name], self._is_new = crossover, True
+                self._known[name] = crossover
+                self._measured.append(name)
             elif time.perf_counter() < end:
                 self._is_busy = True
         self._asked[name] = crossover
@@ -128,24 +131,44 @@ class Crossovers:
         return ALL
 
     def keep(self) -> None:
-        """Log the crossovers that were asked for since the last call, and write new ones into the file.
+        """Log the crossovers that were asked for since the last call, and write new ones into files.
 
         What was measured before other programs were seen may be wrong, and holds for this load only.
         """
         if not self._asked:
             return
         origin = "as measured before" if not self._spent else f"measured in {self._spent:.2f} s"
-        if self._is_new and not self._is_busy and self._file is not None:
+        if self._measured and not self._is_busy and self._folder is not None:
             try:
-                _write(self._file, self._machine, self._known)
-                origin += f", kept in {self._file}"
+                for name in self._measured:
+                    kernel_files.write(self._path(self._folder, name), self._content(name, self._known[name]))
+                origin += f", kept in {self._folder}"
             except OSError as error:
                 origin += f", not kept: {error}"
         if None in self._asked.values():
             origin += ", but for what there was no time for or other programs took the processor"
         crossovers = (f"{name}: {_in_words(crossover)}" for name, crossover in sorted(self._asked.items()))
         logger.info("Rows that the project's kernels compute, %s. %s", origin, "; ".join(crossovers))
-        self._asked, self._spent, self._is_new = {}, 0.0, False
+        self._asked, self._spent, self._measured = {}, 0.0, []
+
+    def _path(self, folder: Path, name: str) -> Path:
+        digest = hashlib.sha256(f"{self._machine}\0{name}".encode()).hexdigest()[:32]
+        return folder / f"border_{digest}.json"
+
+    def _content(self, name: str, crossover: int) -> bytes:
+        return json.dumps({"machine": self._machine, "name": name, "rows": crossover}).encode()
+
+    def _read(self, name: str) -> int | None:
+        """Return what was measured before; None if no file says it, or if another program wrote the file."""
+        if self._folder is None:
+            return None
+        try:
+            data = kernel_files.read(self._path(self._folder, name))
+            crossover = json.loads(data)["rows"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return None
+        is_one = type(crossover) is int and crossover >= 0
+        return crossover if is_one and data == self._content(name, crossover) else None
 
 
 def _is_faster(few: Work, many: Work, seconds: Seconds, end: float) -> bool | None:
@@ -179,28 +202,4 @@ def load_crossovers() -> Crossovers:
     kind, processor, features = target()
     versions = hashlib.sha256(" ".join((kind, features, hidden, torch.__version__, SOURCES, str(ROWS))).encode())
     threads = f"{torch.get_num_threads()} threads of {os.cpu_count()}"
-    folder = compiled_kernels()
-    kept = None if folder is None else folder / _FILE
-    return Crossovers(kept, f"{processor}, {threads}, {versions.hexdigest()[:16]}")
-
-
-def _read(path: Path | None) -> dict[str, dict[str, int]]:
-    """Return the crossovers by machine and name; none if there is no such file, or it is another program's."""
-    try:
-        found = {} if path is None else json.loads(kernel_files.read(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {machine: crossovers for machine, crossovers in found.items() if _are_crossovers(crossovers)}
-
-
-def _are_crossovers(found: object) -> bool:
-    return isinstance(found, dict) and all(type(crossover) is int and crossover >= 0 for crossover in found.values())
-
-
-def _write(path: Path, machine: str, crossovers: Mapping[str, int]) -> None:
-    """Add crossovers to the file, which is whole at any time. Raises OSError."""
-    kept = _read(path)
-    kept[machine] = {**kept.get(machine, {}), **crossovers}
-    kernel_files.write(path, json.dumps(kept).encode())
+    return Crossovers(compiled_kernels(), f"{processor}, {threads}, {versions.hexdigest()[:16]}")

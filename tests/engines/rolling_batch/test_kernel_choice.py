@@ -81,21 +81,32 @@ def test_the_time_that_other_programs_take_moves_no_crossover() -> None:
 
 def test_a_crossover_is_measured_once_for_each_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", kernel_choice.__name__)
-    kept, measured = tmp_path / "crossovers.json", []
+    measured: list[object] = []
 
     def seconds(work: Work) -> float:
         measured.append(work())
         return costing(lambda rows: rows, lambda rows: 5.0)(work)
 
     for machine, names, is_new in (("a", "xy", True), ("a", "xz", True), ("b", "x", True), ("a", "xyz", False)):
-        crossovers = patient(kept, machine, seconds)
+        crossovers = patient(tmp_path, machine, seconds)
         assert [crossovers.crossover(name, few, many) for name in names] == [4] * len(names)
         crossovers.keep()
         assert bool(measured) is is_new
         assert ("as measured before" in caplog.messages[-1]) is not is_new
         measured.clear()
     assert "x: up to 4" in caplog.messages[-1]
-    assert [path.name for path in tmp_path.iterdir()] == ["crossovers.json"]
+    assert len(list(tmp_path.iterdir())) == 4  # x, y and z of one machine, x of the other
+
+
+def test_of_two_workers_that_start_at_once_none_loses_what_the_other_one_measured(tmp_path: Path) -> None:
+    timer = costing(lambda rows: rows, lambda rows: 5.0)
+    workers = [patient(tmp_path, "a", timer) for _ in range(2)]
+    for worker, name in zip(workers, "xy", strict=True):
+        assert worker.crossover(name, few, many) == 4
+    for worker in workers:
+        worker.keep()
+    later = patient(tmp_path, "a", lambda work: pytest.fail("it is measured again"))
+    assert [later.crossover(name, few, many) for name in "xy"] == [4, 4]
 
 
 def test_what_a_busy_machine_would_measure_is_left_to_the_next_load(
@@ -103,60 +114,78 @@ def test_what_a_busy_machine_would_measure_is_left_to_the_next_load(
 ) -> None:
     """Each turn takes a long time, of which the thread computes a little."""
     caplog.set_level("INFO", kernel_choice.__name__)
-    kept, timer = tmp_path / "crossovers.json", costing(lambda rows: 1e-6 * rows, lambda rows: 5e-6)
+    timer = costing(lambda rows: 1e-6 * rows, lambda rows: 5e-6)
 
     def seconds(work: Work) -> float:
         time.sleep(0.01)
         return timer(work)
 
-    crossovers = patient(kept, "a", seconds)
+    crossovers = patient(tmp_path, "a", seconds)
     assert crossovers.crossover("x", few, many) == ALL
     crossovers.keep()
     assert "x: not measured" in caplog.messages[-1]
     assert "other programs took the processor" in caplog.messages[-1]
-    assert patient(kept, "a", lambda work: 1e6 * timer(work)).crossover("x", few, many) == 4
+    assert patient(tmp_path, "a", lambda work: 1e6 * timer(work)).crossover("x", few, many) == 4
 
 
 def test_what_was_measured_before_the_machine_was_seen_busy_is_not_kept(tmp_path: Path) -> None:
-    kept, timer = tmp_path / "crossovers.json", costing(lambda rows: 1e-6 * rows, lambda rows: 5e-6)
+    timer = costing(lambda rows: 1e-6 * rows, lambda rows: 5e-6)
     is_busy = False
 
     def seconds(work: Work) -> float:
         time.sleep(0.01 * is_busy)
         return timer(work) * (1 if is_busy else 1e6)
 
-    crossovers = patient(kept, "a", seconds)
+    crossovers = patient(tmp_path, "a", seconds)
     assert crossovers.crossover("x", few, many) == 4
     is_busy = True
     assert crossovers.crossover("y", few, many) == ALL
     crossovers.keep()
-    assert not kept.exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_there_was_no_time_to_measure_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", kernel_choice.__name__)
-    kept, timer = tmp_path / "crossovers.json", costing(lambda rows: rows, lambda rows: 5.0)
-    crossovers = Crossovers(kept, "a", timer, max_seconds=0)
+    timer = costing(lambda rows: rows, lambda rows: 5.0)
+    crossovers = Crossovers(tmp_path, "a", timer, max_seconds=0)
     assert crossovers.crossover("x", few, many) == ALL
     assert crossovers.crossover("y", few, many, unmeasured=3) == 3
     crossovers.keep()
     assert "x: not measured" in caplog.messages[-1]
-    assert patient(kept, "a", timer).crossover("x", few, many) == 4
+    assert patient(tmp_path, "a", timer).crossover("x", few, many) == 4
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": {"x": "4"}}', '{"a": {"x": -1}}', "\0"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"rows": 1}', '{"rows": "4"}', '{"rows": -1}', '{"rows": true}', "\0", "[" * 99_999]
+)
 def test_a_damaged_file_is_measured_anew(tmp_path: Path, content: str) -> None:
-    kept = tmp_path / "crossovers.json"
+    timer = costing(lambda rows: rows, lambda rows: 5.0)
+    first = patient(tmp_path, "a", timer)
+    first.crossover("x", few, many)
+    first.keep()
+    (kept,) = tmp_path.iterdir()
     kept.write_text(content)
-    for seconds in (costing(lambda rows: rows, lambda rows: 5.0), lambda work: pytest.fail("it is measured again")):
-        crossovers = patient(kept, "a", seconds)
+    for seconds in (timer, lambda work: pytest.fail("it is measured again")):
+        crossovers = patient(tmp_path, "a", seconds)
         assert crossovers.crossover("x", few, many) == 4
         crossovers.keep()
 
 
+def test_the_file_of_another_border_says_nothing(tmp_path: Path) -> None:
+    kept = []
+    for name, seconds in (("x", 1.0), ("y", 9.0)):
+        crossovers = patient(tmp_path, "a", costing(lambda rows, seconds=seconds: seconds, lambda rows: 5.0))
+        crossovers.crossover(name, few, many)
+        crossovers.keep()
+        kept += [path for path in tmp_path.iterdir() if path not in kept]
+    kept[0].write_bytes(kept[1].read_bytes())
+    timer = costing(lambda rows: rows, lambda rows: 5.0)
+    assert [patient(tmp_path, "a", timer).crossover(name, few, many) for name in "xy"] == [4, 0]
+
+
 def test_a_file_that_cannot_be_written_is_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", kernel_choice.__name__)
-    crossovers = patient(tmp_path / "missing" / "crossovers.json", "a", costing(lambda rows: 1.0, lambda rows: 5.0))
+    crossovers = patient(tmp_path / "missing", "a", costing(lambda rows: 1.0, lambda rows: 5.0))
     assert crossovers.crossover("x", few, many) == ALL
     crossovers.keep()
     assert "not kept" in caplog.messages[-1]
@@ -198,10 +227,10 @@ def test_more_rows_than_there_can_be_are_not_measured(few_seconds: Callable[[int
     assert max(asked) > 40
 
 
-def test_this_machine_has_a_name_and_a_file_beside_the_compiled_kernels() -> None:
+def test_this_machine_has_a_name_and_files_beside_the_compiled_kernels() -> None:
     crossovers = kernel_choice.load_crossovers()
-    assert crossovers._file is not None
-    assert crossovers._file.parent.is_dir()
+    assert crossovers._folder is not None
+    assert crossovers._folder.is_dir()
     assert f"{torch.get_num_threads()} threads" in crossovers._machine
 
 
