@@ -1,9 +1,11 @@
 """Measures what the host costs: the rolling batch with a runner that returns at once (benchmarks/null_runner.py).
 
-    python -m benchmarks.host [--only engine|http] [--sampling greedy|drawn|mixed]
+    python -m benchmarks.host [--only engine|http] [--sampling greedy|drawn|mixed] [--cpu]
 
-In process, microseconds of processor time per sequence and step of the engine's thread, by part. Over HTTP, tokens/s of
-64 streams with server and load generator on the same cores, and the processor time of front end and worker per token.
+In process, microseconds of processor time per sequence and step of the engine's thread, by part. With `--cpu` logits
+are those of the demo model, and each step first sweeps the caches, as one that reads weights does: what the sweep takes
+does not count. Over HTTP, tokens/s of 64 streams with server and load generator on the same cores, and the processor
+time of front end and worker per token.
 """
 
 from __future__ import annotations
@@ -70,11 +72,14 @@ class Parts:
         return timed
 
 
-def run_engine(tokenizer: Any, count: int, sampling: str, parts: Parts | None = None) -> tuple[float, int]:
+def run_engine(
+    tokenizer: Any, count: int, sampling: str, on_cpu: bool, parts: Parts | None = None
+) -> tuple[float, int]:
     """Decode `count` sequences to their ends; return the seconds and the steps, without those of the prompts."""
-    from benchmarks.null_runner import WIDTH, null_engine
+    from benchmarks.null_runner import ON_CPU, ON_GPU, WIDTH, NullRunner, null_engine
 
-    engine = null_engine(tokenizer, count)
+    runner = NullRunner(count, len(tokenizer), ON_CPU if on_cpu else ON_GPU)
+    engine = null_engine(tokenizer, runner, count)
     prompt = [token % WIDTH for token in tokenizer.encode("Write what a child should know about rivers")]
     kinds = SAMPLING[sampling]
     for index in range(count):
@@ -83,11 +88,11 @@ def run_engine(tokenizer: Any, count: int, sampling: str, parts: Parts | None = 
     engine.step()
     engine.step()
     with timed_parts(engine, parts) if parts is not None else contextlib.nullcontext():
-        began, steps = time.thread_time(), 0
+        began, steps = time.thread_time() - runner.swept_s, 0
         while engine.has_work:
             engine.step()
             steps += 1
-        return time.thread_time() - began, steps
+        return time.thread_time() - runner.swept_s - began, steps
 
 
 @contextlib.contextmanager
@@ -100,6 +105,7 @@ def timed_parts(engine: Any, parts: Parts) -> Iterator[None]:
         (engine._scheduler, "plan", "plan"),
         (engine._scheduler, "advance", "plan"),
         (engine._runner, "laid_out", "layout"),
+        (engine._runner, "_sweep", "sweep"),
         (module, "choose_tokens", "sample"),
         (Request, "accept", "tokens"),
         (engine._recorder, "end", "statistics"),
@@ -114,22 +120,23 @@ def timed_parts(engine: Any, parts: Parts) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-def show_engine(counts: tuple[int, ...], sampling: str) -> None:
+def show_engine(counts: tuple[int, ...], sampling: str, on_cpu: bool) -> None:
     """Print microseconds per sequence and step: the median of several rounds, and by part of one more."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    run_engine(tokenizer, 2, sampling)
+    run_engine(tokenizer, 2, sampling, on_cpu)
     rows = []
     for count in counts:
-        took = [per_token(*run_engine(tokenizer, count, sampling), count) for _ in range(ROUNDS)]
+        took = [per_token(*run_engine(tokenizer, count, sampling, on_cpu), count) for _ in range(ROUNDS)]
         parts = Parts()
-        seconds, steps = run_engine(tokenizer, count, sampling, parts)
+        seconds, steps = run_engine(tokenizer, count, sampling, on_cpu, parts)
+        parts.seconds.pop("sweep")
         rest = seconds - sum(parts.seconds.values())
         named = {**parts.seconds, "rest": rest}
         shown = ", ".join(f"{part} {per_token(own, steps, count):.1f}" for part, own in named.items())
         rows.append((str(count), f"{statistics.median(took):.1f}", shown))
-    title = f"The engine's thread with a null runner, {sampling}: us per sequence and step"
+    title = f"The engine's thread with a null runner, {sampling}{', cold caches' * on_cpu}: us per sequence and step"
     show(("sequences", "all", "by part (with the clock's own time)"), rows, title, 150)
 
 
@@ -197,6 +204,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", choices=("engine", "http"))
     parser.add_argument("--sampling", choices=tuple(SAMPLING), default="greedy")
+    parser.add_argument("--cpu", action="store_true", help="logits and caches are as on a CPU")
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each rate is measured")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
@@ -207,7 +215,7 @@ def main() -> None:
         serve(arguments.serve, arguments.port)
         return
     if arguments.only != "http":
-        show_engine(COUNTS, arguments.sampling)
+        show_engine(COUNTS, arguments.sampling, arguments.cpu)
     if arguments.only != "engine":
         uvloop.run(show_http(arguments.streams, arguments.seconds))
 

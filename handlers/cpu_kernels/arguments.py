@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CACHE_LINE = 64  # bytes
+NO_TOKEN = -1
+"""In place of the token of a row whose logits are not finite."""
 
 
 class AttentionSettings(NamedTuple):

@@ -9,11 +9,14 @@ import math
 
 import numpy as np
 
+from handlers.cpu_kernels.arguments import NO_TOKEN
 from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.inlined import drawn_from, exp, greatest, gumbel_of, tokens_above
-from handlers.cpu_kernels.intrinsics import larger, load, store
+from handlers.cpu_kernels.intrinsics import empty, finite, larger, load, store
 from handlers.cpu_kernels.threads.parallel import in_threads
 
+# So many logits of a row are one piece of work: the threads that computed them have some of them in their caches.
+_SECTION = 8192
 # Each draw leaves half of the greater tokens on average: far fewer are needed, unless logits are NaN.
 _MAX_DRAWS = 256
 
@@ -105,15 +108,35 @@ def _rotate(first, last, rows, cosines, sines, heads):
 
 
 @kernel()
-def argmax_rows(logits, best):
-    """Write the index of the greatest logit of each row, the first of equals: (n, vocabulary) -> best (n,) int64."""
-    in_threads(_argmax_rows, len(logits), (logits, best))
+def argmax_rows(logits, best, told):
+    """Write the index of the greatest logit of each row, the first of equals: (n, vocabulary) -> best (n,) int64.
+
+    told (n,) int64: what `tell_tokens` writes for them.
+    """
+    sections = -(-logits.shape[1] // _SECTION)
+    found = empty((len(logits), sections), np.int64)
+    in_threads(_argmax_sections, len(logits) * sections, (logits, sections, found))
+    for n in range(len(logits)):
+        best[n] = found[n, 0]
+        for section in range(1, sections):
+            if load(logits[n, found[n, section]]) > load(logits[n, best[n]]):
+                best[n] = found[n, section]
+    tell_tokens(logits, best, told)
 
 
 @kernel_part()
-def _argmax_rows(first, last, logits, best):
-    for n in range(first, last):
-        best[n] = greatest(logits[n])
+def _argmax_sections(first, last, logits, sections, found):
+    for piece in range(first, last):
+        n, begin = piece // sections, piece % sections * _SECTION
+        found[n, piece % sections] = begin + greatest(logits[n, begin : begin + _SECTION])
+
+
+@kernel()
+def tell_tokens(logits, tokens, told):
+    """Write tokens (n,) to `told`, NO_TOKEN where the logit is not finite: of NaN no token is the greatest."""
+    for n in range(len(tokens)):
+        logit = logits[n, tokens[n]]
+        told[n] = tokens[n] if finite(logit) == logit else NO_TOKEN
 
 
 @kernel()

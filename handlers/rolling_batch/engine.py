@@ -212,7 +212,7 @@ class RollingBatchEngine:
         self._tokens.score_prompts(logits)
         for number, error in self._live.masks.finish().items():
             self._live.end_alone(number, error)
-        chosen = self._tokens.choose(logits.sampled, logits.logits[: len(logits.sampled)], known)
+        chosen = self._tokens.choose(logits.sampled, logits.of_sampled(), known)
         needs_tokens = self._live.drafter is not None or any(entry.sampling.needs_tokens for entry in chosen.requests)
         return Flight(plan, logits, chosen, began, needs_tokens)
 

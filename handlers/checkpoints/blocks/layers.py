@@ -76,8 +76,12 @@ class BlockLinear(nn.Module):
         """(..., in_features) -> (..., out_features)."""
         rows = hidden.reshape(-1, self.in_features).contiguous()
         out = rows.new_empty((rows.shape[0], self.out_features))
-        self._kernel(as_numpy(rows), self.laid, self.added, as_numpy(out), self._threads)
+        self.compute(as_numpy(rows), as_numpy(out))
         return out.view(*hidden.shape[:-1], self.out_features)
+
+    def compute(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """Do it for rows (n, in_features) as the kernel takes them, into `out`."""
+        self._kernel(rows, self.laid, self.added, out, self._threads)
 
 
 class AdaptedBlockLinear(nn.Module):

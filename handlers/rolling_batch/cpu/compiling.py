@@ -99,7 +99,8 @@ def token_kernels(element: str) -> Iterator[Call]:
     for drawn_from in {element: rows, "float32": logits}.values():
         yield kernels.draw_rows, (drawn_from, chances, keys, chances, chances, places)
     yield kernels.masked_argmax_rows, (rows, places, masks, places)
-    yield kernels.argmax_rows, (rows, places)
+    yield kernels.argmax_rows, (rows, places, places)
+    yield kernels.tell_tokens, (rows, places, places)
     yield kernels.log_sum_exp_rows, (rows, chances)
     yield kernels.mask_rows, (logits, places, masks)
     yield kernels.draw_columns, (logits, _array("int64", 2), keys, places)

@@ -96,20 +96,22 @@ class DecoderModel:
             f"{linear.in_features} x {linear.out_features}" for linear in _own_linears(model.model.layers[0])
         )
 
-        def passes(compute: Callable[[torch.Tensor, torch.Tensor, np.ndarray], object]) -> Callable[[int], Work]:
+        def passes(compute: Callable[[np.ndarray, np.ndarray, np.ndarray], object]) -> Callable[[int], Work]:
             def of(rows: int) -> Work:
-                ids, places, kept = torch.zeros((1, rows), dtype=torch.long), np.arange(rows) % _PLACES, np.arange(rows)
+                ids, places, kept = np.zeros(rows, np.int64), np.arange(rows) % _PLACES, np.arange(rows)
 
                 def work() -> object:
                     self._attention.begin(StepRows(np.zeros(rows, np.int64), places, []))
-                    return compute(ids, torch.from_numpy(places)[None], kept)
+                    return compute(ids, places, kept)
 
                 return work
 
             return of
 
-        def layer_by_layer(ids: torch.Tensor, positions: torch.Tensor, kept: np.ndarray) -> object:
-            return model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept).logits
+        def layer_by_layer(ids: np.ndarray, positions: np.ndarray, kept: np.ndarray) -> object:
+            places = torch.from_numpy(positions)[None]
+            inputs = {"input_ids": torch.from_numpy(ids)[None], "position_ids": places, "use_cache": False}
+            return model(**inputs, logits_to_keep=kept).logits
 
         with torch.inference_mode():
             name = f"{len(model.model.layers)} decoder layers at once ({shapes})"
@@ -119,33 +121,45 @@ class DecoderModel:
         """Compare logits: a model may scale embeddings or logits, or do anything else outside its layers."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(model.model.embed_tokens.weight.shape[0], (1, 7), generator=generator)
-        positions = torch.arange(7)[None]
+        positions = np.arange(7)
         self._attention.begin(StepRows(np.zeros(7, np.int64), np.arange(7), []))
         with torch.inference_mode():
-            expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-            computed = self.logits(ids, positions, np.arange(7))
-        return computed is not None and close(expected, computed)
+            expected = model(input_ids=ids, position_ids=torch.from_numpy(positions)[None], use_cache=False).logits
+            computed = self.logits(ids[0].numpy(), positions, positions)
+        return computed is not None and close(expected[0], computed)
 
-    def logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: np.ndarray) -> torch.Tensor | None:
-        """Token ids and positions, both (1, rows) -> logits of the rows `kept`, (1, kept, vocabulary), or None."""
+    def logits(self, ids: np.ndarray, positions: np.ndarray, kept: np.ndarray) -> torch.Tensor | None:
+        """Token ids and positions, both (rows,) int64 -> logits of the rows `kept`, (kept, vocabulary), or None."""
         normed = self.normed(ids, positions, kept)
-        return None if normed is None else self.head(normed)
+        return None if normed is None else self.head_of(normed)
 
-    def normed(self, ids: torch.Tensor, positions: torch.Tensor, kept: np.ndarray) -> torch.Tensor | None:
-        """Token ids and positions, both (1, rows) -> what the head takes for the rows `kept`, (1, kept, width).
+    def head_of(self, normed: np.ndarray) -> torch.Tensor:
+        """Return the logits of what `normed` returns.
+
+        Between two steps weights have driven the code of torch's operators from the caches: where the head is the
+        project's kernel, none is called but for the view.
+        """
+        head = self.head
+        if len(normed) > self.max_head_rows or head._forward_hooks:
+            logits: torch.Tensor = head(torch.from_numpy(normed).view(torch.bfloat16))
+            return logits
+        out = np.empty((len(normed), head.out_features), np.uint16)
+        head.compute(normed, out)
+        return torch.from_numpy(out).view(torch.bfloat16)
+
+    def normed(self, ids: np.ndarray, positions: np.ndarray, kept: np.ndarray) -> np.ndarray | None:
+        """Token ids and positions, both (rows,) int64 -> what the head takes for the rows `kept`, (kept, width).
 
         It is valid until the next pass. None if the kernel does not compute the pass: it has prompt chunks, more rows
         than are faster so, or padding, or a hook (a LoRA adapter's) changes what a linear layer computes.
         """
         rows = self._attention.single_rows()
-        if rows is None or len(rows[0]) != ids.shape[1] or ids.shape[1] > self.max_rows or any(self._hooks):
+        if rows is None or len(rows[0]) != len(ids) or len(ids) > self.max_rows or any(self._hooks):
             return None
-        hidden, places = self._embed(ids[0].numpy()), positions[0].numpy()
-        space = self._room(len(hidden))
-        self._kernel(DecodeRows(hidden, *self._rotary.rows(places), *rows), space, *self._layers, self._shared)
+        hidden, space = self._embed(ids), self._room(len(ids))
+        self._kernel(DecodeRows(hidden, *self._rotary.rows(positions), *rows), space, *self._layers, self._shared)
         is_kept = len(kept) == len(hidden) and np.array_equal(kept, np.arange(len(kept)))
-        normed = space.normed if is_kept else space.normed.take(kept, axis=0)
-        return torch.from_numpy(normed).view(torch.bfloat16)[None]
+        return space.normed if is_kept else space.normed.take(kept, axis=0)
 
     def _new_space(self, rows: int) -> Activations:
         width, projected, attended, inner = self._widths

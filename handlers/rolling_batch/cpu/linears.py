@@ -126,8 +126,12 @@ class TiledLinear(nn.Module):
         if self._by_onednn is not None and len(rows) > self.max_rows:
             return self._by_onednn(hidden)
         out = rows.new_empty((rows.shape[0], self.out_features))
-        self._kernel(as_numpy(rows), self.laid, self.added, as_numpy(out), self._threads)
+        self.compute(as_numpy(rows), as_numpy(out))
         return out.view(*hidden.shape[:-1], self.out_features)
+
+    def compute(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """Do it for up to `max_rows` rows (n, in_features) as the kernel takes them, into `out`."""
+        self._kernel(rows, self.laid, self.added, out, self._threads)
 
     def memory(self) -> np.ndarray:
         """Return the weight as it lies in memory."""

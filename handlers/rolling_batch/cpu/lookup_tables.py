@@ -14,21 +14,41 @@ import numpy as np
 import torch
 from torch import nn
 
+from handlers.checkpoints.blocks.formats import Q8_0
+from handlers.checkpoints.blocks.layers import StoredEmbedding
 from handlers.cpu_kernels.arrays import as_numpy
 
 Embed = Callable[[np.ndarray], np.ndarray]
 """Token ids (n,) int64 -> their embeddings (n, width)."""
 
 _SECTION = 1024  # positions that are computed at once
+_Q8_0 = np.dtype([("scale", np.float16), ("numbers", np.int8, 32)])
 
 
 def embedding_rows(module: Any) -> Embed:
     """Return what looks up embeddings of a module: in its weight if it does nothing else, otherwise by calling it."""
     is_plain = type(module) is nn.Embedding and "forward" not in vars(module) and module.max_norm is None
-    if is_plain and not (module._forward_pre_hooks or module._forward_hooks):
+    is_hooked = module._forward_pre_hooks or module._forward_hooks
+    if is_plain and not is_hooked:
         table = as_numpy(module.weight.detach())
         return lambda ids: table.take(ids, axis=0)
+    is_stored = type(module) is StoredEmbedding and module.dtype == torch.bfloat16
+    if is_stored and not is_hooked and module.stored.format is Q8_0:
+        raw = module.stored.raw.numpy()
+        return lambda ids: _unpacked(raw.take(ids, axis=0))
     return lambda ids: as_numpy(module(torch.from_numpy(ids)[None])[0])
+
+
+def _unpacked(raw: np.ndarray) -> np.ndarray:
+    """Rows of Q8_0 (n, bytes) -> (n, width) of bfloat16, rounded to nearest, ties to even.
+
+    torch would have a dozen operators to run, whose code no cache holds after a step.
+    """
+    blocks = raw.view(_Q8_0)
+    with np.errstate(invalid="ignore"):  # of a damaged file
+        weights = blocks["numbers"] * blocks["scale"].astype(np.float32)[..., None]
+    bits = weights.reshape(len(raw), -1).view(np.uint32)
+    return ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16)
 
 
 class RotaryTable:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from handlers.cpu_kernels.arguments import NO_TOKEN
 from handlers.rolling_batch.device_arrays import unknown_token
 from handlers.rolling_batch.request import Request
 from handlers.rolling_batch.requests.live import LiveRequests
 from handlers.rolling_batch.requests.token_choice import ChosenTokens, choose_tokens
 from handlers.rolling_batch.runner.step_runner import StepLogits
-from handlers.rolling_batch.sampling.chosen import NO_TOKEN, Sampled
+from handlers.rolling_batch.sampling.chosen import Sampled
 from handlers.rolling_batch.schedule.plan import Sequence, StepPlan
 from lmi_server.contract.errors import is_device_failure
 

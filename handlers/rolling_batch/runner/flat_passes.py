@@ -129,6 +129,8 @@ class FlatPasses:
             begin_pass(few or self._is_at_once(step, has_adapters))
         self.attention.begin(step.rows())
         with torch.inference_mode():
+            if embedded is None and (logits := self._logits_at_once(step)) is not None:
+                return logits
             ids = known_tokens(upload(step.token_ids, self._device), before)
             if self.states is None:
                 return self._forward(ids, step.positions, step.keep, embedded)
@@ -143,6 +145,18 @@ class FlatPasses:
             return False
         return len(step.token_ids) <= self.decoder.max_rows
 
+    def _logits_at_once(self, step: Pass) -> torch.Tensor | None:
+        """Return the logits if one call of a kernel computes all layers of the pass, else None."""
+        if self.decoder is None:
+            return None
+        ids, positions, kept = (np.array(numbers, np.int64) for numbers in (step.token_ids, step.positions, step.keep))
+        normed = self.decoder.normed(ids, positions, kept)
+        if normed is None:
+            return None
+        if self._has_helpers:
+            begin_pass(len(kept) <= self.decoder.max_head_rows)  # the head is one operation of OpenMP's
+        return self.decoder.head_of(normed)
+
     def _forward(
         self, token_ids: torch.Tensor, positions: list[int], keep: list[int], embedded: EmbeddedRows | None = None
     ) -> torch.Tensor:
@@ -151,10 +165,6 @@ class FlatPasses:
         kept = np.array(keep, np.int64) if self._is_spread or self._on_cpu else upload(keep, self._device)
         if embedded is not None:
             return self._embedded(embedded, ids, places, kept)
-        if self.decoder is not None and (normed := self.decoder.normed(ids, places, kept)) is not None:
-            if self._has_helpers:
-                begin_pass(len(kept) <= self.decoder.max_head_rows)  # the head is one operation of OpenMP's
-            return self.decoder.head(normed)[0]
         return self._logits(ids, places, kept)
 
     def _logits(self, ids: torch.Tensor, places: torch.Tensor, kept: Any) -> torch.Tensor:

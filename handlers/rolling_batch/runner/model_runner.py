@@ -256,7 +256,9 @@ class ModelRunner:
         embedded = embedded_rows(plan, len(step.token_ids))
         self._ranks.send(step)
         with self._ranks.in_step():
-            logits = self._compute(step, before, embedded)[: len(kept.rows)]
+            logits = self._compute(step, before, embedded)
+        if len(logits) > len(kept.rows):
+            logits = logits[: len(kept.rows)]
         return StepLogits(logits, kept.sampled, kept.prompt_rows, kept.draft_rows)
 
     def _compute(

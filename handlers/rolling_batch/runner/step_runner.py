@@ -28,6 +28,11 @@ class StepLogits:
     prompt_rows: list[tuple[Sequence, int, slice]]
     draft_rows: Mapping[Sequence, range] = field(default_factory=dict)
 
+    def of_sampled(self) -> torch.Tensor:
+        """Return the rows of `sampled`."""
+        rows = len(self.sampled)
+        return self.logits if len(self.logits) == rows else self.logits[:rows]
+
 
 class StepRunner(Protocol):
     """Computes the steps that the scheduler plans."""

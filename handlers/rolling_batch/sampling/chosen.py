@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from handlers.cpu_kernels.arguments import NO_TOKEN
 from handlers.rolling_batch.device_arrays import Download
-
-NO_TOKEN = -1
-"""In place of the token of a row whose logits are not finite."""
 
 
 class Sampled(NamedTuple):
@@ -49,15 +47,14 @@ class Chosen:
     """A token for each row of a step.
 
     `tokens` (rows,) int64 are on the device, for the next step to compute with: also of rows whose logits are not
-    finite. `read` returns what the host may tell of them, and waits for the device.
+    finite. `told` has what the host may tell of them; `read` returns that, and waits for the device.
     """
 
     def __init__(
-        self, tokens: torch.Tensor, finite: torch.Tensor, scores: Scores | None, scored: Sequence[int]
+        self, tokens: torch.Tensor, told: torch.Tensor, scores: Scores | None = None, scored: Sequence[int] = ()
     ) -> None:
         self.tokens = tokens
         self._scores, self._scored = scores, scored
-        told = torch.where(finite, tokens, NO_TOKEN)
         self._download = Download([told] if scores is None else [told, *scores.tensors])
 
     def read(self) -> list[Sampled]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from handlers.cpu_kernels.arguments import NO_TOKEN
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.device_arrays import Download, unknown_token, upload
 from handlers.rolling_batch.sampling.chosen import Chosen, Sampled, Scores
@@ -33,6 +34,17 @@ def choose(
     `before` has the tokens of the step before, if the host does not know them yet. The states go on to the next
     position; `SamplingState.settle` tells them their tokens. `first_row` is the row of the step that comes first here.
     """
+    if _has_kernels(logits) and all(state.takes_greatest for state in states):
+        chosen = Chosen(*_greatest_by_kernel(logits))
+    else:
+        chosen = _chosen(logits, states, before)
+    for row, state in enumerate(states, first_row):  # last: everything above can be called again after an error
+        state.advance(unknown_token(row))
+    return chosen
+
+
+def _chosen(logits: torch.Tensor, states: list[SamplingState], before: torch.Tensor | None) -> Chosen:
+    """Choose tokens in any ways, and score them."""
     tokens = _choose(logits, states, _choice(before))
     scored = [row for row, state in enumerate(states) if state.parameters.logprobs is not None]
     scores = None
@@ -41,10 +53,7 @@ def choose(
         every = len(scored) == len(states)
         rows = None if every else upload(scored, logits.device)
         scores = _scores(logits if rows is None else logits[rows], tokens if rows is None else tokens[rows], counts)
-    chosen = Chosen(tokens, _finite(logits, tokens), scores, scored)
-    for row, state in enumerate(states, first_row):  # last: everything above can be called again after an error
-        state.advance(unknown_token(row))
-    return chosen
+    return Chosen(tokens, _told(logits, tokens), scores, scored)
 
 
 def sample(logits: torch.Tensor, states: list[SamplingState]) -> list[Sampled]:
@@ -65,13 +74,16 @@ def foresee(logits: torch.Tensor, states: list[SamplingState], places: list[int]
     return tokens
 
 
-def _finite(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return whether the chosen logit of each row is finite: of NaN no token is the greatest, infinity is."""
+def _told(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the tokens, NO_TOKEN where the logit is not finite: of NaN no token is the greatest, infinity is."""
     if not _has_kernels(logits):
-        return logits.gather(1, tokens[:, None])[:, 0].isfinite()
-    bits = as_numpy(logits)[np.arange(len(tokens)), tokens.numpy()]
-    # The exponent of what is not finite is all ones; numpy has no bfloat16 that it could ask.
-    return torch.from_numpy((bits & 0x7F80) != 0x7F80 if logits.dtype == torch.bfloat16 else np.isfinite(bits))
+        finite = logits.gather(1, tokens[:, None])[:, 0].isfinite()
+        return torch.where(finite, tokens, NO_TOKEN)
+    from handlers.cpu_kernels.rows import tell_tokens
+
+    told = np.empty(len(tokens), np.int64)
+    tell_tokens(as_numpy(logits), tokens.numpy(), told)
+    return torch.from_numpy(told)
 
 
 def score(logits: torch.Tensor, tokens: list[int], top: list[int]) -> list[Sampled]:
@@ -143,13 +155,16 @@ def _greatest(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor
 
 
 def _argmax(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
-    if not _has_kernels(logits):
-        return _greatest(logits, states)
+    return _greatest_by_kernel(logits)[0] if _has_kernels(logits) else _greatest(logits, states)
+
+
+def _greatest_by_kernel(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the greatest token of each row, and what may be told of it."""
     from handlers.cpu_kernels.rows import argmax_rows
 
-    best = np.empty(len(logits), np.int64)
-    argmax_rows(as_numpy(logits), best)
-    return torch.from_numpy(best)
+    best, told = np.empty(len(logits), np.int64), np.empty(len(logits), np.int64)
+    argmax_rows(as_numpy(logits), best, told)
+    return torch.from_numpy(best), torch.from_numpy(told)
 
 
 def _masked_argmax(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:

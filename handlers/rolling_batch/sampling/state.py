@@ -100,9 +100,9 @@ class TokenMask(Protocol):
 class SamplingState:
     """What the sampler keeps for one request: its parameters, its random numbers, the tokens seen so far.
 
-    `plain`: the token is the argmax of the unchanged logits. `unchanged`: it is drawn from them, as the kernel can.
-    `masked`: it is the argmax of the tokens that `grammar` and `banned` allow. `needs_tokens`: the next token cannot be
-    chosen before the host knows the one before it.
+    `plain`: the token is the argmax of the unchanged logits. `takes_greatest`: and nothing else is asked for.
+    `unchanged`: it is drawn from them, as the kernel can. `masked`: it is the argmax of the tokens that `grammar` and
+    `banned` allow. `needs_tokens`: the next token cannot be chosen before the host knows the one before it.
     """
 
     def __init__(
@@ -125,10 +125,11 @@ class SamplingState:
         changes_values = self.has_penalties or bool(parameters.logit_bias)
         changes_logits = changes_values or banned is not None
         self.plain = parameters.greedy and not changes_logits and grammar is None
+        self.takes_greatest = self.plain and parameters.logprobs is None
         draws = not parameters.greedy and draws_from_all(parameters)
         self.unchanged = draws and not changes_logits and grammar is None
-        takes_greatest = parameters.greedy and not changes_values and grammar is not None
-        self.masked = takes_greatest and (banned is None or banned.few)
+        is_masked = parameters.greedy and not changes_values and grammar is not None
+        self.masked = is_masked and (banned is None or banned.few)
         self.needs_tokens = banned is not None or grammar is not None
 
     @property

@@ -41,11 +41,11 @@ def logits(runner: ModelRunner, at_once: bool) -> torch.Tensor:
     with torch.inference_mode():
         if at_once:
             assert runner._eager.decoder is not None
-            found = runner._eager.decoder.logits(ids, torch.from_numpy(positions)[None], np.arange(25))
+            found = runner._eager.decoder.logits(ids[0].numpy(), positions, np.arange(25))
             assert found is not None
             return found
         inputs = {"input_ids": ids, "position_ids": torch.from_numpy(positions)[None], "use_cache": False}
-        return runner._model(**inputs).logits
+        return runner._model(**inputs).logits[0]
 
 
 @pytest.mark.parametrize("family", OF_LLAMAS_STRUCTURE)
@@ -87,7 +87,7 @@ def test_a_model_with_a_hook_is_computed_layer_by_layer() -> None:
     before = logits(runner, at_once=True)
     decoder, layer = runner._eager.decoder, runner._model.model.layers[1]
     hook = layer.mlp.down_proj.register_forward_hook(lambda module, inputs, output: output + 1)
-    assert decoder.logits(torch.zeros((1, 1), dtype=torch.long), torch.zeros((1, 1)), np.arange(1)) is None
+    assert decoder.logits(np.zeros(1, np.int64), np.zeros(1, np.int64), np.arange(1)) is None
     assert not torch.equal(logits(runner, at_once=False), before)
     hook.remove()
     assert torch.equal(logits(runner, at_once=True), before)
@@ -114,4 +114,4 @@ def test_a_chunk_is_left_to_the_layers() -> None:
     chunk = ChunkRows(slot=1, start=0, end=30, first=1, last=31, source=1)
     decoder = runner._eager.decoder
     runner._eager.attention.begin(StepRows(np.zeros(1, np.int64), np.zeros(1, np.int64), [chunk]))
-    assert decoder.logits(torch.zeros((1, 31), dtype=torch.long), torch.arange(31)[None], np.arange(1)) is None
+    assert decoder.logits(np.zeros(31, np.int64), np.arange(31), np.arange(1)) is None

@@ -9,6 +9,8 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from handlers.checkpoints.blocks.formats import Q4_0, Q8_0, Format, StoredWeight
+from handlers.checkpoints.blocks.layers import StoredEmbedding
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.cpu.lookup_tables import RotaryTable, embedding_rows
 
@@ -55,10 +57,25 @@ def hooked() -> nn.Embedding:
     return module
 
 
+def stored(form: Format, dtype: torch.dtype = torch.bfloat16) -> StoredEmbedding:
+    raw = torch.randint(256, (9, 3 * form.block_bytes), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    for first in form.scales:  # finite ones: some are small enough to be subnormal
+        raw.unflatten(1, (3, -1))[:, :, first + 1] &= 0b10111011
+    return StoredEmbedding(StoredWeight(form, raw), dtype)
+
+
 @pytest.mark.parametrize(
-    "module", [nn.Embedding(9, 4, dtype=torch.bfloat16), Scaled(9, 4, dtype=torch.bfloat16), hooked()]
+    "module",
+    [
+        nn.Embedding(9, 4, dtype=torch.bfloat16),
+        Scaled(9, 4, dtype=torch.bfloat16),
+        hooked(),
+        stored(Q8_0),
+        stored(Q4_0),
+        stored(Q8_0, torch.float32),
+    ],
 )
-def test_embeddings_are_those_of_the_module(module: nn.Embedding) -> None:
+def test_embeddings_are_those_of_the_module(module: nn.Module) -> None:
     ids = np.array([8, 0, 3, 3])
     with torch.inference_mode():
         np.testing.assert_array_equal(embedding_rows(module)(ids), as_numpy(module(torch.from_numpy(ids))))

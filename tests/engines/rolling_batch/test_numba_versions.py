@@ -25,7 +25,7 @@ from handlers.cpu_kernels.compilation import decorators
 
 values = np.arange(64, dtype=np.float32).reshape(2, 32)
 found = np.empty(2, np.int64)
-rows.argmax_rows(values, found)
+rows.argmax_rows(values, found, found)
 print(decorators.IS_KEPT, "pipeline_class" in decorators.PART, found.tolist())
 """
 

@@ -18,7 +18,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from handlers.rolling_batch.sampling.chosen import NO_TOKEN
+from handlers.cpu_kernels.arguments import NO_TOKEN
 from handlers.rolling_batch.sampling.gumbel import noise
 from handlers.rolling_batch.sampling.sampler import sample, score
 from handlers.rolling_batch.sampling.state import SamplingState
@@ -161,13 +161,28 @@ def test_temperature_zero_and_do_sample_false_are_greedy() -> None:
     assert [chosen.token for chosen in sample(logits, states)] == [int(row().argmax())] * 3
 
 
+@pytest.mark.parametrize("vocabulary", [4999, 24_577])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_takes_the_greatest_in_every_row(dtype: torch.dtype) -> None:
-    logits = torch.randn(7, 4999, generator=torch.Generator().manual_seed(2)).to(dtype)
+def test_greedy_takes_the_greatest_in_every_row(dtype: torch.dtype, vocabulary: int) -> None:
+    logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(2)).to(dtype)
     states = [state() for _ in range(7)]
     best = logits.float().max(dim=-1).values
     for index, chosen in enumerate(sample(logits, states)):
         assert float(logits[index, chosen.token]) == float(best[index])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_first_of_equals_wherever_they_are(dtype: torch.dtype) -> None:
+    """Kernels divide a long row."""
+    logits = torch.full((5, 30_000), -torch.inf, dtype=dtype)
+    for index, greatest in enumerate([(0,), (29_999, 8191), (8192, 8191, 20_000), (12_345, 25_000)]):
+        logits[index, list(greatest)] = 2.0
+        logits[index, 9000] = max(float(logits[index, 9000]), -3.0)
+    logits[4, 0] = torch.nan
+    logits[4, 20_000] = 1.0
+    chosen = [sampled.token for sampled in sample(logits, [state() for _ in range(5)])]
+    assert chosen[:4] == [0, 8191, 8191, 12_345]
+    assert chosen[4] in (NO_TOKEN, 20_000)
 
 
 def test_rows_are_independent_of_their_neighbours() -> None:
