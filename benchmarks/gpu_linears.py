@@ -57,7 +57,7 @@ class Measured:
         copies = max(2, _BYTES // (kind.outputs * kind.inputs * DTYPE.itemsize))
         with torch.device("cuda"):
             plain = (nn.Linear(kind.inputs, kind.outputs, bias=False, dtype=DTYPE) for _ in range(copies))
-            self.linears: list[Any] = [Fp8Linear.quantized(linear) if fp8 else linear for linear in plain]
+            self.linears: list[Any] = [Fp8Linear.quantize(linear) if fp8 else linear for linear in plain]
             self.row = torch.randn(1, kind.inputs, dtype=DTYPE)
             self.residual = torch.randn(1, kind.outputs, dtype=DTYPE) if kind.added else None
             self.norm = SimpleNamespace(weight=torch.rand(kind.inputs, dtype=DTYPE), epsilon=1e-5)

@@ -56,7 +56,7 @@ class UserModules(MetaPathFinder):
         if found is None:
             return None
         if not isinstance(found.loader, SourceFileLoader):
-            return _renamed(found, fullname) if name != fullname else None
+            return _rename(found, fullname) if name != fullname else None
         found.name = fullname
         found.loader = _UserLoader(fullname, found.loader.path, self._builtins)
         return found
@@ -112,7 +112,7 @@ def _is_of_server(name: str, directory: Path) -> bool:
     return file is not None and not Path(file).is_relative_to(directory)
 
 
-def _renamed(found: ModuleSpec, name: str) -> ModuleSpec:
+def _rename(found: ModuleSpec, name: str) -> ModuleSpec:
     """Return the spec of a directory without `__init__.py` under another name."""
     spec = ModuleSpec(name, None, is_package=True)
     spec.submodule_search_locations = list(found.submodule_search_locations or ())

@@ -84,17 +84,17 @@ class BatchesApi:
     async def _check_room(self, owner: str) -> None:
         """Raise KeyBusyError or PayloadTooLargeError if the key may not have another batch, which makes files."""
         await check_room(self._records, self._threads, self._settings, owner)
-        waiting = await self._threads.serve(self._records.unfinished, owner)
+        waiting = await self._threads.serve(self._records.unfinished_ids, owner)
         if len(waiting) >= self._settings.batches_max_unfinished:
             raise KeyBusyError(
                 f"this API key has {len(waiting)} batches that are not finished, and may have batches_max_unfinished="
                 f"{self._settings.batches_max_unfinished}; wait for one, or cancel it"
             )
-        most = self._settings.batches_max_kept
-        removed = await self._threads.serve(self._records.remove_oldest, owner, most - 1)
+        max_kept = self._settings.batches_max_kept
+        removed = await self._threads.serve(self._records.remove_oldest, owner, max_kept - 1)
         if removed:
             logger.warning(
-                "an API key has batches_max_kept=%d batches: forgot the oldest %d that had ended", most, removed
+                "an API key has batches_max_kept=%d batches: forgot the oldest %d that had ended", max_kept, removed
             )
 
     async def list(self, request: Request) -> Response:

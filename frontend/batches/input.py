@@ -49,14 +49,14 @@ class BatchInput:
             if line is not None:
                 yield line
 
-    def check(self, most: int) -> tuple[int, int, list[LineFault]]:
-        """Return the number of lines and of requests, and what is wrong; at most `most` lines are allowed."""
+    def check(self, max_lines: int) -> tuple[int, int, list[LineFault]]:
+        """Return the number of lines and of requests, and what is wrong; at most `max_lines` lines are allowed."""
         seen: set[int] = set()
         faults: list[LineFault] = []
         number = 0
         for number, data in self._number_lines():
-            if number > most:
-                message = f"the file has more than batches_max_requests={most} lines"
+            if number > max_lines:
+                message = f"the file has more than batches_max_requests={max_lines} lines"
                 return number, 0, [LineFault("too_many_requests", message)]
             try:
                 line = parse_line(number, data, self._longest, self._endpoint)

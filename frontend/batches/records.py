@@ -172,7 +172,7 @@ class OwnedRecords:
     def file(self, owner: str, file_id: str) -> FileRecord | None:
         """Return a file that has not expired, None if there is none of that id."""
         data = self.store.get(f"{owner}/files/{file_id}")
-        record = None if data is None else _decoded(data, FileRecord)
+        record = None if data is None else _decode(data, FileRecord)
         return None if record is None or record.has_expired else record
 
     def file_ids(self, owner: str) -> list[str]:
@@ -191,7 +191,7 @@ class OwnedRecords:
         """Remove a file that has expired; one whose record cannot be read if it was made before `oldest`."""
         data = self.store.get(f"{owner}/files/{file_id}")
         try:
-            has_expired = data is not None and _decoded(data, FileRecord).has_expired
+            has_expired = data is not None and _decode(data, FileRecord).has_expired
         except UnreadableError:
             if created_at(file_id) >= oldest:
                 raise
@@ -215,7 +215,7 @@ class OwnedRecords:
 
     def batch(self, owner: str, batch_id: str) -> BatchRecord | None:
         data = self.store.get(f"{owner}/batches/{batch_id}")
-        return None if data is None else _decoded(data, BatchRecord)
+        return None if data is None else _decode(data, BatchRecord)
 
     def batch_ids(self, owner: str) -> list[str]:
         return self._ids(f"{owner}/batches", BATCH_PREFIX)
@@ -229,7 +229,7 @@ class OwnedRecords:
         surplus = len(ids) - kept
         if surplus <= 0:
             return 0
-        unfinished = set(self.unfinished(owner))
+        unfinished = set(self.unfinished_ids(owner))
         ended = sorted(set(ids) - unfinished)[:surplus]
         for batch_id in ended:
             self.remove_batch(owner, batch_id)
@@ -242,7 +242,7 @@ class OwnedRecords:
         self.store.put(f"{owner}/unfinished/{record.id}", b"{}")
         self.save_batch(owner, record)
 
-    def unfinished(self, owner: str) -> list[str]:
+    def unfinished_ids(self, owner: str) -> list[str]:
         return [entry.name for entry in self.store.entries(f"{owner}/unfinished")]
 
     def end_batch(self, owner: str, record: BatchRecord) -> None:
@@ -282,7 +282,7 @@ def _cancel_key(owner: str, batch_id: str) -> str:
     return f"{owner}/cancels/{batch_id}"
 
 
-def _decoded(data: bytes, kind: type[_Record]) -> _Record:
+def _decode(data: bytes, kind: type[_Record]) -> _Record:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:

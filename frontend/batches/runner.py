@@ -79,7 +79,7 @@ class BatchRunner:
         by_owner = tenants(self._keys)
         for owner in await threads.run(records.owners):
             tenant = by_owner.get(owner)
-            waiting = [each for each in await threads.run(records.unfinished, owner) if each not in self._runs]
+            waiting = [each for each in await threads.run(records.unfinished_ids, owner) if each not in self._runs]
             if tenant is None:
                 self._note_keyless(owner, waiting)
                 continue
@@ -155,7 +155,7 @@ class BatchRunner:
         for file_id in records.file_ids(owner):
             _attempt(records.remove_if_expired, owner, file_id, oldest)
         cancelled = set(records.cancellations.ids(owner))  # before `unfinished`: each had its mark there at this time
-        unfinished = set(records.unfinished(owner))
+        unfinished = set(records.unfinished_ids(owner))
         if not unfinished:  # else its files may be about to get their records
             _attempt(records.remove_orphans, owner)
         for batch_id in cancelled - unfinished:  # which came when the batch had just ended

@@ -14,7 +14,7 @@ _TEXTS = frozenset(
     {"content", "text", "generated_text", "reasoning_content", "output_text", "delta", "partial_json", "arguments"}
 )
 _DEEPEST = 32
-_MOST_LINES = 10_000  # of a stream
+_MAX_LINES = 10_000  # of a stream
 _BESIDE = frozenset({"logprobs", "top_logprobs", "details", "prefill"})  # they repeat the text, in tokens
 
 
@@ -37,7 +37,7 @@ def read_answer(data: bytes) -> Answer:
 def _documents(data: bytes) -> Iterator[Any]:
     """Yield what is JSON in an answer: the whole, or its lines unless they are too many."""
     is_whole = data[:1] in (b"{", b"[") and b"\n{" not in data
-    if not is_whole and data.count(b"\n") > _MOST_LINES:
+    if not is_whole and data.count(b"\n") > _MAX_LINES:
         return
     for part in [data] if is_whole else data.split(b"\n"):
         text = part.strip().removeprefix(b"data:").strip()

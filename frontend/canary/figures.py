@@ -31,15 +31,15 @@ class Endings(Counts):
 
 
 class Figures:
-    """Counts and latencies of the requests that count: of a session the first `most_of_session`, None for all.
+    """Counts and latencies of the requests that count: of a session the first `max_of_session`, None for all.
 
     `seconds` are the latest seconds per output token, or per answer without a text.
     """
 
-    def __init__(self, most_of_session: int | None = None) -> None:
+    def __init__(self, max_of_session: int | None = None) -> None:
         self.seconds: deque[float] = deque(maxlen=_KEPT)
         self.uncounted = 0
-        self._most_of_session = most_of_session
+        self._max_of_session = max_of_session
         self._counts = SessionCounts(Endings)
 
     @property
@@ -48,7 +48,7 @@ class Figures:
 
     def has_room(self, session: bytes | None) -> bool:
         """Return whether another request of a session counts."""
-        return self._most_of_session is None or self._counts.requests_of(session) < self._most_of_session
+        return self._max_of_session is None or self._counts.requests_of(session) < self._max_of_session
 
     def add(self, outcome: Outcome, seconds: float, session: bytes | None = None) -> bool:
         """Count a request that has ended; only answers have a latency. Return False if it does not count."""

@@ -35,7 +35,7 @@ class Rules:
     max_client: float
 
     @property
-    def most_of_client(self) -> int:
+    def max_of_client(self) -> int:
         return max(1, int(self.requests * self.max_client))
 
     def objection(self, old: Figures, new: Figures, copies: Compared | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import Generic, Self, TypeVar
 from lmi_server.contract.protocol import Input
 from lmi_server.serving.dispatch.affinity.sticky_sessions import TO_BE_OPENED, session_of
 
-_MOST = 10_000  # sessions with counts of their own; the least recently used is forgotten first
+_MAX_SESSIONS = 10_000  # sessions with counts of their own; the least recently used is forgotten first
 _OTHERS = 5  # requests of other clients, without which a session is not left out
 
 
@@ -51,7 +51,7 @@ class SessionCounts(Generic[C]):
         if session is not None:
             own = self._sessions.setdefault(session, self._make())
             self._sessions.move_to_end(session)
-            if len(self._sessions) > _MOST:
+            if len(self._sessions) > _MAX_SESSIONS:
                 self._sessions.popitem(last=False)
             yield own
 

@@ -58,7 +58,7 @@ class CanaryTrial:
         self.shadow = shadow
         self.verdict = Verdict.LOADING
         self.reason = ""
-        self.old, self.new = Figures(rules.most_of_client), Figures(rules.most_of_client)
+        self.old, self.new = Figures(rules.max_of_client), Figures(rules.max_of_client)
         self.over = asyncio.Event()
         self._compared = Compared() if shadow else None
         self._copies: Copies | None = None
@@ -118,7 +118,7 @@ class CanaryTrial:
         session = self._draw.session(request, tenant)
         if not is_new:
             self.old.add(outcome, per_token, session)
-        elif self._sent_to_new[tenant] >= self.share * self._sent[tenant] + self._rules.most_of_client:
+        elif self._sent_to_new[tenant] >= self.share * self._sent[tenant] + self._rules.max_of_client:
             self.new.uncounted += 1
         elif self.new.add(outcome, per_token, session):
             self._sent_to_new[tenant] += 1
@@ -228,7 +228,7 @@ class CanaryTrial:
             "judgedAfter": self._rules.requests,
             **left,
             **({} if doubt is None else {"doubt": doubt}),
-            **({"reason": SECRETS.masked(self.reason)} if self.reason else {}),
+            **({"reason": SECRETS.mask(self.reason)} if self.reason else {}),
             "old": self.old.describe(),
             "new": self.new.describe(),
             **copies,

@@ -82,16 +82,16 @@ def _redacted_line(line: bytes, names: Collection[str]) -> bytes:
 
 def _redacted_json(data: bytes, names: Collection[str]) -> bytes:
     try:
-        return json_bytes(_replaced(msgspec.json.decode(data), names, _DEEPEST))
+        return json_bytes(_replace(msgspec.json.decode(data), names, _DEEPEST))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return b'"[redacted]"'
 
 
-def _replaced(value: Any, names: Collection[str], levels: int) -> Any:
+def _replace(value: Any, names: Collection[str], levels: int) -> Any:
     if not levels:
         return REDACTED
     if isinstance(value, dict):
-        return {key: REDACTED if key in names else _replaced(held, names, levels - 1) for key, held in value.items()}
+        return {key: REDACTED if key in names else _replace(held, names, levels - 1) for key, held in value.items()}
     if isinstance(value, list):
-        return [_replaced(held, names, levels - 1) for held in value]
+        return [_replace(held, names, levels - 1) for held in value]
     return value

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from importlib.metadata import version
 
-from frontend.console.figures import Row, Window, counts_of, rounded, sums
+from frontend.console.figures import Row, Window, counts_of, round_number, sums
 from frontend.console.history import COLUMNS, HOUR_S, SPAN_S, History
 from frontend.management.models import LONGEST_WORK
 from frontend.observability.metrics.collector import Metrics
@@ -57,7 +57,7 @@ class ConsoleFeed:
             while not self._closed:
                 tail = self._tail.since(lines)
                 lines = tail[-1][0] if tail else lines
-                log = await asyncio.to_thread(_masked, tail) if tail else []
+                log = await asyncio.to_thread(_mask, tail) if tail else []
                 yield b"data: " + json_bytes(self._message(seen, log)) + b"\n\n"
                 seen = self._number
                 await self._sampled.wait()
@@ -145,7 +145,7 @@ class ConsoleFeed:
             "queue": pool.dispatcher.queued,
             "running": pool.dispatcher.in_flight,
             "adapters": len(pool.adapters.names),
-            "kv": None if used is None else rounded(used / max(len(pool.roster.ready), 1)),
+            "kv": None if used is None else round_number(used / max(len(pool.roster.ready), 1)),
         }
         if window.last.requests or window.last.tokens:
             row |= window.measure()
@@ -159,7 +159,7 @@ def _state(model: Model) -> Row:
         "name": model.name,
         "version": model.version,
         "status": model.status.value,
-        "reason": "" if model.failure is None else SECRETS.masked(model.failure.message),
+        "reason": "" if model.failure is None else SECRETS.mask(model.failure.message),
         "handler": "" if model.resolved is None else model.resolved.spec.title,
         "loading": _loading(model),
         "reloading": model.is_reloading,
@@ -167,13 +167,13 @@ def _state(model: Model) -> Row:
     }
 
 
-def _masked(tail: Sequence[tuple[int, str]]) -> Sequence[tuple[int, str]]:
+def _mask(tail: Sequence[tuple[int, str]]) -> Sequence[tuple[int, str]]:
     """Return lines without secrets: the log hides the secrets that it knows when it writes a line; others become known
     later.
 
     The first lines of a page are up to two megabytes, which is why this is for a thread.
     """
-    return [(number, SECRETS.masked(line)) for number, line in tail]
+    return [(number, SECRETS.mask(line)) for number, line in tail]
 
 
 def _loading(model: Model) -> Row | None:
@@ -184,10 +184,10 @@ def _loading(model: Model) -> Row | None:
     progress = load.progress
     return {
         "since": load.began_at,
-        "what": excerpt(SECRETS.masked(progress.what), LONGEST_WORK),
+        "what": excerpt(SECRETS.mask(progress.what), LONGEST_WORK),
         "unit": progress.unit,
         "done": progress.done,
         "total": progress.total,
-        "rate": None if progress.rate is None else rounded(progress.rate),
-        "left": None if progress.left_s is None else rounded(progress.left_s),
+        "rate": None if progress.rate is None else round_number(progress.rate),
+        "left": None if progress.left_s is None else round_number(progress.left_s),
     }

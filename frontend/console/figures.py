@@ -54,8 +54,8 @@ class Window:
         recent = next((each for each in reversed(self._counts) if each.at <= last.at - _RATE_S), self.first)
         seconds = last.at - recent.at
         return {
-            "tokens": rounded(max(0.0, last.tokens - recent.tokens) / seconds) if seconds else 0,
-            "requests": rounded(max(0, last.requests - recent.requests) / seconds) if seconds else 0,
+            "tokens": round_number(max(0.0, last.tokens - recent.tokens) / seconds) if seconds else 0,
+            "requests": round_number(max(0, last.requests - recent.requests) / seconds) if seconds else 0,
             **measured_together([self]),
         }
 
@@ -88,7 +88,7 @@ def measured_together(windows: Collection[Window]) -> Row:
         first_token.update(added_between(window.first.first_token, window.last.first_token))
         token_gap.update(added_between(window.first.token_gap, window.last.token_gap))
     return {
-        "hits": rounded(cached / prompts) if prompts > 0 else None,
+        "hits": round_number(cached / prompts) if prompts > 0 else None,
         "ttft": _percentiles(first_token),
         "itl": _percentiles(token_gap),
     }
@@ -99,7 +99,7 @@ def sums(rows: Sequence[Row], windows: Collection[Window]) -> Row:
     loaded = [row for row in rows if "queue" in row]
     used = [row["kv"] for row in loaded if row["kv"] is not None]
     total: Row = {name: sum(row[name] for row in loaded) for name in ("queue", "running")}
-    total |= {name: rounded(sum(row.get(name, 0) for row in loaded)) for name in ("tokens", "requests")}
+    total |= {name: round_number(sum(row.get(name, 0) for row in loaded)) for name in ("tokens", "requests")}
     return total | {"kv": max(used, default=None)} | measured_together(windows)
 
 
@@ -107,8 +107,8 @@ def _percentiles(counts: Mapping[int, int]) -> list[float] | None:
     """Return the 50th, 95th and 99th percentile in milliseconds; None if nothing was counted."""
     if not counts:
         return None
-    return [rounded((sketch_quantile(counts, share) or 0.0) * 1000) for share in _SHARES]
+    return [round_number((sketch_quantile(counts, share) or 0.0) * 1000) for share in _SHARES]
 
 
-def rounded(value: float) -> float:
+def round_number(value: float) -> float:
     return round(value, 3)

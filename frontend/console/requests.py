@@ -70,7 +70,7 @@ class RecentRequests:
             "client": record.client,
             "trace": record.trace_id,
             **_generation_row(record),
-            "prompt": SECRETS.masked(record.prompt.decode(errors="replace")) if record.prompt else None,
+            "prompt": SECRETS.mask(record.prompt.decode(errors="replace")) if record.prompt else None,
         }
 
 

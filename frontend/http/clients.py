@@ -74,7 +74,7 @@ def shown_text(message: str, scope: Scope) -> str:
 
     Secrets are masked, and for other machines paths keep only their last part.
     """
-    masked = SECRETS.masked(message)
+    masked = SECRETS.mask(message)
     return without_directories(masked) if "/" in masked and not is_local(scope) else masked
 
 

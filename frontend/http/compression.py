@@ -39,14 +39,14 @@ async def decoded_body(body: bytes, properties: dict[str, str], limit: int, held
             f"Content-Encoding: {excerpt(encoding)} is not supported; send gzip, deflate or no Content-Encoding"
         )
     for coding in reversed(codings if body else []):
-        decoded = await _decoded(_Decoding(coding, body, limit), held)
+        decoded = await _decode(_Decoding(coding, body, limit), held)
         held.add(-len(body))
         body = decoded
     properties["content-length"] = str(len(body))
     return body
 
 
-async def _decoded(decoding: _Decoding, held: HeldBytes) -> bytes:
+async def _decode(decoding: _Decoding, held: HeldBytes) -> bytes:
     """Return the decoded body. A short body that grows little is decoded at once, and any other one in a thread."""
     is_long = held.size > _LONG_BODY
     size = _STEP if is_long else SMALL_BODY - held.size
@@ -73,12 +73,12 @@ class _Decoding:
         self._limit = limit
         format_ = _GZIP if coding != "deflate" else _ZLIB if _has_zlib_header(body) else _RAW_DEFLATE
         self._decoder = zlib.decompressobj(format_)
-        self._decoded = io.BytesIO()  # which gives its bytes away without a copy
+        self._decode = io.BytesIO()  # which gives its bytes away without a copy
         self._tail = b""  # what the decoder has left of what it was given
 
     @property
     def size(self) -> int:
-        return self._decoded.tell()
+        return self._decode.tell()
 
     @property
     def left(self) -> int:
@@ -95,7 +95,7 @@ class _Decoding:
         while not self._decoder.eof and self.size < end:
             encoded = self._tail or self._next()
             data = self._decompress(encoded, min(_PIECE, end - self.size))
-            self._decoded.write(data)
+            self._decode.write(data)
             if self.size > self._limit:
                 raise PayloadTooLargeError(
                     f"the decoded body is longer than max_request_size={self._limit} bytes; send less, or raise it"
@@ -108,7 +108,7 @@ class _Decoding:
         """Return the whole. Raises BadParameterError if something follows it."""
         if self._decoder.unused_data or self._rest:
             raise self._invalid("it goes on after its end")
-        return self._decoded.getvalue()
+        return self._decode.getvalue()
 
     def _next(self) -> memoryview:
         encoded, self._rest = self._rest[:_READ], self._rest[_READ:]

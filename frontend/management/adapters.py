@@ -18,7 +18,7 @@ from frontend.http.responses import json_response
 from frontend.management.models import WholePathRoute
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Adapter
-from lmi_server.contract.texts.secrets import masked_url
+from lmi_server.contract.texts.secrets import mask_url
 from lmi_server.dialects.adapters import ALIAS_HEADER
 from lmi_server.serving.adapters.adapters import Adapters, RegisteredAdapter, fetch_adapter
 from lmi_server.serving.models.model import Model
@@ -191,7 +191,7 @@ def lora_of(model: Model) -> Adapters:
 
 def _row(registered: RegisteredAdapter) -> dict[str, Any]:
     adapter = registered.adapter
-    return {"name": adapter.name, "src": masked_url(registered.source), "preload": adapter.preload, "pin": adapter.pin}
+    return {"name": adapter.name, "src": mask_url(registered.source), "preload": adapter.preload, "pin": adapter.pin}
 
 
 def _require(given: Mapping[str, str], name: str) -> str:

@@ -21,7 +21,7 @@ from lmi_server.configuration.options import MAX_WORKERS
 from lmi_server.contract.errors import BadParameterError
 from lmi_server.contract.protocol import LOG_OFF
 from lmi_server.contract.texts.quoting import excerpt
-from lmi_server.contract.texts.secrets import SECRETS, masked_url
+from lmi_server.contract.texts.secrets import SECRETS, mask_url
 from lmi_server.serving.models.model import Endpoint, Model
 from lmi_server.serving.models.model_store import ModelSource, name_of, named_by_file
 from lmi_server.serving.models.registry import ModelRegistry
@@ -132,13 +132,13 @@ class Management:
 
     async def scale(self, request: Request) -> Response:
         given = await parameters(request)
-        least, most = _count(given, "min_worker"), _count(given, "max_worker")
+        min_workers, max_workers = _count(given, "min_worker"), _count(given, "max_worker")
         device = _device(given)
         models = self._named_versions(request)
         for model in models:
             await model.until_reloaded()
         pools = [model.loaded() for model in models]
-        await asyncio.gather(*(pool.scale(least, most, device) for pool in pools))
+        await asyncio.gather(*(pool.scale(min_workers, max_workers, device) for pool in pools))
         lines = [
             f'Workflow "{model.name}" worker scaled. New Worker configuration '
             f"min workers:{sum(replicas.min_workers for replicas in pool.replica_sets)} "
@@ -149,7 +149,7 @@ class Management:
 
     async def reload(self, request: Request) -> Response:
         """Load a model again beside itself, with its configuration as it is now; then that gets the requests."""
-        name, version = _named(request)
+        name, version = _name_and_version(request)
         waits = truth(await parameters(request), "synchronous", True)
         self._named_versions(request)  # so that an unknown name is refused at once
         reloading = asyncio.ensure_future(self._models.reload(name, version))
@@ -161,7 +161,7 @@ class Management:
 
     async def unregister(self, request: Request) -> Response:
         """Unregister a version, or all."""
-        name, version = _named(request)
+        name, version = _name_and_version(request)
         await asyncio.shield(asyncio.ensure_future(self._models.unregister(name, version)))
         return json_response({"status": f'Model or workflow "{name}" unregistered'})
 
@@ -179,7 +179,7 @@ class Management:
 
     def _named_versions(self, request: Request) -> list[Model]:
         """Return the version that a call names, or all versions."""
-        name, version = _named(request)
+        name, version = _name_and_version(request)
         endpoint = self._models.endpoint(name)
         return list(endpoint.models) if version is None else [endpoint.version(version or None)]
 
@@ -213,7 +213,7 @@ def _retrieve_error(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-def _named(request: Request) -> tuple[str, str | None]:
+def _name_and_version(request: Request) -> tuple[str, str | None]:
     """Return name and version that a call names; its query may have the version, "" for the model without one."""
     path = request.path_params
     return path["model"], path.get("version", request.query_params.get("model_version"))
@@ -278,7 +278,7 @@ def _description(model: Model) -> dict[str, Any]:
 
 def _url(model: Model) -> str:
     """Return the URL of a model; for a path of the start the one that LMI shows, with a slash after a directory."""
-    url = masked_url(model.source.url)
+    url = mask_url(model.source.url)
     if not model.at_startup or not url.startswith("/"):
         return url
     return f"file:{quote(url)}{'/' if archive_stem(url) is None else ''}"
@@ -296,7 +296,7 @@ def _version(model: Model) -> dict[str, str]:
 def describe_model(model: Model) -> dict[str, Any]:
     """Return what the management API says of one version of a model."""
     failure = model.failure
-    reason = {} if failure is None else {"reason": SECRETS.masked(failure.message)}
+    reason = {} if failure is None else {"reason": SECRETS.mask(failure.message)}
     return {
         "modelName": model.name,
         "modelUrl": _url(model),
@@ -322,7 +322,7 @@ def _loading(model: Model) -> dict[str, Any]:
         return {}
     progress = load.progress
     shown = {
-        "what": excerpt(SECRETS.masked(progress.what), LONGEST_WORK),
+        "what": excerpt(SECRETS.mask(progress.what), LONGEST_WORK),
         "startTime": _timestamp(load.began_at),
         "unit": progress.unit,
         "done": progress.done,
@@ -345,7 +345,7 @@ def _reload(model: Model) -> dict[str, Any]:
     reload = model.reload
     if reload is None:
         return {}
-    reason = {} if reload.failure is None else {"reason": SECRETS.masked(reload.failure.message)}
+    reason = {} if reload.failure is None else {"reason": SECRETS.mask(reload.failure.message)}
     return {"reload": {"status": reload.status.value, "startTime": _timestamp(reload.began_at), **reason}}
 
 

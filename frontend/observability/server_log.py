@@ -44,21 +44,21 @@ class WrittenLines(logging.LogRecord):
         super().__init__(name, logging.INFO, __file__, 0, "", None, None)
 
     def getMessage(self) -> str:  # noqa: N802 - the name is that of logging
-        return self.masked().decode().removesuffix("\n")
+        return self.mask().decode().removesuffix("\n")
 
-    def masked(self) -> bytes:
+    def mask(self) -> bytes:
         """Return the lines without secrets and control characters. This is for the thread that writes them."""
         lines = self.lines
         if lines.isascii() and _DELETE not in lines and not SECRETS.may_be_in(lines):
             return lines
         # Line by line: other threads wait for the interpreter while one text is searched.
         texts = lines.decode().splitlines(keepends=True)
-        return "".join([SECRETS.masked(text).translate(NOT_FOR_TERMINALS) for text in texts]).encode()
+        return "".join([SECRETS.mask(text).translate(NOT_FOR_TERMINALS) for text in texts]).encode()
 
 
 def _mask_message(message: str) -> str:
     """Return the message of a record without secrets, cut if it is longer than any line of a worker."""
-    return SECRETS.masked(shorten(message, LONGEST_RECORD))
+    return SECRETS.mask(shorten(message, LONGEST_RECORD))
 
 
 class JsonFormatter(logging.Formatter):
@@ -288,7 +288,7 @@ class _DescriptorHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(record, WrittenLines):
-            text, count = record.masked(), record.count
+            text, count = record.mask(), record.count
         else:
             text, count = f"{self.format(record)}\n".encode(errors="backslashreplace"), 1
         if self._tail is not None:

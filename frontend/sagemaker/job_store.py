@@ -101,7 +101,7 @@ class DirectoryStore:
 
     def load(self, token: str) -> JobRecord | None:
         try:
-            return _decoded((self._directory / token).read_bytes())
+            return _decode((self._directory / token).read_bytes())
         except FileNotFoundError:
             return None
 
@@ -139,7 +139,7 @@ class S3Store:
                 found = self._client.get_object(Bucket=self._bucket, Key=self._key(token))
             except (self._client.exceptions.NoSuchKey, self._client.exceptions.NoSuchBucket):
                 return None
-            return _decoded(found["Body"].read())
+            return _decode(found["Body"].read())
 
     def remove(self, token: str) -> None:
         with as_os_errors(f"s3://{self._bucket}"):
@@ -176,7 +176,7 @@ class DynamoStore:
         with as_os_errors(f"table {self._table} of DynamoDB"):
             self._make_table()
             items = list(self._items(token))
-        return _decoded(b"".join(item[_DATA]["B"] for item in items)) if items else None
+        return _decode(b"".join(item[_DATA]["B"] for item in items)) if items else None
 
     def remove(self, token: str) -> None:
         with as_os_errors(f"table {self._table} of DynamoDB"):
@@ -214,7 +214,7 @@ class DynamoStore:
         self._is_made = True
 
 
-def _decoded(data: bytes) -> JobRecord:
+def _decode(data: bytes) -> JobRecord:
     try:
         return msgspec.msgpack.decode(data, type=JobRecord)
     except msgspec.DecodeError as error:

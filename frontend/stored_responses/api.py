@@ -21,7 +21,7 @@ from frontend.stored_responses.records import PREFIX, ResponseStore, StoredRespo
 from lmi_server.contract.errors import BadParameterError, ObjectNotFoundError, PayloadTooLargeError
 from lmi_server.contract.texts.quoting import excerpt
 
-_PAGE = (100, 20)  # items: most, default
+_PAGE = (100, 20)  # items: at most, by default
 _MAX_LISTED = 4 << 20  # bytes of an input
 
 
@@ -109,11 +109,11 @@ def _items(record: StoredResponse) -> list[Any]:
 
 
 def _limit(text: str | None) -> int:
-    most, default = _PAGE
+    max_limit, default = _PAGE
     if text is None:
         return default
-    if not (text.isdecimal() and len(text) < 5 and 1 <= int(text) <= most):
-        raise BadParameterError(f"Parameter limit is {excerpt(text)}; it takes an integer from 1 to {most}")
+    if not (text.isdecimal() and len(text) < 5 and 1 <= int(text) <= max_limit):
+        raise BadParameterError(f"Parameter limit is {excerpt(text)}; it takes an integer from 1 to {max_limit}")
     return int(text)
 
 

@@ -64,7 +64,7 @@ class ResponseRequest:
         if self.previous is not None:
             more["previous_response_id"] = None
         if history != EMPTY and self.input != EMPTY:
-            more["input"] = msgspec.Raw(_joined((history, self.input)))
+            more["input"] = msgspec.Raw(_join((history, self.input)))
         return self._body[:-1] + b"," + msgspec.json.encode(more)[1:] if more else self._body
 
 
@@ -78,7 +78,7 @@ def history_of(store: ResponseStore, owner: str, last: str, longest: int) -> byt
     following: str | None = last
     while following is not None:
         record = _turn(store, owner, following)
-        turns.append(_joined((bytes(record.input), msgspec.json.encode(record.output))))
+        turns.append(_join((bytes(record.input), msgspec.json.encode(record.output))))
         size += len(turns[-1])
         if size > longest or len(turns) > _LONGEST_CHAIN:
             raise PayloadTooLargeError(
@@ -86,7 +86,7 @@ def history_of(store: ResponseStore, owner: str, last: str, longest: int) -> byt
                 "responses; begin a new one"
             )
         following = record.previous
-    return _joined(reversed(turns))
+    return _join(reversed(turns))
 
 
 def _turn(store: ResponseStore, owner: str, response_id: str) -> StoredResponse:
@@ -107,7 +107,7 @@ def _as_list(given: msgspec.Raw) -> bytes:
     return text if text.startswith(b"[") else EMPTY
 
 
-def _joined(lists: Iterable[bytes]) -> bytes:
+def _join(lists: Iterable[bytes]) -> bytes:
     """Return one list of the items of several, all in JSON."""
     inner = (text[1:-1].strip(_WHITESPACE) for text in lists)
     return b"[" + b",".join(items for items in inner if items) + b"]"

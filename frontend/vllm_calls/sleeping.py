@@ -218,9 +218,9 @@ async def _is_idle(pool: WorkerPool, limit_s: float) -> bool:
 async def _end_workers(pool: WorkerPool) -> None:
     """End every worker of a pool; the next request may start one again."""
     for replicas in pool.replica_sets:
-        most = replicas.max_workers
+        max_workers = replicas.max_workers
         replicas.scale(0, 0)
-        replicas.scale(0, most)
+        replicas.scale(0, max_workers)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_FREED_S):
             while pool.roster.everyone:  # noqa: ASYNC110 - a reaped worker says nothing

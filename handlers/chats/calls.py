@@ -195,7 +195,7 @@ def _whole_call(value: Any) -> tuple[str, str] | None:
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
         return (call["name"], arguments) if is_object(arguments) else None
-    return (call["name"], _dumped(arguments)) if isinstance(arguments, dict) else None
+    return (call["name"], _dump(arguments)) if isinstance(arguments, dict) else None
 
 
 def is_object(text: str) -> bool:
@@ -249,7 +249,7 @@ class TaggedCalls(CallReader):
             self._unread = self._unread[found.end() :]
             key = found["key"].strip()
             value = _as_type(found["value"], (self._properties or {}).get(key))
-            pieces.append(CallPiece(None, f"{', ' if self._count else '{'}{_dumped(key)}: {_dumped(value)}"))
+            pieces.append(CallPiece(None, f"{', ' if self._count else '{'}{_dump(key)}: {_dump(value)}"))
             self._count += 1
         return pieces
 
@@ -348,7 +348,7 @@ def _python_call(node: ast.expr) -> tuple[str, str]:
     arguments = {keyword.arg: _python_value(keyword.value) for keyword in node.keywords}
     if None in arguments:
         raise ValueError("a mapping in place of arguments")
-    return ast.unparse(node.func), _dumped(arguments)
+    return ast.unparse(node.func), _dump(arguments)
 
 
 def _python_value(node: ast.expr) -> Any:
@@ -363,5 +363,5 @@ def _python_value(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def _dumped(value: Any) -> str:
+def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)

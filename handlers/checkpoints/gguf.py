@@ -59,16 +59,16 @@ def refuse_sizes(config: Any, path: str) -> None:
     from transformers import AutoModelForCausalLM
 
     header = _header(path)
-    most = _MAX_PER_WEIGHT * header.parameters + _ALLOWED_WEIGHTS
+    max_weights = _MAX_PER_WEIGHT * header.parameters + _ALLOWED_WEIGHTS
     try:
         experts = int(header.values.get(f"{header.architecture}.expert_count", 0))
         needed = experts * int(config.num_hidden_layers)  # modules that are made one by one
-        if needed <= most:
+        if needed <= max_weights:
             with torch.device("meta"):
                 needed = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
     except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AssertionError):
         return  # loading the model fails so too, and says for which file
-    if needed > most:
+    if needed > max_weights:
         raise ModelLoadError(
             f"{path}: the sizes in the file are those of a model with {needed:,} weights, and it has"
             f" {header.parameters:,}; the file is damaged, fetch it again"

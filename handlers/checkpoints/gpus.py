@@ -51,7 +51,7 @@ def torch_gpus() -> TorchGpus:
         return TorchGpus(build, has_cuda=True, failure=_failure())
     count = torch.cuda.device_count()
     capabilities = [torch.cuda.get_device_capability(index) for index in range(count)]
-    return TorchGpus(build, True, count, "", capabilities, _built_for())
+    return TorchGpus(build, True, count, "", capabilities, _architectures_of())
 
 
 def _failure() -> str:
@@ -62,7 +62,7 @@ def _failure() -> str:
     return "no device is visible to it"
 
 
-def _built_for() -> list[_Capability]:
+def _architectures_of() -> list[_Capability]:
     names = [name.removeprefix("sm_").rstrip("af") for name in torch.cuda.get_arch_list() if name.startswith("sm_")]
     return [(int(name[:-1]), int(name[-1])) for name in names]
 

@@ -65,7 +65,7 @@ def quantize(model: Any, tokenizer: Any, options: DeepSpeedOptions) -> dict[str,
         alpha = _ALPHA if options.smoothquant_alpha is None else options.smoothquant_alpha
         smoothing = _smoothing_factors(model, _largest_inputs(model, tokenizer), alpha)
     for name, linear in list(_linears(model)):
-        _replace(model, name, DynamicInt8Linear.quantized(linear, smoothing.get(name)))
+        _replace(model, name, DynamicInt8Linear.quantize(linear, smoothing.get(name)))
     return weight_details(options.quantize, sum(local_bytes(model).values()), before)
 
 
@@ -100,13 +100,13 @@ class DynamicInt8Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @classmethod
-    def quantized(cls, linear: nn.Linear, smoothing: torch.Tensor | None) -> DynamicInt8Linear:
+    def quantize(cls, linear: nn.Linear, smoothing: torch.Tensor | None) -> DynamicInt8Linear:
         """Return the 8-bit form of `linear`, with SmoothQuant's factors (in,) if there are any."""
         weight = linear.weight.detach().float()
         if smoothing is not None:
             weight = weight * smoothing
         scales = _scales(weight)
-        return cls(_rounded(weight, scales), scales[:, 0], smoothing, linear.bias)
+        return cls(_round(weight, scales), scales[:, 0], smoothing, linear.bias)
 
     @classmethod
     def empty(cls, linear: nn.Linear, smooth: bool) -> DynamicInt8Linear:
@@ -122,7 +122,7 @@ class DynamicInt8Linear(nn.Module):
             rows = rows / self.smoothing
         scales = _scales(rows)
         multiply = _product if hidden.device.type == "cpu" else product_of_blocks
-        products = multiply(_rounded(rows, scales), self.weight)
+        products = multiply(_round(rows, scales), self.weight)
         out = products.float().mul_(scales).mul_(self.scales).to(hidden.dtype)
         if self.bias is not None:
             out += self.bias
@@ -155,7 +155,7 @@ def _scales(rows: torch.Tensor) -> torch.Tensor:
     return rows.abs().amax(dim=1, keepdim=True).clamp_(min=_MIN_SCALE).div_(127)
 
 
-def _rounded(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _round(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (rows / scales).round_().to(torch.int8)
 
 

@@ -192,10 +192,10 @@ def _adds_special_tokens(request: GenerationRequest) -> bool:
     return request.add_special_tokens and request.prompt is not None  # a chat template writes them itself
 
 
-def _size(value: Any, most: int) -> int:
-    """Return how many characters and entries a value has, or some number above `most` if they are more."""
+def _size(value: Any, limit: int) -> int:
+    """Return how many characters and entries a value has, or some number above `limit` if they are more."""
     size, left = 0, [value]
-    while left and size <= most:
+    while left and size <= limit:
         each = left.pop()
         if isinstance(each, str):
             size += len(each)

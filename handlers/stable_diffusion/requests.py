@@ -195,9 +195,9 @@ class DrawingReader:
         return task
 
     def _check_count(self, images: int) -> None:
-        most = self._options.max_images
-        if images > most:
-            raise RequestError(f"the request asks for {images} images, and option.max_images is {most}; ask for fewer")
+        limit = self._options.max_images
+        if images > limit:
+            raise RequestError(f"the request asks for {images} images, and option.max_images is {limit}; ask for fewer")
 
     def _check_arguments(self, mode: Mode, arguments: Mapping[str, Any]) -> None:
         unknown = [name for name in arguments if name not in mode.defaults]
@@ -205,10 +205,11 @@ class DrawingReader:
             allowed = ", ".join(name for name in PARAMETERS if name in mode.defaults or name in _OWN - _TEXTS.keys())
             raise RequestError(f"parameters.{excerpt(unknown[0])} is not known to {mode.name}; allowed: {allowed}")
         steps = arguments.get("num_inference_steps", mode.defaults.get("num_inference_steps") or 1)
-        most = self._options.max_inference_steps
-        if steps > most:
+        limit = self._options.max_inference_steps
+        if steps > limit:
             raise RequestError(
-                f"parameters.num_inference_steps: {steps} is more than option.max_inference_steps={most}; ask for fewer"
+                f"parameters.num_inference_steps: {steps} is more than option.max_inference_steps={limit};"
+                " ask for fewer"
             )
         strength = arguments.get("strength", mode.defaults.get("strength") or 1)
         if int(steps * strength) < 1:

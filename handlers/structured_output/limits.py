@@ -37,9 +37,9 @@ LABELS = {
 
 def check_text(kind: str, text: str) -> None:
     """Raise RequestError if the text of a constraint is too long."""
-    most = _MAX_CHARACTERS[kind]
-    if len(text) > most:
-        raise RequestError(f"{LABELS[kind]} has {len(text)} characters, and may have {most}; {_SHORTER}")
+    limit = _MAX_CHARACTERS[kind]
+    if len(text) > limit:
+        raise RequestError(f"{LABELS[kind]} has {len(text)} characters, and may have {limit}; {_SHORTER}")
 
 
 def check_choices(choices: list[str]) -> None:
@@ -88,8 +88,8 @@ def check_schema(schema: Any) -> None:
             raise _refusal(path, f"has {len(part)} entries, and may have {_MAX_CHOICES}; send fewer")
 
 
-def check_listed(constraint: StructuredOutputs, most: int) -> None:
-    """Raise RequestError if the texts that choices, or lists in a JSON schema, name have more than `most` characters.
+def check_listed(constraint: StructuredOutputs, limit: int) -> None:
+    """Raise RequestError if the texts that choices, or lists in a JSON schema, name have more than `limit` characters.
 
     The constraint is one that the other checks have passed. It is for an engine whose library looks at every character
     of such a text ahead: what takes 1 s for 65,000 characters takes 12 s for 250,000.
@@ -101,10 +101,10 @@ def check_listed(constraint: StructuredOutputs, most: int) -> None:
     elif constraint.kind != "choice":
         return
     characters = sum(map(len, found))
-    if characters > most:
+    if characters > limit:
         place = "choice" if constraint.kind == "choice" else "the JSON schema: enum and const"
         raise RequestError(
-            f"{place} has {characters} characters in its texts, and may have {most} under vLLM; send fewer or shorter"
+            f"{place} has {characters} characters in its texts, and may have {limit} under vLLM; send fewer or shorter"
             " texts"
         )
 

@@ -85,7 +85,7 @@ class OfflineBatch:
         except TakenError:
             raise ConfigurationError(f"{self._partial} is written by another process; wait for it") from None
         try:
-            done = self._answered_before(journal)
+            done = self._read_answered(journal)
             await self._answer_with(model, environment, done, journal)
         except ExceptionGroup as group:  # of the tasks, and of the loop that makes them
             raise group.exceptions[0] from None
@@ -117,7 +117,7 @@ class OfflineBatch:
                 raise ConfigurationError(f"{self._requests}:{line.number}: {error.message}")
             seen.add(hash(line.custom_id))
 
-    def _answered_before(self, journal: FileJournal) -> set[str]:
+    def _read_answered(self, journal: FileJournal) -> set[str]:
         done: set[str] = set()
         for data in split_lines(journal.blocks(), 1 << 62):
             try:

@@ -78,12 +78,12 @@ def reload_model(
             return
         if wait:
             message = "waiting for the outcome; GET %s says how the trial goes, and --take-back ends it"
-            typer.echo(f"{name}: {message % plain.named(name)[0]}", err=True)
+            typer.echo(f"{name}: {message % plain.split_model_name(name)[0]}", err=True)
         given |= {"shadow": str(shadow).lower(), "synchronous": str(wait).lower()}
         answer = _call(server, name, "", given | ({} if canary is None else {"share": canary}))
     typer.echo(f"{name}: {answer['status']}")
 
 
 def _call(server: ServerCalls, name: str, action: str, parameters: dict[str, str]) -> Any:
-    path, version = plain.named(name)
+    path, version = plain.split_model_name(name)
     return server.json("POST", f"{path}/canary{action}?{urlencode(parameters | version)}", None)

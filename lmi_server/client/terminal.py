@@ -20,6 +20,6 @@ def plain_configuration_errors() -> Iterator[None]:
         yield
     except ConfigurationError as error:
         # soft_wrap: a problem stays one line on a narrow terminal. markup=False: the text may hold [brackets].
-        message = for_terminal(SECRETS.masked(error.message))
+        message = for_terminal(SECRETS.mask(error.message))
         Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error

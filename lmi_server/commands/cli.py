@@ -51,7 +51,9 @@ app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"he
 
 logger = logging.getLogger(__name__)
 _ONE_MODEL = f"Model: {MODEL_FORMS}. It is fetched first if it is not on this machine."
-_HELP = {option.field: f"{option.description} (default: {option.default})" for option in ServerSettings.declared()}
+_HELP = {
+    option.field: f"{option.description} (default: {option.default})" for option in ServerSettings.declared_options()
+}
 
 
 def _print_version(wanted: bool) -> None:
@@ -223,7 +225,7 @@ def _check_one(model: str, github: bool) -> int:
     try:
         explained = _explanation(str(path.parent) if path.name == SERVING_PROPERTIES and path.is_file() else model)
     except ConfigurationError as error:
-        _print_findings([finding("error", line) for line in SECRETS.masked(error.message).splitlines()], github)
+        _print_findings([finding("error", line) for line in SECRETS.mask(error.message).splitlines()], github)
         return 1
     _print_findings(list(findings(explained)), github)
     if explained.problems or explained.files:

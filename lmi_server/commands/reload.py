@@ -36,13 +36,13 @@ def reload_model(
     with plain_configuration_errors():
         server = ServerCalls(url, dict(parse_headers(header or ())))
         name = model or only_model(server)
-        path, version = named(name)
+        path, version = split_model_name(name)
         began = time.monotonic()
         server.json("POST", f"{path}/reload?{urlencode(version)}", None)
     typer.echo(f"{name}: loaded again in {time.monotonic() - began:.1f} s")
 
 
-def named(model: str) -> tuple[str, dict[str, str]]:
+def split_model_name(model: str) -> tuple[str, dict[str, str]]:
     """Return the path of what an argument names, and the parameter that names its version, if it does."""
     name, separator, version = model.partition(":")
     return f"/models/{quote(name, safe='')}", {"model_version": version} if separator else {}

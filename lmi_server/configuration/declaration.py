@@ -172,9 +172,9 @@ class Options(BaseModel):
         yield from ()
 
     @classmethod
-    def declared(cls) -> tuple[Option, ...]:
+    def declared_options(cls) -> tuple[Option, ...]:
         """Return the options of this class and of its bases, in the order of their declaration."""
-        return _declared_by(cls)
+        return _options_of(cls)
 
 
 class FeatureSettings(Options):
@@ -188,7 +188,7 @@ class FeatureSettings(Options):
 
 
 @functools.cache  # each of the layers of a configuration, and each check of it, asks for them
-def _declared_by(options: type[Options]) -> tuple[Option, ...]:
+def _options_of(options: type[Options]) -> tuple[Option, ...]:
     fields = options.model_fields
     return tuple(_option(options, name, fields[name]) for name in _in_order(options))
 

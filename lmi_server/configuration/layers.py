@@ -152,7 +152,7 @@ def build(options_type: type[_AnyOptions], sources: Given) -> tuple[_AnyOptions,
 
     A wrong value has its default in the result, so that later checks can report further problems in the same run.
     """
-    declared = {option.field: option for option in options_type.declared() if option.key in sources}
+    declared = {option.field: option for option in options_type.declared_options() if option.key in sources}
     values = {field: sources[option.key].raw for field, option in declared.items()}
     try:
         return options_type.model_validate(values), {}

@@ -63,7 +63,7 @@ def comma_separated(value: Any) -> Any:
     return value
 
 
-def _decoded(text: str) -> Any:
+def _decode(text: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -72,13 +72,13 @@ def _decoded(text: str) -> Any:
 
 def _json_texts(value: Any) -> Any:
     if isinstance(value, str):
-        decoded = _decoded(value or "[]")
+        decoded = _decode(value or "[]")
         return tuple(decoded) if isinstance(decoded, list) else value
     return value
 
 
 def _json_object(value: Any) -> Any:
-    if isinstance(value, str) and not isinstance(_decoded(value), dict):
+    if isinstance(value, str) and not isinstance(_decode(value), dict):
         raise ValueError("not a JSON object")
     return value
 

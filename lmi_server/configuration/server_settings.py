@@ -371,7 +371,7 @@ def resolve_server(
     `command_line` holds values by field name, None if not given. Raises ConfigurationError with all
     problems, one per line.
     """
-    declared = ServerSettings.declared()
+    declared = ServerSettings.declared_options()
     problems: list[str] = []
     # The command line is a layer of its own below, because its keys need no sorting: typer knows them all.
     layers = [from_variables("environment", env.server_variables(environment)), _from_config_file(config_file)]

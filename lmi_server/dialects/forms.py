@@ -148,9 +148,9 @@ def _field(kind: str, body: bytes, start: int, end: int) -> tuple[str | None, in
     begin = blank.end()
     last = body[max(begin, end - 2) : end]
     end -= len(last) - len(last.removesuffix(b"\n").removesuffix(b"\r"))
-    return None if name is None else _unescaped(name[1] or name[2] or ""), begin, end
+    return None if name is None else _unescape(name[1] or name[2] or ""), begin, end
 
 
-def _unescaped(name: str) -> str:
+def _unescape(name: str) -> str:
     """Return a quoted name without its escapes; a pattern that finds each takes a hundred times as long."""
     return "\\".join(piece.replace("\\", "") for piece in name.split("\\\\"))

@@ -92,13 +92,13 @@ class Explanation:
 
     def without_secrets(self) -> Explanation:
         """Return the explanation with tokens, passwords and the like hidden."""
-        hidden = {field.name: SECRETS.masked_all(getattr(self, field.name)) for field in fields(self)}
+        hidden = {field.name: SECRETS.mask_all(getattr(self, field.name)) for field in fields(self)}
         hidden |= {name: tuple(map(_without_secret, getattr(self, name))) for name in ("options", "unknown")}
         return replace(self, **hidden)
 
 
 def _without_secret(explained: ExplainedOption) -> ExplainedOption:
-    value = HIDDEN if explained.value and is_secret(explained.key) else SECRETS.masked_all(explained.value)
+    value = HIDDEN if explained.value and is_secret(explained.key) else SECRETS.mask_all(explained.value)
     return replace(explained, value=value)
 
 
@@ -171,7 +171,7 @@ def _explain_options(found: Inspection | ResolvedModel, location: str) -> Sequen
     return [
         _with_origin(option, getattr(values, option.field), found.sources.get(option.key, _ELSEWHERE), notes)
         for declaring, values in classes
-        for option in declaring.declared()
+        for option in declaring.declared_options()
     ]
 
 

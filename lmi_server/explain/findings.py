@@ -52,9 +52,9 @@ def finding(severity: Severity, message: str) -> Finding:
 def annotation(found: Finding) -> str:
     """Return the line with which a workflow of GitHub shows it beside the file; no value can begin another line."""
     kind = {"note": "notice"}.get(found.severity, found.severity)
-    place = "" if found.file is None else f" file={_escaped(found.file, {**_DATA, **_PROPERTY})},line={found.line}"
-    return f"::{kind}{place}::{_escaped(found.text, _DATA)}"
+    place = "" if found.file is None else f" file={_escape(found.file, {**_DATA, **_PROPERTY})},line={found.line}"
+    return f"::{kind}{place}::{_escape(found.text, _DATA)}"
 
 
-def _escaped(text: str, characters: dict[str, str]) -> str:
+def _escape(text: str, characters: dict[str, str]) -> str:
     return "".join(characters.get(character, character) for character in text)

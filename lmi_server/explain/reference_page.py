@@ -104,7 +104,7 @@ _SETTINGS = "Each is a variable `SERVING_<KEY>`, a line of `config.properties` o
 
 def reference_pages() -> dict[str, str]:
     """Return the text of each page by its path below docs/."""
-    shared = {option.key: option for option in ModelOptions.declared()}
+    shared = {option.key: option for option in ModelOptions.declared_options()}
     general = [
         ("Keys of the model server", "The workers of a model, and how its requests wait", _keys_of(ServingOptions)),
         ("Keys of every handler", "What every handler knows beside its own keys", _keys_of(ModelOptions)),
@@ -130,7 +130,7 @@ def _path(title: str) -> str:
 def _handlers() -> str:
     rows = (
         (
-            _linked(spec),
+            _link(spec),
             _names(spec.entry_points),
             _names(spec.rolling_batches),
             "yes" if spec.handler else "options only",
@@ -152,14 +152,14 @@ def _title(specs: Sequence[HandlerSpec]) -> str:
     return f"Keys of {' and '.join(spec.title for spec in specs)}"
 
 
-def _linked(spec: HandlerSpec) -> str:
+def _link(spec: HandlerSpec) -> str:
     [specs] = [specs for specs in _by_options((*HANDLERS.specs, HANDLERS.java)) if spec in specs]
     return f"[{spec.title}]({_path(_title(specs))})"
 
 
 def _handler_page(specs: Sequence[HandlerSpec], shared: dict[str, Option]) -> tuple[str, str, str]:
     # A key that a handler declares just like ModelOptions stands once, on the page of all handlers.
-    declared = load_options_type(specs[0]).declared()
+    declared = load_options_type(specs[0]).declared_options()
     body = _keys([option for option in declared if not _is_same(option, shared.get(option.key))])
     if not specs[0].handler:
         body = f"This version checks and explains these keys; it cannot serve with them yet.\n\n{body}"
@@ -173,7 +173,7 @@ def _is_same(option: Option, other: Option | None) -> bool:
 
 
 def _keys_of(declaring: type[Options]) -> str:
-    return _keys(declaring.declared())
+    return _keys(declaring.declared_options())
 
 
 def _keys(options: Sequence[Option]) -> str:
@@ -247,7 +247,7 @@ def _divide_by_limit(mark: Unavailable, key: str) -> tuple[Sequence[str], Sequen
 
 
 def _marks(declaring: type[Options], key: str) -> Sequence[Mark]:
-    return next((option.marks for option in declaring.declared() if option.key == key), ())
+    return next((option.marks for option in declaring.declared_options() if option.key == key), ())
 
 
 def _variables() -> str:

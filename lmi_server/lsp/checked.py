@@ -63,7 +63,7 @@ def check_text(path: Path, text: str, around: Surroundings) -> Checked:
     except OSError as error:
         return Checked((Finding("error", f"{error.filename}: cannot be read: {error.strerror}"),))
     except ConfigurationError as error:
-        lines = SECRETS.masked(error.message).splitlines()
+        lines = SECRETS.mask(error.message).splitlines()
         return Checked(tuple(finding("error", line) for line in lines))
 
 
@@ -96,9 +96,9 @@ def _check_member(path: Path, text: str, name: str | None, around: Surroundings)
         if name is not None:
             (directory / RAY_MODEL_NAME).write_text(name, encoding="utf-8")
         checked = _check_properties(directory, text, around)
-    return replace(checked, findings=tuple(_named_by(checked.findings, place, str(path))))
+    return replace(checked, findings=tuple(_find_named(checked.findings, place, str(path))))
 
 
-def _named_by(found: tuple[Finding, ...], place: str, name: str) -> Iterator[Finding]:
+def _find_named(found: tuple[Finding, ...], place: str, name: str) -> Iterator[Finding]:
     for each in found:
         yield replace(each, text=each.text.replace(place, name))

@@ -206,7 +206,7 @@ def _from_model(format_name: str, model: Mapping[str, Any]) -> Migration:
         arguments = _words(model.get("args"))
         for name, secret in _named_secrets(arguments):
             hide_secrets({name: secret})
-        carry_options(migration, vllm(), [_renamed(word) for word in arguments])
+        carry_options(migration, vllm(), [_rename(word) for word in arguments])
     else:
         migration.drop(
             f"modelFormat {format_name}", "no handler serves this format; write a model.py, docs/own-code.md"
@@ -223,7 +223,7 @@ _HUGGING_FACE = re.compile(r"huggingface|vLLM", re.IGNORECASE)
 _OWN_FLAGS = {"--model_id": "--model", "--model_dir": "--model", "--model_name": "--served-model-name"}
 
 
-def _renamed(word: str) -> str:
+def _rename(word: str) -> str:
     """Return a word of the arguments of KServe's server, which gives some of vLLM's options other names."""
     name, equals, value = word.partition("=")
     return f"{_OWN_FLAGS.get(name, name)}{equals}{value}"

@@ -269,19 +269,19 @@ def _member(archive: zipfile.ZipFile, name: str) -> str:
             data = file.read(LARGEST + 1)
     except KeyError:
         raise ConfigurationError(f"the archive has no {name[:200]}") from None
-    return _decoded(data, name)
+    return _decode(data, name)
 
 
 def read_text(path: Path) -> str:
     """Return a file of at most a MiB as text. Raises ConfigurationError."""
     try:
         with path.open("rb") as file:
-            return _decoded(file.read(LARGEST + 1), str(path))
+            return _decode(file.read(LARGEST + 1), str(path))
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _decoded(data: bytes, name: str) -> str:
+def _decode(data: bytes, name: str) -> str:
     if len(data) > LARGEST:
         raise ConfigurationError(f"{name[:200]}: is larger than {LARGEST} bytes")
     return data.decode("utf-8", errors="replace")

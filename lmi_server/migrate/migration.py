@@ -88,7 +88,7 @@ class Migration:
         """Return the content of serving.properties, with a comment above each key that says where it is from."""
         lines = [f"# By lmi-server migrate, from {display_text(self.source)}."]
         for key, value in self.values.items():
-            lines += [f"# {display_text(self.origins[key])}", f"{key}={_escaped(value)}"]
+            lines += [f"# {display_text(self.origins[key])}", f"{key}={_escape(value)}"]
         return "\n".join((*lines, ""))
 
     def settle(self, machine: Machine, environment: Mapping[str, str], directory: Path | None = None) -> list[str]:
@@ -104,7 +104,7 @@ class Migration:
                 if not self._take_out(left):
                     break
             said = (*found.problems, *found.unavailable, *found.warnings)
-            return [SECRETS.masked(finding("error", line).text.replace(place, "the model directory")) for line in said]
+            return [SECRETS.mask(finding("error", line).text.replace(place, "the model directory")) for line in said]
 
     def _take_out(self, lines: tuple[str, ...]) -> bool:
         """Take out the keys that these lines of `check` are about; return whether there were any."""
@@ -123,7 +123,7 @@ class Migration:
 
 def holds_secret(text: str) -> bool:
     """Return whether a text holds a token, or a URL with a password or a signature."""
-    return _TOKENS.search(text) is not None or SECRETS.masked(text) != text
+    return _TOKENS.search(text) is not None or SECRETS.mask(text) != text
 
 
 def _names_secret(pairs: str) -> bool:
@@ -133,10 +133,10 @@ def _names_secret(pairs: str) -> bool:
 
 def display_text(text: str) -> str:
     """Return a text of the source for a report or a comment: one line, not long, without secrets."""
-    plain = _CONTROL.sub(" ", SECRETS.masked(_TOKENS.sub("***", text[:10_000])))
+    plain = _CONTROL.sub(" ", SECRETS.mask(_TOKENS.sub("***", text[:10_000])))
     return plain if len(plain) <= _LONGEST_SHOWN else f"{plain[: _LONGEST_SHOWN - 3]}..."
 
 
-def _escaped(value: str) -> str:
+def _escape(value: str) -> str:
     """Return a value as a file of properties has it: a line end in it begins no other key."""
     return "".join(_ESCAPES.get(character, character) for character in value)

@@ -165,7 +165,7 @@ class RoutePool(WorkerPool):
             request = msgspec.structs.replace(request, priority=priority)
         if fields is None:
             return request
-        return _renamed(request, fields, asked if asked is not None and asked in self._listed else self.name)
+        return _rename(request, fields, asked if asked is not None and asked in self._listed else self.name)
 
     def _names_for(self, asked: str | None) -> Sequence[str]:
         """Return the names of this model that permit its use: a key must allow one of them.
@@ -277,7 +277,7 @@ def _fields_in(request: Input) -> Mapping[str, msgspec.Raw] | None:
         return None
 
 
-def _renamed(request: Input, fields: Mapping[str, msgspec.Raw], name: str) -> Input:
+def _rename(request: Input, fields: Mapping[str, msgspec.Raw], name: str) -> Input:
     """Return the request with these fields and this name of its model, once; other values stay as they were written.
 
     A body may name two models, and a server may read either.

@@ -31,8 +31,8 @@ def serving_properties(strict: bool = False) -> Schema:
     that an engine installed here declares.
     """
     specs = (*HANDLERS.specs, HANDLERS.java)
-    shared = [*ServingOptions.declared(), *ModelOptions.declared()]
-    everything = [*shared, *(option for spec in specs for option in load_options_type(spec).declared())]
+    shared = [*ServingOptions.declared_options(), *ModelOptions.declared_options()]
+    everything = [*shared, *(option for spec in specs for option in load_options_type(spec).declared_options())]
     properties = _flat(everything)
     properties[OLD_MODEL_ID] = {**properties[MODEL_ID], "description": f"LMI's old name of {MODEL_ID}."}
     owners = _owners()
@@ -48,8 +48,8 @@ def serving_properties(strict: bool = False) -> Schema:
 
 def config_properties(strict: bool = False) -> Schema:
     """Return the schema of config.properties as one flat object."""
-    defaults = [option for option in ServingOptions.declared() if option.key in MODEL_DEFAULTS]
-    properties = _flat([*ServerSettings.declared(), *defaults])
+    defaults = [option for option in ServingOptions.declared_options() if option.key in MODEL_DEFAULTS]
+    properties = _flat([*ServerSettings.declared_options(), *defaults])
     address = {
         "type": "string",
         "description": "Address to listen on: http://host:port, https://host:port, unix:/path.",
@@ -118,7 +118,7 @@ def _owners() -> Mapping[str, list[str]]:
     """Return the handlers that declare each key."""
     owners: dict[str, list[str]] = {}
     for spec in (*HANDLERS.specs, HANDLERS.java):
-        for option in load_options_type(spec).declared():
+        for option in load_options_type(spec).declared_options():
             for key in option.keys:
                 owners.setdefault(key, []).append(spec.title)
     return owners

@@ -50,7 +50,7 @@ class Tracebacks:
         lines, self._lines = self._lines, []
         self._size = 0
         self._has_traceback = self._is_inside = False
-        return [_joined(lines)] if lines else []
+        return [_join(lines)] if lines else []
 
     def _continues(self, line: str) -> bool:
         if self._is_inside:
@@ -68,7 +68,7 @@ class Tracebacks:
         self._size += len(line) + 1
 
 
-def _joined(lines: list[str]) -> str:
+def _join(lines: list[str]) -> str:
     """Return the lines as one text. Those of this project's workers are indented to show where a record ends."""
     first, *others = lines
     if all(line.startswith(_INDENT) for line in others):

@@ -15,7 +15,7 @@ from lmi_server.contract.errors import ConfigurationError
 
 _PASSED_ON = "it is passed on to the handler"
 _LISTED = ", ".join(PARAMETERS)
-_SERVING = frozenset(option.key for option in ServingOptions.declared())  # keys without "option."
+_SERVING = frozenset(option.key for option in ServingOptions.declared_options())  # keys without "option."
 _ROUNDING = 1e-9  # a share of a step
 _FORMS = "NAME=8,16,32 for these values, NAME=0.8:0.95 for a range, NAME=1000:8000:1000 with a step"
 

@@ -20,7 +20,7 @@ from lmi_server.files.whole_files import write_text
 from lmi_server.verify import report
 from lmi_server.verify.asking import Side
 from lmi_server.verify.comparison import Pair, Summary, compare, summarize
-from lmi_server.verify.sides import NEW, OLD, Given, opened
+from lmi_server.verify.sides import NEW, OLD, Given, open_sides
 
 _WORDS = 48  # of a random prompt
 _AT_ONCE = 8  # prompts that the old version is asked again
@@ -58,7 +58,7 @@ def verify(
         sides = Given(OLD, old, {}), Given(NEW, new, _settings(changes or ()))
         headers = dict(parse_headers(header or ()))
         log = Path(directory, "server.log")
-        with opened(*sides, server, model, headers, log, load_timeout) as (before, after):
+        with open_sides(*sides, server, model, headers, log, load_timeout) as (before, after):
             pairs = list(_ask(prompts, before, after, output_tokens, timeout))
             noise = summarize(_ask_again(prompts, pairs, before, output_tokens, timeout))
     summary = summarize(pairs)

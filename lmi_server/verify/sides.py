@@ -30,7 +30,7 @@ class Given:
 
 
 @contextlib.contextmanager
-def opened(
+def open_sides(
     old: Given,
     new: Given,
     server: str | None,

@@ -117,7 +117,7 @@ def test_a_key_is_served_or_names_what_is_missing(section: str, tmp_path: Path) 
     spec = HANDLERS.by_title(SECTIONS[section])
     rows = [row for row in documented["tables"] if row["section"] == section]
     further = [f"option.{name}" for name in documented["further options"][spec.title]]
-    declared = {key: option for option in load_options_type(spec).declared() for key in option.keys}
+    declared = {key: option for option in load_options_type(spec).declared_options() for key in option.keys}
     wrong = []
     for key in dict.fromkeys([*(row["key"] for row in rows), *further]):
         values = [raw for row in rows if row["key"] == key for raw in row["allowed"]]

@@ -233,7 +233,7 @@ def check_shell(snippet: Snippet) -> None:
 
 def known_keys() -> set[str]:
     types = (ServingOptions, *(load_options_type(spec) for spec in HANDLERS.specs), ServerSettings)
-    options = [option for declaring in types for option in declaring.declared()]
+    options = [option for declaring in types for option in declaring.declared_options()]
     return {name for option in options for name in (option.key, *option.aliases)}
 
 

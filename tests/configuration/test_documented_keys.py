@@ -32,7 +32,7 @@ def classes_of(section: str) -> tuple[type[Options], ...]:
 
 
 def declared(key: str, *classes: type[Options]) -> tuple[type[Options], Option]:
-    found = [(cls, option) for cls in classes for option in cls.declared() if key in option.keys]
+    found = [(cls, option) for cls in classes for option in cls.declared_options() if key in option.keys]
     assert found, f"{key} is not declared"
     return found[0]
 
@@ -91,23 +91,23 @@ def test_documented_defaults_that_differ_by_handler() -> None:
 
 
 def test_keys_of_the_model_server() -> None:
-    known = {key for option in ServingOptions.declared() for key in option.keys}
+    known = {key for option in ServingOptions.declared_options() for key in option.keys}
     assert set(DOCUMENTED["keys of the model server"]) - known == set()
 
 
 @pytest.mark.parametrize("title", DOCUMENTED["further options"])
 def test_further_options(title: str) -> None:
     classes = (ServingOptions, ModelOptions if title == "every handler" else load_options_type(SPECS[title]))
-    known = {key for cls in classes for option in cls.declared() for key in option.keys}
+    known = {key for cls in classes for option in cls.declared_options() for key in option.keys}
     assert {f"option.{name}" for name in DOCUMENTED["further options"][title]} - known == set()
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_handlers_options_are_consistent(spec: HandlerSpec) -> None:
     cls = load_options_type(spec)
-    keys = [key for option in (*ServingOptions.declared(), *cls.declared()) for key in option.keys]
+    keys = [key for option in (*ServingOptions.declared_options(), *cls.declared_options()) for key in option.keys]
     assert len(keys) == len(set(keys))
-    for option in cls.declared():
+    for option in cls.declared_options():
         assert option.description.endswith("."), option.key
         assert "\n" not in option.description
         adapter = TypeAdapter(cls.model_fields[option.field].annotation)

@@ -172,7 +172,7 @@ def test_secure_mode_has_neither_key(tmp_path: Path) -> None:
 
 
 def test_only_the_operator_sets_them() -> None:
-    found = {option.key: option.reference for option in ModelOptions.declared()}
+    found = {option.key: option.reference for option in ModelOptions.declared_options()}
     assert found["option.engine_version"] == found["option.engine_requirements"] == FOR_OPERATOR
 
 

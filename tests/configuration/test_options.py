@@ -30,7 +30,7 @@ def one(options_type: type[Options], field: str, raw: str) -> Any:
 
 @pytest.mark.parametrize("options_type", CLASSES)
 def test_every_option_is_described_in_one_line(options_type: type[Options]) -> None:
-    for option in options_type.declared():
+    for option in options_type.declared_options():
         assert option.description.endswith("."), option.key
         assert "\n" not in option.description
         assert option.allowed, option.key
@@ -38,7 +38,9 @@ def test_every_option_is_described_in_one_line(options_type: type[Options]) -> N
 
 @pytest.mark.parametrize("options_type", CLASSES)
 def test_no_two_options_share_a_spelling(options_type: type[Options]) -> None:
-    spellings = [key for option in (*ServingOptions.declared(), *ModelOptions.declared()) for key in option.keys]
+    spellings = [
+        key for option in (*ServingOptions.declared_options(), *ModelOptions.declared_options()) for key in option.keys
+    ]
     assert len(spellings) == len(set(spellings))
 
 
@@ -83,7 +85,10 @@ def test_defaults_are_values_that_may_be_given(options_type: type[Options]) -> N
     ],
 )
 def test_the_documented_defaults(key: str, default: Any) -> None:
-    declared = {option.key: option.default for option in (*ServingOptions.declared(), *HuggingFaceOptions.declared())}
+    declared = {
+        option.key: option.default
+        for option in (*ServingOptions.declared_options(), *HuggingFaceOptions.declared_options())
+    }
     assert declared[key] == default
 
 
@@ -151,7 +156,7 @@ def test_bad_values_are_refused(field: str, raw: str) -> None:
         one(HuggingFaceOptions, field, raw)
 
 
-@given(st.sampled_from([option.field for option in HuggingFaceOptions.declared()]), st.text())
+@given(st.sampled_from([option.field for option in HuggingFaceOptions.declared_options()]), st.text())
 def test_any_text_is_a_value_or_a_validation_error(field: str, raw: str) -> None:
     blamed = field
     try:

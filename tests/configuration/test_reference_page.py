@@ -37,7 +37,7 @@ def test_no_value_that_a_handler_serves_is_called_unavailable(key: str, value: o
     row = row_of(key)
     for title in titles:
         spec = HANDLERS.by_title(title)
-        (option,) = (option for option in load_options_type(spec).declared() if option.key == key)
+        (option,) = (option for option in load_options_type(spec).declared_options() if option.key == key)
         assert not any(isinstance(mark, Unavailable) and mark.applies(value) for mark in option.marks)
         only, limited = (re.search(rf"{words} ([^:;]+)[:;]", row) for words in ("Only with", "Not available with"))
         assert only is None or title in only[1].split(", ")
@@ -65,4 +65,4 @@ def row_of(key: str) -> str:
 def test_every_key_is_on_the_page() -> None:
     page = "\n".join(reference_pages().values())
     for declaring in (ServingOptions, *(load_options_type(spec) for spec in HANDLERS.specs)):
-        assert [option.key for option in declaring.declared() if f"| `{option.key}` |" not in page] == []
+        assert [option.key for option in declaring.declared_options() if f"| `{option.key}` |" not in page] == []

@@ -35,7 +35,7 @@ _SOUNDS_LIKE_A_PLACE = re.compile(
 
 def declared() -> Iterator[tuple[str, Option]]:
     for options in (ServingOptions, *map(load_options_type, HANDLERS)):
-        for option in options.declared():
+        for option in options.declared_options():
             yield options.__name__, option
 
 
@@ -67,7 +67,7 @@ def test_a_declaration_says_what_it_names() -> None:
         plain: Annotated[str | None, NAMES_NOTHING] = None
         path: Annotated[Names, NAMES_PATH] = ()
 
-    found = {option.key: option.reference for option in Some.declared()}
+    found = {option.key: option.reference for option in Some.declared_options()}
     assert found == {
         "number": NAMES_NOTHING,
         "free": None,
@@ -92,7 +92,7 @@ def test_what_one_handler_declares_as_harmless_is_so_for_an_engine_that_gets_it_
     harmless = {key for key, reference in references().items() if reference.kind is Kind.NOTHING}
     passed = set()
     for spec in HANDLERS:
-        own = {key for option in load_options_type(spec).declared() for key in option.keys}
+        own = {key for option in load_options_type(spec).declared_options() for key in option.keys}
         passed |= {f"option.{name}" for name in load_engine_type(spec).argument_names()} - own
     reviewed = ("kv_cache_dtype", "lora_target_modules", "max_num_batched_tokens", "moe_backend", "quantization")
     reviewed += ("reasoning_parser", "skip_tokenizer_init", "tensor_parallel_size", "tokenizer_revision")

@@ -125,7 +125,7 @@ def test_every_declared_key_is_in_the_schema_with_its_words() -> None:
     for declaring in DECLARING:
         if declaring is ServerSettings:
             continue
-        for option in declaring.declared():
+        for option in declaring.declared_options():
             for key in option.keys:
                 assert properties[key]["description"]
     assert properties["option.data_type"]["description"].startswith("The same as option.dtype.")
@@ -152,7 +152,7 @@ def test_the_schema_takes_whatever_check_takes(declaring: Any) -> None:
     validator = CONFIG if declaring is ServerSettings else SERVING
     refused = [
         (option.key, text)
-        for option in declaring.declared()
+        for option in declaring.declared_options()
         for text in candidates(option)
         if is_right(option, text) and not validator.is_valid({option.key: text})
     ]
@@ -161,7 +161,7 @@ def test_the_schema_takes_whatever_check_takes(declaring: Any) -> None:
 
 @given(st.text(alphabet="0123456789+-._eE ", max_size=8))
 def test_numbers_that_check_takes_are_valid(text: str) -> None:
-    known = {option.key: option for declaring in DECLARING for option in declaring.declared()}
+    known = {option.key: option for declaring in DECLARING for option in declaring.declared_options()}
     for key in ("minWorkers", "option.mem_fraction_static", "option.max_model_len", "quarantine_time"):
         if is_right(known[key], text.strip()):
             assert SERVING.is_valid({key: text.strip()}), key

@@ -44,10 +44,10 @@ def test_wrong_values(spec: HandlerSpec, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     if spec.weights_index is not None:
         (tmp_path / spec.weights_index).write_text("{}")
-    shared = ServingOptions.declared() if spec is HANDLERS.default else ()
+    shared = ServingOptions.declared_options() if spec is HANDLERS.default else ()
     allowed = {
         key: option.allowed
-        for option in typed((*shared, *load_options_type(spec).declared()))
+        for option in typed((*shared, *load_options_type(spec).declared_options()))
         for key in (option.keys[0], option.keys[-1])
         if option.key not in DECIDING
     }

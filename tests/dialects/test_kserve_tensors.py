@@ -9,7 +9,7 @@ import pytest
 
 from lmi_server.contract.errors import RequestError
 from lmi_server.contract.protocol import Input
-from lmi_server.dialects.kserve.tensors import nested, read
+from lmi_server.dialects.kserve.tensors import nest, read
 
 
 def body(shape: list[int], data: Any) -> bytes:
@@ -43,4 +43,4 @@ def test_requests_that_cannot_be_read(sent: bytes, headers: dict[str, str], mess
 @pytest.mark.parametrize("data", [[1, 2, 3, 4], [[1, 2], [3, 4]], [[1, 2], 3, 4]])
 def test_elements_are_in_one_list_or_in_those_of_the_shape(data: list[Any]) -> None:
     (tensor,) = read(Input("v2/infer", {}, [("data", body([2, 2], data))])).inputs
-    assert nested(tensor) == [[1, 2], [3, 4]]
+    assert nest(tensor) == [[1, 2], [3, 4]]

@@ -22,7 +22,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
 
 def layer(outputs: int = 160, inputs: int = 2064) -> Fp8Linear:
     torch.manual_seed(outputs)
-    return Fp8Linear.quantized(nn.Linear(inputs, outputs, dtype=torch.bfloat16, device="cuda"))
+    return Fp8Linear.quantize(nn.Linear(inputs, outputs, dtype=torch.bfloat16, device="cuda"))
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 256, 300])

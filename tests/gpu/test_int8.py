@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 100])
 def test_a_layer_computes_what_it_does_on_the_cpu(rows: int) -> None:
-    layer = DynamicInt8Linear.quantized(torch.nn.Linear(100, 60), None)
+    layer = DynamicInt8Linear.quantize(torch.nn.Linear(100, 60), None)
     given = torch.randn((1, rows, 100), generator=torch.Generator().manual_seed(rows))
     expected = layer(given)
     torch.testing.assert_close(layer.to("cuda")(given.to("cuda")).cpu(), expected)

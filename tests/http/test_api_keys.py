@@ -292,7 +292,7 @@ def test_which_names_are_secret() -> None:
         assert not is_secret(name), name
     secrets = Secrets()
     secrets.add_named({"HF_TOKEN": "ab", "option.password": "long-enough"})
-    assert secrets.masked("ab long-enough") == "ab ***", "a value of two letters would hide ordinary text"
+    assert secrets.mask("ab long-enough") == "ab ***", "a value of two letters would hide ordinary text"
 
 
 def test_probes_and_the_document_need_no_key(server: Server) -> None:

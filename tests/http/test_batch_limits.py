@@ -85,7 +85,7 @@ async def test_requests_at_the_same_time_begin_no_more_batches_than_a_key_may_ha
     api = BatchesApi(records, StoreThreads(8, "test"), BatchSettings(batches_max_unfinished=3), FakeRunner())
     answers = await asyncio.gather(*(api.create(creation(file_id)) for _ in range(20)), return_exceptions=True)
     assert sum(isinstance(answer, KeyBusyError) for answer in answers) == 17
-    assert len(records.unfinished(EVERYONE)) == 3
+    assert len(records.unfinished_ids(EVERYONE)) == 3
 
 
 @on_loop

@@ -128,13 +128,13 @@ async def test_a_sudden_end_while_a_batch_begins_leaves_no_batch_that_nothing_ru
     long_ago = f"{BATCH_PREFIX}{1:011x}{'0' * 20}"
     records.store.put(f"{EVERYONE}/unfinished/{long_ago}", b"{}")
     await runner._begin_all()
-    assert records.unfinished(EVERYONE) == [record.id], "another server may be about to store it"
+    assert records.unfinished_ids(EVERYONE) == [record.id], "another server may be about to store it"
     records.store.put(content_key(EVERYONE, INPUT), b"")
     records.save_batch(EVERYONE, record)  # it was
     await runner._begin_all()
     assert (await until_ended(records, record)).status == "failed", "its input is empty"
     await runner.finish()
-    assert records.unfinished(EVERYONE) == []
+    assert records.unfinished_ids(EVERYONE) == []
 
 
 @on_loop

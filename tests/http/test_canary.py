@@ -580,15 +580,15 @@ def test_a_session_whose_answers_change_is_in_doubt_alone() -> None:
 
 
 def test_a_session_counts_for_a_share_of_the_requests() -> None:
-    assert replace(RULES, requests=3).most_of_client == 1
-    some = Figures(RULES.most_of_client)
+    assert replace(RULES, requests=3).max_of_client == 1
+    some = Figures(RULES.max_of_client)
     assert [some.add(Outcome.SUCCESS, 0.1, b"a") for _ in range(7)] == [True] * 5 + [False] * 2
     assert [some.add(Outcome.SUCCESS, 0.1, each) for each in (b"b", None, None)] == [True] * 3
     assert (some.total.requests, some.uncounted) == (8, 2)
 
 
 def test_counts_of_sessions_add_up_whatever_comes_in_which_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.canary.sessions._MOST", 20)
+    monkeypatch.setattr("frontend.canary.sessions._MAX_SESSIONS", 20)
     chance = random.Random(5)
     for _ in range(50):
         some, errors = Figures(chance.choice((3, None))), Counter[bytes | None]()

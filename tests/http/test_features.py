@@ -30,7 +30,7 @@ from lmi_server.commands.cli import app
 from lmi_server.commands.container_command import COMMANDS
 from lmi_server.configuration.server_settings import ServerSettings
 assert get_command(app).commands.keys() == COMMANDS
-print(json.dumps([[option.key for option in ServerSettings.declared()], sorted(COMMANDS)]), flush=True)
+print(json.dumps([[option.key for option in ServerSettings.declared_options()], sorted(COMMANDS)]), flush=True)
 from lmi_server.commands.start import main
 main()
 """

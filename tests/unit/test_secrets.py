@@ -6,7 +6,7 @@ import pytest
 from growth import assert_linear
 
 from lmi_server.contract.texts.quoting import LONGEST_MESSAGE
-from lmi_server.contract.texts.secrets import SECRETS, Secrets, masked_url
+from lmi_server.contract.texts.secrets import SECRETS, Secrets, mask_url
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from lmi_server.contract.texts.secrets import SECRETS, Secrets, masked_url
     ],
 )
 def test_urls_lose_what_is_secret(text: str, shown: str) -> None:
-    assert masked_url(text) == shown
+    assert mask_url(text) == shown
 
 
 @pytest.mark.parametrize(
@@ -50,19 +50,19 @@ def test_urls_lose_what_is_secret(text: str, shown: str) -> None:
 )
 @pytest.mark.parametrize("around", ["{}://", "://{}", "?{}", "?token{}", "?token{}=", "?token={}", "?{}token"])
 def test_the_search_for_secrets_in_urls_takes_linear_time(part: str, around: str) -> None:
-    assert_linear(lambda text: masked_url(around.format(text)), part)
+    assert_linear(lambda text: mask_url(around.format(text)), part)
 
 
 @pytest.mark.parametrize("part", ["a", "a&", "a=b&", "a=://", "%41", "token=", "_pass", "="])
 def test_the_search_for_secrets_takes_linear_time(part: str) -> None:
     secrets = Secrets(("a" * 40, "://" * 20))
-    assert_linear(secrets.masked_query, part)
+    assert_linear(secrets.mask_query, part)
     assert_linear(secrets.masked, f"{part}://")
 
 
 def test_a_long_query_is_cut_between_parameters() -> None:
     query = "a=b&" * 10_000
-    shown = SECRETS.masked_query(query)
+    shown = SECRETS.mask_query(query)
     assert shown.endswith("a=b&...")
     assert len(shown) <= LONGEST_MESSAGE
-    assert SECRETS.masked_query("a=b&token=c") == "a=b&token=***"
+    assert SECRETS.mask_query("a=b&token=c") == "a=b&token=***"

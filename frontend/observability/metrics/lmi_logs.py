@@ -125,6 +125,6 @@ def _request_line(scope: Scope) -> str:
     host, port = scope["client"] or ("", 0)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     path = scope["raw_path"].decode("latin-1")
-    query = f"?{SECRETS.masked_query(scope['query_string'].decode('latin-1'))}" if scope["query_string"] else ""
+    query = f"?{SECRETS.mask_query(scope['query_string'].decode('latin-1'))}" if scope["query_string"] else ""
     target = f"{path}{query}".replace('"', "%22")  # a quotation mark would end the text in quotation marks
     return f'/{address} "{scope["method"]} {target} HTTP/{scope["http_version"]}"'

@@ -59,8 +59,10 @@ _LOCAL = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
 _REMOTE = _LOCAL | SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _LONGEST = 256  # characters of a text from the client
-_MOST_ATTRIBUTES = 32  # of a span here
-_REQUESTS = 64  # in a message; 500 take six times as long each, because the message takes memory that is new each time
+_MAX_ATTRIBUTES = 32  # of a span here
+_MAX_REQUESTS = (
+    64  # in a message; 500 take six times as long each, because the message takes memory that is new each time
+)
 _CHAT, _TEXT = "chat", "text_completion"
 # gen_ai.operation.name by route; other routes have one if text was generated.
 _OPERATIONS = {
@@ -83,11 +85,15 @@ class OpenTelemetrySpans:
         self.frame = _frame(resource, InstrumentationScope(_NAME, version(_NAME)))
         limits = SpanLimits()
         # To apply them costs as much as all else of a span: only where variables have set them.
-        self._most, self._longest = limits.max_span_attributes, limits.max_span_attribute_length
-        self._has_limits = self._longest is not None or (self._most is not None and self._most < _MOST_ATTRIBUTES)
+        self._max_count, self._max_length = limits.max_span_attributes, limits.max_span_attribute_length
+        self._has_limits = self._max_length is not None or (
+            self._max_count is not None and self._max_count < _MAX_ATTRIBUTES
+        )
         self._provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False)
         self.ids = self._provider.id_generator
-        self._processor = BatchSpanProcessor(trace_exporter.OTLPSpanExporter(endpoint), max_export_batch_size=_REQUESTS)
+        self._processor = BatchSpanProcessor(
+            trace_exporter.OTLPSpanExporter(endpoint), max_export_batch_size=_MAX_REQUESTS
+        )
 
     @property
     def is_disabled(self) -> bool:
@@ -112,7 +118,7 @@ class OpenTelemetrySpans:
         """Return the attributes that the limits of the SDK's variables leave, and how many they drop."""
         if not self._has_limits:
             return attributes, 0
-        bounded = BoundedAttributes(self._most, attributes, max_value_len=self._longest)
+        bounded = BoundedAttributes(self._max_count, attributes, max_value_len=self._max_length)
         return bounded, bounded.dropped
 
     def close(self) -> None:

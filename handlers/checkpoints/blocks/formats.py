@@ -35,18 +35,18 @@ class Numbers:
 
     def weight(self) -> torch.Tensor:
         """Return the weights, (out, in) float32."""
-        scales = _multiplied(self.scales, self.factors)
+        scales = _multiply(self.scales, self.factors)
         numbers = self.numbers.float() if self.codebook is None else self.codebook[self.numbers.long()]
         blocks = numbers.unflatten(1, (scales.shape[1], -1))
         if self.zeros is not None:
             blocks -= self.zeros[:, :, None]
         weights = blocks.mul_(scales[:, :, None])
         if self.minima is not None:
-            weights -= _multiplied(self.minima, self.minimum_factors)[:, :, None]
+            weights -= _multiply(self.minima, self.minimum_factors)[:, :, None]
         return weights.flatten(1)
 
 
-def _multiplied(scales: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+def _multiply(scales: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
     if factors is None:
         return scales.float()
     return (factors.float()[:, :, None] * scales.float().unflatten(1, (factors.shape[1], -1))).flatten(1)

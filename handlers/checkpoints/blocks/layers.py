@@ -53,7 +53,7 @@ class BlockLinear(nn.Module):
         return cls(laid, (stored.in_features, len(stored.raw)), [stored.format.name], bias, dtype)
 
     @classmethod
-    def joined(cls, linears: Sequence[BlockLinear], bias: torch.Tensor | None) -> BlockLinear:
+    def join(cls, linears: Sequence[BlockLinear], bias: torch.Tensor | None) -> BlockLinear:
         """Return layers of one input as one, whose outputs are beside each other."""
         first, outputs = linears[0], sum(linear.out_features for linear in linears)
         formats = [name for linear in linears for name in linear.formats]

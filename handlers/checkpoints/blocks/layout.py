@@ -58,7 +58,7 @@ def join(laid: Sequence[np.ndarray]) -> np.ndarray:
 
 def _with_table(panels: Sequence[Panel]) -> np.ndarray:
     table = 8 * (FIRST_PANEL + PANEL_WORDS * len(panels))
-    begins = np.cumsum([_aligned(table), *(_aligned(len(panel)) for _, panel in panels)]).tolist()
+    begins = np.cumsum([_align(table), *(_align(len(panel)) for _, panel in panels)]).tolist()
     laid = _aligned_words(begins[-1] // 8)
     laid[: begins[0] // 8] = 0
     laid[EXACT_ROWS] = FEW_ROWS
@@ -125,7 +125,7 @@ def _laid_numbers(numbers: torch.Tensor, kind: Kind) -> list[torch.Tensor]:
     return [low] if kind.bits == 4 else [low, high]
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

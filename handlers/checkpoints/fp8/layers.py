@@ -42,7 +42,7 @@ class Fp8Linear(nn.Module):
         self.register_buffer("bias", bias)
 
     @classmethod
-    def quantized(cls, linear: nn.Linear) -> Fp8Linear:
+    def quantize(cls, linear: nn.Linear) -> Fp8Linear:
         """Return the 8-bit form of `linear`."""
         weight = linear.weight.detach()
         scales = _scales(weight)
@@ -50,7 +50,7 @@ class Fp8Linear(nn.Module):
         return cls((weight.float() / scales).to(FP8), scales[:, 0], bias, weight.dtype)
 
     @classmethod
-    def joined(cls, linears: Sequence[Fp8Linear], bias: torch.Tensor | None) -> Fp8Linear:
+    def join(cls, linears: Sequence[Fp8Linear], bias: torch.Tensor | None) -> Fp8Linear:
         """Return layers of one input as one, whose outputs are beside each other."""
         weight = torch.cat([linear.weight for linear in linears])
         return cls(weight, torch.cat([linear.scales for linear in linears]), bias, linears[0].dtype)
@@ -139,7 +139,7 @@ def replace_linears(model: Any) -> None:
             if child.in_features % _WIDTH_STEP or child.out_features % _WIDTH_STEP:
                 left += 1
                 continue
-            setattr(module, name, Fp8Linear.quantized(child))
+            setattr(module, name, Fp8Linear.quantize(child))
     if left:
         logger.warning("option.quantize=fp8: %d linear layers keep their weights, whose widths are no multiples of %d",
                        left, _WIDTH_STEP)  # fmt: skip

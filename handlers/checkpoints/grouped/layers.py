@@ -85,7 +85,7 @@ class GroupedLinear(nn.Module):
         return GroupedWeight(self.bits, numbers, self.scales, zeros, self.order)
 
     @classmethod
-    def joined(cls, linears: Sequence[GroupedLinear], bias: torch.Tensor | None) -> GroupedLinear:
+    def join(cls, linears: Sequence[GroupedLinear], bias: torch.Tensor | None) -> GroupedLinear:
         """Return layers of one input as one, whose outputs are beside each other."""
         held = [linear.held() for linear in linears]
         zeros = None if linears[0].is_float else torch.cat([each.zeros for each in held if each.zeros is not None])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from lmi_server.artifacts.environments.recipe import Recipe, normalized
+from lmi_server.artifacts.environments.recipe import Recipe, normalize_name
 from lmi_server.artifacts.environments.room import SIZE, Lease, bytes_on_disk, lease, remove_unused
 from lmi_server.artifacts.environments.uv import Uv
 from lmi_server.artifacts.progress import Activity
@@ -149,7 +149,7 @@ def _installed_packages(environment: Path) -> Iterator[tuple[str, str]]:
     """
     for found in environment.glob("lib/python3*/site-packages/*-*.dist-info"):
         name, _, version = found.name.removesuffix(".dist-info").rpartition("-")
-        yield normalized(name), version
+        yield normalize_name(name), version
 
 
 def _write(path: Path, lines: Sequence[str]) -> str:

@@ -51,10 +51,10 @@ class Recipe:
     def names(self) -> tuple[str, ...]:
         """Return the packages that are named, normalised as an index does it."""
         found = (_REQUIREMENT.match(line) for line in self.requirements)
-        return tuple(dict.fromkeys(normalized(match["name"]) for match in found if match is not None))
+        return tuple(dict.fromkeys(normalize_name(match["name"]) for match in found if match is not None))
 
 
-def normalized(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return a package's name as an index has it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 

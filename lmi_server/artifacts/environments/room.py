@@ -47,7 +47,7 @@ def remove_unused(root: Path, allowed: int) -> bool:
     Also remove what a server that was killed has left half made. Returns whether an environment was removed.
     """
     for partial in [*root.glob(f"*{_PARTIAL}"), *root.glob(f"*{_OUTDATED}")]:
-        with _locked(root / f"{partial.stem}{_LOCK}") as free:
+        with _lock_file(root / f"{partial.stem}{_LOCK}") as free:
             if free:
                 shutil.rmtree(partial, ignore_errors=True)
     unused = sorted(_unused_environments(root), key=lambda found: found[0])
@@ -68,14 +68,14 @@ def _unused_environments(root: Path) -> Iterator[tuple[float, int, Path]]:
         directory = size_file.parent
         if directory.suffix in (_PARTIAL, _OUTDATED):  # what is nearly complete has its size already
             continue
-        with contextlib.suppress(OSError, ValueError), _locked(_beside(directory, _USED)) as free:
+        with contextlib.suppress(OSError, ValueError), _lock_file(_beside(directory, _USED)) as free:
             if free:
                 yield _beside(directory, _USED).stat().st_mtime, int(size_file.read_text()), directory
 
 
 def _remove(directory: Path) -> bool:
     """Remove one environment, unless a model has begun to use it."""
-    with _locked(_beside(directory, _USED)) as free:
+    with _lock_file(_beside(directory, _USED)) as free:
         if not free:
             return False
         logger.info("removing the environment %s, which no model uses", directory)
@@ -95,14 +95,14 @@ def _remove_lock_files(root: Path) -> None:
             continue
         used, lock = _beside(directory, _USED), _beside(directory, _LOCK)
         # In the order of those who make one, which hold the first while they wait for the second.
-        with contextlib.suppress(OSError), _locked(used) as unused, _locked(lock) as unmade:
+        with contextlib.suppress(OSError), _lock_file(used) as unused, _lock_file(lock) as unmade:
             if unused and unmade and not directory.exists():
                 lock.unlink()
                 used.unlink()
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
+def _lock_file(path: Path) -> Iterator[bool]:
     """Hold the lock of a file; yield False if it is taken, or it cannot be opened."""
     descriptor = None
     with contextlib.suppress(OSError):

@@ -120,7 +120,7 @@ class _ChatSession:
                 try:
                     self._do(text)
                 except ConfigurationError as error:
-                    self._notes.print(SECRETS.masked(error.message), style="red")
+                    self._notes.print(SECRETS.mask(error.message), style="red")
                     is_whole = self._at_terminal
         return is_whole
 

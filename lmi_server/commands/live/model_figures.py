@@ -88,7 +88,7 @@ def parse(text: str, states: Mapping[str, str], at: float) -> Snapshot:
     values: dict[str, dict[str, float]] = defaultdict(dict)
     buckets: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
     for name, written, value in samples_in(text.splitlines()):
-        labels = {name: _unescaped(value) for name, value in _LABEL.findall(written)}
+        labels = {name: _unescape(value) for name, value in _LABEL.findall(written)}
         model = labels.get("model", "")
         if name == _WORKERS:
             workers[model][labels["state"]] = int(value)
@@ -101,7 +101,7 @@ def parse(text: str, states: Mapping[str, str], at: float) -> Snapshot:
     return Snapshot(at, states, workers, values, buckets)
 
 
-def _unescaped(value: str) -> str:
+def _unescape(value: str) -> str:
     return re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], value) if "\\" in value else value
 
 

@@ -136,7 +136,7 @@ def _options(properties: Mapping[str, Any]) -> dict[str, str]:
     from lmi_server.configuration.layers import spellings
 
     # Keys that no handler knows are the code's own.
-    known = {key for spec in HANDLERS for key in spellings(load_options_type(spec).declared())}
+    known = {key for spec in HANDLERS for key in spellings(load_options_type(spec).declared_options())}
     given = {f"option.{name}": value for name, value in properties.items() if name not in _NOT_OPTIONS}
     return {key: str(value) for key, value in given.items() if key in known and isinstance(value, str | int | float)}
 

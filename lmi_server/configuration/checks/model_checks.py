@@ -224,7 +224,7 @@ class ModelChecks:
 
 def declared_options(spec: HandlerSpec) -> Sequence[Option]:
     """Return every option that a model with this handler may have."""
-    return (*ServingOptions.declared(), *load_options_type(spec).declared())
+    return (*ServingOptions.declared_options(), *load_options_type(spec).declared_options())
 
 
 def _unknown_key_warnings(unknown: Given, spec: HandlerSpec, handlers: HandlerTable) -> Iterator[str]:
@@ -250,7 +250,7 @@ def _handlers_by_key(handlers: HandlerTable) -> Mapping[str, list[str]]:
     """Return the titles of the handlers that declare each key."""
     found: dict[str, list[str]] = {}
     for spec in handlers.specs:
-        for key in spellings(load_options_type(spec).declared()):
+        for key in spellings(load_options_type(spec).declared_options()):
             found.setdefault(key, []).append(spec.title)
     return found
 

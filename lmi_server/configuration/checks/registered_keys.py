@@ -26,6 +26,6 @@ def references() -> Mapping[str, Reference]:
 
 
 def _declared_options() -> Iterator[Option]:
-    yield from ServingOptions.declared()
+    yield from ServingOptions.declared_options()
     for spec in HANDLERS:
-        yield from load_options_type(spec).declared()
+        yield from load_options_type(spec).declared_options()

@@ -82,7 +82,7 @@ def undefined_formatters(options: ModelOptions, sources: Given, model_dir: Path)
         if name is None or (path.is_file() and defines(path, name)):
             continue
         missing = f"{path} does not define it" if path.is_file() else f"there is no {path} that defines it"
-        allowed = next(option.allowed for option in options.declared() if option.key == key)
+        allowed = next(option.allowed for option in options.declared_options() if option.key == key)
         yield f"{sources[key].describe(key)} is not allowed; {missing}; allowed: {allowed}"
 
 
@@ -125,6 +125,6 @@ def _values_of_user(options: Options, sources: Given) -> Sequence[tuple[Option, 
     """Return the options that a user gave a value; derived values are skipped, because the user cannot fix them."""
     return [
         (option, sources[option.key], getattr(options, option.field))
-        for option in options.declared()
+        for option in options.declared_options()
         if option.key in sources and sources[option.key].layer not in DERIVED
     ]

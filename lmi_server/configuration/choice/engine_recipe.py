@@ -12,7 +12,7 @@ import re
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
-from lmi_server.artifacts.environments.recipe import Recipe, normalized, requirement_lines
+from lmi_server.artifacts.environments.recipe import Recipe, normalize_name, requirement_lines
 from lmi_server.artifacts.environments.uv import NO_UV, find_uv
 from lmi_server.artifacts.interpreter import WORKER_PACKAGES
 from lmi_server.configuration.engine import EngineDescription
@@ -133,4 +133,4 @@ def requirements_of(extra: str) -> list[str]:
 
 def _is(requirement: str, package: str) -> bool:
     name = _NAME.match(requirement)
-    return name is not None and normalized(name[0]) == normalized(package)
+    return name is not None and normalize_name(name[0]) == normalize_name(package)

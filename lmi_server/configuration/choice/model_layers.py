@@ -53,8 +53,8 @@ class ModelLayers:
         Only the handler's options class says which keys are spellings of one option. The other keys cannot be merged
         without it.
         """
-        *upper, lower = (sort_keys(layer, DecidingKeys.declared()).known for layer in (*self.upper, self.lower))
-        written = without_none(merge(upper), DecidingKeys.declared())
+        *upper, lower = (sort_keys(layer, DecidingKeys.declared_options()).known for layer in (*self.upper, self.lower))
+        written = without_none(merge(upper), DecidingKeys.declared_options())
         return DecidingKeys.from_given(merge([written, engine_alias(written.get("engine")), lower]))
 
 

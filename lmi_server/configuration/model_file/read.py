@@ -243,9 +243,9 @@ def engine_argument_names() -> frozenset[str]:
     """Return the names that may stand in engine_kwargs; empty if vLLM, whose names these are, is not installed."""
     specs = [spec for spec in HANDLERS.specs if spec.reads_checkpoint]
     engines = frozenset[str]().union(*(load_engine_type(spec).argument_names() for spec in specs))
-    options = [option for spec in specs for option in load_options_type(spec).declared()]
+    options = [option for spec in specs for option in load_options_type(spec).declared_options()]
     declared = {key.removeprefix("option.") for key in spellings(options)}
-    of_all = {key.removeprefix("option.") for key in spellings(ModelOptions.declared())}
+    of_all = {key.removeprefix("option.") for key in spellings(ModelOptions.declared_options())}
     return engines | (declared - of_all) | _COMMON if engines else frozenset()
 
 

@@ -46,12 +46,12 @@ class Secrets:
                     variable, _, inner = entry.partition("=")
                     self.add_named({variable.strip(): inner.strip()})
 
-    def masked(self, text: str) -> str:
+    def mask(self, text: str) -> str:
         """Return the text without secrets: neither known values nor credentials in URLs."""
         for value in self._values:
             if value in text:
                 text = text.replace(value, HIDDEN)
-        return masked_url(text) if "://" in text else text
+        return mask_url(text) if "://" in text else text
 
     def may_be_in(self, encoded: bytes) -> bool:
         """Return whether `masked` may change this text, which is in UTF-8."""
@@ -60,27 +60,27 @@ class Secrets:
             return True
         return any(value.encode(errors="replace") in encoded for value in self._values)
 
-    def masked_query(self, query: str) -> str:
+    def mask_query(self, query: str) -> str:
         """Return the query of a URL without the values that are secret, or hold something secret. A long one is cut."""
         if len(query) > LONGEST_MESSAGE:
             query = f"{query[: LONGEST_MESSAGE - 4].rpartition('&')[0]}&..."
-        return "&".join(map(self._masked_parameter, query.split("&")))
+        return "&".join(map(self._mask_parameter, query.split("&")))
 
-    def _masked_parameter(self, parameter: str) -> str:
+    def _mask_parameter(self, parameter: str) -> str:
         name, separator, value = parameter.partition("=")
         key, text = unquote_plus(name), unquote_plus(value)
         named = Secrets()
         named.add_named({key: text})
-        is_plain = self.masked(named.masked(text)) == text and not is_secret(key)
+        is_plain = self.mask(named.mask(text)) == text and not is_secret(key)
         return parameter if is_plain else f"{name}{separator}{HIDDEN}"
 
-    def masked_all(self, value: Any) -> Any:
+    def mask_all(self, value: Any) -> Any:
         """Return a value made of dictionaries, lists and plain values, with every text in it masked."""
         if isinstance(value, str):
-            return self.masked(value)
+            return self.mask(value)
         if isinstance(value, Mapping):
-            return {key: HIDDEN if _hides(key, inner) else self.masked_all(inner) for key, inner in value.items()}
-        return type(value)(map(self.masked_all, value)) if isinstance(value, list | tuple | set | frozenset) else value
+            return {key: HIDDEN if _hides(key, inner) else self.mask_all(inner) for key, inner in value.items()}
+        return type(value)(map(self.mask_all, value)) if isinstance(value, list | tuple | set | frozenset) else value
 
 
 def is_secret(name: str) -> bool:
@@ -88,7 +88,7 @@ def is_secret(name: str) -> bool:
     return _NAME.search(name) is not None
 
 
-def masked_url(text: str) -> str:
+def mask_url(text: str) -> str:
     """Return the text with what URLs in it hold of credentials hidden: user and password, tokens, signatures."""
     return _SIGNED.sub(rf"\1{HIDDEN}", _USER_INFO.sub(f"://{HIDDEN}@", text))
 

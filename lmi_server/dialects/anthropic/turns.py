@@ -68,13 +68,13 @@ class Conversation:
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the messages of the chat."""
-        return [{**message, "content": _joined(message["content"])} for message in self._messages]
+        return [{**message, "content": _join_texts(message["content"])} for message in self._messages]
 
     @property
     def ends_with_answer(self) -> bool:
         """Whether the last turn is the beginning of an answer, which the model continues."""
         last = self._messages[-1]
-        return last["role"] == "assistant" and "tool_calls" not in last and bool(_joined(last["content"]))
+        return last["role"] == "assistant" and "tool_calls" not in last and bool(_join_texts(last["content"]))
 
     def _turn(self, role: str) -> dict[str, Any]:
         if not self._messages or self._messages[-1]["role"] != role:
@@ -158,7 +158,7 @@ def _texts(parts: list[Part]) -> str:
     return "\n".join(part["text"] for part in parts if part["type"] == "text")
 
 
-def _joined(content: str | list[Part]) -> str | list[Part]:
+def _join_texts(content: str | list[Part]) -> str | list[Part]:
     """Return parts that are all text as one text: the chat templates of text models expect that."""
     if isinstance(content, str) or any(part["type"] != "text" for part in content):
         return content

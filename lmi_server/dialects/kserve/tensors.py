@@ -192,7 +192,7 @@ def _tensor(tensor: InputTensor, data: Sequence[Any]) -> Tensor:
     return Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), data)
 
 
-def nested(tensor: Tensor) -> Any:
+def nest(tensor: Tensor) -> Any:
     """Return the elements as lists of the tensor's shape."""
     data: list[Any] = list(tensor.data)
     for size in reversed(tensor.shape[1:]):

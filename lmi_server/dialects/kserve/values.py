@@ -11,7 +11,7 @@ from lmi_server.contract.protocol import Input
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import routes
 from lmi_server.dialects.framing import encode
-from lmi_server.dialects.kserve.tensors import InferRequest, Tensor, answer, nested, read
+from lmi_server.dialects.kserve.tensors import InferRequest, Tensor, answer, nest, read
 
 OUTPUT = "output"
 
@@ -24,7 +24,7 @@ def as_lmi_request(request: Input) -> tuple[InferRequest, Input]:
     unknown = ", ".join(name for name in infer.outputs if name != OUTPUT)
     if unknown:
         raise RequestError(f"output {excerpt(unknown)} is not one of this model; ask for {OUTPUT}")
-    data = nested(infer.inputs[0])
+    data = nest(infer.inputs[0])
     if any(isinstance(element, bytes) for element in infer.inputs[0].data):
         raise RequestError(
             f"input {excerpt(infer.inputs[0].name)}: an element is no UTF-8; post such bytes to /invocations"

@@ -190,7 +190,7 @@ class LmiExchange(Exchange):
         while len(self._sequences) < len(parsed.requests):
             self._sequences.append(self.sequence_type(parsed.options))
 
-    def _ranked(self) -> list[Any]:
+    def _by_rank(self) -> list[Any]:
         """Return the sequences of the answer, the best one first."""
         if not self._options.best_of:
             return self._sequences
@@ -210,7 +210,7 @@ class JsonExchange(LmiExchange):
         return b""
 
     def body(self) -> bytes:
-        best, *others = self._ranked()
+        best, *others = self._by_rank()
         answer = self.answer_type(best.text())
         if self._options.details:
             details = answer.details = best.whole_details()
@@ -321,7 +321,7 @@ class BestLinesExchange(LinesExchange):
         return b""
 
     def last(self) -> bytes:
-        best, *self._others = self._ranked()
+        best, *self._others = self._by_rank()
         add = super().add
         return b"".join(add(0, delta) for delta in self._deltas[self._sequences.index(best)])
 

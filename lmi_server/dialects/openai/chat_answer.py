@@ -153,7 +153,7 @@ class _ToolCallRules:
         self._one_call = not request.chat.parallel_tool_calls
         self._named = isinstance(request.chat.tool_choice, NamedTool)
 
-    def allowed(self, calls: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
+    def allowed_calls(self, calls: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
         """Return the calls that parallel_tool_calls allows; models may generate more."""
         return [call for call in calls if not self._one_call or call.index == 0]
 
@@ -191,7 +191,7 @@ class _CollectedChoice:
             self._last = delta
 
     def _add_calls(self, pieces: Sequence[ToolCallDelta]) -> None:
-        for piece in self._rules.allowed(pieces):
+        for piece in self._rules.allowed_calls(pieces):
             call = self._calls.setdefault(piece.index, _ToolCall("", "function", _Function("", "")))
             call.id = piece.id or call.id
             call.function.name += piece.name or ""
@@ -285,7 +285,7 @@ class ChatStream(OpenAIExchange):
     def _chunk(self, index: int, delta: Delta) -> bytes:
         opening = b"" if self._opened else self._roles(delta)
         self._tally.add(index, delta)
-        calls = self._rules.allowed(delta.tool_calls)
+        calls = self._rules.allowed_calls(delta.tool_calls)
         ends = delta.finish_reason is not None
         if not (ends or delta.text or delta.reasoning or calls or (delta.tokens and not self._text_only)):
             return opening

@@ -72,9 +72,9 @@ _CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_templa
 def parse_detokenize(request: Input, served: ServedModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the token ids, and warnings. Raises RequestError."""
     given = fields.json_object(request)
-    most = max(_ALWAYS_TOKENS, served.max_model_len)
-    if isinstance(given.get("tokens"), list) and len(given["tokens"]) > most:
-        raise RequestError(f"tokens has {len(given['tokens'])} token ids; send at most {most} at once")
+    max_tokens = max(_ALWAYS_TOKENS, served.max_model_len)
+    if isinstance(given.get("tokens"), list) and len(given["tokens"]) > max_tokens:
+        raise RequestError(f"tokens has {len(given['tokens'])} token ids; send at most {max_tokens} at once")
     values, warnings = _read(request, given, DETOKENIZE_FIELDS, served)
     if "tokens" not in values:
         raise RequestError("tokens is missing; send a list of token ids")

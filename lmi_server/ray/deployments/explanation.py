@@ -50,7 +50,7 @@ def _section(title: str, values: Mapping[str, Any]) -> Iterator[str]:
     for number, (name, value) in enumerate(values.items()):
         if not number:
             yield f"  {title}"
-        yield SECRETS.masked(f"    {name} = {_one_line(value)}")
+        yield SECRETS.mask(f"    {name} = {_one_line(value)}")
 
 
 def _one_line(value: Any) -> str:
@@ -80,7 +80,7 @@ def _amounts(amounts: Mapping[str, Any]) -> str:
 def _mask(value: Any) -> Any:
     match value:
         case str():
-            return SECRETS.masked(value)
+            return SECRETS.mask(value)
         case dict():
             return {key: _mask(part) for key, part in value.items()}
         case list() | tuple():

@@ -41,12 +41,12 @@ class WorkerScaling:
         if not chosen:
             raise BadParameterError(f"Parameter device is {device}; model {self._name} is not loaded there")
         bounds = [_bounds(replicas, min_workers, max_workers) for replicas in chosen]
-        for replicas, (least, most) in zip(chosen, bounds, strict=True):
-            replicas.scale(least, most)
-            self.bounds[replicas.devices.first] = (least, most)
+        for replicas, (min_count, max_count) in zip(chosen, bounds, strict=True):
+            replicas.scale(min_count, max_count)
+            self.bounds[replicas.devices.first] = (min_count, max_count)
 
     async def complete(self) -> None:
-        """Wait until every replica set has its least number of workers. Raises the error that `notify` gets."""
+        """Wait until every replica set has its smallest number of workers. Raises the error that `notify` gets."""
         if self._is_complete():
             return
         done = asyncio.get_running_loop().create_future()
@@ -80,10 +80,12 @@ class WorkerScaling:
 
 def _bounds(replicas: Replicas, min_workers: int | None, max_workers: int | None) -> tuple[int, int]:
     """Return the new bounds of `replicas`. A bound that is not given moves only as far as the other one demands."""
-    least = replicas.min_workers if min_workers is None else min_workers
-    most = replicas.max_workers if max_workers is None else max_workers
-    if min_workers is not None and max_workers is not None and least > most:
-        raise BadParameterError(f"Parameter min_worker is {least}, max_worker {most}; min_worker may not be above it")
+    min_count = replicas.min_workers if min_workers is None else min_workers
+    max_count = replicas.max_workers if max_workers is None else max_workers
+    if min_workers is not None and max_workers is not None and min_count > max_count:
+        raise BadParameterError(
+            f"Parameter min_worker is {min_count}, max_worker {max_count}; min_worker may not be above it"
+        )
     if max_workers is None:
-        most = max(least, most)
-    return min(least, most), most
+        max_count = max(min_count, max_count)
+    return min(min_count, max_count), max_count

@@ -39,7 +39,7 @@ def test_a_rolling_batch_generates_what_the_quantised_model_does(method: str) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_is_computed_as_it_is_alone(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    layer = DynamicInt8Linear.quantized(nn.Linear(96, 40), None)
+    layer = DynamicInt8Linear.quantize(nn.Linear(96, 40), None)
     rows = torch.randn((1, 20, 96), generator=generator).to(dtype)
     together = layer(rows)
     rows[0, 1:] *= 50
@@ -55,7 +55,7 @@ def test_smoothing_makes_up_for_inputs_with_outliers() -> None:
     peaks, weights = rows.abs().amax(0), linear.weight.detach().abs().amax(0)
     errors = []
     for smoothing in (None, (peaks / weights).sqrt()):
-        computed = DynamicInt8Linear.quantized(linear, smoothing)(rows)
+        computed = DynamicInt8Linear.quantize(linear, smoothing)(rows)
         errors.append(float((computed - linear(rows)).norm() / linear(rows).norm()))
     assert errors[1] < errors[0] / 3
 
@@ -97,5 +97,5 @@ def test_a_model_that_reads_no_texts_is_not_measured_with_texts() -> None:
 def test_an_empty_part_of_a_layer_gives_nothing() -> None:
     linear = nn.Linear(4, 8, bias=False)
     linear.weight = nn.Parameter(torch.empty(8, 0))
-    layer = DynamicInt8Linear.quantized(linear, None)
+    layer = DynamicInt8Linear.quantize(linear, None)
     assert torch.equal(layer(torch.zeros(1, 3, 0)), torch.zeros(1, 3, 8))

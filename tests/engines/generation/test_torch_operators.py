@@ -89,7 +89,7 @@ def test_layers_compute_the_same_without_the_operators(monkeypatch: pytest.Monke
     stored: Any = nn.Linear(64, 32, bias=False)
     stored.weight = nn.Parameter(weight, requires_grad=False)
     stored.weight.SCB = torch.rand(32)
-    layers = (int8.DynamicInt8Linear.quantized(linear, None), Int8Linear(stored, torch.bfloat16))
+    layers = (int8.DynamicInt8Linear.quantize(linear, None), Int8Linear(stored, torch.bfloat16))
     expected = [layer(rows) for layer in layers]
     for place, name in ((torch, "_int_mm"), (torch.ops.aten, "_weight_int8pack_mm")):
         monkeypatch.setattr(place, name, fails)

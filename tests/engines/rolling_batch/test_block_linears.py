@@ -127,7 +127,7 @@ def test_layers_of_several_formats_are_one_if_they_fill_panels() -> None:
     linears = [layer(weight) for weight in stored]
     assert not is_joinable(linears[::-1])
     assert is_joinable(linears)
-    joined = BlockLinear.joined(linears, None)
+    joined = BlockLinear.join(linears, None)
     hidden = torch.randn((9, 96), generator=torch.Generator().manual_seed(1))
     expected = torch.cat([hidden @ reference(weight).T for weight in stored], dim=1)
     torch.testing.assert_close(joined(hidden), expected, rtol=1e-5, atol=1e-4)

@@ -20,7 +20,7 @@ def test_a_layer_is_as_exact_as_four_significant_bits(bias: bool) -> None:
     linear = nn.Linear(64, 48, bias=bias)
     linear.weight.data[0] = 0.0
     linear.weight.data[1] *= 1e6  # each output has a scale of its own
-    layer, rows = Fp8Linear.quantized(linear), torch.randn(2, 5, 64)
+    layer, rows = Fp8Linear.quantize(linear), torch.randn(2, 5, 64)
     expected = linear(rows).detach()
     assert layer.weight.dtype == FP8
     for output in range(1, 48):
@@ -32,9 +32,9 @@ def test_a_layer_is_as_exact_as_four_significant_bits(bias: bool) -> None:
 
 def test_joined_layers_compute_what_they_do_alone() -> None:
     torch.manual_seed(0)
-    parts = [Fp8Linear.quantized(nn.Linear(32, outputs)) for outputs in (16, 48)]
+    parts = [Fp8Linear.quantize(nn.Linear(32, outputs)) for outputs in (16, 48)]
     rows = torch.randn(3, 32)
-    joined = Fp8Linear.joined(parts, torch.cat([part.bias for part in parts]))
+    joined = Fp8Linear.join(parts, torch.cat([part.bias for part in parts]))
     assert torch.equal(joined(rows), torch.cat([part(rows) for part in parts], 1))
 
 

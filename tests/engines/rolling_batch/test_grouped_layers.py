@@ -77,7 +77,7 @@ def test_layers_of_one_order_are_joined() -> None:
     )  # fmt: skip
     assert GroupedLinear.is_joinable([one, other])
     rows = torch.randn(3, 64)
-    joined = GroupedLinear.joined([one, other], None)
+    joined = GroupedLinear.join([one, other], None)
     torch.testing.assert_close(joined(rows), torch.cat([one(rows), other(rows)], 1))
     other.order = None
     assert not GroupedLinear.is_joinable([one, other])

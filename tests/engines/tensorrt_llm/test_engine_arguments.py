@@ -248,7 +248,7 @@ def test_every_key_is_a_case_or_says_by_name_that_it_has_no_effect() -> None:
     assert len(keys) > 90
     marked = {
         option.key.removeprefix("option.")
-        for option in TensorRtLlmOptions.declared()
+        for option in TensorRtLlmOptions.declared_options()
         if any(isinstance(mark, NoEffect | Unavailable) for mark in option.marks)
     }
     tested = {name for options, _ in CASES for name in options}
