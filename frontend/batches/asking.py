@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from frontend.access.api_keys import TENANT
-from frontend.batches.pace import Line, Pace
+from frontend.batches.pace import Line, LinePace
 from frontend.detached.request import DetachedRequest, KeptAnswer, receive_body
 from frontend.features import Inference
 from frontend.http.clients import Scope, shown_error
@@ -33,7 +33,7 @@ _LATER = frozenset({"queue_full", "queue_delay", "model_not_ready", "rate_limit_
 _AGAIN = frozenset({"worker_died", "predict_timeout", "no_room"})
 
 
-class Outcome(NamedTuple):
+class LineOutcome(NamedTuple):
     """The line of an answer, and whether it belongs into the output."""
 
     line: bytes
@@ -51,7 +51,7 @@ class _WithError(msgspec.Struct):
 class Asking:
     """Sends the lines of batches to the models of one server. `infer` takes them without an API key."""
 
-    def __init__(self, infer: Inference, models: ModelRegistry, pace: Pace, id_header: str) -> None:
+    def __init__(self, infer: Inference, models: ModelRegistry, pace: LinePace, id_header: str) -> None:
         self._infer = infer
         self._models = models
         self._pace = pace
@@ -66,7 +66,7 @@ class Asking:
             await asyncio.sleep(_PAUSE_S)
         return held
 
-    async def answer(self, line: BatchLine, line_id: str, tenant: bytes) -> Outcome:
+    async def answer(self, line: BatchLine, line_id: str, tenant: bytes) -> LineOutcome:
         """Return the answer to a line, however often it must be sent for that."""
         tries = 0
         while True:
@@ -78,7 +78,7 @@ class Asking:
                 tries += code in _AGAIN
                 if answer.status and code not in _LATER and not (code in _AGAIN and tries < _TRIES):
                     text = answer_line(line_id, line.custom_id, answer.status, line_id, data)
-                    return Outcome(text, is_answered(answer.status))
+                    return LineOutcome(text, is_answered(answer.status))
             finally:
                 held.release()
             if answer.status:  # else it was taken back, and waits for its turn

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from frontend.batches.asking import Asking
 from frontend.batches.batches_api import BatchesApi
 from frontend.batches.files_api import FilesApi
-from frontend.batches.pace import Pace
+from frontend.batches.pace import LinePace
 from frontend.batches.records import OwnedRecords
 from frontend.batches.run import RunParts
 from frontend.batches.runner import BatchRunner
@@ -35,7 +35,7 @@ class _Feature(ServerFeature):
         settings = server.settings.part(BatchSettings)
         records = OwnedRecords(open_store(place, "batches_store"))
         threads = StoreThreads(_THREADS, "batches")
-        self._pace = pace = Pace(settings.batches_concurrency, settings.batches_beside_live)
+        self._pace = pace = LinePace(settings.batches_concurrency, settings.batches_beside_live)
         asking = Asking(server.relay, server.models, pace, server.settings.request_id_header)
         parts = RunParts(records, threads, asking, settings, server.settings.max_request_size)
         self._runner = BatchRunner(parts, server.access.keys)

@@ -45,7 +45,7 @@ class _Lane:
     quiet_s: float = _QUIET_S[0]
 
 
-class Pace:
+class LinePace:
     """Gives lines their turns: up to `concurrency` for each model without other requests, else `beside`."""
 
     def __init__(self, concurrency: int, beside: int) -> None:

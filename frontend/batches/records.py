@@ -56,7 +56,7 @@ class LineFault(msgspec.Struct):
     line: int | None = None
 
 
-class Counts(msgspec.Struct):
+class BatchCounts(msgspec.Struct):
     """The requests of a batch."""
 
     total: int = 0
@@ -84,7 +84,7 @@ class BatchRecord(msgspec.Struct):
     metadata: dict[str, str] | None = None
     output_lifetime_s: int | None = None
     faults: list[LineFault] = []
-    counts: Counts = msgspec.field(default_factory=Counts)
+    counts: BatchCounts = msgspec.field(default_factory=BatchCounts)
     lines: int = 0
     has_output: bool = False
     has_errors: bool = False

@@ -21,7 +21,7 @@ from frontend.batches import records
 from frontend.batches.answers import AnswerLog, KeptLine, kept_lines, write_answers
 from frontend.batches.asking import Asking
 from frontend.batches.input import BatchInput, take
-from frontend.batches.records import BatchRecord, Counts, LineFault, OwnedRecords, content_key
+from frontend.batches.records import BatchCounts, BatchRecord, LineFault, OwnedRecords, content_key
 from frontend.batches.settings import BatchSettings
 from frontend.storage.objects import Journal
 from frontend.storage.threads import StoreThreads
@@ -106,7 +106,7 @@ class BatchRun:
             await parts.threads.run(parts.records.end_batch, self._owner, record)
             return False
         record.lines = lines
-        record.counts = Counts(total=requests)
+        record.counts = BatchCounts(total=requests)
         record.enter(records.IN_PROGRESS)
         await self._save()
         return True
@@ -121,7 +121,7 @@ class BatchRun:
     async def _read_journal(self) -> None:
         """Find the lines with an answer from before."""
         self._done = bytearray(self.record.lines + 1)
-        self.record.counts = Counts(total=self.record.counts.total)
+        self.record.counts = BatchCounts(total=self.record.counts.total)
         for line in await self._parts.threads.run(self._kept_numbers):
             self._count(line)
 

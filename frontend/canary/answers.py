@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from lmi_server.verify.asking import Answer, Token
+from lmi_server.verify.asking import Answer, ScoredToken
 
 _TEXTS = frozenset(
     {"content", "text", "generated_text", "reasoning_content", "output_text", "delta", "partial_json", "arguments"}
@@ -63,7 +63,7 @@ def _texts(value: Any, levels: int) -> Iterator[str]:
             yield from _texts(held, levels - 1)
 
 
-def _tokens(document: Any) -> Iterator[Token]:
+def _tokens(document: Any) -> Iterator[ScoredToken]:
     """Yield the tokens in a document. Raises ValueError, TypeError and the like for what is no log-probability."""
     if not isinstance(document, dict):
         return
@@ -73,17 +73,17 @@ def _tokens(document: Any) -> Iterator[Token]:
     token, details = document.get("token"), document.get("details")  # of LMI: in a stream, and in a whole answer
     for entry in [token] if token else (details or {}).get("tokens") or ():
         value = entry["log_prob"] if "log_prob" in entry else entry["logprob"]
-        yield Token(str(entry["text"]), _finite(value), {})
+        yield ScoredToken(str(entry["text"]), _finite(value), {})
 
 
-def _of_choice(found: Mapping[str, Any]) -> Iterator[Token]:
+def _of_choice(found: Mapping[str, Any]) -> Iterator[ScoredToken]:
     for entry in found.get("content") or ():
         top = {str(each["token"]): _finite(each["logprob"]) for each in entry.get("top_logprobs") or ()}
-        yield Token(str(entry["token"]), _finite(entry["logprob"]), top)
+        yield ScoredToken(str(entry["token"]), _finite(entry["logprob"]), top)
     texts, tops = found.get("tokens") or (), found.get("top_logprobs")
     for text, value, top in zip(texts, found.get("token_logprobs") or (), tops or [None] * len(texts), strict=True):
         likeliest = {str(name): _finite(logprob) for name, logprob in (top or {}).items()}
-        yield Token(str(text), _finite(value), likeliest)
+        yield ScoredToken(str(text), _finite(value), likeliest)
 
 
 def _finite(value: Any) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from frontend.canary.answers import read_answer
-from frontend.canary.sessions import Counts, SessionCounts
+from frontend.canary.sessions import RequestCounts, SessionCounts
 from lmi_server.bench.paired import PairedRatios
 from lmi_server.verify.comparison import Pair, compare
 
@@ -15,7 +15,7 @@ _KEPT = 500  # ratios
 
 
 @dataclass
-class Pairs(Counts):
+class Pairs(RequestCounts):
     """How many answers were compared (`requests`), and how many of them are others.
 
     `refused` of the changed ones were refused by one version alone. Where both answers have log-probabilities, `shifts`
@@ -57,7 +57,7 @@ class Compared:
         """Add two answers; `ratio` is the new duration as a multiple of the old one."""
         shifts = [abs(shift) for shift in pair.shifts]
         self.largest_shift = max(self.largest_shift, *shifts, 0.0)
-        for counts in self._counts.of(session):
+        for counts in self._counts.counts_of(session):
             counts.requests += 1
             counts.changed += pair.changed
             counts.ties += pair.is_tie
@@ -67,7 +67,7 @@ class Compared:
 
     def add_refusal(self, session: bytes | None = None) -> None:
         """Note that one version has answered a request, and the other one refused it."""
-        for counts in self._counts.of(session):
+        for counts in self._counts.counts_of(session):
             counts.requests += 1
             counts.changed += 1
             counts.refused += 1

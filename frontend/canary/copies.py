@@ -10,7 +10,7 @@ from typing import Any
 
 from frontend.canary.comparison import Compared, compare_answers
 from frontend.canary.figures import Figures
-from frontend.canary.outcomes import Outcome, outcome_of
+from frontend.canary.outcomes import AnswerOutcome, outcome_of
 from frontend.http.clients import Send
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.protocol import Error, Input, Reply
@@ -40,7 +40,7 @@ class SentAnswer:
         self.data = bytearray()
         self.began = time.monotonic()
         self.seconds = 0.0
-        self.outcome: Outcome | None = None
+        self.outcome: AnswerOutcome | None = None
         self.ended: asyncio.Future[None] | None = None  # of the copy that waits for it
 
     def sending(self, send: Send) -> Send:
@@ -93,7 +93,7 @@ class Copies:
         try:
             job = self._pool.submit(request, _nothing)
         except LmiServerError:
-            self._figures.add(Outcome.REFUSED, 0.0, session)
+            self._figures.add(AnswerOutcome.REFUSED, 0.0, session)
             return
         task = asyncio.create_task(self._follow(job, sent, session))
         self._tasks.add(task)
@@ -122,23 +122,23 @@ class Copies:
                 terminal.summary.output_tokens
             )  # fmt: skip
             assert sent.ended is not None
-            if outcome is not Outcome.ERROR:  # which speaks for itself
+            if outcome is not AnswerOutcome.ERROR:  # which speaks for itself
                 await sent.ended
             pair = await self._compare(sent, outcome, answer)
             if not self._figures.add(outcome, seconds / max(tokens, 1), session):
                 return
             if pair is not None:
                 self._compared.add(pair, seconds / max(sent.seconds, 1e-6), session)
-            elif {sent.outcome, outcome} == {Outcome.SUCCESS, Outcome.REFUSED}:
+            elif {sent.outcome, outcome} == {AnswerOutcome.SUCCESS, AnswerOutcome.REFUSED}:
                 self._compared.add_refusal(session)
             else:
                 self._compared.skipped += 1
         finally:
             self._pool.dispatcher.cancel(job)
 
-    async def _compare(self, sent: SentAnswer, outcome: Outcome, answer: bytes) -> Pair | None:
+    async def _compare(self, sent: SentAnswer, outcome: AnswerOutcome, answer: bytes) -> Pair | None:
         """Compare the answer that was sent with that to its copy; return None unless both are whole answers."""
-        if {sent.outcome, outcome} != {Outcome.SUCCESS} or max(len(answer), len(sent.data)) > MAX_ANSWER:
+        if {sent.outcome, outcome} != {AnswerOutcome.SUCCESS} or max(len(answer), len(sent.data)) > MAX_ANSWER:
             return None
         async with self._comparing:
             return await asyncio.to_thread(compare_answers, bytes(sent.data), answer)

@@ -16,7 +16,7 @@ from frontend.access.api_keys import TENANT
 from frontend.access.management_access import protect
 from frontend.canary.copies import SENT, SentAnswer
 from frontend.canary.rules import Rules
-from frontend.canary.trial import CanaryTrial, Verdict, refuse_if_not_loaded
+from frontend.canary.trial import CanaryTrial, TrialVerdict, refuse_if_not_loaded
 from frontend.features import Inference, ServerFeature, ServerParts
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.parameters import integer, parameters, truth
@@ -107,13 +107,13 @@ class CanaryFeature(ServerFeature):
 
     async def promote(self, request: Request) -> Response:
         """Have the new version take the place of the old one, whatever the figures say."""
-        return await self._decide(request, Verdict.PROMOTED)
+        return await self._decide(request, TrialVerdict.PROMOTED)
 
     async def take_back(self, request: Request) -> Response:
         """End the new version; the requests that it has finish there."""
-        return await self._decide(request, Verdict.TAKEN_BACK)
+        return await self._decide(request, TrialVerdict.TAKEN_BACK)
 
-    async def _decide(self, request: Request, verdict: Verdict) -> Response:
+    async def _decide(self, request: Request, verdict: TrialVerdict) -> Response:
         model = self._model(request, request.query_params)
         trial = self._trials.get(model)
         if trial is None or trial.is_over:
@@ -162,7 +162,7 @@ class CanaryFeature(ServerFeature):
         )
         self._drop_removed_models()
         for model, trial in self._trials.items():
-            share.add_metric([model.label], trial.share if trial.verdict is Verdict.RUNNING else 0.0)
+            share.add_metric([model.label], trial.share if trial.verdict is TrialVerdict.RUNNING else 0.0)
             for version, figures in (("old", trial.old), ("new", trial.new)):
                 total = figures.total
                 requests.add_metric([model.label, version, "error"], total.errors)

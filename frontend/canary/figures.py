@@ -6,15 +6,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from frontend.canary.outcomes import Outcome
-from frontend.canary.sessions import Counts, SessionCounts
+from frontend.canary.outcomes import AnswerOutcome
+from frontend.canary.sessions import RequestCounts, SessionCounts
 from lmi_server.bench.paired import PairedRatios
 
 _KEPT = 500  # latencies
 
 
 @dataclass
-class Endings(Counts):
+class Endings(RequestCounts):
     """How requests ended. Requests `refused` to their clients say nothing of a version; the others judge it."""
 
     errors: int = 0
@@ -50,16 +50,16 @@ class Figures:
         """Return whether another request of a session counts."""
         return self._max_of_session is None or self._counts.requests_of(session) < self._max_of_session
 
-    def add(self, outcome: Outcome, seconds: float, session: bytes | None = None) -> bool:
+    def add(self, outcome: AnswerOutcome, seconds: float, session: bytes | None = None) -> bool:
         """Count a request that has ended; only answers have a latency. Return False if it does not count."""
         if not self.has_room(session):
             self.uncounted += 1
             return False
-        for counts in self._counts.of(session):
+        for counts in self._counts.counts_of(session):
             counts.requests += 1
-            counts.errors += outcome is Outcome.ERROR
-            counts.refused += outcome is Outcome.REFUSED
-        if outcome is Outcome.SUCCESS:
+            counts.errors += outcome is AnswerOutcome.ERROR
+            counts.refused += outcome is AnswerOutcome.REFUSED
+        if outcome is AnswerOutcome.SUCCESS:
             self.seconds.append(seconds)
         return True
 

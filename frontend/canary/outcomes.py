@@ -15,7 +15,7 @@ _LMI_REFUSAL = "BadRequestException"
 _LONGEST = 1 << 16  # bytes of an error that is read
 
 
-class Outcome(Enum):
+class AnswerOutcome(Enum):
     """How a request ended.
 
     REFUSED is what the client got wrong, did not wait for, or sent when there was no room, and what a call has aborted:
@@ -31,15 +31,15 @@ class _LmiError(msgspec.Struct):
     type: str = ""
 
 
-def outcome_of(status: int, terminal: Item | None) -> Outcome:
+def outcome_of(status: int, terminal: Item | None) -> AnswerOutcome:
     """Return what a status, and the last item of the answer, say."""
     if status < _REFUSED:
-        return Outcome.SUCCESS
+        return AnswerOutcome.SUCCESS
     if isinstance(terminal, Error) and isinstance(terminal.exception(), (RequestError, AbortedError)):
-        return Outcome.REFUSED  # also with a status of 504: the client may set as short a deadline as it likes
+        return AnswerOutcome.REFUSED  # also with a status of 504: the client may set as short a deadline as it likes
     if status == _LMI_REFUSED_OR_FAILED:
-        return Outcome.REFUSED if _is_refusal(terminal) else Outcome.ERROR
-    return Outcome.ERROR if status >= _FAILED else Outcome.REFUSED
+        return AnswerOutcome.REFUSED if _is_refusal(terminal) else AnswerOutcome.ERROR
+    return AnswerOutcome.ERROR if status >= _FAILED else AnswerOutcome.REFUSED
 
 
 def _is_refusal(terminal: Item | None) -> bool:

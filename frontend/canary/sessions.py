@@ -18,7 +18,7 @@ _OTHERS = 5  # requests of other clients, without which a session is not left ou
 
 
 @dataclass
-class Counts:
+class RequestCounts:
     """Numbers that add up."""
 
     requests: int = 0
@@ -29,7 +29,7 @@ class Counts:
         return type(self)(**{name: getattr(self, name) - getattr(part, name) for name in names})
 
 
-C = TypeVar("C", bound=Counts)
+C = TypeVar("C", bound=RequestCounts)
 
 
 class SessionCounts(Generic[C]):
@@ -45,7 +45,7 @@ class SessionCounts(Generic[C]):
         own = None if session is None else self._sessions.get(session)
         return 0 if own is None else own.requests
 
-    def of(self, session: bytes | None) -> Iterator[C]:
+    def counts_of(self, session: bytes | None) -> Iterator[C]:
         """Yield the counts in which a request belongs."""
         yield self.total
         if session is not None:

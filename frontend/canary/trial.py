@@ -13,7 +13,7 @@ from frontend.canary.comparison import Compared
 from frontend.canary.copies import SENT, Copies
 from frontend.canary.draw import Draw
 from frontend.canary.figures import Figures
-from frontend.canary.outcomes import Outcome, outcome_of
+from frontend.canary.outcomes import AnswerOutcome, outcome_of
 from frontend.canary.rules import Rules
 from frontend.observability.request_record import CLIENT_GONE
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError
@@ -36,7 +36,7 @@ class TakenBackError(LmiServerError):
         self.reason = reason
 
 
-class Verdict(Enum):
+class TrialVerdict(Enum):
     """The words of the management API."""
 
     LOADING = "LOADING"
@@ -56,7 +56,7 @@ class CanaryTrial:
         self.model = model
         self._draw = Draw(share)
         self.shadow = shadow
-        self.verdict = Verdict.LOADING
+        self.verdict = TrialVerdict.LOADING
         self.reason = ""
         self.old, self.new = Figures(rules.max_of_client), Figures(rules.max_of_client)
         self.over = asyncio.Event()
@@ -65,7 +65,7 @@ class CanaryTrial:
         self._rules = rules
         self._drain_timeout_s = drain_timeout_s
         self.pool: WorkerPool | None = None
-        self._asked: Verdict | None = None  # by a call
+        self._asked: TrialVerdict | None = None  # by a call
         self._sent: Counter[bytes] = Counter()  # requests that have ended by the API key
         self._sent_to_new: Counter[bytes] = Counter()  # those of them that the new version had, and that count
         self._ends = 0.0
@@ -76,7 +76,7 @@ class CanaryTrial:
 
     @property
     def is_over(self) -> bool:
-        return self.verdict in (Verdict.PROMOTED, Verdict.TAKEN_BACK)
+        return self.verdict in (TrialVerdict.PROMOTED, TrialVerdict.TAKEN_BACK)
 
     # --- of the model ---
 
@@ -110,9 +110,9 @@ class CanaryTrial:
     def _refuse(self, is_new: bool, request: Input, tenant: bytes) -> None:
         """Count a request that its version had no room for. Once the trial is over, nothing says that it was served."""
         if not self.is_over:
-            self._add(Outcome.REFUSED, 0.0, is_new, request, tenant)
+            self._add(AnswerOutcome.REFUSED, 0.0, is_new, request, tenant)
 
-    def _add(self, outcome: Outcome, per_token: float, is_new: bool, request: Input, tenant: bytes) -> None:
+    def _add(self, outcome: AnswerOutcome, per_token: float, is_new: bool, request: Input, tenant: bytes) -> None:
         """Count a request, unless its API key sticks to the new version."""
         self._sent[tenant] += 1
         session = self._draw.session(request, tenant)
@@ -130,7 +130,7 @@ class CanaryTrial:
         pool = after.loaded()
         if self._compared is not None:
             self._copies = Copies(pool, self.new, self._compared)
-        self.pool, self.verdict = pool, Verdict.RUNNING
+        self.pool, self.verdict = pool, TrialVerdict.RUNNING
         self._ends = time.monotonic() + self._rules.duration_s
         self.model.trial = self
         what = "copies of " if self.shadow else ""
@@ -138,27 +138,29 @@ class CanaryTrial:
         copies = self._copies
         try:
             await self._judge(pool)
-            self._end(Verdict.PROMOTED, self.reason)
+            self._end(TrialVerdict.PROMOTED, self.reason)
         except BaseException as error:
-            self._end(Verdict.TAKEN_BACK, error.reason if isinstance(error, TakenBackError) else "its model has ended")
+            self._end(
+                TrialVerdict.TAKEN_BACK, error.reason if isinstance(error, TakenBackError) else "its model has ended"
+            )
             await self._let_go(pool, copies)
             raise
         if copies is not None:
             await copies.stop()
 
-    def ask(self, verdict: Verdict) -> None:
+    def ask(self, verdict: TrialVerdict) -> None:
         """Have it promoted, or taken back, whatever the figures say."""
         self._asked = verdict
 
     def fail(self, error: LmiServerError) -> None:
         """Note why the new version could not even be tried."""
         if not self.is_over:
-            self._end(Verdict.TAKEN_BACK, error.message)
+            self._end(TrialVerdict.TAKEN_BACK, error.message)
 
     async def _judge(self, pool: WorkerPool) -> None:
         """Return when the new version is to be promoted. Raises TakenBackError."""
         while True:
-            if self._asked is Verdict.PROMOTED and pool.availability.failure is None:
+            if self._asked is TrialVerdict.PROMOTED and pool.availability.failure is None:
                 self.reason = "a call asked for it"
                 return
             objection = self._objection(pool)
@@ -172,7 +174,7 @@ class CanaryTrial:
             await asyncio.sleep(_CHECK_S)
 
     def _objection(self, pool: WorkerPool) -> str | None:
-        if self._asked is Verdict.TAKEN_BACK:
+        if self._asked is TrialVerdict.TAKEN_BACK:
             return "a call asked for it"
         if pool.availability.failure is not None or pool.members.deaths:
             return "a worker of it has died"
@@ -195,7 +197,7 @@ class CanaryTrial:
         share = f"max_client={rules.max_client * 100:g} %"
         return few + refused + (f", and {new.uncounted} of clients beyond {share}" if new.uncounted else "")
 
-    def _end(self, verdict: Verdict, reason: str) -> None:
+    def _end(self, verdict: TrialVerdict, reason: str) -> None:
         """Send every request to the model's own pool again, which is soon the new one if it was promoted."""
         self.verdict, self.reason = verdict, reason
         self.pool = self._copies = None  # what is known of the trial outlives them

@@ -22,7 +22,7 @@ class Part:
     is_cut: bool = False
 
 
-class Exchange:
+class CapturedExchange:
     """Takes down up to `limit` bytes of each body; all that is held counts in `budget` until `release`.
 
     `is_lost` is true if the budget had no room for some of them: the exchange is dropped then. `began` and `ended` are

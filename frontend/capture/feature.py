@@ -12,7 +12,7 @@ from prometheus_client.core import Metric as Family
 
 from frontend.capture.budget import Budget
 from frontend.capture.destinations import destination
-from frontend.capture.exchange import Exchange
+from frontend.capture.exchange import CapturedExchange
 from frontend.capture.settings import CaptureSettings
 from frontend.capture.writer import CaptureWriter
 from frontend.features import Inference, ServerFeature, ServerParts
@@ -46,7 +46,7 @@ class Capture(ServerFeature):
         async def capture(
             route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
         ) -> None:
-            exchange = Exchange(route, scope, self._limit, self._budget)
+            exchange = CapturedExchange(route, scope, self._limit, self._budget)
             try:
                 await infer(route, name, version, scope, exchange.receiving(receive), exchange.sending(send))
             finally:

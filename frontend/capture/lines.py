@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from frontend.capture.exchange import Exchange, Part
+from frontend.capture.exchange import CapturedExchange, Part
 from lmi_server.contract.texts.sendable import json_bytes
 
 REDACTED = "[redacted]"
@@ -23,7 +23,7 @@ _BY_LINE = ("event-stream", "jsonlines", "ndjson")  # content types of streams
 _DEEPEST = 64  # levels of JSON in which fields are looked for
 
 
-def captured_line(exchange: Exchange, redacted: Collection[str]) -> bytes:
+def captured_line(exchange: CapturedExchange, redacted: Collection[str]) -> bytes:
     """Return the line, with its end. The values of the fields that `redacted` names are replaced, wherever they are."""
     milliseconds = (exchange.ended - exchange.began) * 1000
     attributes = {

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection
 
 from frontend.capture.destinations import Destination, LostError
-from frontend.capture.exchange import Exchange
+from frontend.capture.exchange import CapturedExchange
 from frontend.capture.lines import captured_line
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,14 @@ class CaptureWriter:
         self.written = self.dropped = self.failed = self.failures = 0
         self._destination = destination
         self._redacted = redacted
-        self._queue: deque[Exchange] = deque()
+        self._queue: deque[CapturedExchange] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._reported = -_REPORT_S
         self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
         self._thread.start()
 
-    def add(self, exchange: Exchange) -> None:
+    def add(self, exchange: CapturedExchange) -> None:
         """Have an exchange written, unless its memory was refused."""
         if exchange.is_lost or self._closing:
             exchange.release()
@@ -68,7 +68,7 @@ class CaptureWriter:
                 self._wake.wait(_PAUSE_S)
             return bool(self._queue) or not self._closing
 
-    def _write(self, exchange: Exchange) -> None:
+    def _write(self, exchange: CapturedExchange) -> None:
         try:
             self.written += self._destination.write(captured_line(exchange, self._redacted))
         # The border to disks and networks, and to bodies of clients: one exchange is lost, and the thread goes on.

@@ -16,7 +16,7 @@ _SHARES = (0.5, 0.95, 0.99)
 Row = dict[str, Any]
 
 
-class Counts(NamedTuple):
+class ModelCounts(NamedTuple):
     """The counters of one model at one moment; the times are counted as `QuantileSketch.snapshot` returns them."""
 
     at: float
@@ -32,17 +32,17 @@ class Window:
     """The counters of one model in the last seconds."""
 
     def __init__(self) -> None:
-        self._counts: deque[Counts] = deque()
+        self._counts: deque[ModelCounts] = deque()
 
     @property
-    def first(self) -> Counts:
+    def first(self) -> ModelCounts:
         return self._counts[0]
 
     @property
-    def last(self) -> Counts:
+    def last(self) -> ModelCounts:
         return self._counts[-1]
 
-    def add(self, counts: Counts) -> None:
+    def add(self, counts: ModelCounts) -> None:
         """Add the counts of now, and forget those older than the window."""
         self._counts.append(counts)
         while len(self._counts) > 2 and self._counts[1].at <= counts.at - _LATENCY_S:
@@ -60,14 +60,14 @@ class Window:
         }
 
 
-def counts_of(series: ModelMetrics | None, gauges: Mapping[str, float], now: float) -> Counts:
+def counts_of(series: ModelMetrics | None, gauges: Mapping[str, float], now: float) -> ModelCounts:
     """Return the counters of a model; those before its first request are needed to show this one."""
     if series is None:
-        return Counts(now, gauges.get("generated_tokens_total", 0.0))
+        return ModelCounts(now, gauges.get("generated_tokens_total", 0.0))
     series.settle()
     adapters = series.adapters.values()
     # An engine that counts its tokens does so while it generates them, the front end when a request has ended.
-    return Counts(
+    return ModelCounts(
         now,
         gauges.get("generated_tokens_total", sum(each.output_tokens for each in adapters)),
         sum(each.prompt_tokens for each in adapters),

@@ -41,7 +41,7 @@ class Answering(Protocol):
         """Log which answers are not stored."""
 
 
-class Connections(Protocol):
+class OpenConnections(Protocol):
     """The connections of clients."""
 
     should_exit: bool
@@ -56,7 +56,7 @@ class Connections(Protocol):
 class ServerEnd:
     """Ends one server, whose requests get `drain_timeout_s` seconds."""
 
-    def __init__(self, drain_timeout_s: float, models: ModelRegistry, app: Answering, http: Connections) -> None:
+    def __init__(self, drain_timeout_s: float, models: ModelRegistry, app: Answering, http: OpenConnections) -> None:
         self._drain_timeout_s = drain_timeout_s
         self._models = models
         self._app = app

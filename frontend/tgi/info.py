@@ -20,10 +20,10 @@ from lmi_server.serving.models.registry import ModelRegistry
 
 def attach(server: ServerParts) -> ServerFeature:
     """Return the feature, which every server has."""
-    return ModelInfo(server.models)
+    return TgiInfo(server.models)
 
 
-class ModelInfo(ServerFeature):
+class TgiInfo(ServerFeature):
     """Answers /info."""
 
     def __init__(self, models: ModelRegistry) -> None:

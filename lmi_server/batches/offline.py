@@ -55,7 +55,7 @@ class _Answered(msgspec.Struct):
 
 
 @dataclass
-class Counts:
+class LineCounts:
     """How the requests have ended."""
 
     answered: int = 0
@@ -75,9 +75,9 @@ class OfflineBatch:
         self._partial = output.with_name(f"{output.name}.partial")
         self._slots = asyncio.Semaphore(concurrency)
         self._written: list[bytes] = []
-        self._counts = Counts()
+        self._counts = LineCounts()
 
-    async def run(self, model: str, environment: Mapping[str, str]) -> Counts:
+    async def run(self, model: str, environment: Mapping[str, str]) -> LineCounts:
         """Answer every request with `model`; return how they have ended. Raises ConfigurationError and OSError."""
         self._check()
         try:

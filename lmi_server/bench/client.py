@@ -58,11 +58,11 @@ class Target:
         return "\r\n".join([*head, "", ""]).encode("latin-1") + body
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """A connection that is kept. `on_free` is called after each answer, `on_lost` when the server has closed it."""
 
     def __init__(
-        self, target: Target, on_free: Callable[[Connection], None], on_lost: Callable[[Connection], None]
+        self, target: Target, on_free: Callable[[LoadConnection], None], on_lost: Callable[[LoadConnection], None]
     ) -> None:
         self._target = target
         self._on_free = on_free

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lmi_server.bench.arrivals import Arrivals, ClosedLoop, within
-from lmi_server.bench.client import Connection, Target
+from lmi_server.bench.client import LoadConnection, Target
 from lmi_server.bench.records import Record
 from lmi_server.bench.workload import Prompt
 
@@ -47,8 +47,8 @@ class Run:
         self._arrivals = arrivals
         self._prompts = prompts
         self._length = length
-        self._idle: list[Connection] = []
-        self._busy: dict[Connection, Record] = {}
+        self._idle: list[LoadConnection] = []
+        self._busy: dict[LoadConnection, Record] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._all_sent = False
         self._ended = asyncio.Event()
@@ -153,7 +153,7 @@ class Run:
         try:
             async with asyncio.timeout(self._length.timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(target, self._idle.append, self._forget),
+                    lambda: LoadConnection(target, self._idle.append, self._forget),
                     target.host,
                     target.port,
                     ssl=target.tls,
@@ -167,7 +167,7 @@ class Run:
         self._send(connection, request, record, on_end)
 
     def _send(
-        self, connection: Connection, request: _PendingRequest, record: Record, on_end: Callable[[Record], None]
+        self, connection: LoadConnection, request: _PendingRequest, record: Record, on_end: Callable[[Record], None]
     ) -> None:
         def on_answer(record: Record) -> None:
             del self._busy[connection]
@@ -182,7 +182,7 @@ class Run:
         self._busy[connection] = record
         connection.send(request.data, record, on_answer)
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: LoadConnection) -> None:
         if connection in self._idle:
             self._idle.remove(connection)
 

@@ -124,7 +124,7 @@ def _drafts(migration: Migration, flag: Flag) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class MigratedEngine:
     """How one engine's command line is read: what it is called, its rules, and what its options take."""
 
     title: str
@@ -146,7 +146,7 @@ _SERVER: dict[str, Rule] = {
     "served_model_name": _names,
     "chat_template": _template,
 }
-_VLLM = Engine(
+_VLLM = MigratedEngine(
     title="vLLM",
     rules={
         **_SERVER,
@@ -222,7 +222,7 @@ _VLLM = Engine(
     keys={"option.rolling_batch": "vllm"},
     passes_arguments=True,
 )
-_SGLANG = Engine(
+_SGLANG = MigratedEngine(
     title="SGLang",
     rules={
         **_SERVER,
@@ -285,7 +285,7 @@ _SGLANG = Engine(
     lists=frozenset({"lora_paths", "cuda_graph_bs", "lora_target_modules"}),
     keys={"option.rolling_batch": "scheduler"},  # which has SGLang's settings
 )
-_TGI = Engine(
+_TGI = MigratedEngine(
     title="text-generation-inference",
     rules={
         **_SERVER,
@@ -327,7 +327,7 @@ _TGI = Engine(
         ]
     ),
 )
-_PROGRAMS: Mapping[str, Engine] = {
+_PROGRAMS: Mapping[str, MigratedEngine] = {
     "vllm": _VLLM,
     "vllm.entrypoints.openai.api_server": _VLLM,
     "vllm.entrypoints.api_server": _VLLM,
@@ -337,7 +337,7 @@ _PROGRAMS: Mapping[str, Engine] = {
     "text-generation-server": _TGI,
     "huggingfaceserver": _VLLM,
 }
-_IMAGES: Mapping[re.Pattern[str], Engine] = {
+_IMAGES: Mapping[re.Pattern[str], MigratedEngine] = {
     re.compile(r"(?i)vllm|rhaii"): _VLLM,
     re.compile(r"(?i)sglang"): _SGLANG,
     re.compile(r"(?i)text-generation-inference|\btgi\b"): _TGI,
@@ -345,22 +345,22 @@ _IMAGES: Mapping[re.Pattern[str], Engine] = {
 _SUBCOMMANDS = frozenset({"serve", "server"})
 
 
-def engine_of_program(program: str) -> Engine | None:
+def engine_of_program(program: str) -> MigratedEngine | None:
     """Return the engine that a program or a Python module starts."""
     return _PROGRAMS.get(program)
 
 
-def engine_of_image(image: str) -> Engine | None:
+def engine_of_image(image: str) -> MigratedEngine | None:
     """Return the engine of a container's image, by its name."""
     return next((engine for pattern, engine in _IMAGES.items() if pattern.search(image)), None)
 
 
-def vllm() -> Engine:
+def vllm() -> MigratedEngine:
     """Return the engine whose arguments other servers pass on."""
     return _VLLM
 
 
-def carry_options(migration: Migration, engine: Engine, words: Sequence[str]) -> None:
+def carry_options(migration: Migration, engine: MigratedEngine, words: Sequence[str]) -> None:
     """Carry over every option of an engine's command line."""
     if words[:1] and words[0] in _SUBCOMMANDS:
         words = words[1:]
@@ -376,7 +376,7 @@ def carry_options(migration: Migration, engine: Engine, words: Sequence[str]) ->
         carry_option(migration, engine, Flag(f"--{name.replace('_', '-')}", name, (json.dumps(values),)))
 
 
-def carry_option(migration: Migration, engine: Engine, flag: Flag) -> None:
+def carry_option(migration: Migration, engine: MigratedEngine, flag: Flag) -> None:
     """Carry one option over by its rule, or as an argument that the engine gets."""
     rule = engine.rules.get(flag.name)
     if isinstance(rule, str):

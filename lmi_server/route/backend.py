@@ -28,7 +28,7 @@ from lmi_server.contract.protocol import (
     WakeUp,
 )
 from lmi_server.route.connection import Connections
-from lmi_server.route.exchange import Exchange
+from lmi_server.route.exchange import RoutedExchange
 from lmi_server.route.headers import request_lines
 from lmi_server.supervisor.control_calls import ControlCalls
 from lmi_server.supervisor.launch.remote import RemoteLaunch, RemotePlace
@@ -82,7 +82,7 @@ class Backend:
         self._on_items = on_items
         self._on_unreachable = on_unreachable
         self._on_usage = on_usage
-        self._exchanges: dict[int, Exchange] = {}
+        self._exchanges: dict[int, RoutedExchange] = {}
         self._opening: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
         link = cast(WorkerLink, self)  # which sends, and nothing else
@@ -114,7 +114,9 @@ class Backend:
     def _submit(self, number: int, request: Input) -> None:
         job = self.requests.in_flight.get(number)
         tenant = b"" if job is None else job.tenant
-        exchange = Exchange(number, len(request.body()), self._emit, lambda tokens: self._on_usage(tenant, tokens))
+        exchange = RoutedExchange(
+            number, len(request.body()), self._emit, lambda tokens: self._on_usage(tenant, tokens)
+        )
         self._exchanges[number] = exchange
         connection = self._connections.idle()
         if connection is not None:
@@ -124,7 +126,7 @@ class Backend:
         self._opening[number] = task = self._loop.create_task(self._open(exchange, request))
         task.add_done_callback(lambda task: self._on_task_end(exchange, task))
 
-    def _on_task_end(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, exchange: RoutedExchange, task: asyncio.Task[None]) -> None:
         """End a request that an error of this router has stopped: it would wait for ever."""
         self._opening.pop(exchange.id, None)
         error = None if task.cancelled() else task.exception()
@@ -132,7 +134,7 @@ class Backend:
             logger.error("request %d could not be sent to %s", exchange.id, self.name, exc_info=error)
             exchange.fail("was not reached, because of an error of the router")
 
-    async def _open(self, exchange: Exchange, request: Input) -> None:
+    async def _open(self, exchange: RoutedExchange, request: Input) -> None:
         try:
             connection = await self._connections.open()
         except OSError as error:

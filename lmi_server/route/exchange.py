@@ -19,7 +19,7 @@ _FAILED = 400
 _EVENTS = "text/event-stream"
 
 
-class Exchange:
+class RoutedExchange:
     """The answer to the request of number `id`. `emit` gets its items; nothing follows the terminal one.
 
     `on_usage` gets the tokens that the request took, as far as that is known.

@@ -28,7 +28,7 @@ from lmi_server.machine.environment import process_environment
 from lmi_server.tune.adapter_costs import BASE, Cost, adapter_costs
 from lmi_server.tune.confirmation import Confirmation, candidate_of, choose, confirm
 from lmi_server.tune.measurement import Limits, Measurement, Traffic
-from lmi_server.tune.outcome import Trial, pareto
+from lmi_server.tune.outcome import TuneTrial, pareto
 from lmi_server.tune.report import SearchResult, confirmation_text, cost_table, sections
 from lmi_server.tune.result import as_json, difference, tuned_properties
 from lmi_server.tune.space import Space, check_space, grid, parse_space, space_of_script
@@ -190,7 +190,7 @@ def _search(
 
 
 def _costs(
-    search: Search, measurement: Measurement, model: _TunedModel, traffic: Traffic, best: Trial | None
+    search: Search, measurement: Measurement, model: _TunedModel, traffic: Traffic, best: TuneTrial | None
 ) -> list[Cost]:
     """Return what the adapters in the traffic cost with the best setting; nothing if there are none."""
     if best is None or not set(traffic.weights) - {BASE}:
@@ -259,7 +259,7 @@ def _rich(table: PageTable, title: str) -> Table:
     return shown
 
 
-def _line(trial: Trial) -> str:
+def _line(trial: TuneTrial) -> str:
     outcome = trial.outcome
     settings = " ".join(f"{key.removeprefix('option.')}={value}" for key, value in trial.settings.items())
     name = f"trial {trial.number}: {settings}" if trial.settings else "as it is"
@@ -272,7 +272,7 @@ def _line(trial: Trial) -> str:
     )
 
 
-def _front(trials: Sequence[Trial], unit: str) -> Table:
+def _front(trials: Sequence[TuneTrial], unit: str) -> Table:
     table = Table(title="none is both faster and better in its p99 end to end")
     for name in ("trial", unit, "p99 end to end, s", "settings"):
         table.add_column(name)

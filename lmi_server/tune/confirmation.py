@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmi_server.bench.paired import PairedRatios
-from lmi_server.tune.outcome import Measure, Trial, best_of
+from lmi_server.tune.outcome import Measure, TuneTrial, best_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Confirmation:
         return bool(self.pairs) and len(self.ratios.values) == len(self.pairs)
 
 
-def candidate_of(trials: Sequence[Trial]) -> Trial | None:
+def candidate_of(trials: Sequence[TuneTrial]) -> TuneTrial | None:
     """Return the trial to compare with the configuration as it is: the best of the others; None if there is no need.
 
     It is compared also if the configuration as it is had the highest value, which may be luck as well.
@@ -72,7 +72,7 @@ def candidate_of(trials: Sequence[Trial]) -> Trial | None:
     )
 
 
-def choose(trials: Sequence[Trial], confirmation: Confirmation | None) -> Trial | None:
+def choose(trials: Sequence[TuneTrial], confirmation: Confirmation | None) -> TuneTrial | None:
     """Return the trial to keep: the configuration as it is, unless the best setting was confirmed, if it was measured.
 
     None if no trial has a value.
@@ -87,7 +87,7 @@ Recall = Callable[[str, Callable[[], Sequence[Any]]], Sequence[Any]]
 """Returns what the function returned for a name, now or in an earlier call of the search (`Search.recall`)."""
 
 
-def confirm(candidate: Trial, pairs: int, measure: Measure, recall: Recall) -> Confirmation:
+def confirm(candidate: TuneTrial, pairs: int, measure: Measure, recall: Recall) -> Confirmation:
     """Measure the setting and the configuration as it is `pairs` times each, in turns.
 
     The one that comes first changes from pair to pair. `recall` keeps each run, so that a

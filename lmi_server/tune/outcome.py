@@ -32,7 +32,7 @@ Measure = Callable[[Mapping[str, str], float], Outcome]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TuneTrial:
     """One trial of a search; number -1 is the configuration as it is."""
 
     number: int
@@ -40,13 +40,13 @@ class Trial:
     outcome: Outcome
 
 
-def best_of(trials: Sequence[Trial]) -> Trial | None:
+def best_of(trials: Sequence[TuneTrial]) -> TuneTrial | None:
     """Return the trial with the highest value; None if none has one."""
     valued = [trial for trial in trials if trial.outcome.value is not None and not trial.outcome.is_pruned]
     return max(valued, key=lambda trial: trial.outcome.value or 0.0, default=None)
 
 
-def pareto(trials: Sequence[Trial], latency: str) -> list[Trial]:
+def pareto(trials: Sequence[TuneTrial], latency: str) -> list[TuneTrial]:
     """Return the Pareto front of throughput and p99 of `latency`, the slowest trial first."""
     points = [
         (trial.outcome.value, trial.outcome.figures[latency]["p99"], trial)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lmi_server.bench.reports.page import Plot, Section, Table, scatter
 from lmi_server.tune.adapter_costs import Cost
 from lmi_server.tune.confirmation import Confirmation, choose
-from lmi_server.tune.outcome import THROUGHPUT, Trial, pareto
+from lmi_server.tune.outcome import THROUGHPUT, TuneTrial, pareto
 from lmi_server.tune.space import Choices, Range, Space
 
 _UNIMPORTANT = 0.05
@@ -21,7 +21,7 @@ _NOISE = 0.03
 class SearchResult:
     """All that a report is made of; `after` is the new serving.properties, and `difference` what differs in it."""
 
-    trials: Sequence[Trial]
+    trials: Sequence[TuneTrial]
     space: Space
     importances: Mapping[str, float]
     confirmation: Confirmation | None = None
@@ -33,7 +33,7 @@ class SearchResult:
     difference: str = ""
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> TuneTrial | None:
         """Return the trial to keep; None if no setting keeps the limits."""
         return choose(self.trials, self.confirmation)
 
@@ -43,7 +43,7 @@ class SearchResult:
         return next((trial.outcome.unit for trial in self.trials if trial.outcome.value is not None), THROUGHPUT)
 
     @property
-    def baseline(self) -> Trial | None:
+    def baseline(self) -> TuneTrial | None:
         return next((trial for trial in self.trials if trial.number < 0), None)
 
 
@@ -109,7 +109,7 @@ def confirmation_text(result: SearchResult) -> str:
     return f"{text}: that may be chance, and the configuration as it is stays."
 
 
-def _table(title: str, trials: Sequence[Trial], unit: str) -> Table:
+def _table(title: str, trials: Sequence[TuneTrial], unit: str) -> Table:
     rows = []
     for trial in trials:
         outcome = trial.outcome
@@ -121,16 +121,16 @@ def _table(title: str, trials: Sequence[Trial], unit: str) -> Table:
     return Table(title, columns, rows)
 
 
-def _name(trial: Trial) -> str:
+def _name(trial: TuneTrial) -> str:
     return ", ".join(f"{key.removeprefix('option.')}={value}" for key, value in trial.settings.items()) or "as it is"
 
 
-def _p99(trial: Trial, latency: str) -> str:
+def _p99(trial: TuneTrial, latency: str) -> str:
     value = trial.outcome.figures.get(latency, {}).get("p99")
     return "" if value is None else f"{value:.0f}"
 
 
-def _front_plot(result: SearchResult, front: Sequence[Trial]) -> Plot:
+def _front_plot(result: SearchResult, front: Sequence[TuneTrial]) -> Plot:
     on_front = {trial.number for trial in front}
     groups: dict[str, list[tuple[float, float]]] = {"other settings": [], "front": [], "as it is": []}
     for trial in result.trials:

@@ -8,14 +8,16 @@ from dataclasses import asdict
 from typing import Any
 
 from lmi_server.tune.confirmation import Confirmation
-from lmi_server.tune.outcome import GOODPUT, THROUGHPUT, Trial
+from lmi_server.tune.outcome import GOODPUT, THROUGHPUT, TuneTrial
 from lmi_server.tune.report import SearchResult
 
 _MARK = "# lmi-server tune: "
 _NAMES = {THROUGHPUT: "output_tokens_per_s", GOODPUT: "goodput_per_s"}
 
 
-def tuned_properties(text: str, best: Trial, baseline: Trial | None, confirmation: Confirmation | None = None) -> str:
+def tuned_properties(
+    text: str, best: TuneTrial, baseline: TuneTrial | None, confirmation: Confirmation | None = None
+) -> str:
     """Return a serving.properties with the settings of `best`; each has a comment of where it comes from.
 
     A key that the file has keeps its place; comments of an earlier search about it are replaced.
@@ -74,13 +76,13 @@ def _confirmation(confirmation: Confirmation, unit: str) -> dict[str, Any]:
     }
 
 
-def _figures(trial: Trial) -> str:
+def _figures(trial: TuneTrial) -> str:
     figures = trial.outcome.figures
     value, seconds = trial.outcome.value or 0.0, figures["e2el_ms"]["p99"] / 1000
     return f"{value:.1f} {trial.outcome.unit} at {trial.outcome.concurrency} requests, p99 end to end {seconds:.2f} s"
 
 
-def _compare(baseline: Trial | None, confirmation: Confirmation | None) -> str:
+def _compare(baseline: TuneTrial | None, confirmation: Confirmation | None) -> str:
     before = None if baseline is None else baseline.outcome.value
     if baseline is None or before is None:
         return ""

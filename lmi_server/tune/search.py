@@ -18,7 +18,7 @@ from optuna.exceptions import StorageInternalError
 from optuna.trial import FrozenTrial, TrialState
 
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.tune.outcome import Measure, Outcome, Trial, best_of
+from lmi_server.tune.outcome import Measure, Outcome, TuneTrial, best_of
 from lmi_server.tune.space import Choices, Range, Space, grid, size_of, text_of
 
 _BASELINE = "baseline"
@@ -54,15 +54,15 @@ class Search:
                     self._study.enqueue_trial(combination, skip_if_exists=True)
 
     @property
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[TuneTrial]:
         """Return the trials that have ended, the configuration as it is first. No two have the same settings."""
         ended = [trial for trial in self._study.trials if trial.state.is_finished() and _OUTCOME in trial.user_attrs]
         baseline = self._study.user_attrs.get(_BASELINE)
-        found = [] if baseline is None else [Trial(-1, {}, Outcome(**baseline))]
+        found = [] if baseline is None else [TuneTrial(-1, {}, Outcome(**baseline))]
         for each in ended:
             settings = _settings(each)
             if all(trial.settings != settings for trial in found):
-                found.append(Trial(each.number, settings, Outcome(**each.user_attrs[_OUTCOME])))
+                found.append(TuneTrial(each.number, settings, Outcome(**each.user_attrs[_OUTCOME])))
         return found
 
     @property
@@ -92,7 +92,7 @@ class Search:
             except (RuntimeError, ValueError, UserWarning):  # too few trials, or all of them alike
                 return {}
 
-    def run(self, trials: int, measure: Measure) -> Iterator[Trial]:
+    def run(self, trials: int, measure: Measure) -> Iterator[TuneTrial]:
         """Try settings until there are `trials` (with earlier calls) or no further ones; yield each new trial.
 
         A grid is tried to its end. Raises ConfigurationError if a trial cannot be kept, as on a full disk.
@@ -100,10 +100,10 @@ class Search:
         with _full_disk_explained(self._path):
             yield from self._run(trials, measure)
 
-    def _run(self, trials: int, measure: Measure) -> Iterator[Trial]:
+    def _run(self, trials: int, measure: Measure) -> Iterator[TuneTrial]:
         found = self.trials
         if not any(trial.number < 0 for trial in found):
-            found.append(Trial(-1, {}, measure({}, 0.0)))
+            found.append(TuneTrial(-1, {}, measure({}, 0.0)))
             self._study.set_user_attr(_BASELINE, asdict(found[-1].outcome))
             yield found[-1]
         wanted = min(sys.maxsize if self._is_grid else trials, self._size or sys.maxsize)
@@ -119,7 +119,7 @@ class Search:
             self._tell(proposed, outcome)
             repeats = repeats + 1 if known else 0
             if known is None:
-                found.append(Trial(proposed.number, settings, outcome))
+                found.append(TuneTrial(proposed.number, settings, outcome))
                 yield found[-1]
 
     def recall(self, name: str, make: Callable[[], Any]) -> Any:

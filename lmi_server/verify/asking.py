@@ -20,7 +20,7 @@ _NO_ANSWER = (ValueError, KeyError, TypeError, IndexError, AttributeError, Overf
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class ScoredToken:
     """A token of an answer, its log-probability, and those of the likeliest tokens at its place."""
 
     text: str
@@ -33,7 +33,7 @@ class Answer:
     """The answer to a prompt, and the seconds until it was complete; `error` says why there is none."""
 
     text: str = ""
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[ScoredToken, ...] = ()
     seconds: float = 0.0
     error: str | None = None
 
@@ -77,14 +77,16 @@ def _of_completion(choice: Mapping[str, Any], seconds: float) -> Answer:
     tops = found.get("top_logprobs") or [{}] * len(found.get("tokens", ()))
     tokens = zip(found.get("tokens", ()), found.get("token_logprobs", ()), tops, strict=True)
     return Answer(
-        str(choice["text"]), tuple(Token(text, float(value), dict(top or {})) for text, value, top in tokens), seconds
+        str(choice["text"]),
+        tuple(ScoredToken(text, float(value), dict(top or {})) for text, value, top in tokens),
+        seconds,
     )
 
 
 def _of_chat(choice: Mapping[str, Any], seconds: float) -> Answer:
     entries = (choice.get("logprobs") or {}).get("content") or ()
     tokens = tuple(
-        Token(
+        ScoredToken(
             entry["token"],
             float(entry["logprob"]),
             {top["token"]: float(top["logprob"]) for top in entry["top_logprobs"]},

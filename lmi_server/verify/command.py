@@ -19,7 +19,7 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
 from lmi_server.verify import report
 from lmi_server.verify.asking import Side
-from lmi_server.verify.comparison import Pair, Summary, compare, summarize
+from lmi_server.verify.comparison import ComparisonSummary, Pair, compare, summarize
 from lmi_server.verify.sides import NEW, OLD, Given, open_sides
 
 _WORDS = 48  # of a random prompt
@@ -114,7 +114,7 @@ def _settings(changes: Sequence[str]) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _complaints(summary: Summary, max_changed: float | None, max_slower: float | None) -> Iterator[str]:
+def _complaints(summary: ComparisonSummary, max_changed: float | None, max_slower: float | None) -> Iterator[str]:
     if summary.failed_new > summary.failed_old:
         yield f"{summary.failed_new} requests failed, and {summary.failed_old} before"
     if summary.failed_old == summary.prompts:

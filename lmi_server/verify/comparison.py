@@ -72,7 +72,7 @@ def compare(prompt: str, old: Answer, new: Answer) -> Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class ComparisonSummary:
     """Figures over all prompts. `mean_shift` and `largest_shift` are of absolute values; None without any."""
 
     prompts: int
@@ -86,11 +86,11 @@ class Summary:
     latency: PairedRatios | None
 
 
-def summarize(pairs: Sequence[Pair]) -> Summary:
+def summarize(pairs: Sequence[Pair]) -> ComparisonSummary:
     """Return the figures of some pairs."""
     shifts = [abs(shift) for pair in pairs for shift in pair.shifts]
     ratios = [ratio for pair in pairs if (ratio := pair.slower) is not None]
-    return Summary(
+    return ComparisonSummary(
         prompts=len(pairs),
         compared=sum(pair.is_whole for pair in pairs),
         failed_old=sum(pair.old.error is not None for pair in pairs),

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lmi_server.contract.texts.quoting import excerpt
-from lmi_server.verify.comparison import Pair, Summary
+from lmi_server.verify.comparison import ComparisonSummary, Pair
 
 _SHOWN = 5
 _EXCERPT = 60
 
 
-def lines(summary: Summary, noise: Summary, pairs: Sequence[Pair]) -> Iterator[str]:
+def lines(summary: ComparisonSummary, noise: ComparisonSummary, pairs: Sequence[Pair]) -> Iterator[str]:
     """Yield the lines of the report. `noise` is of the old version against itself."""
     yield f"prompts      {summary.prompts}"
     if summary.failed_old or summary.failed_new:
@@ -45,7 +45,7 @@ def lines(summary: Summary, noise: Summary, pairs: Sequence[Pair]) -> Iterator[s
         yield f'\n"{excerpt(pair.prompt, _EXCERPT)}": {excerpt(pair.new.error or pair.old.error or "", 200)}'
 
 
-def as_json(summary: Summary, noise: Summary, pairs: Sequence[Pair]) -> str:
+def as_json(summary: ComparisonSummary, noise: ComparisonSummary, pairs: Sequence[Pair]) -> str:
     """Return all figures and all pairs."""
     rows = [
         {
@@ -63,7 +63,7 @@ def as_json(summary: Summary, noise: Summary, pairs: Sequence[Pair]) -> str:
     return json.dumps({"summary": _figures(summary), "noise": _of_noise(noise), "pairs": rows}, indent=1) + "\n"
 
 
-def _figures(summary: Summary) -> dict[str, Any]:
+def _figures(summary: ComparisonSummary) -> dict[str, Any]:
     figures: dict[str, Any] = dataclasses.asdict(summary)
     if summary.latency is not None:
         low, high = summary.latency.interval
@@ -73,7 +73,7 @@ def _figures(summary: Summary) -> dict[str, Any]:
     return figures
 
 
-def _of_noise(noise: Summary) -> dict[str, Any]:
+def _of_noise(noise: ComparisonSummary) -> dict[str, Any]:
     return {name: getattr(noise, name) for name in ("compared", "changed", "mean_shift", "largest_shift")}
 
 

@@ -33,7 +33,7 @@ from lmi_server.tune.adapter_costs import Cost
 from lmi_server.tune.confirmation import Confirmation, candidate_of, choose, confirm
 from lmi_server.tune.measurement import Limits
 from lmi_server.tune.merging import merge
-from lmi_server.tune.outcome import Outcome, Trial, best_of, pareto
+from lmi_server.tune.outcome import Outcome, TuneTrial, best_of, pareto
 from lmi_server.tune.report import SearchResult, next_steps, sections
 from lmi_server.tune.result import difference, tuned_properties
 from lmi_server.tune.space import Choices, Range, Space, check_space, grid, parse_space, size_of, space_of_script
@@ -355,8 +355,10 @@ def outcome(value: float | None, p99: float) -> Outcome:
 # --- the confirmation ---
 
 
-def valued(number: int, value: float | None, is_pruned: bool = False) -> Trial:
-    return Trial(number, {} if number < 0 else {"option.a": str(number)}, Outcome(value, 4, {}, is_pruned=is_pruned))
+def valued(number: int, value: float | None, is_pruned: bool = False) -> TuneTrial:
+    return TuneTrial(
+        number, {} if number < 0 else {"option.a": str(number)}, Outcome(value, 4, {}, is_pruned=is_pruned)
+    )
 
 
 def test_the_best_other_setting_is_measured_beside_the_configuration_as_it_is() -> None:
@@ -437,11 +439,13 @@ def test_the_report_says_what_the_pairs_leave_open() -> None:
 
 
 def test_the_front_leaves_out_what_is_worse_in_both() -> None:
-    trials = [Trial(number, {}, outcome(*pair)) for number, pair in enumerate([(10, 5), (20, 9), (15, 9), (None, 1)])]
+    trials = [
+        TuneTrial(number, {}, outcome(*pair)) for number, pair in enumerate([(10, 5), (20, 9), (15, 9), (None, 1)])
+    ]
     assert [trial.number for trial in pareto(trials, "e2el_ms")] == [0, 1]
 
 
-def found(*trials: Trial, **more: Any) -> SearchResult:
+def found(*trials: TuneTrial, **more: Any) -> SearchResult:
     space: Space = {"option.a": Choices(("1", "2", "4")), "option.b": Choices(("x", "y")), "option.c": Range(0, 9)}
     return SearchResult(trials=trials, space=space, importances={}, concurrency=4, has_data=True, **more)
 
@@ -450,21 +454,21 @@ def found(*trials: Trial, **more: Any) -> SearchResult:
     ("asked", "steps"),
     [
         (found(), ["No setting keeps the limits", "0 settings are few for 3 options: --trials 15"]),
-        (found(*[Trial(1, {"option.a": "2", "option.b": "x", "option.c": "4"}, outcome(9, 5))] * 15), []),
+        (found(*[TuneTrial(1, {"option.a": "2", "option.b": "x", "option.c": "4"}, outcome(9, 5))] * 15), []),
         (
-            found(*[Trial(1, {"option.a": "4", "option.c": "0"}, outcome(9, 5))] * 15),
+            found(*[TuneTrial(1, {"option.a": "4", "option.c": "0"}, outcome(9, 5))] * 15),
             ["The best option.a, 4, is the highest that was tried: try higher", "The best option.c, 0, is the lowest"],
         ),
         (
-            found(*[Trial(-1, {}, outcome(100, 5)), Trial(1, {"option.a": "2"}, outcome(101, 5))] * 8),
+            found(*[TuneTrial(-1, {}, outcome(100, 5)), TuneTrial(1, {"option.a": "2"}, outcome(101, 5))] * 8),
             ["The best is within 3 % of the configuration as it is"],
         ),
         (
-            replace(found(*[Trial(1, {}, outcome(9, 5))] * 15), concurrency=8, importances={"option.a": 0.01}),
+            replace(found(*[TuneTrial(1, {}, outcome(9, 5))] * 15), concurrency=8, importances={"option.a": 0.01}),
             ["The limits hold at 4 requests at a time, not at 8", "option.a explains 1% of the differences: leave it"],
         ),
         (
-            replace(found(*[Trial(1, {}, outcome(9, 5))] * 15), has_data=False, unused_adapters=["x"]),
+            replace(found(*[TuneTrial(1, {}, outcome(9, 5))] * 15), has_data=False, unused_adapters=["x"]),
             ["The model has adapters that were not in the traffic (x)", "The prompts were random"],
         ),
     ],
@@ -477,8 +481,8 @@ def test_what_to_measure_next(asked: SearchResult, steps: list[str]) -> None:
 
 def test_a_report_in_markdown() -> None:
     costs = [Cost("base", 10.0, 4.0), Cost("one", 15.0, 4.0, load_s=0.5), Cost("merged", reason="no | peft")]
-    best = Trial(3, {"option.a": "2"}, outcome(120.0, 2500))
-    asked = replace(found(Trial(-1, {}, outcome(60.0, 1000)), best), costs=costs, difference="-a\n+b\n")
+    best = TuneTrial(3, {"option.a": "2"}, outcome(120.0, 2500))
+    asked = replace(found(TuneTrial(-1, {}, outcome(60.0, 1000)), best), costs=costs, difference="-a\n+b\n")
     text = markdown("Search", sections(asked))
     assert "The best of 2 settings gives 120.0 output tokens/s: a=2." in text
     assert "That is 2.00 times the 60.0 of the configuration as it is." in text
@@ -517,9 +521,9 @@ def test_limits_say_what_broke_them() -> None:
 
 
 def test_found_values_replace_those_of_the_file() -> None:
-    best = Trial(7, {"option.a": "8", "option.b": "2"}, outcome(120.0, 2500))
+    best = TuneTrial(7, {"option.a": "8", "option.b": "2"}, outcome(120.0, 2500))
     text = "option.a = 4\noption.ab=1"
-    tuned = tuned_properties(text, best, Trial(-1, {}, outcome(60.0, 1000)))
+    tuned = tuned_properties(text, best, TuneTrial(-1, {}, outcome(60.0, 1000)))
     comment = "# lmi-server tune: trial 7, 120.0 output tokens/s at 4 requests, p99 end to end 2.50 s (before: 60.0 "
     assert tuned.splitlines()[1:3] == ["option.a=8", "option.ab=1"]
     assert tuned.splitlines()[0].startswith(comment)

@@ -21,7 +21,7 @@ from server_helpers import make_model, running
 from lmi_server.bench.paired import PairedRatios
 from lmi_server.bench.workload import Prompt
 from lmi_server.client.server_calls import ServerCalls
-from lmi_server.verify.asking import Answer, Side, Token
+from lmi_server.verify.asking import Answer, ScoredToken, Side
 from lmi_server.verify.command import _ask_again, _complaints
 from lmi_server.verify.comparison import compare, summarize
 from lmi_server.verify.report import as_json, lines
@@ -32,7 +32,7 @@ def verify(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def answer(*texts: str, logprob: float = -0.5, seconds: float = 1.0, **tops: float) -> Answer:
-    tokens = tuple(Token(text, logprob, {text: logprob, **tops}) for text in texts)
+    tokens = tuple(ScoredToken(text, logprob, {text: logprob, **tops}) for text in texts)
     return Answer("".join(texts), tokens, seconds)
 
 

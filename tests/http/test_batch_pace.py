@@ -10,7 +10,7 @@ import pytest
 from relay_helpers import on_loop
 
 from frontend.batches import pace as pace_module
-from frontend.batches.pace import Line, Pace
+from frontend.batches.pace import Line, LinePace
 from lmi_server.serving.models.model import Model
 
 
@@ -28,7 +28,7 @@ class FakeModel:
     def count(self) -> None:
         self.dispatcher.in_flight = self.live + len(self.lines)
 
-    async def run(self, pace: Pace) -> bool:
+    async def run(self, pace: LinePace) -> bool:
         """Run one line; return whether it was given back."""
         async with pace.turn(cast("Model", self)) as line:
             ended = asyncio.Event()
@@ -67,7 +67,7 @@ async def cancelled(tasks: list[asyncio.Task[bool]]) -> None:
 
 @on_loop
 async def test_a_quiet_model_has_many_lines_and_gives_back_all_but_the_oldest() -> None:
-    model, pace = FakeModel(), Pace(8, 2)
+    model, pace = FakeModel(), LinePace(8, 2)
     tasks = [asyncio.create_task(model.run(pace)) for _ in range(20)]
     await until(lambda: len(model.lines) == 8)
     oldest = model.lines[:2]
@@ -86,7 +86,7 @@ async def test_a_quiet_model_has_many_lines_and_gives_back_all_but_the_oldest() 
 
 @on_loop
 async def test_with_none_beside_live_requests_all_lines_wait() -> None:
-    model, pace = FakeModel(), Pace(4, 0)
+    model, pace = FakeModel(), LinePace(4, 0)
     model.live = 1
     model.count()
     tasks = [asyncio.create_task(model.run(pace)) for _ in range(3)]
@@ -100,7 +100,7 @@ async def test_with_none_beside_live_requests_all_lines_wait() -> None:
 
 @on_loop
 async def test_lines_leave_room_in_a_short_queue() -> None:
-    model, pace = FakeModel(queue_size=8), Pace(8, 8)
+    model, pace = FakeModel(queue_size=8), LinePace(8, 8)
     model.dispatcher.queued = 3
     tasks = [asyncio.create_task(model.run(pace)) for _ in range(3)]
     await asyncio.sleep(0.02)
@@ -112,7 +112,7 @@ async def test_lines_leave_room_in_a_short_queue() -> None:
 
 @on_loop
 async def test_a_line_that_is_cancelled_while_it_waits_takes_no_turn() -> None:
-    model, pace = FakeModel(), Pace(1, 1)
+    model, pace = FakeModel(), LinePace(1, 1)
     first, second, third = (asyncio.create_task(model.run(pace)) for _ in range(3))
     await until(lambda: len(model.lines) == 1)
     await cancelled([second])
@@ -123,7 +123,7 @@ async def test_a_line_that_is_cancelled_while_it_waits_takes_no_turn() -> None:
 
 @on_loop
 async def test_a_request_that_comes_takes_the_lines_back_at_once() -> None:
-    model, pace = FakeModel(), Pace(8, 0)
+    model, pace = FakeModel(), LinePace(8, 0)
     tasks = [asyncio.create_task(model.run(pace)) for _ in range(8)]
     await until(lambda: len(model.lines) == 8)
     pace.note_live()
@@ -135,12 +135,12 @@ async def test_a_request_that_comes_takes_the_lines_back_at_once() -> None:
     ("quiet_s", "beside", "allowed"), [(-1, 0, 0), (-1, 2, 2), (0, 0, 1), (0.0045, 0, 4), (9, 3, 10)]
 )
 def test_the_lines_of_a_quiet_model_grow(quiet_s: float, beside: int, allowed: int) -> None:
-    assert Pace(10, beside)._allowed_lines(quiet_s) == allowed
+    assert LinePace(10, beside)._allowed_lines(quiet_s) == allowed
 
 
 @on_loop
 async def test_models_do_not_wait_for_each_other() -> None:
-    busy, idle, pace = FakeModel(), FakeModel(), Pace(4, 0)
+    busy, idle, pace = FakeModel(), FakeModel(), LinePace(4, 0)
     busy.live = 1
     busy.count()
     tasks = [asyncio.create_task(model.run(pace)) for model in (busy, idle) for _ in range(2)]

@@ -14,8 +14,8 @@ from relay_helpers import on_loop
 from frontend.access.api_keys import TENANT, KeyRing
 from frontend.batches import asking as asking_module
 from frontend.batches import pace as pace_module
-from frontend.batches.asking import Asking, Outcome
-from frontend.batches.pace import Pace
+from frontend.batches.asking import Asking, LineOutcome
+from frontend.batches.pace import LinePace
 from frontend.batches.records import (
     BATCH_PREFIX,
     BatchRecord,
@@ -50,10 +50,10 @@ class FakeAsking:
     async def hold(self, size: int) -> HeldBytes:
         return HeldBytes(MemoryBudget(1 << 30, "full"))
 
-    async def answer(self, line: BatchLine, line_id: str, tenant: bytes) -> Outcome:
+    async def answer(self, line: BatchLine, line_id: str, tenant: bytes) -> LineOutcome:
         if self._is_silent:
             await asyncio.Event().wait()
-        return Outcome(b"{}", True)
+        return LineOutcome(b"{}", True)
 
 
 def parts_of(directory: Path, asking: FakeAsking) -> RunParts:
@@ -211,7 +211,7 @@ async def test_an_answer_in_chunks_that_was_taken_back_is_asked_for_again(monkey
     pool = SimpleNamespace(dispatcher=dispatcher, settings=SimpleNamespace(job_queue_size=100))
     model = type("FakeModel", (), {"pool": pool})()  # which has a hash
     models: Any = SimpleNamespace(only=SimpleNamespace(choose=lambda version: model))
-    pace = Pace(1, 0)
+    pace = LinePace(1, 0)
     tries: list[int] = []
 
     async def infer(route: str, name: str | None, version: str | None, scope: Any, receive: Any, send: Any) -> None:
@@ -251,7 +251,7 @@ async def test_a_part_of_an_answer_is_no_answer(kind: str, tries: int, monkeypat
 
     models: Any = SimpleNamespace(only=None, default=None)
     line = BatchLine(1, "a", COMPLETIONS, b"{}")
-    outcome = await Asking(infer, models, Pace(1, 0), "x-request-id").answer(line, "b", b"")
+    outcome = await Asking(infer, models, LinePace(1, 0), "x-request-id").answer(line, "b", b"")
     assert (len(asked), outcome.is_answered) == (tries, False)
     assert b"whole" not in outcome.line
     assert b"it ended" in outcome.line

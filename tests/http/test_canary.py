@@ -29,7 +29,7 @@ from frontend.canary.answers import read_answer
 from frontend.canary.comparison import Compared, compare_answers
 from frontend.canary.draw import Draw
 from frontend.canary.figures import Figures
-from frontend.canary.outcomes import Outcome, outcome_of
+from frontend.canary.outcomes import AnswerOutcome, outcome_of
 from frontend.canary.proportions import chance_of_more
 from frontend.canary.rules import Rules
 from frontend.canary.trial import CanaryTrial
@@ -374,10 +374,10 @@ def test_the_command_tries_a_version_and_says_why_it_was_taken_back(
 def figures(requests: int, errors: int = 0, seconds: float = 0.1, refused: int = 0) -> Figures:
     made = Figures()
     for number in range(requests):
-        outcome = Outcome.ERROR if number < errors else Outcome.SUCCESS
+        outcome = AnswerOutcome.ERROR if number < errors else AnswerOutcome.SUCCESS
         made.add(outcome, seconds * (1 + number % 7 / 100))
     for _ in range(refused):
-        made.add(Outcome.REFUSED, 0.0)
+        made.add(AnswerOutcome.REFUSED, 0.0)
     return made
 
 
@@ -435,9 +435,11 @@ def test_the_chance_of_a_difference_is_found_for_any_counts() -> None:
 
 
 @pytest.mark.parametrize("route", ["invocations", "chat/completions"])
-@pytest.mark.parametrize(("error", "outcome"), [(RequestError, Outcome.REFUSED), (HandlerError, Outcome.ERROR)])
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(RequestError, AnswerOutcome.REFUSED), (HandlerError, AnswerOutcome.ERROR)]
+)
 def test_what_a_client_got_wrong_is_told_from_what_failed(
-    route: str, error: type[RequestError | HandlerError], outcome: Outcome
+    route: str, error: type[RequestError | HandlerError], outcome: AnswerOutcome
 ) -> None:
     status, headers, body = error_reply(route, error("x"))
     assert outcome_of(status, Reply(1, status, headers, body)) is outcome
@@ -445,16 +447,16 @@ def test_what_a_client_got_wrong_is_told_from_what_failed(
 
 
 def test_a_deadline_of_the_client_is_no_error_of_the_version() -> None:
-    assert outcome_of(504, Error(1, "DeadlineError", "x")) is Outcome.REFUSED
-    assert outcome_of(504, Error(1, "PredictTimeoutError", "x")) is Outcome.ERROR
-    assert outcome_of(503, Error(1, "AbortedError", "a call did that")) is Outcome.REFUSED
+    assert outcome_of(504, Error(1, "DeadlineError", "x")) is AnswerOutcome.REFUSED
+    assert outcome_of(504, Error(1, "PredictTimeoutError", "x")) is AnswerOutcome.ERROR
+    assert outcome_of(503, Error(1, "AbortedError", "a call did that")) is AnswerOutcome.REFUSED
 
 
 def test_an_end_of_no_known_kind_is_an_error_of_the_version() -> None:
     for data in (b"", b"[" * 10_000, b"\xff", b'{"type": 3}', b'{"type": "BadRequestException"}' + b" " * (1 << 17)):
-        assert outcome_of(424, Reply(1, 424, [], data)) is Outcome.ERROR
-    assert outcome_of(424, End(1, 424)) is outcome_of(424, None) is Outcome.ERROR
-    assert outcome_of(499, None) is Outcome.REFUSED
+        assert outcome_of(424, Reply(1, 424, [], data)) is AnswerOutcome.ERROR
+    assert outcome_of(424, End(1, 424)) is outcome_of(424, None) is AnswerOutcome.ERROR
+    assert outcome_of(499, None) is AnswerOutcome.REFUSED
 
 
 def test_figures_take_bounded_memory() -> None:
@@ -543,28 +545,28 @@ def test_what_is_no_log_probability_is_not_compared(logprobs: str) -> None:
     assert (compared.total.requests, compared.total.changed, compared.total.shifts) == (1, 0, 0)
 
 
-def of_session(name: bytes, outcome: Outcome, count: int, beside: Figures) -> Figures:
+def of_session(name: bytes, outcome: AnswerOutcome, count: int, beside: Figures) -> Figures:
     for _ in range(count):
         beside.add(outcome, 0.1, name)
     return beside
 
 
 def test_one_session_alone_speaks_neither_for_nor_against_a_version() -> None:
-    refused = of_session(b"a", Outcome.REFUSED, 20, figures(50))
+    refused = of_session(b"a", AnswerOutcome.REFUSED, 20, figures(50))
     assert RULES.early_objection(figures(1000), refused) is RULES.objection(figures(1000), refused, None) is None
     assert "one session is refused more often" in (RULES.finding(figures(1000), refused) or "")
-    assert RULES.early_objection(figures(1000), of_session(b"b", Outcome.REFUSED, 20, refused)) is not None
-    failed = of_session(b"a", Outcome.ERROR, 20, figures(50))
+    assert RULES.early_objection(figures(1000), of_session(b"b", AnswerOutcome.REFUSED, 20, refused)) is not None
+    failed = of_session(b"a", AnswerOutcome.ERROR, 20, figures(50))
     assert RULES.early_objection(figures(1000), failed) is RULES.objection(figures(1000), failed, None) is None
     assert "20 of 70 requests failed" in (RULES.doubt(figures(1000), failed, None) or "")
     for _ in range(2000):
-        failed.add(Outcome.SUCCESS, 0.1)
+        failed.add(AnswerOutcome.SUCCESS, 0.1)
     assert RULES.doubt(figures(1000), failed, None) is None, "others outweigh it"
-    both = of_session(b"b", Outcome.ERROR, 20, of_session(b"a", Outcome.ERROR, 20, figures(50)))
+    both = of_session(b"b", AnswerOutcome.ERROR, 20, of_session(b"a", AnswerOutcome.ERROR, 20, figures(50)))
     assert RULES.early_objection(figures(1000), both) is not None
-    alone = of_session(b"a", Outcome.ERROR, 20, figures(4))
+    alone = of_session(b"a", AnswerOutcome.ERROR, 20, figures(4))
     assert RULES.early_objection(figures(1000), alone) is not None, "nearly nobody else has sent anything"
-    masked = of_session(b"a", Outcome.ERROR, 100, figures(1000))
+    masked = of_session(b"a", AnswerOutcome.ERROR, 100, figures(1000))
     assert RULES.objection(masked, figures(50, errors=3), None) is not None, "a session hides no errors"
 
 
@@ -582,8 +584,8 @@ def test_a_session_whose_answers_change_is_in_doubt_alone() -> None:
 def test_a_session_counts_for_a_share_of_the_requests() -> None:
     assert replace(RULES, requests=3).max_of_client == 1
     some = Figures(RULES.max_of_client)
-    assert [some.add(Outcome.SUCCESS, 0.1, b"a") for _ in range(7)] == [True] * 5 + [False] * 2
-    assert [some.add(Outcome.SUCCESS, 0.1, each) for each in (b"b", None, None)] == [True] * 3
+    assert [some.add(AnswerOutcome.SUCCESS, 0.1, b"a") for _ in range(7)] == [True] * 5 + [False] * 2
+    assert [some.add(AnswerOutcome.SUCCESS, 0.1, each) for each in (b"b", None, None)] == [True] * 3
     assert (some.total.requests, some.uncounted) == (8, 2)
 
 
@@ -594,8 +596,8 @@ def test_counts_of_sessions_add_up_whatever_comes_in_which_order(monkeypatch: py
         some, errors = Figures(chance.choice((3, None))), Counter[bytes | None]()
         for _ in range(200):
             session = chance.choice([None, *(bytes([each]) for each in range(chance.choice((3, 60))))])
-            outcome = chance.choice(list(Outcome))
-            errors[session] += some.add(outcome, 0.1, session) and outcome is Outcome.ERROR
+            outcome = chance.choice(list(AnswerOutcome))
+            errors[session] += some.add(outcome, 0.1, session) and outcome is AnswerOutcome.ERROR
         assert some.total.errors == errors.total()
         assert some.without_most_errors().errors <= some.total.errors
         assert len(some._counts._sessions) <= 20
@@ -624,7 +626,7 @@ def test_an_api_key_that_sticks_to_a_version_counts_as_often_as_chance_and_a_lit
     trial = CanaryTrial(cast("Any", None), 0.05, replace(RULES, requests=200), False, 0.0)
 
     def send(is_new: bool, number: int, tenant: bytes) -> None:
-        trial._add(Outcome.SUCCESS, 0.1, is_new, request_of(**{"x-session-id": str(number)}), tenant)
+        trial._add(AnswerOutcome.SUCCESS, 0.1, is_new, request_of(**{"x-session-id": str(number)}), tenant)
 
     for number in range(400):
         send(True, number, b"sticks")

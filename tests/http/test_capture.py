@@ -19,7 +19,7 @@ from waiting import wait_until
 
 from frontend.capture.budget import Budget
 from frontend.capture.destinations import BucketObjects, LostError, RotatingFiles, destination
-from frontend.capture.exchange import Exchange
+from frontend.capture.exchange import CapturedExchange
 from frontend.capture.lines import captured_line
 from frontend.capture.settings import CaptureSettings
 from frontend.capture.writer import CaptureWriter
@@ -121,8 +121,10 @@ def test_what_waits_is_written_before_the_server_ends(tmp_path: Path) -> None:
 # --- the parts ---
 
 
-def exchange(data: bytes, budget: Budget, content_type: str = "application/json", path: str = "/x") -> Exchange:
-    made = Exchange("invocations", {"path": path, "headers": [(b"content-type", content_type.encode())]}, 10**6, budget)
+def exchange(data: bytes, budget: Budget, content_type: str = "application/json", path: str = "/x") -> CapturedExchange:
+    made = CapturedExchange(
+        "invocations", {"path": path, "headers": [(b"content-type", content_type.encode())]}, 10**6, budget
+    )
     made._add(made.request, data)
     made.ended = time.monotonic()
     return made

@@ -19,7 +19,7 @@ from lmi_server.artifacts.fetch import artifact_settings
 from lmi_server.client.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.client.trial_server import LoadFailedError, trial_server
-from lmi_server.commands.live.conversation import Conversation
+from lmi_server.commands.live.conversation import LiveConversation
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.files.whole_files import write_text
@@ -60,7 +60,7 @@ def chat(
 ) -> None:
     """Chat with a model: each line is a message, and /help lists the commands. Lines may come from a pipe."""
     with plain_configuration_errors(), contextlib.suppress(KeyboardInterrupt), _server(target, header or []) as server:
-        conversation = Conversation(server, model)
+        conversation = LiveConversation(server, model)
         conversation.system = system
         for each in parameters or ():
             name, separator, text = each.partition("=")
@@ -95,7 +95,7 @@ def _server(target: str, headers: list[str]) -> Iterator[ServerCalls]:
 class _ChatSession:
     """Reads lines, and shows what the model answers. At a terminal there are prompts, a history and notes."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: LiveConversation) -> None:
         self._conversation = conversation
         self._at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._notes = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)

@@ -22,7 +22,7 @@ _END = b"[DONE]"
 _PARAMETERS = sorted(CHAT_FIELDS.keys() - {"model", "messages", "stream", "stream_options"})
 
 
-class Conversation:
+class LiveConversation:
     """The conversation with the model `model`; `parameters` are fields of each request.
 
     `system` is the text before everything else, "" for none. `usage` has the tokens of the last answer, if known.

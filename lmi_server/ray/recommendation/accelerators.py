@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Accelerator:
+class RayAccelerator:
     """One device of a kind, as its data sheet has it: a GPU, or one core of Inferentia2 and Trainium.
 
     - `memory_gib`, `bandwidth` (bytes per second) and `flops` (per second, dense, in 16 bits) are of one device.
@@ -26,12 +26,12 @@ class Accelerator:
     dtype: str = "auto"
 
 
-def _gpu(name: str, memory_gib: float, gb_per_s: float, tflops: float, **more: str) -> Accelerator:
-    return Accelerator(name, memory_gib, gb_per_s * 1e9, tflops * 1e12, **{"ray_type": name, **more})
+def _gpu(name: str, memory_gib: float, gb_per_s: float, tflops: float, **more: str) -> RayAccelerator:
+    return RayAccelerator(name, memory_gib, gb_per_s * 1e9, tflops * 1e12, **{"ray_type": name, **more})
 
 
 _NEURON = {"ray_type": "aws-neuron-core", "resource": "neuron_cores"}
-ACCELERATORS: Mapping[str, Accelerator] = {
+ACCELERATORS: Mapping[str, RayAccelerator] = {
     accelerator.name: accelerator
     for accelerator in (
         _gpu("T4", 15, 320, 65, dtype="half"),  # it has no bfloat16
@@ -106,7 +106,7 @@ FURTHER_FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 _PRODUCTS = {"A100-40G": ("A100", "40GB"), "A100-80G": ("A100", "80GB")}
 
 
-def accelerator_of(product: str) -> Accelerator | None:
+def accelerator_of(product: str) -> RayAccelerator | None:
     """Return the accelerator that a GPU's product is, such as "NVIDIA A100-SXM4-80GB"; None if it is none of them."""
     words = set(re.split(r"[\s-]+", product))
     return next((each for name, each in ACCELERATORS.items() if words.issuperset(_PRODUCTS.get(name, (name,)))), None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
 from lmi_server.ray.deployments.deployment import ACCELERATOR_SHARE
-from lmi_server.ray.recommendation.accelerators import ACCELERATORS, FAMILIES, Accelerator
+from lmi_server.ray.recommendation.accelerators import ACCELERATORS, FAMILIES, RayAccelerator
 from lmi_server.ray.recommendation.recommendation import (
     DEGREES,
     UTILIZATION,
@@ -48,7 +48,7 @@ scaling_config:
 """
 
 
-def model_file(model: ModelShape, accelerator: Accelerator, found: Recommendation) -> str:
+def model_file(model: ModelShape, accelerator: RayAccelerator, found: Recommendation) -> str:
     """Return RayLLM's file for the recommendation."""
     on_gpu = accelerator.resource == "GPU"
     named = f'"accelerator_type:{accelerator.ray_type}": {ACCELERATOR_SHARE}'

@@ -24,7 +24,7 @@ from lmi_server.ray.recommendation.accelerators import (
     ACCELERATORS,
     FAMILIES,
     FURTHER_FAMILIES,
-    Accelerator,
+    RayAccelerator,
     accelerator_of,
 )
 
@@ -67,7 +67,7 @@ class Recommendation:
     target_ongoing_requests: int
     memory: Estimate
 
-    def properties(self, model: ModelShape, accelerator: Accelerator) -> str:
+    def properties(self, model: ModelShape, accelerator: RayAccelerator) -> str:
         """Return a serving.properties for the model, which ends with a line end."""
         values = {
             "model_id": model.location,
@@ -105,7 +105,7 @@ def find_model(name: str) -> ModelShape:
     raise ConfigurationError(f'MODEL = "{name}" is not allowed; allowed: a directory with a config.json, or {known}')
 
 
-def find_accelerator(name: str) -> Accelerator:
+def find_accelerator(name: str) -> RayAccelerator:
     """Return the accelerator with a name, in any case. Raises ConfigurationError if the name is unknown."""
     found = next((accelerator for key, accelerator in ACCELERATORS.items() if key.lower() == name.lower()), None)
     if found is None:
@@ -113,7 +113,7 @@ def find_accelerator(name: str) -> Accelerator:
     return found
 
 
-def own_accelerator(products: Sequence[str]) -> Accelerator:
+def own_accelerator(products: Sequence[str]) -> RayAccelerator:
     """Return the accelerator of a machine with these GPUs. Raises ConfigurationError if it is not known."""
     found = accelerator_of(products[0]) if products else None
     if found is None:
@@ -124,7 +124,7 @@ def own_accelerator(products: Sequence[str]) -> Accelerator:
 
 def recommend(
     model: ModelShape,
-    accelerator: Accelerator,
+    accelerator: RayAccelerator,
     goal: Goal,
     context: int = CONTEXT,
     max_devices: int = DEGREES[-1],
@@ -157,7 +157,7 @@ def recommend(
 
 
 def for_degree(
-    model: ModelShape, accelerator: Accelerator, degree: int, goal: Goal, context: int = CONTEXT
+    model: ModelShape, accelerator: RayAccelerator, degree: int, goal: Goal, context: int = CONTEXT
 ) -> Recommendation | None:
     """Return the recommendation for `degree` devices.
 
@@ -197,7 +197,7 @@ def for_degree(
     )
 
 
-def memory_on(model: ModelShape, accelerator: Accelerator, degree: int, context: int, seqs: int = 1024) -> Estimate:
+def memory_on(model: ModelShape, accelerator: RayAccelerator, degree: int, context: int, seqs: int = 1024) -> Estimate:
     """Return the estimate for `degree` devices. Free is what vLLM may use, less the activations."""
     spec = HANDLERS.by_rolling_batch("vllm")
     assert spec is not None, "the table of handlers has vLLM"
@@ -211,7 +211,7 @@ def memory_on(model: ModelShape, accelerator: Accelerator, degree: int, context:
     return estimate(engine.memory, model.location, model.config, degree, machine)
 
 
-def _is_unstable(model: ModelShape, accelerator: Accelerator) -> bool:
+def _is_unstable(model: ModelShape, accelerator: RayAccelerator) -> bool:
     return accelerator.dtype == "half" and model.config.get("model_type") in _NOT_IN_HALF
 
 
