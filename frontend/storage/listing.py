@@ -18,9 +18,6 @@ def page_of(ids: Sequence[str], query: Mapping[str, str], largest: int, default:
 
     Raises BadParameterError.
     """
-    limit = integer(query, "limit", default)
-    if not 1 <= limit <= largest:
-        raise BadParameterError(f"Parameter limit is {limit}; it takes an integer from 1 to {largest}")
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise BadParameterError(f'Parameter order is "{excerpt(order)}"; it takes asc or desc')
@@ -28,7 +25,15 @@ def page_of(ids: Sequence[str], query: Mapping[str, str], largest: int, default:
     after = query.get("after", "")
     if after:
         ordered = [each for each in ordered if (each < after if order == "desc" else each > after)]
-    return ordered, limit
+    return ordered, limit_of(query, largest, default)
+
+
+def limit_of(query: Mapping[str, str], largest: int, default: int) -> int:
+    """Return how many entries of a list a query asks for at most. Raises BadParameterError."""
+    limit = integer(query, "limit", default)
+    if not 1 <= limit <= largest:
+        raise BadParameterError(f"Parameter limit is {limit}; it takes an integer from 1 to {largest}")
+    return limit
 
 
 def first_of(ids: Iterable[str], limit: int, load: Callable[[str], _Record | None]) -> tuple[list[_Record], bool]:

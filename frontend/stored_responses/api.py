@@ -13,7 +13,7 @@ from starlette.routing import Route
 from frontend.detached.processes import is_gone
 from frontend.http.responses import json_response
 from frontend.management.models import WholePathRoute
-from frontend.storage.listing import list_object
+from frontend.storage.listing import limit_of, list_object
 from frontend.storage.owners import is_id, owner_of
 from frontend.storage.threads import StoreThreads
 from frontend.stored_responses.background import CANCELLED, BackgroundResponses, end_early
@@ -85,7 +85,7 @@ class ResponsesApi:
 
 def _page(record: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the list that a query asks for. Only what is on it makes objects: an input may have a million items."""
-    items, limit = _items(record), _limit(query.get("limit"))
+    items, limit = _items(record), limit_of(query, *_PAGE)
     numbers = range(len(items))[:: -1 if query.get("order", "desc") == "desc" else 1]
     after = query.get("after")
     if after is not None:
@@ -106,15 +106,6 @@ def _items(record: StoredResponse) -> list[Any]:
         return msgspec.json.decode(record.input, type=list[Any])
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadParameterError(f"the input of response {record.id} cannot be listed: {error}") from None
-
-
-def _limit(text: str | None) -> int:
-    max_limit, default = _PAGE
-    if text is None:
-        return default
-    if not (text.isdecimal() and len(text) < 5 and 1 <= int(text) <= max_limit):
-        raise BadParameterError(f"Parameter limit is {excerpt(text)}; it takes an integer from 1 to {max_limit}")
-    return int(text)
 
 
 def _item_id(response_id: str, number: int, item: Any) -> Any:

@@ -114,7 +114,7 @@ class OpenTelemetrySpans:
         """Send the spans of a request that has ended, soon."""
         self._processor.on_end(request)
 
-    def limited(self, attributes: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+    def limit(self, attributes: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
         """Return the attributes that the limits of the SDK's variables leave, and how many they drop."""
         if not self._has_limits:
             return attributes, 0
@@ -156,7 +156,7 @@ class RequestSpans:
         own_id = own.span_id.to_bytes(8)
         operation = _OPERATIONS.get(record.route, "" if record.summary is None else _TEXT)
         http = f"{self._http['http.request.method']} {self._http['http.route']}"
-        attributes, dropped = self.origin.limited(self._http | _attributes(record, operation))
+        attributes, dropped = self.origin.limit(self._http | _attributes(record, operation))
         whole = spans.add(
             span_id=own_id,
             parent_span_id=b"" if parent is None else parent.span_id.to_bytes(8),
