@@ -22,6 +22,6 @@ def text_of(server: Server, **parameters: Any) -> str:
 
 def test_requests_sample_unless_they_say_how_to_choose(tmp_path: Path) -> None:
     saved_model(llama_of_whole_blocks(), tmp_path / "weights")
-    with serving(tmp_path, tmp_path / "weights", decoding_strategy="sample") as server:
+    with serving(tmp_path, tmp_path / "weights", libraries="transformers", decoding_strategy="sample") as server:
         assert len({text_of(server) for _ in range(4)}) > 1
         assert len({text_of(server, do_sample=False) for _ in range(4)}) == 1

@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 import pytest
 from paths import ROOT
 
+pytestmark = pytest.mark.slow  # more than twenty seconds of a processor
+
 _INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
