@@ -56,25 +56,26 @@ def seconds(runs: list[Callable[[], object]]) -> float:
 class Pages:
     """Keys and values of `layers` layers for `batch` sequences of `context` tokens, in pages in a random order."""
 
-    def __init__(self, batch: int, context: int, layers: int) -> None:
-        per_sequence = -(-context // LAYER.page)
+    def __init__(self, batch: int, context: int, layers: int, layer: PageLayer = LAYER) -> None:
+        self.layer = layer
+        per_sequence = -(-context // layer.page)
         count = batch * per_sequence
         self.tables = torch.randperm(count, device="cuda").int().view(batch, per_sequence)
-        shape = (layers, count, LAYER.kv_heads, LAYER.page, LAYER.dim)
+        shape = (layers, count, layer.kv_heads, layer.page, layer.dim)
         self.keys, self.values = (torch.randn(shape, dtype=DTYPE, device="cuda") for _ in range(2))
         self.slots = torch.arange(batch, dtype=torch.int32, device="cuda")
         self.positions = torch.full_like(self.slots, context - 1)
         self.layers = layers
 
 
-def layers_for(batch: int, context: int) -> int:
+def layers_for(batch: int, context: int, layer: PageLayer = LAYER) -> int:
     """Return how many layers are too much for the cache of the GPU."""
-    return max(2, min(64, _LAYERS_BYTES // seen_bytes(batch, context)))
+    return max(2, min(64, _LAYERS_BYTES // seen_bytes(batch, context, layer)))
 
 
-def seen_bytes(batch: int, context: int) -> int:
+def seen_bytes(batch: int, context: int, layer: PageLayer = LAYER) -> int:
     """Return the bytes of the keys and values that the rows of a layer see."""
-    return batch * context * LAYER.kv_heads * 2 * LAYER.dim * DTYPE.itemsize
+    return batch * context * layer.kv_heads * 2 * layer.dim * DTYPE.itemsize
 
 
 def decode_seconds(pages: Pages, tuning: Tuning) -> float:

@@ -111,8 +111,9 @@ class LoadedModel:
 
     def runner(self) -> ModelRunner:
         """Return the runner of the model's steps. Raises UnsupportedAttentionError."""
-        page = self.page if self.images is None else 0  # tokens of an image may see each other
-        return ModelRunner(self.model, self.max_len, self.communicator, self.check, self.is_local, page, self.kv_dtype)
+        return ModelRunner(
+            self.model, self.max_len, self.communicator, self.check, self.is_local, self.page, self.kv_dtype
+        )
 
 
 def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -> LoadedEngine:
@@ -214,7 +215,7 @@ def _prepare(
 def _why_no_images(check: ImageCheck, runner: ModelRunner) -> str:
     """Return why a prompt with an image is not computed as by the model itself; empty if it is."""
     try:
-        difference = check.difference(runner.run, runner.cache.max_len)
+        difference = check.difference(runner.run, runner.cache.max_len, runner.page)
     # The border to the model's own code, and to kernels that attend to earlier tokens alone.
     except Exception as error:
         if is_out_of_memory(error) or is_device_failure(error):

@@ -94,9 +94,15 @@ class Filled:
     def empty(self, rows: int) -> torch.Tensor:
         return torch.full((rows, self.layer.heads, self.layer.value_dim), torch.nan, dtype=self.dtype, device=DEVICE)
 
-    def expected(self, query: torch.Tensor, slot: int, positions: torch.Tensor) -> torch.Tensor:
-        """Return what rows of `query`, (rows, heads, dim), get at `positions` of a sequence, by plain operations."""
+    def expected(
+        self, query: torch.Tensor, slot: int, positions: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return what rows of `query`, (rows, heads, dim), get at `positions` of a sequence, by plain operations.
+
+        They see the tokens up to `ends`, if these are not their own.
+        """
         layer = self.layer
+        last = (positions if ends is None else ends).to(DEVICE)[:, None]
         positions = positions.to(DEVICE)[:, None]
         kept = [
             states[slot].float().repeat_interleave(layer.heads // layer.kv_heads, 1)
@@ -106,7 +112,7 @@ class Filled:
         if layer.softcap:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
         column = torch.arange(LENGTHS[slot], device=DEVICE)
-        seen = column <= positions
+        seen = column <= last
         if layer.window:
             seen &= column > positions - layer.window
         if layer.chunk:
@@ -166,6 +172,25 @@ def test_chunks_of_prompts(layer: PageLayer, dtype: torch.dtype, before: int) ->
     for row, count, start, slot in described:
         rows = slice(row, row + count)
         filled.check(out[rows], filled.expected(query[rows], slot, torch.arange(start, start + count)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tokens_of_an_image_see_each_other(layer: PageLayer, dtype: torch.dtype) -> None:
+    """Blocks of all lengths: within a tile, across several, next to each other, and up to the end of the chunk."""
+    filled = Filled.fill(layer, dtype)
+    slot = len(LENGTHS) - 1
+    start, end = 3, LENGTHS[slot]
+    positions = torch.arange(start, end)
+    ends = positions.clone()
+    for begin, after in ((5, 6), (9, 40), (40, 47), (end - 20 if INTERPRETED else 300, end)):
+        ends[begin - start : after - start] = after - 1
+    count = end - start
+    query, out = filled.queries(count), filled.empty(count)
+    launch.chunks(
+        query, filled.key_pages, filled.value_pages, filled.tables, filled.numbers([(0, count, start, slot)]), count,
+        out, SCALING, layer, TUNING, filled.sinks, filled.numbers(ends),
+    )  # fmt: skip
+    filled.check(out, filled.expected(query, slot, positions, ends))
 
 
 def test_short_chunks_have_tiles_of_few_rows(layer: PageLayer) -> None:

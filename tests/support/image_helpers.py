@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from handlers.huggingface.handler import HuggingFaceHandler
 from handlers.huggingface.options import HuggingFaceOptions
+from handlers.rolling_batch.engine_loading import LoadedModel
 from handlers.rolling_batch.images.processors import load_processor
 from lmi_server.contract.generation import Delta, GenerationRequest, SamplingParameters
 
@@ -64,6 +65,17 @@ class Answer:
         return usage.cached_tokens
 
 
+class _OverPages(HuggingFaceHandler):
+    """The handler with its KV cache in pages of `page` tokens, on any device."""
+
+    def __init__(self, page: int) -> None:
+        super().__init__()
+        self._page = page
+
+    def load_model(self, model_dir: str, options: HuggingFaceOptions) -> LoadedModel:
+        return replace(super().load_model(model_dir, options), page=self._page)
+
+
 class ServedImages:
     """The huggingface handler over a checkpoint."""
 
@@ -71,8 +83,9 @@ class ServedImages:
         self.handler = handler
 
     @classmethod
-    async def start(cls, directory: Path, **options: Any) -> ServedImages:
-        handler = HuggingFaceHandler()
+    async def start(cls, directory: Path, page: int | None = None, **options: Any) -> ServedImages:
+        """Load the checkpoint. `page` is that of LoadedModel."""
+        handler = HuggingFaceHandler() if page is None else _OverPages(page)
         info = await handler.start(str(directory), HuggingFaceOptions.model_validate({"dtype": "fp32", **options}))
         assert "media" in info.features, info.details
         return cls(handler)

@@ -79,16 +79,20 @@ class Batch:
     def _compute(self, sequence: Sequence, start: int, end: int) -> None:
         """Assert that the rows before `start` hold this sequence's tokens, whoever computed them."""
         assert end <= len(sequence.tokens)
+        self._compute_state(sequence, start, end)
         if self.limits.page:
             self._compute_in_pages(sequence, start, end)
             return
         slot = self.written.setdefault(sequence.slot, [])
         assert slot[:start] == [(sequence.adapter, token) for token in sequence.tokens[:start]]
         slot[start:end] = [(sequence.adapter, token) for token in sequence.tokens[start:end]]
+
+    def _compute_state(self, sequence: Sequence, start: int, end: int) -> None:
         if self.plan.states is not None:
+            rows = [(sequence.adapter, token) for token in sequence.tokens[:end]]
             row = self.plan.states.rows[sequence.slot]
-            assert start == 0 or self.states[row] == slot[:start]
-            self.states[row] = slot[:end]
+            assert start == 0 or self.states[row] == rows[:start]
+            self.states[row] = rows
 
     def _apply(self, pages: PageStep) -> None:
         size = self.limits.page

@@ -42,22 +42,51 @@ Capture = Callable[[Run], Run]
 
 
 class Step(Protocol):
-    """Computes the logits, (rows, vocabulary), of rows that decode and read `columns` columns of their slots."""
+    """Computes the logits, (rows, vocabulary), of rows that decode and read `columns` columns of their slots.
 
-    def __call__(self, ids: torch.Tensor, places: torch.Tensor, slots: torch.Tensor, columns: int) -> torch.Tensor: ...
+    `more` are further numbers of each row that a model needs, (rows,) each.
+    """
+
+    def __call__(
+        self, ids: torch.Tensor, places: torch.Tensor, slots: torch.Tensor, columns: int, *more: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+class DecodedStates(Protocol):
+    """The states of layers; they are told which of them the rows of the next passes have."""
+
+    def begin_decoding(self, rows: torch.Tensor) -> None: ...
 
 
 class DecodeStep:
-    """The decode step of `model` as Python calls it, operator by operator."""
+    """The decode step of `model` as Python calls it, operator by operator.
 
-    def __init__(self, model: Any, attention: FlatAttention, inputs: PassInputs) -> None:
+    `more` of a call are the positions for rotary embeddings, if the model `turns` rows by others than their places,
+    then the rows of `states`, if the model keeps some.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        attention: FlatAttention,
+        inputs: PassInputs,
+        turns: bool = False,
+        states: DecodedStates | None = None,
+    ) -> None:
         self._model = model
         self._attention = attention
         self._inputs = inputs
+        self.turns = turns
+        self._states = states
 
-    def __call__(self, ids: torch.Tensor, places: torch.Tensor, slots: torch.Tensor, columns: int) -> torch.Tensor:
+    def __call__(
+        self, ids: torch.Tensor, places: torch.Tensor, slots: torch.Tensor, columns: int, *more: torch.Tensor
+    ) -> torch.Tensor:
         self._attention.begin_decoding(SingleRows(slots, places, columns, remembers=False))
-        logits: torch.Tensor = self._model(**self._inputs(ids[None], places[None])).logits
+        if self._states is not None:
+            self._states.begin_decoding(more[-1])
+        turned = more[0] if self.turns else places
+        logits: torch.Tensor = self._model(**self._inputs(ids[None], turned[None])).logits
         return logits[0]
 
 
@@ -135,7 +164,10 @@ class Recordings(Generic[Shape]):
 
 
 class DecodePasses:
-    """The passes of `step` for up to `rows` rows and `max_len` columns; with pages, `idle_slot` has no sequence."""
+    """The passes of `step` for up to `rows` rows and `max_len` columns; with pages, `idle_slot` has no sequence.
+
+    `more_idle` has, for each further input of the step, the number that fills up its rows with pages.
+    """
 
     def __init__(
         self,
@@ -145,13 +177,15 @@ class DecodePasses:
         device: torch.device,
         capture: Capture,
         idle_slot: int | None = None,
+        more_idle: Sequence[int] = (),
     ) -> None:
         self._step = step
         self._idle_slot = idle_slot
-        # Token ids, positions and slots: torch.compile compiles anew for each part of one tensor, and for each view
-        # that autograd keeps track of.
+        self._more_idle = more_idle
+        # Token ids, positions, slots, and more: torch.compile compiles anew for each part of one tensor, and for each
+        # view that autograd keeps track of.
         with torch.inference_mode():
-            self._inputs = [torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)]
+            self._inputs = [torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3 + len(more_idle))]
         if idle_slot is None:
             self._rows, self._columns = row_counts(rows), column_counts(max_len)
         else:
@@ -176,6 +210,7 @@ class DecodePasses:
         positions: Sequence[int],
         slots: Sequence[int],
         additions: Additions | None = None,
+        more: Sequence[Sequence[int]] = (),
     ) -> torch.Tensor:
         """Return the logits of rows that decode, (rows, vocabulary). They are overwritten by the next pass.
 
@@ -185,11 +220,12 @@ class DecodePasses:
         count = len(slots)
         rows = next(number for number in self._rows if number >= count)
         columns = next(number for number in self._columns if number > max(positions))
-        idle = (positions[-1], slots[-1]) if self._idle_slot is None else (0, self._idle_slot)
+        given = (positions, slots, *more)
+        fills = [own[-1] for own in given] if self._idle_slot is None else [0, self._idle_slot, *self._more_idle]
         with torch.inference_mode():
             ids, *others = self._inputs
             ids[:count], ids[count:rows] = token_ids, token_ids[-1] if self._idle_slot is None else 0
-            for buffer, numbers, fill in zip(others, (positions, slots), idle, strict=True):
+            for buffer, numbers, fill in zip(others, given, fills, strict=True):
                 padded = upload([*numbers, *[fill] * (rows - count)], buffer.device)
                 buffer[:rows].copy_(padded, non_blocking=True)
         return self._passes.run((rows, columns), additions)[:count]
@@ -197,11 +233,11 @@ class DecodePasses:
     def _pass(self, shape: tuple[int, int]) -> Run:
         rows, columns = shape
         with torch.inference_mode():
-            ids, places, slots = (buffer[:rows] for buffer in self._inputs)
+            ids, places, slots, *more = (buffer[:rows] for buffer in self._inputs)
 
         def run() -> torch.Tensor:
             with torch.inference_mode():
-                return self._step(ids, places, slots, columns)
+                return self._step(ids, places, slots, columns, *more)
 
         return run
 
@@ -224,15 +260,18 @@ def column_counts(max_len: int) -> list[int]:
 
 
 def make_passes(
-    key: str, make: Callable[[], DecodePasses], eager: Callable[[list[int], list[int], list[int]], torch.Tensor]
+    key: str,
+    make: Callable[[], DecodePasses],
+    recorded: Callable[[DecodePasses], torch.Tensor],
+    eager: Callable[[], torch.Tensor],
 ) -> DecodePasses | None:
     """Return the passes of `make` if they compute the same as `eager`; otherwise None, and log why `key` fails.
 
-    The slots are empty: both compute the first token of slot 0.
+    `recorded` lets them compute a row, as `eager` does.
     """
     try:
         passes = make()
-        computed, expected = passes.logits(torch.tensor([1]), [0], [0]).clone(), eager([1], [0], [0])
+        computed, expected = recorded(passes).clone(), eager()
     # torch raises RuntimeError for calls that a stream cannot record, and its subclass NotImplementedError for
     # operators.
     except RuntimeError as error:

@@ -11,6 +11,7 @@ import torch
 from handlers.rolling_batch.images.encoder import ImageEncoder
 from handlers.rolling_batch.images.prompt import EncodedImages, ImagePlace, blocks_of, keys_of
 from handlers.rolling_batch.images.reader import ImageReader
+from handlers.rolling_batch.schedule.page_table import PagesAdded, PageStep
 from handlers.rolling_batch.schedule.plan import Chunk, Sequence, StepPlan
 from handlers.rolling_batch.schedule.state_table import StateStep
 
@@ -50,10 +51,11 @@ class ImageCheck:
         types = torch.tensor([[int(number == token) for number in self._ids]])
         self._expected = encoder.logits(self._ids, image.inputs, dict.fromkeys(_TYPES, types))
 
-    def difference(self, run: Callable[[StepPlan, set[int]], Any], max_len: int) -> float | None:
+    def difference(self, run: Callable[[StepPlan, set[int]], Any], max_len: int, page: int) -> float | None:
         """Return how far the logits are off under the rolling batch, as a share of their spread.
 
-        `run` computes steps over slots of `max_len` tokens; the first is used. None if the prompt is longer.
+        `run` computes steps over slots of `max_len` tokens; the first is used. None if the prompt is longer. It gets
+        the first pages, if there are pages of `page` tokens.
         """
         prompt = len(self._ids) - _DECODED
         if len(self._ids) > max_len:
@@ -62,7 +64,8 @@ class ImageCheck:
         sequence.slot = 0
         cut = self._images.chunk_end(0, prompt // 2, prompt)
         states = StateStep({0: 0})  # if layers keep some
-        logits = [run(StepPlan([], [Chunk(sequence, 0, cut)], states=states), set()).logits[:0]]
+        pages = PageStep([PagesAdded(0, 0, list(range(-(-len(self._ids) // page))))] if page else [])
+        logits = [run(StepPlan([], [Chunk(sequence, 0, cut)], states=states, pages=pages), set()).logits[:0]]
         logits.append(run(StepPlan([], [Chunk(sequence, cut, prompt)], states=states), set()).logits)
         for number in self._ids[prompt:]:
             sequence.tokens.append(number)

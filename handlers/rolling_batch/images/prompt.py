@@ -90,6 +90,11 @@ class EmbeddedRows:
     embeddings: list[torch.Tensor] = field(default_factory=list)
     layers: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
 
+    @property
+    def is_text(self) -> bool:
+        """Whether no row is that of an image, and each row has the same position on all axes."""
+        return not self.rows and (self.positions is None or bool((self.positions == self.positions[0]).all()))
+
     def add(self, first: int, start: int, end: int, images: EncodedImages) -> None:
         """Add the tokens of images among `start` to `end` - 1 of a prompt, whose first row in the pass is `first`."""
         for place in images.places:

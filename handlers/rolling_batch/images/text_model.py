@@ -18,7 +18,8 @@ class TextModel(nn.Module):
     """A causal language model of transformers for the rolling batch, made of the parts of a model that reads images.
 
     Its modules have the names of a Llama's. `former_name` returns a module's name in the whole model, by which adapters
-    know it.
+    know it. `turns_by_axes`: rotary embeddings have several axes, and text behind an image goes on at a position of its
+    own.
     """
 
     def __init__(self, model: Any) -> None:
@@ -29,6 +30,7 @@ class TextModel(nn.Module):
         self.generation_config = model.generation_config
         self.hf_device_map = getattr(model, "hf_device_map", None)
         self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        self.turns_by_axes = hasattr(model.base_model, "get_rope_index")
         self._prefix = next(name for name, module in model.named_modules() if module is self.model)
 
     @property

@@ -41,7 +41,8 @@ class PassAdapters:
             return
         self._rows, self.additions = _adapters_of(plan), None
         bank = self.lora.bank
-        if bank is None or not is_recorded or not any(self._rows) or any(entry.images for entry in plan.decode):
+        sequences = (*plan.decode, *(chunk.sequence for chunk in plan.prefill))
+        if bank is None or not is_recorded or not any(self._rows) or any(entry.images for entry in sequences):
             self.lora.begin(self._rows, kept)
             return
         try:

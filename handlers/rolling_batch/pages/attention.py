@@ -28,12 +28,18 @@ class PageAttention:
     """An attention function with the methods of `SlotAttention`. `terms` has those of each layer.
 
     Queries (1, heads, rows, dim), keys and values (1, kv_heads, rows, dim) -> ((1, rows, heads, value_dim), None).
+
+    `in_call_order`: layers are counted as they are called, and their own numbers mean nothing.
     """
 
     has_kernels = False  # those for the CPU
 
-    def __init__(self, cache: PagedCache, name: str, terms: Sequence[AttentionTerms]) -> None:
+    def __init__(
+        self, cache: PagedCache, name: str, terms: Sequence[AttentionTerms], in_call_order: bool = False
+    ) -> None:
         self._terms = terms
+        self._in_call_order = in_call_order
+        self._calls = 0  # in the current pass
         self._operators = _operators(cache)
         self._step = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
         self._rows: dict[torch.device, PageRows] = {}  # of `_step`: copied to a device once, not in every layer
@@ -48,16 +54,18 @@ class PageAttention:
 
     def begin(self, rows: StepRows) -> None:
         """Set what the rows of the next forward pass are."""
-        assert not any(chunk.blocks for chunk in rows.chunks), "the kernels let no token see later ones"
         self._step, self._rows, self._decoding = rows, {}, None
+        self._calls = 0
 
     def begin_decoding(self, rows: SingleRows) -> None:
         """Set the rows of the next forward passes, which decode."""
         self._decoding = PageRows.from_singles(rows)
+        self._calls = 0
 
     def begin_rows(self, rows: PageRows) -> None:
         """Set the rows of the next forward passes, which are on their device already."""
         self._decoding = rows
+        self._calls = 0
 
     def cache_of(self, layer: int) -> None:
         """Return None: no kernels for the CPU support this cache."""
@@ -74,12 +82,16 @@ class PageAttention:
         attention_mask: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        layer: int = module.layer_idx
+        layer: int = self._next_layer() if self._in_call_order else module.layer_idx
         rows = self._rows_on(query.device)
         if torch.compiler.is_compiling():
             states = (query[0], key[0], value[0], rows.slots, rows.positions)
             return _attend_compiled(*states, rows.columns, self._number, layer).unsqueeze(0), None
         return self.attend(layer, query[0], key[0], value[0], rows).unsqueeze(0), None
+
+    def _next_layer(self) -> int:
+        self._calls += 1
+        return self._calls - 1
 
     def _rows_on(self, device: torch.device) -> PageRows:
         if self._decoding is not None:

@@ -293,6 +293,7 @@ def chunk_kernel(
     value_pages,
     tables,
     chunks,
+    ends,
     sinks,
     out,
     scale,
@@ -311,11 +312,13 @@ def chunk_kernel(
     CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    BLOCKS: tl.constexpr = False,
 ):
     """Attend for chunks of prompts, whose own keys and values are in their pages already.
 
     Grid: (tiles of ROWS rows of the longest chunk, heads, chunks). `chunks`, (chunks, 4) int32, has for each its first
-    row in `query`, its number of rows, the position of its first row, and its slot.
+    row in `query`, its number of rows, the position of its first row, and its slot. With BLOCKS, `ends`, (rows,) int32,
+    has the last token that each row sees, its own one or a later one of its chunk.
     """
     head = tl.program_id(1)
     chunk = chunks + tl.program_id(2) * 4
@@ -339,8 +342,13 @@ def chunk_kernel(
         total += 1.0
     position = start + row
     first = _first_seen(position, WINDOW, CHUNK)[:, None]
+    last = position[:, None]
     begin = _first_seen(start + tile, WINDOW, CHUNK) // TILE * TILE
     end = start + tl.minimum(tile + ROWS, count)
+    if BLOCKS:
+        seen = tl.load(ends + first_row + row, mask=row < count, other=0)
+        last = seen[:, None]
+        end = tl.maximum(end, tl.max(seen, 0) + 1)
     # Columns that all rows see need no mask: from the first one that the last row sees up to the first row's own.
     full = tl.maximum(begin, tl.cdiv(_first_seen(start + tile + ROWS - 1, WINDOW, CHUNK), TILE) * TILE)
     diagonal = tl.maximum(full, (start + tile + 1) // TILE * TILE)
@@ -348,17 +356,17 @@ def chunk_kernel(
     if WINDOW or CHUNK:
         for column in range(begin, tl.minimum(full, end), TILE):
             best, total, summed = _attend(
-                queries, key_pages, value_pages, table, column + tl.arange(0, TILE), end, first, position[:, None],
+                queries, key_pages, value_pages, table, column + tl.arange(0, TILE), end, first, last,
                 kv_head, best, total, summed, scale, KV_HEADS, DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, PAGE, SOFTCAP, True,
             )  # fmt: skip
     for column in range(full, tl.minimum(diagonal, end), TILE):
         best, total, summed = _attend(
-            queries, key_pages, value_pages, table, column + tl.arange(0, TILE), end, first, position[:, None],
+            queries, key_pages, value_pages, table, column + tl.arange(0, TILE), end, first, last,
             kv_head, best, total, summed, scale, KV_HEADS, DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, PAGE, SOFTCAP, False,
         )  # fmt: skip
     for column in range(diagonal, end, TILE):
         best, total, summed = _attend(
-            queries, key_pages, value_pages, table, column + tl.arange(0, TILE), end, first, position[:, None],
+            queries, key_pages, value_pages, table, column + tl.arange(0, TILE), end, first, last,
             kv_head, best, total, summed, scale, KV_HEADS, DIM, DIM_PAD, VALUE_DIM, VALUE_PAD, PAGE, SOFTCAP, True,
         )  # fmt: skip
     dim = tl.arange(0, VALUE_PAD)[None, :]

@@ -206,12 +206,16 @@ def chunks(
     layer: PageLayer,
     tuning: Tuning,
     sinks: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
 ) -> None:
-    """Attend for chunks, `described` as `chunk_kernel` needs it, the longest of `most` rows, into `out`."""
+    """Attend for chunks, `described` as `chunk_kernel` needs it, the longest of `most` rows, into `out`.
+
+    `ends`, (rows,) int32, has the last token that each row sees; None: its own.
+    """
     options = chunk_options(layer, query.element_size(), tuning, most)
     grid = (-(-most // options["ROWS"]), layer.heads, len(described))
     chunk_kernel[grid](
-        query, key_pages, value_pages, tables, described, out if sinks is None else sinks, out, scaling,
-        query.stride(0), tables.stride(0), HEADS=layer.heads, PAGE=layer.page, SOFTCAP=layer.softcap,
-        **layer.widths, **layer.scores, **options,
+        query, key_pages, value_pages, tables, described, described if ends is None else ends,
+        out if sinks is None else sinks, out, scaling, query.stride(0), tables.stride(0), HEADS=layer.heads,
+        PAGE=layer.page, SOFTCAP=layer.softcap, BLOCKS=ends is not None, **layer.widths, **layer.scores, **options,
     )  # fmt: skip

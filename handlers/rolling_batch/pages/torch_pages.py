@@ -40,6 +40,9 @@ class TorchPages:
         seen_keys, seen_values = (kept[listed].transpose(1, 2).flatten(2, 3) for kept in (keys, values))
         queries = query[:, :count].transpose(0, 1).unflatten(1, (keys.shape[1], -1))
         columns = SingleRows(rows.slots, positions, seen_keys.shape[2]).seen(terms.window, terms.chunk)
+        if (ends := rows.ends_under(terms.window)) is not None:
+            places = torch.arange(columns.shape[1], device=columns.device)
+            columns = columns | ((places > positions[:, None]) & (places <= ends[:, None]))
         sinks = sinks_of(terms, keys.shape[1], 1)
         attended = attend(queries, seen_keys, seen_values, columns[:, None, None], terms, sinks)
         out[:count] = attended.flatten(1, 2)

@@ -96,16 +96,16 @@ class TritonPages:
             launch.decode(query, keys, values, tables, rows.slots, places, rows.decoding, *more, chained, rows.usual)
         if rows.chunks is None:
             return
-        described = rows.chunks
+        described, ends = rows.chunks, rows.ends_under(shape.window)
 
         def in_pages() -> None:
-            launch.chunks(query, keys, values, tables, described, rows.longest, *more)
+            launch.chunks(query, keys, values, tables, described, rows.longest, *more, ends)
 
         def at_once() -> None:
             cudnn.attend(query, key, value, rows.fresh, terms, out)
 
         shortest = min((end - begin for begin, end in rows.fresh), default=0)
-        takes = cudnn.takes(shape, terms, query.dtype, shortest, rows.longest)
+        takes = ends is None and cudnn.takes(shape, terms, query.dtype, shortest, rows.longest)
         if takes and self._by_cudnn is None:
             self._by_cudnn = _is_faster(at_once, in_pages)
         (at_once if takes and self._by_cudnn else in_pages)()

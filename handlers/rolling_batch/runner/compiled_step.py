@@ -34,13 +34,15 @@ class CompiledStep:
         """Whether the compiled code has failed."""
         return self._run is self._eager
 
-    def __call__(self, ids: torch.Tensor, places: torch.Tensor, slots: torch.Tensor, columns: int) -> torch.Tensor:
+    def __call__(
+        self, ids: torch.Tensor, places: torch.Tensor, slots: torch.Tensor, columns: int, *more: torch.Tensor
+    ) -> torch.Tensor:
         try:
-            logits: torch.Tensor = self._run(ids, places, slots, columns)
+            logits: torch.Tensor = self._run(ids, places, slots, columns, *more)
         # Of the compiler, and of compiled code whose inputs are not what it was compiled for. A lack of memory and a
         # failing device are neither.
         except (torch._dynamo.exc.TorchDynamoException, AssertionError) as error:
             log_no_effect(COMPILE_KEY, first_line(error))
             self._run = self._eager
-            return self._eager(ids, places, slots, columns)
+            return self._eager(ids, places, slots, columns, *more)
         return logits

@@ -118,7 +118,8 @@ def cache_room(
     if options.kv_cache_memory_gb is not None:
         return options.kv_cache_memory_gb * _GIB
     layers = max(len(runner.layers), 1)
-    return _room(runner.device, layers / (layers + 1), weights.get(runner.device, 0), options, step)
+    gathered = 0 if runner.page else 1
+    return _room(runner.device, layers / (layers + gathered), weights.get(runner.device, 0), options, step)
 
 
 def records_graphs(runner: ModelRunner, options: RollingBatchOptions) -> bool:

@@ -74,18 +74,19 @@ class FlatPasses:
 
     @property
     def takes_pages(self) -> bool:
-        """Whether the KV cache may have pages."""
-        return not self.in_call_order
+        """Whether the KV cache may have pages: some layer attends."""
+        return bool(self._layers)
 
     def use(self, cache: KVCache | PagedCache) -> DecodeStep:
         """Keep keys and values in `cache`, which was made for `shapes`; return the step of rows that decode."""
         terms = [layer.terms for layer in self._layers]
         if isinstance(cache, PagedCache):
-            self.attention = PageAttention(cache, self._name, terms)
+            self.attention = PageAttention(cache, self._name, terms, self.in_call_order)
         else:
             self.attention = SlotAttention(cache, self._name, terms, self.in_call_order, self._dtype)
         self._model.set_attn_implementation(self._name)
-        return DecodeStep(self._model, self.attention, self._inputs)
+        turns = bool(getattr(self._model, "turns_by_axes", False))
+        return DecodeStep(self._model, self.attention, self._inputs, turns, self.states)
 
     def fuse_layers(self, crossovers: Crossovers, decode_rows: int, at_once: bool) -> dict[str, int]:
         """Fuse the decoder layers of a model whose modules are fused; return how many, and whether they became one.

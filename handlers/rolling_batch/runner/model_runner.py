@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """A model and its KV cache. `prepare` allocates the cache, `run` computes steps.
 
-    `page` is how many tokens a page of the cache has; 0 for slots, None to choose by device. Models with states, those
-    whose layers are counted as they are called, and those whose passes are not flat have slots in any case.
+    `page` is how many tokens a page of the cache has; 0 for slots, None to choose by device. Models without
+    attention, and models whose passes are not flat, have slots in any case.
     `kv_dtype` is option.kv_cache_dtype, None for keys and values in the model's type.
 
     If the model is split over ranks, rank 0 calls these two and the other ranks `follow`.
@@ -143,7 +143,7 @@ class ModelRunner:
         kv_tokens = kv_tokens or slots * max_len
         self._ranks.send(Prepare(slots, max_len, kv_tokens))
         if self.states is not None:
-            self.states.allocate(state_rows)
+            self.states.allocate(state_rows, has_idle=self.page > 0)
         self._allocate(slots, max_len, kv_tokens, decode_rows)
         try:
             self._check.compare(self)
@@ -173,7 +173,8 @@ class ModelRunner:
         else:
             self.cache = KVCache(self.layers, slots, max_len, self.kept_dtype)
         self._memory = StepMemory(self.cache, reads_sources=True)
-        self._recorded = RecordedDecoding(eager.use(self.cache), self.cache, self.device, eager.over_pages)
+        step = eager.use(self.cache)
+        self._recorded = RecordedDecoding(step, self.cache, self.device, eager.over_pages, self.states)
         if self.fused and not eager.in_call_order:
             self.fused |= eager.fuse_layers(self._crossovers, decode_rows, at_once=self.frequencies is None)
             self._crossovers.keep()
@@ -205,8 +206,8 @@ class ModelRunner:
 
     def uncapturable(self) -> str | None:
         """Return why decoding cannot be recorded as CUDA graphs, as far as that is known before."""
-        if self.states is not None:
-            return "its layers keep states"
+        if self.states is not None and not self.page:
+            return "its layers keep states, and none of them attends"
         return "the model is on the CPU" if self.device.type == "cpu" else self._why_divided()
 
     def _why_divided(self) -> str | None:
@@ -266,8 +267,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Return the logits of the rows to keep, padding last. Only rank 0 uses them."""
         self._memory.arrange(step)
-        if embedded is None and self._recorded is not None:
-            logits = self._recorded.logits(step, before, self._adapters)
+        if self._recorded is not None:
+            logits = self._recorded.logits(step, before, self._adapters, embedded)
             if logits is not None:
                 return logits
         if isinstance(self._eager, SequencePasses):

@@ -5,6 +5,7 @@ These are passes that only decode, and as graphs over pages those with prompts t
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from handlers.rolling_batch.attention.decode_passes import (
     GRAPH_KEY,
     Capture,
     DecodePasses,
+    DecodeStep,
     Step,
     difference_of,
     log_no_effect,
@@ -24,6 +26,7 @@ from handlers.rolling_batch.attention.decode_passes import (
 from handlers.rolling_batch.attention.kv_cache import KVCache
 from handlers.rolling_batch.attention.rows import ChunkRows
 from handlers.rolling_batch.device_arrays import known_tokens, upload
+from handlers.rolling_batch.images.prompt import EmbeddedRows
 from handlers.rolling_batch.lora.bank import AdapterBank
 from handlers.rolling_batch.lora.pass_adapters import PassAdapters
 from handlers.rolling_batch.pages.cache import PagedCache
@@ -32,6 +35,8 @@ from handlers.rolling_batch.pages.mixed_passes import MixedPasses
 from handlers.rolling_batch.runner.compiled_step import Compile, CompiledStep
 from handlers.rolling_batch.runner.step_messages import Pass
 from handlers.rolling_batch.schedule.page_table import PagesAdded, PageStep
+from handlers.rolling_batch.schedule.state_table import StateStep
+from handlers.rolling_batch.states.model_states import ModelStates
 from lmi_server.contract.errors import first_line
 
 logger = logging.getLogger(__name__)
@@ -42,14 +47,22 @@ Compute = Callable[[Pass], torch.Tensor]
 
 
 class RecordedDecoding:
-    """Decoding over `cache`: `step` computes the rows, whose tensors are on `device`.
+    """Decoding over `cache` and `states`: `step` computes the rows, whose tensors are on `device`.
 
     `over_pages` computes rows of all kinds if the cache has pages.
     """
 
-    def __init__(self, step: Step, cache: KVCache | PagedCache, device: torch.device, over_pages: ComputeRows) -> None:
-        self._step = step
+    def __init__(
+        self,
+        step: DecodeStep,
+        cache: KVCache | PagedCache,
+        device: torch.device,
+        over_pages: ComputeRows,
+        states: ModelStates | None = None,
+    ) -> None:
+        self._step: Step = step
         self._over_pages = over_pages
+        self._turns, self._states = step.turns, states
         self._cache = cache
         self._device = device
         self.passes: DecodePasses | None = None  # None: all passes run eagerly
@@ -78,7 +91,7 @@ class RecordedDecoding:
             return 0
         self.passes, self.mixed = passes, None
         logger.info("%s: decoding runs as %d CUDA graphs", GRAPH_KEY, passes.shapes)
-        if isinstance(self._cache, PagedCache):
+        if isinstance(self._cache, PagedCache) and self._states is None:
             self.mixed = self._make_mixed(self._cache, rows, own, eager)
         return passes.shapes
 
@@ -102,8 +115,11 @@ class RecordedDecoding:
         return mixed
 
     def new_bank(self) -> AdapterBank | None:
-        """Return a bank for the adapters of recorded passes; None if there are no such passes, or they are compiled."""
-        if self.passes is None or isinstance(self._step, CompiledStep):
+        """Return a bank for the adapters of recorded passes; None if no recorded pass adds any.
+
+        Compiled ones add none, and those of layers with states neither: mixers call linear layers for some of the rows.
+        """
+        if self.passes is None or self._states is not None or isinstance(self._step, CompiledStep):
             return None
         rows = self.passes.max_rows if self.mixed is None else max(self.passes.max_rows, self.mixed.max_rows)
         return AdapterBank(rows, self._device)
@@ -114,26 +130,38 @@ class RecordedDecoding:
             return self.mixed is not None and self.mixed.takes(len(step.slots), step.chunks, len(step.keep))
         return self.passes is not None and len(step.slots) <= self.passes.max_rows
 
-    def logits(self, step: Pass, before: torch.Tensor | None, adapters: PassAdapters) -> torch.Tensor | None:
+    def logits(
+        self,
+        step: Pass,
+        before: torch.Tensor | None,
+        adapters: PassAdapters,
+        embedded: EmbeddedRows | None = None,
+    ) -> torch.Tensor | None:
         """Return the logits of the rows to keep; None if the pass has to run eagerly.
 
-        It has if no recorded pass takes it, or has adapters that no graph adds, and if it cannot be recorded with its
-        adapters.
+        It has if no recorded pass takes it, or has its tokens of images or its adapters, and if it cannot be recorded
+        with its adapters.
         """
         if adapters.are_hooked or not self.takes(step):
             return None
+        if embedded is not None and (step.chunks or not (self._turns and embedded.is_text)):
+            return None
         try:
-            return self._mixed(step, before, adapters) if step.chunks else self._decoded(step, before, adapters)
+            return (
+                self._mixed(step, before, adapters) if step.chunks else self._decoded(step, before, adapters, embedded)
+            )
         except RuntimeError as error:
             if adapters.additions is None:
                 raise
             adapters.leave_unrecorded(first_line(error), step.keep)
             return None
 
-    def _decoded(self, step: Pass, before: torch.Tensor | None, adapters: PassAdapters) -> torch.Tensor:
+    def _decoded(
+        self, step: Pass, before: torch.Tensor | None, adapters: PassAdapters, embedded: EmbeddedRows | None
+    ) -> torch.Tensor:
         assert self.passes is not None
         ids = known_tokens(upload(step.token_ids, self._device), before)
-        logits = self.passes.logits(ids, step.positions, step.slots, adapters.additions)
+        logits = self._computed(self.passes, ids, step, adapters, embedded)
         return logits if step.keep == list(range(len(logits))) else logits[upload(step.keep, logits.device)]
 
     def _mixed(self, step: Pass, before: torch.Tensor | None, adapters: PassAdapters) -> torch.Tensor:
@@ -141,14 +169,51 @@ class RecordedDecoding:
         rows = (step.token_ids, step.positions, step.slots, step.chunks, step.keep)
         return self.mixed.logits(*rows, before, adapters.additions)
 
+    def _computed(
+        self,
+        passes: DecodePasses,
+        ids: torch.Tensor,
+        step: Pass,
+        adapters: PassAdapters,
+        embedded: EmbeddedRows | None,
+    ) -> torch.Tensor:
+        rows, more = len(step.slots), []
+        if self._turns:
+            turned = None if embedded is None else embedded.positions
+            more.append(step.positions[:rows] if turned is None else turned[0, :rows].tolist())
+        if self._states is None:
+            return passes.logits(ids, step.positions, step.slots, adapters.additions, more)
+        assert step.states is not None
+        more.append([step.states.rows[slot] for slot in step.slots])
+        self._states.store.copy(step.states.copies)
+        logits = passes.logits(ids, step.positions, step.slots, None, more)
+        self._states.end(step.states)
+        return logits
+
     def _make(
         self, key: str, step: Step, rows: int, capture: Callable[[], Capture], eager: Compute
     ) -> DecodePasses | None:
         idle_slot = self._cache.idle_slot if isinstance(self._cache, PagedCache) else None
+        states = self._states
+        more_idle = [0] * self._turns + ([] if states is None else [states.store.idle_row])
+        # The slots are empty, and both ways compute the first token of slot 0. With states it is the second one: the
+        # first has none. Each way has a row of its own for them.
+        place, rows_of_states = int(states is not None), itertools.count()
+
+        def probe() -> Pass:
+            state = StateStep({0: next(rows_of_states)})
+            return Pass([1], [place], [0], [], [0], [], [], None if states is None else state)
+
+        def recorded(passes: DecodePasses) -> torch.Tensor:
+            if states is not None:
+                states.store.clear((0, 1))  # the recording has written there
+            return self._computed(passes, torch.tensor([1]), probe(), PassAdapters(), None)
+
         return make_passes(
             key,
-            lambda: DecodePasses(step, rows, self._cache.max_len, self._device, capture(), idle_slot),
-            lambda ids, places, slots: eager(Pass(ids, places, slots, [], [0], [], [])),
+            lambda: DecodePasses(step, rows, self._cache.max_len, self._device, capture(), idle_slot, more_idle),
+            recorded,
+            lambda: eager(probe()),
         )
 
 

@@ -1,7 +1,8 @@
 """Who has which pages of the KV cache: running sequences, and cached ones of the past.
 
 A page is free when no sequence has it. If more are wanted than are free, cached tokens go, the least recently used ones
-first, from the end of their sequence.
+first, from the end of their sequence. Where layers keep states, tokens behind the last snapshot of a sequence are of no
+use to others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from handlers.rolling_batch.schedule.prefix_tree import PrefixTree
+from handlers.rolling_batch.schedule.state_table import StateTable
 
 _EVICTED_AT_ONCE = 1 / 64  # of all pages, at least: eviction changes the tree, which not every step shall do
 
@@ -27,12 +29,14 @@ class PagedSequence:
 class PageOwners:
     """Pages 0 to `pages` - 1 of `page` tokens each. `tree` has the tokens of all sequences.
 
-    A sequence is in `running` by its slot, or in `cached` by a number of its own, the least recently used one first.
+    A sequence is in `running` by its slot, or in `cached` by a number of its own, the least recently used one first. If
+    layers keep states, `states` knows their snapshots by the same numbers.
     """
 
-    def __init__(self, pages: int, page: int) -> None:
+    def __init__(self, pages: int, page: int, states: StateTable | None = None) -> None:
         self.pages = pages
         self.page = page
+        self.states = states
         self.tree = PrefixTree()
         self.running: dict[int, PagedSequence] = {}
         self.cached: dict[int, PagedSequence] = {}
@@ -66,14 +70,19 @@ class PageOwners:
         """Return the pages that are full of the first `tokens` tokens of a sequence; none for no tokens."""
         return self.sequence(owner).pages[: tokens // self.page] if tokens else []
 
-    def is_known(self, adapter: Hashable, tokens: list[int]) -> bool:
-        """Whether another sequence has all of these tokens; if it is a cached one, it counts as used."""
+    def usable(self, owner: int, tokens: int) -> int:
+        """Return how many of the first `tokens` tokens of a sequence others can continue from."""
+        tokens = min(tokens, self.sequence(owner).tokens)
+        return tokens if self.states is None else self.states.longest(owner, tokens)
+
+    def with_all(self, adapter: Hashable, tokens: list[int]) -> int | None:
+        """Return a sequence with all of these tokens; if it is a cached one, it counts as used."""
         for common, owners in self.tree.match(adapter, tokens)[:1]:
             known = (owner for owner in owners if self.sequence(owner).tokens >= len(tokens) == common)
             if (owner := next(known, None)) is not None:
                 self.touch(owner)
-                return True
-        return False
+                return owner
+        return None
 
     def take(self, sequence: PagedSequence, pages: Iterable[int]) -> None:
         """Give pages to a running sequence."""
@@ -111,6 +120,9 @@ class PageOwners:
 
     def forget(self, number: int) -> None:
         """Drop a cached sequence."""
+        if self.states is not None:
+            depth, others = self.tree.shared(number)
+            self.states.hand_over(number, {other: min(depth, self.sequence(other).tokens) for other in others})
         self.tree.remove(number)
         self.cut(self.cached.pop(number), 0)
 
@@ -133,18 +145,25 @@ class PageOwners:
     def _evict(self, pages: int) -> None:
         """Drop cached tokens until so many pages are free."""
         wanted = max(pages, int(self.pages * _EVICTED_AT_ONCE))
+        for number in [number for number, own in self.cached.items() if not self.usable(number, own.tokens)]:
+            self.forget(number)
         for number in list(self.cached):
             if len(self._free) >= wanted:
                 return
-            sequence = self.cached[number]
-            keep = self._fitting(sequence, wanted - len(self._free))
-            if keep:
-                self.tree.shorten(number, keep * self.page)
-                sequence.tokens = keep * self.page
-                self.cut(sequence, keep)
-            else:
-                self.forget(number)
+            self._shorten(number, self._fitting(self.cached[number], wanted - len(self._free)))
         assert len(self._free) >= pages, "the scheduler planned for more memory than there is"
+
+    def _shorten(self, number: int, keep: int) -> None:
+        """Drop what a cached sequence has behind its first `keep` pages, or all of it if nothing else is of use."""
+        sequence, tokens = self.cached[number], self.usable(number, keep * self.page)
+        if not tokens:
+            self.forget(number)
+            return
+        self.tree.shorten(number, tokens)
+        if self.states is not None:
+            self.states.shorten(number, tokens)
+        sequence.tokens = tokens
+        self.cut(sequence, self.pages_of(tokens))
 
     def _fitting(self, sequence: PagedSequence, wanted: int) -> int:
         """Return how many pages a cached sequence can keep if its last ones are to free `wanted` pages."""

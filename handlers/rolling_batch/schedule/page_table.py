@@ -4,18 +4,20 @@ A page has room for a fixed number of tokens. A sequence has a list of pages; on
 keeps the number of its slot as long as it runs. Sequences that begin with the same tokens share the pages full of them,
 which are not written any more. If the common tokens end within a page, the newcomer gets a copy of that page. When a
 sequence leaves, its pages stay with its tokens (cached) until they are needed.
+
+Layers with states have no pages: a StateTable has their rows. Where there are such layers, a sequence continues only at
+a length at which a snapshot of the states was kept.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from handlers.rolling_batch.schedule.page_owners import PagedSequence, PageOwners
-from handlers.rolling_batch.schedule.slots import Match
-
-_MIN_COPIED = 4  # tokens of a page; computing fewer is as fast as copying it
+from handlers.rolling_batch.schedule.slots import MIN_COPIED, Match, with_leader
+from handlers.rolling_batch.schedule.state_table import MIN_PREFIX, StateTable
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,15 +49,14 @@ class PageTable:
     """`kv_tokens // page` pages of `page` tokens, for sequences that run in slots 0 to `slots` - 1.
 
     It has the methods of a SlotTable. Memory is counted in pages; a page that several running sequences share counts
-    once. No layer keeps states.
+    once. If layers keep states, `states` says at which lengths others can continue from a sequence.
     """
 
-    states = None
-
-    def __init__(self, slots: int, kv_tokens: int, page: int) -> None:
+    def __init__(self, slots: int, kv_tokens: int, page: int, states: StateTable | None = None) -> None:
         self.kv_tokens = kv_tokens // page * page
+        self.states = states
         self._page = page
-        self._owners = PageOwners(kv_tokens // page, page)
+        self._owners = PageOwners(kv_tokens // page, page, states)
         self._running = self._owners.running
         self._empty = list(range(slots - 1, -1, -1))
         self._numbers = itertools.count(slots)  # of cached sequences
@@ -102,18 +103,21 @@ class PageTable:
         The last token is computed in any case, because its logits choose the next one.
         """
         best, longest = Match(-1, 0, 0), 0
-        for common, owners in self._owners.tree.match(adapter, tokens):
+        matches = self._owners.tree.match(adapter, tokens)
+        for common, owners in matches:
             depth = min(common, len(tokens) - 1)
             longest = max(longest, depth)
             if depth <= best.tokens:
                 break
             for owner in owners:
-                held = min(depth, self._owners.sequence(owner).tokens)
+                held = self._owners.usable(owner, depth)
                 if held > best.tokens:
                     best = Match(owner, held, longest)
                 if held == depth:
                     break
-        return Match(best.slot, best.tokens, longest)
+        if self.states is None:
+            return Match(best.slot, best.tokens, longest)
+        return with_leader(best, longest, matches, {slot: own.tokens for slot, own in self._running.items()})
 
     def claim(self, adapter: Hashable, tokens: list[int], match: Match, spare: int) -> tuple[int, int] | None:
         """Take a slot for a sequence of `tokens`; return it and how many of them it holds.
@@ -122,7 +126,10 @@ class PageTable:
         """
         if not self._empty or self._owners.pages_of(len(tokens)) * self._page - self.shared(match) > spare:
             return None
-        slot, pages = self._empty.pop(), self._owners.full_of(match.slot, match.tokens)
+        slot = self._empty.pop()
+        if self.states is not None:
+            match = self._claim_state(self.states, slot, match)
+        pages = self._owners.full_of(match.slot, match.tokens)
         sequence = self._running[slot] = PagedSequence([], len(pages) * self._page)
         self._owners.take(sequence, pages)
         if match.slot >= 0:
@@ -132,7 +139,9 @@ class PageTable:
         return slot, sequence.tokens
 
     def follow(self, match: Match) -> None:
-        """Do nothing for a sequence that waits for a running one: it will find the pages of that one."""
+        """Have a running sequence leave a snapshot for one that waits for it; the pages will be there in any case."""
+        if self.states is not None and match.leader >= 0:
+            self.states.want(match.leader, match.coming)
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Give a running sequence pages for its first `tokens` tokens; evict cached tokens if necessary."""
@@ -149,18 +158,25 @@ class PageTable:
         sequence = self._leave(slot)
         held = sequence.tokens = min(sequence.tokens, len(tokens))
         self._cut(sequence, self._owners.pages_of(held))
-        if sequence.continues in self._owners.cached:
-            self._owners.forget(sequence.continues)
-        if not held or self._owners.is_known(adapter, tokens[:held]):
-            self._cut(sequence, 0)
+        if not held:
+            self._drop(slot, sequence)
             return
-        number = next(self._numbers)
-        self._owners.tree.insert(number, adapter, tokens[:held])
-        self._owners.cached[number] = sequence
+        number = self._owners.with_all(adapter, tokens[:held])
+        if number is None:
+            number = next(self._numbers)
+            self._owners.tree.insert(number, adapter, tokens[:held])
+            self._owners.cached[number] = sequence
+        if self.states is not None:
+            self.states.release(slot, held)
+            self.states.hand_over(slot, {number: held})
+        if sequence.continues in self._owners.cached and sequence.continues != number:
+            self._owners.forget(sequence.continues)
+        if self._owners.sequence(number) is not sequence:
+            self._cut(sequence, 0)
 
     def discard(self, slot: int) -> None:
         """Take the slot back from a sequence whose keys and values may be wrong."""
-        self._cut(self._leave(slot), 0)
+        self._drop(slot, self._leave(slot))
 
     def forget(self, adapter: Hashable) -> None:
         """Drop what is cached of a removed adapter."""
@@ -186,13 +202,22 @@ class PageTable:
         assert slots == list(range(len(slots)))
         assert self._listed.keys() == self._running.keys()
 
+    def _claim_state(self, states: StateTable, slot: int, match: Match) -> Match:
+        """Give a sequence a state of its own; return with how many tokens it begins."""
+        held = match.tokens if match.tokens >= MIN_COPIED else 0
+        states.claim(slot, match.slot if held else -1, held)
+        if match.known - held >= MIN_PREFIX:  # two sequences have had these tokens: the next one finds a snapshot
+            states.want(slot, match.known)
+        return replace(match, slot=match.slot if held else -1, tokens=held)
+
     def _continue(self, sequence: PagedSequence, match: Match) -> None:
         """Copy the page in which the common tokens end, and let the sequence with them be evicted later."""
         source = self._owners.sequence(match.slot)
         self._owners.touch(match.slot)
         if source.tokens == match.tokens:
             sequence.continues = match.slot
-        if match.tokens - sequence.tokens >= _MIN_COPIED:
+        # A state is that of all these tokens, however few of them are in the last page.
+        if match.tokens - sequence.tokens >= (MIN_COPIED if self.states is None else 1):
             page = source.pages[len(sequence.pages)]
             self._owners.grow(sequence, 1)  # may evict the source: it is read before anything is written
             self._copies[sequence.pages[-1]] = self._copies.get(page, page)
@@ -203,6 +228,12 @@ class PageTable:
         self._empty.append(slot)
         del self._listed[slot]
         return self._owners.stop(slot)
+
+    def _drop(self, slot: int, sequence: PagedSequence) -> None:
+        """Forget a sequence that has left its slot."""
+        if self.states is not None:
+            self.states.discard(slot)
+        self._cut(sequence, 0)
 
     def _cut(self, sequence: PagedSequence, keep: int) -> None:
         for page in self._owners.cut(sequence, keep):

@@ -64,7 +64,7 @@ class Scheduler:
         slots = max(limits.slots, limits.max_running)
         states = StateTable(max(limits.state_rows, limits.max_running)) if limits.state_rows else None
         self.slots: SlotTable | PageTable = (
-            PageTable(slots, limits.kv_tokens, limits.page)
+            PageTable(slots, limits.kv_tokens, limits.page, states)
             if limits.page
             else SlotTable(slots, limits.kv_tokens, states)
         )

@@ -147,9 +147,7 @@ class SlotContents:
     def _hand_over(self, states: StateTable, slot: int) -> None:
         """Give the snapshots of a slot to another slot, as far as it begins with the same tokens."""
         depth, others = self.tree.shared(slot)
-        for other in others:
-            states.move(slot, other, min(depth, self.held(other)))
-        states.drop(slot)
+        states.hand_over(slot, {other: min(depth, self.held(other)) for other in others})
 
     def _trim(self, slot: int, keep: int) -> None:
         self.trims.append(SlotTrim(slot, keep))

@@ -8,13 +8,13 @@ cached tokens are evicted.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from handlers.rolling_batch.schedule.slot_contents import SlotContents, SlotTrim
 from handlers.rolling_batch.schedule.state_table import MIN_PREFIX, StateTable
 
-_MIN_COPIED = 4  # tokens; computing fewer is as fast as copying
+MIN_COPIED = 4  # tokens; computing fewer is as fast as copying
 _TAIL_WORTH_KEEPING = 16  # cached tokens behind a match; for more of them the match is copied, not overwritten
 
 
@@ -39,6 +39,19 @@ class Match:
     coming: int
     leader: int = -1
     known: int = 0
+
+
+def with_leader(best: Match, known: int, matches: list[tuple[int, set[int]]], computed: Mapping[int, int]) -> Match:
+    """Add the running sequence that can still leave a snapshot of the longest prefix.
+
+    `known` tokens were seen before; `computed` are the tokens of running sequences by slot.
+    """
+    for common, slots in matches:
+        depth = min(common, known)
+        leaders = [slot for slot in slots if computed.get(slot, depth) < depth]
+        if leaders and depth > best.tokens:
+            return Match(best.slot, best.tokens, depth, max(leaders, key=computed.__getitem__), known)
+    return Match(best.slot, best.tokens, best.tokens, -1, known)
 
 
 class SlotTable:
@@ -112,16 +125,7 @@ class SlotTable:
                     best = Match(slot, held, longest)
         if self.states is None:
             return Match(best.slot, best.tokens, longest)
-        return self._with_leader(best, longest, matches)
-
-    def _with_leader(self, best: Match, known: int, matches: list[tuple[int, set[int]]]) -> Match:
-        """Add the running sequence that can still leave a snapshot of the longest prefix."""
-        for common, slots in matches:
-            depth = min(common, known)
-            leaders = [slot for slot in slots if self._running.get(slot, depth) < depth]
-            if leaders and depth > best.tokens:
-                return Match(best.slot, best.tokens, depth, max(leaders, key=self._contents.held), known)
-        return Match(best.slot, best.tokens, best.tokens, -1, known)
+        return with_leader(best, longest, matches, self._running)
 
     def follow(self, match: Match) -> None:
         """Have a running sequence leave a snapshot for one that waits for it."""
@@ -139,7 +143,7 @@ class SlotTable:
         self._contents.empty.pop(slot, None)
         self._cached.pop(slot, None)
         if slot != match.slot:
-            held = match.tokens if match.tokens >= _MIN_COPIED else 0
+            held = match.tokens if match.tokens >= MIN_COPIED else 0
             if held:
                 self.copies.append(SlotCopy(match.slot, slot, held))
                 self._contents.touch(match.slot)
@@ -210,7 +214,7 @@ class SlotTable:
     def _choose(self, tokens: list[int], match: Match, spare: int) -> tuple[int | None, int]:
         """Return a slot for `tokens`, and how many of them it holds already if it is the matching slot itself."""
         sources = {copy.source for copy in self.copies}
-        useful = match.tokens >= _MIN_COPIED
+        useful = match.tokens >= MIN_COPIED
         if len(tokens) > spare - self._contents.cached_in(sources):
             return None, 0  # the sources of this step's copies must stay until they are copied
         room = spare - self._contents.cached_in(sources | ({match.slot} if useful else set()))

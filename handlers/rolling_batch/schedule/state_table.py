@@ -14,6 +14,7 @@ Snapshots take the rows that running sequences leave over; the least recently us
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MIN_PREFIX = 16  # tokens; computing fewer is not worth a snapshot
@@ -106,6 +107,12 @@ class StateTable:
         own = self._lengths.get(other, ())
         for length in [length for length in self._lengths.get(slot, ()) if length <= tokens and length not in own]:
             self._keep(other, length, self._forget(slot, length))
+
+    def hand_over(self, slot: int, others: Mapping[int, int]) -> None:
+        """Forget a slot, but give its snapshots to others, as far as these begin with so many of its tokens."""
+        for other, tokens in others.items():
+            self.move(slot, other, tokens)
+        self.drop(slot)
 
     # --- lengths at which to keep a snapshot ---
 

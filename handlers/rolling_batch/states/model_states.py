@@ -12,7 +12,7 @@ from handlers.rolling_batch.attention.rows import ChunkRows
 from handlers.rolling_batch.schedule.state_table import StateStep
 from handlers.rolling_batch.states.mixers import install, segments_of
 from handlers.rolling_batch.states.probe import Mixer, find_mixers
-from handlers.rolling_batch.states.store import StateStore, bytes_per_row
+from handlers.rolling_batch.states.store import Segment, StateStore, bytes_per_row
 
 
 class ModelStates:
@@ -38,9 +38,12 @@ class ModelStates:
         """Linear layers whose weights the mixers read without calling them."""
         return frozenset().union(*(mixer.unread for mixer in self._mixers))
 
-    def allocate(self, rows: int) -> None:
-        """Make room for the states of `rows` sequences; from now on the model computes passes over them alone."""
-        self.store = StateStore(self._shapes, rows)
+    def allocate(self, rows: int, has_idle: bool = False) -> None:
+        """Make room for the states of `rows` sequences; from now on the model computes passes over them alone.
+
+        `has_idle`: there is one row more, for rows that fill up a pass.
+        """
+        self.store = StateStore(self._shapes, rows + has_idle)
         install(self._mixers, self.store)
 
     def begin(self, slots: list[int], positions: list[int], chunks: list[ChunkRows], step: StateStep | None) -> None:
@@ -48,6 +51,10 @@ class ModelStates:
         step = StateStep({}) if step is None else step
         self.store.copy(step.copies)
         self.store.begin(segments_of(slots, positions, chunks, step, self._device))
+
+    def begin_decoding(self, rows: torch.Tensor) -> None:
+        """Set that the rows of the next passes decode, each with the states in one of `rows`, (rows,)."""
+        self.store.begin([Segment(0, len(rows), rows, decodes=True, continues=True)])
 
     def end(self, step: StateStep | None) -> None:
         """Keep what the pass leaves behind."""

@@ -37,6 +37,17 @@ class StateStore:
             for own in shapes
         ]
 
+    @property
+    def idle_row(self) -> int:
+        """The last row, for rows that fill up a pass."""
+        return self.rows - 1
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Set rows to zero."""
+        for areas in self._areas:
+            for area in areas:
+                area[list(rows)] = 0
+
     def begin(self, segments: list[Segment]) -> None:
         """Set what the rows of the next pass are."""
         self.segments = segments

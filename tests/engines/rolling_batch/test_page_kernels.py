@@ -28,7 +28,7 @@ from handlers.rolling_batch.pages.launch import (  # noqa: E402
 
 H100 = Tuning(132, 232_448)
 A10 = Tuning(80, 101_376)
-INTEGERS = ("tables", "slots", "positions", "chunks")
+INTEGERS = ("tables", "slots", "positions", "chunks", "ends")
 LLAMA = PageLayer(32, 8, 128, 128, 32)
 GEMMA = PageLayer(8, 4, 256, 256, 32, window=4096, softcap=50.0)
 GPT_OSS = PageLayer(64, 8, 64, 64, 32, window=128, sinks=True)
@@ -100,15 +100,15 @@ def test_decoding_compiles_within_the_shared_memory(
         assert compiled(kernels.reduce_kernel, whole, dtype, architecture).metadata.shared <= tuning.shared
 
 
-@pytest.mark.parametrize("rows", [5, 2048])
+@pytest.mark.parametrize(("rows", "blocks"), [(5, False), (2048, False), (2048, True)])
 @on_gpus
 def test_chunks_compile_within_the_shared_memory(
-    layer: PageLayer, dtype: str, tuning: Tuning, architecture: int, rows: int
+    layer: PageLayer, dtype: str, tuning: Tuning, architecture: int, rows: int, blocks: bool
 ) -> None:
     options = chunk_options(layer, 4 if dtype == "fp32" else 2, tuning, rows)
     tiles = {name: options.pop(name) for name in ("ROWS", "TILE")}
     constants = {**layer.widths, **layer.scores, **tiles}
-    more = {"HEADS": layer.heads, "PAGE": layer.page, "SOFTCAP": layer.softcap}
+    more = {"HEADS": layer.heads, "PAGE": layer.page, "SOFTCAP": layer.softcap, "BLOCKS": blocks}
     chunk = compiled(kernels.chunk_kernel, {**constants, **more}, dtype, architecture, **options)
     assert chunk.metadata.shared <= tuning.shared
 

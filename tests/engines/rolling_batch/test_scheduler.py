@@ -450,7 +450,7 @@ def test_everything_ends_within_the_memory(
     prefixes = [[random.Random(index).randrange(3) for _ in range(40)] for index in range(4)]
     chance = random.Random(seed)
     slots = max_running + further_slots
-    rows = 0 if snapshots is None or page else max_running + snapshots
+    rows = 0 if snapshots is None else max_running + snapshots
     more = {"slots": slots, "policy": policy, "conservativeness": conservativeness, "state_rows": rows, "page": page}
     batch = Batch(max_running, kv_tokens + page, chunk, chunk, **more)
     memory = batch.scheduler.slots
