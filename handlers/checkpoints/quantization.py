@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from handlers.checkpoints.grouped.layers import GroupedLinear, GroupedWeight
 from handlers.checkpoints.options import QUANTIZATION, QUANTIZATION_PACKAGES, TransformersOptions
+from handlers.checkpoints.placement import is_spread
 from handlers.torch_operators import probes
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.texts.quoting import excerpt
@@ -140,17 +142,20 @@ def weight_details(quantization: str | None, size: int, unquantized: int) -> dic
 
 
 def rounds_activations(model: Any) -> bool:
-    """Return whether layers round their inputs: 8 bits on GPUs, and compressed-tensors' W8A8."""
-    if any(type(module).__name__ in _ROUNDING for module in model.modules()):
-        return True
-    declared = getattr(model.config, "quantization_config", None)
-    values = declared if isinstance(declared, dict) else declared.to_dict() if declared is not None else {}
-    groups = values.get("config_groups") or {}
-    return any(isinstance(group, dict) and bool(group.get("input_activations")) for group in groups.values())
+    """Return whether layers round their inputs: 8-bit floats on GPUs, and the W8A8 of compressed-tensors' library."""
+    return any(type(module).__name__ in _ROUNDING or _has_rounded_inputs(module) for module in model.modules())
+
+
+def _has_rounded_inputs(module: Any) -> bool:
+    scheme = getattr(module, "quantization_scheme", None)
+    return scheme is not None and scheme.input_activations is not None
 
 
 def keep_activations(model: Any) -> int:
-    """Replace bitsandbytes' 8-bit layers on the CPU by layers that do not round activations; return how many."""
+    """Replace bitsandbytes' 8-bit layers by layers that do not round activations; return how many.
+
+    Of a model that is spread over several devices, those on the CPU alone: accelerate has hooks on the others.
+    """
     if "bitsandbytes" not in sys.modules:  # transformers has imported it if the model has such layers
         return 0
     from bitsandbytes.nn.modules import Linear8bitLt
@@ -158,10 +163,24 @@ def keep_activations(model: Any) -> int:
     count = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, Linear8bitLt) and child.weight.device.type == "cpu":
-                setattr(module, name, Int8Linear(child, model.dtype))
+            if not isinstance(child, Linear8bitLt):
+                continue
+            kept = Int8Linear(child, model.dtype) if child.weight.device.type == "cpu" else None
+            if kept is None and not is_spread(model):
+                kept = grouped_8_bits(child, model.dtype)
+            if kept is not None:
+                setattr(module, name, kept)
                 count += 1
     return count
+
+
+def grouped_8_bits(linear: Any, dtype: torch.dtype) -> GroupedLinear | None:
+    """Return an 8-bit layer of bitsandbytes as kernels of this project compute it on a GPU; None if they do not."""
+    scales = linear.weight.SCB if linear.weight.SCB is not None else linear.state.SCB
+    numbers = linear.weight.data.view(torch.uint8) ^ 128
+    by_output = scales.float()[:, None] / 127
+    held = GroupedWeight(8, numbers, by_output, torch.full_like(by_output, 128, dtype=torch.uint8))
+    return GroupedLinear(held, linear.bias, dtype) if held.is_grouped() else None
 
 
 def leave_uncompiled(model: nn.Module) -> int:

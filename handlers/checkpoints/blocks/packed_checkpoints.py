@@ -157,7 +157,9 @@ class _Tensors:
         places = self.places[layer]
         missing = None if "blocks" in places else missing_part(places)
         if missing is not None:
-            raise ModelLoadError(f"{self.directory}: {layer} is packed, but has no {missing}; fetch the files again")
+            raise ModelLoadError(
+                f"{self.directory}: {layer} has packed weights, but no {missing}; fetch the files again"
+            )
         return {part: file.get_tensor(f"{layer}.{part}") for part, file in places.items()}
 
 

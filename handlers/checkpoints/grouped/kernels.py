@@ -44,6 +44,60 @@ def whole(number, zero):
     return (number.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)
 
 
+# Four bytes of two numbers each become 16-bit floats of 128 or 1024 and the number, two in a register, from which the
+# third operand is taken. {one} is 1.0 twice, {base} the upper byte of such a float four times.
+_HALVES = """
+{{
+.reg .b32 low, high, upper, one;
+mov.b32 upper, {base};
+mov.b32 one, {one};
+and.b32 low, $4, 0x0F0F0F0F;
+shr.u32 high, $4, 4;
+and.b32 high, high, 0x0F0F0F0F;
+prmt.b32 $0, low, upper, 0x4140;
+prmt.b32 $1, low, upper, 0x4342;
+prmt.b32 $2, high, upper, 0x4140;
+prmt.b32 $3, high, upper, 0x4342;
+fma.rn.{kind} $0, $0, one, $5;
+fma.rn.{kind} $1, $1, one, $6;
+fma.rn.{kind} $2, $2, one, $5;
+fma.rn.{kind} $3, $3, one, $6;
+}}
+"""
+_BF16 = tl.constexpr(_HALVES.format(base="0x43434343", one="0x3F803F80", kind="bf16x2"))
+_FP16 = tl.constexpr(_HALVES.format(base="0x64646464", one="0x3C003C00", kind="f16x2"))
+
+
+@triton.jit
+def halves(packed, zero, DTYPE: tl.constexpr):
+    """Return both numbers of each byte less `zero`, in `DTYPE`, where these are exact."""
+    if _WIDENS or tl.float32 == DTYPE:
+        both = whole(packed & 15, zero).to(DTYPE), whole(packed >> 4, zero).to(DTYPE)
+    elif tl.bfloat16 == DTYPE:
+        added = tl.broadcast_to(-128.0 - zero, packed.shape).to(tl.bfloat16)
+        both = tl.inline_asm_elementwise(
+            _BF16, "=r,=r,=r,=r,r,r,r", [packed, added], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        added = tl.broadcast_to(-1024.0 - zero, packed.shape).to(tl.float16)
+        both = tl.inline_asm_elementwise(
+            _FP16, "=r,=r,=r,=r,r,r,r", [packed, added], (tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    return both
+
+
+@triton.jit
+def _of_group(scales, zeros, line, is_line, groups, group, ZERO: tl.constexpr, ZEROED: tl.constexpr):
+    """Return the scales and zeros of a group for some lines, (lines, 1) float32."""
+    of_group = line * groups + group
+    scale = tl.load(scales + of_group, mask=is_line, other=0.0).to(tl.float32)
+    if ZEROED:
+        zero = tl.load(zeros + of_group, mask=is_line, other=0).to(tl.float32)
+    else:
+        zero = tl.full(line.shape, ZERO, tl.float32)
+    return scale[:, None], zero[:, None]
+
+
 @triton.jit
 def few_rows_kernel(
     rows,
@@ -55,6 +109,7 @@ def few_rows_kernel(
     count,
     width,
     outputs,
+    bytes_of_line,
     groups,
     steps,
     ROWS: tl.constexpr,
@@ -70,7 +125,7 @@ def few_rows_kernel(
     BIASED: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Multiply rows (count, width) by a weight (outputs, width * BITS / 8) bytes.
+    """Multiply rows (count, width) by a weight (outputs, bytes_of_line).
 
     Grid: (outputs / OUTPUTS, splits, count / ROWS). A program adds up `steps` tiles of STEP inputs. PARTIAL: `out` is
     (splits, count, outputs) float32; otherwise it is (count, outputs), and `bias` is added if BIASED. A tile whose
@@ -86,23 +141,21 @@ def few_rows_kernel(
     PART: tl.constexpr = CHUNK * BITS // 8
     place = tl.arange(0, BYTES)
     offset = place // PART * CHUNK + place % PART
-    bytes_of_line = width * BITS // 8
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    last = tl.minimum((split + 1) * steps * STEP, width)
-    for start in range(split * steps * STEP, last, STEP):
+    begin = split * steps * STEP
+    last = tl.minimum(begin + steps * STEP, width)
+    if AFTER:
+        scale, zero = _of_group(scales, zeros, line, is_line, groups, begin // GROUP, ZERO, ZEROED)
+    for start in range(begin, last, STEP):
         inputs = start + offset
         inside = inputs < width
         tile = is_line[:, None] & inside[None, :]
         packed = tl.load(
             weight + line[:, None] * bytes_of_line + (start * BITS // 8 + place)[None, :], mask=tile, other=0
         )
-        if AFTER:
-            of_group = line * groups + start // GROUP
-            scale = tl.load(scales + of_group, mask=is_line, other=0.0).to(tl.float32)
-            if ZEROED:
-                zero = tl.load(zeros + of_group, mask=is_line, other=0).to(tl.float32)[:, None]
-            else:
-                zero = tl.full((OUTPUTS, 1), ZERO, tl.float32)
+        if AFTER:  # what the next step is scaled by is on its way during this one
+            group = tl.minimum(start + STEP, width - 1) // GROUP
+            next_scale, next_zero = _of_group(scales, zeros, line, is_line, groups, group, ZERO, ZEROED)
         else:
             of_inputs = line[:, None] * groups + (inputs // GROUP)[None, :]
             scale = tl.load(scales + of_inputs, mask=tile, other=0.0).to(tl.float32)
@@ -113,20 +166,21 @@ def few_rows_kernel(
         given = rows + row[None, :] * width + inputs[:, None]
         seen = inside[:, None] & is_row[None, :]
         first = tl.load(given, mask=seen, other=0.0)
-        low = float8(packed, NATIVE) if FLOATS else whole(packed & 15 if BITS == 4 else packed, zero)
-        if AFTER:
-            part = add_product(low, first, tl.zeros((OUTPUTS, ROWS), tl.float32))
-        else:
-            sums = add_product(low * scale, first, sums)
         if BITS == 4:
             second = tl.load(given + CHUNK // 2, mask=seen, other=0.0)
-            high = whole(packed >> 4, zero)
-            if AFTER:
-                part = add_product(high, second, part)
-            else:
-                sums = add_product(high * scale, second, sums)
+            low, high = halves(packed, zero, rows.dtype.element_ty)
+        else:
+            low = float8(packed, NATIVE) if FLOATS else whole(packed, zero)
         if AFTER:
-            sums += part * scale[:, None]
+            part = add_product(low, first, tl.zeros((OUTPUTS, ROWS), tl.float32))
+            if BITS == 4:
+                part = add_product(high, second, part)
+            sums += part * scale
+            scale, zero = next_scale, next_zero
+        else:
+            sums = add_product(low * scale, first, sums)
+            if BITS == 4:
+                sums = add_product(high * scale, second, sums)
     if PARTIAL:
         target = out + split.to(tl.int64) * count * outputs
     else:
@@ -161,6 +215,7 @@ def unpack_kernel(
     out,
     width,
     outputs,
+    bytes_of_line,
     groups,
     OUTPUTS: tl.constexpr,
     BYTES: tl.constexpr,
@@ -178,7 +233,7 @@ def unpack_kernel(
     place = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
     inputs = place // PART * CHUNK + place % PART
     tile = (line < outputs)[:, None] & (inputs < width)[None, :]
-    packed = tl.load(weight + line[:, None] * (width * BITS // 8) + place[None, :], mask=tile, other=0)
+    packed = tl.load(weight + line[:, None] * bytes_of_line + place[None, :], mask=tile, other=0)
     of_inputs = line[:, None] * groups + (inputs // GROUP)[None, :]
     scale = tl.load(scales + of_inputs, mask=tile, other=0.0).to(tl.float32)
     target = out + line[:, None] * width + inputs[None, :]

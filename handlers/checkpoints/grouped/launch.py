@@ -50,6 +50,8 @@ def weight_constants(linear: Any) -> dict[str, Any]:
         "weight": linear.weight,
         "scales": linear.scales,
         "zeros": linear.weight if linear.zeros is None else linear.zeros,
+        "bytes_of_line": linear.weight.shape[1],
+        "groups": linear.scales.shape[1],
         "CHUNK": linear.chunk,
         "GROUP": linear.group,
         "BITS": linear.bits,
@@ -90,7 +92,7 @@ def few_rows(rows: torch.Tensor, linear: Any, tiles: Tiles = TILES) -> torch.Ten
     with _on(rows):
         kernels.few_rows_kernel[(lines, splits, blocks)](
             rows=rows, bias=bias, out=target, count=count, width=width, outputs=outputs,
-            groups=linear.scales.shape[1], steps=steps, **weight_constants(linear),
+            steps=steps, **weight_constants(linear),
             ROWS=padded, OUTPUTS=tiles.outputs, STEP=step, BIASED=linear.bias is not None, PARTIAL=splits > 1,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
@@ -110,7 +112,7 @@ def unpacked(linear: Any, dtype: torch.dtype) -> torch.Tensor:
     grid = triton.cdiv(outputs, lines), triton.cdiv(linear.weight.shape[1], of_bytes)
     with _on(out):
         kernels.unpack_kernel[grid](
-            out=out, width=width, outputs=outputs, groups=linear.scales.shape[1], **weight_constants(linear),
+            out=out, width=width, outputs=outputs, **weight_constants(linear),
             OUTPUTS=lines, BYTES=of_bytes,
         )  # fmt: skip
     return out

@@ -7,21 +7,28 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as hopper
 
-from handlers.checkpoints.grouped.kernels import float8, whole
+from handlers.checkpoints.grouped.kernels import float8, halves, whole
 from handlers.rolling_batch.fused.one_row_kernel import finish, lines
 
 
 @triton.jit
-def _bytes(weight, line, inside, chunk, chunks, bytes_of_line, PART: tl.constexpr):
-    """Return the bytes of chunks of inputs, (lines, chunks, PART)."""
+def _of_chunks(
+    weight, scales, zeros, line, inside, chunk, chunks, bytes_of_line, groups,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, ZERO: tl.constexpr, ZEROED: tl.constexpr,
+):  # fmt: skip
+    """Return the bytes of chunks of inputs, (lines, chunks, PART), and their scales and zeros, (lines, chunks)."""
+    known = inside[:, None] & (chunk < chunks)[None, :]
     place = chunk[:, None] * PART + tl.arange(0, PART)[None, :]
-    mask = inside[:, None, None] & (chunk < chunks)[None, :, None]
-    return tl.load(
+    packed = tl.load(
         weight + line[:, None, None] * bytes_of_line + place[None, :, :],
-        mask=mask,
+        mask=inside[:, None, None] & (chunk < chunks)[None, :, None],
         other=0,
         eviction_policy="evict_first",
     )
+    of_group = line[:, None] * groups + (chunk * CHUNK // GROUP)[None, :]
+    scale = tl.load(scales + of_group, mask=known, other=0.0)
+    zero = tl.load(zeros + of_group, mask=known, other=0) if ZEROED else tl.full(known.shape, ZERO, tl.uint8)
+    return packed, scale, zero
 
 
 @triton.jit
@@ -46,6 +53,7 @@ def grouped_row_kernel(
     out,
     width,
     outputs,
+    bytes_of_line,
     groups,
     epsilon,
     OUTPUTS: tl.constexpr,
@@ -69,36 +77,35 @@ def grouped_row_kernel(
     first, line, inside = lines(OUTPUTS, GATED, outputs)
     PART: tl.constexpr = CHUNK * BITS // 8
     chunks = width // CHUNK
-    bytes_of_line = width * BITS // 8
     step = tl.arange(0, CHUNKS)
     sums = tl.zeros((line.shape[0], CHUNKS, PART), tl.float32)
     squares = tl.zeros((CHUNKS, PART), tl.float32)
-    own = _bytes(weight, line, inside, step, chunks, bytes_of_line, PART)
+    packed, by, zero = _of_chunks(
+        weight, scales, zeros, line, inside, step, chunks, bytes_of_line, groups, CHUNK, GROUP, PART, ZERO, ZEROED
+    )
     if CHAINED:
         hopper.gdc_wait()
     for start in range(0, chunks, CHUNKS):
         chunk = start + step
-        following = _bytes(weight, line, inside, chunk + CHUNKS, chunks, bytes_of_line, PART)
-        known = inside[:, None] & (chunk < chunks)[None, :]
-        of_group = line[:, None] * groups + (chunk * CHUNK // GROUP)[None, :]
+        next_packed, next_by, next_zero = _of_chunks(
+            weight, scales, zeros, line, inside, chunk + CHUNKS, chunks, bytes_of_line, groups,
+            CHUNK, GROUP, PART, ZERO, ZEROED,
+        )  # fmt: skip
         column = chunk[:, None] * CHUNK + tl.arange(0, PART)[None, :]
         seen = (chunk < chunks)[:, None] & (tl.arange(0, PART) < PART)[None, :]
         given, square = _given(row, scale, column, seen, SCALED)
         squares += square
         if FLOATS:
-            products = float8(own, NATIVE) * given[None, :, :]
+            products = float8(packed, NATIVE) * given[None, :, :]
+        elif BITS == 4:
+            low, high = halves(packed, zero.to(tl.float32)[:, :, None], tl.float16)
+            above, square = _given(row, scale, column + CHUNK // 2, seen, SCALED)
+            squares += square
+            products = low.to(tl.float32) * given[None, :, :] + high.to(tl.float32) * above[None, :, :]
         else:
-            if ZEROED:
-                zero = tl.load(zeros + of_group, mask=known, other=0).to(tl.float32)[:, :, None]
-            else:
-                zero = tl.full((1, 1, 1), ZERO, tl.float32)
-            products = whole(own & 15 if BITS == 4 else own, zero) * given[None, :, :]
-            if BITS == 4:
-                above, square = _given(row, scale, column + CHUNK // 2, seen, SCALED)
-                squares += square
-                products += whole(own >> 4, zero) * above[None, :, :]
-        sums += products * tl.load(scales + of_group, mask=known, other=0.0).to(tl.float32)[:, :, None]
-        own = following
+            products = whole(packed, zero.to(tl.float32)[:, :, None]) * given[None, :, :]
+        sums += products * by.to(tl.float32)[:, :, None]
+        packed, by, zero = next_packed, next_by, next_zero
     exact = tl.sum(tl.sum(sums, 2), 1)
     if SCALED:
         exact *= 1.0 / tl.sqrt(tl.sum(tl.sum(squares, 1), 0) / width + epsilon)

@@ -88,7 +88,7 @@ def _kernel_of(row: torch.Tensor, linear: Any, tiles: Tiles | None) -> tuple[Any
         tiles = tiles or GROUPED_TILES
         constants = weight_constants(linear)
         chunks = max(tiles.step * 8 // (linear.chunk * linear.bits), 1)
-        return grouped_row_kernel, tiles, {**constants, "groups": linear.scales.shape[1], "CHUNKS": chunks}
+        return grouped_row_kernel, tiles, {**constants, "CHUNKS": chunks}
     scales = getattr(linear, "scales", None)
     tiles = tiles or (TILES if scales is None else FP8_TILES)
     constants = {"weight": linear.weight, "weight_scales": row if scales is None else scales}

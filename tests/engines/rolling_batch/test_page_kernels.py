@@ -173,7 +173,7 @@ def test_the_kernels_of_few_bits_compile(kernel: Any, architecture: int, form: s
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     types = {"weight": "*u8", "zeros": "*u8", "scales": "*fp16", "epsilon": "fp32"}
-    numbers = dict.fromkeys(("count", "width", "outputs", "groups", "steps"), "i32")
+    numbers = dict.fromkeys(("count", "width", "outputs", "groups", "steps", "bytes_of_line"), "i32")
     signature = {name: "constexpr" if name in constants else (types | numbers).get(name, "*bf16") for name in names}
     aligned = [place for place, name in enumerate(names) if signature[name].startswith("*") or name == "width"]
     source = ASTSource(

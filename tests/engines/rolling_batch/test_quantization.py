@@ -16,7 +16,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.blocks.packed_layers import keep_packed
-from handlers.checkpoints.quantization import Int8Linear, leave_uncompiled, quantization_details, warn_once_of_casts
+from handlers.checkpoints.quantization import (
+    Int8Linear,
+    grouped_8_bits,
+    leave_uncompiled,
+    quantization_details,
+    warn_once_of_casts,
+)
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
 from handlers.huggingface import model as transformers_model
@@ -181,6 +187,24 @@ def test_8_bits_of_bitsandbytes_are_blocks_in_bfloat16(plain: Path) -> None:
     assert isinstance(layer, BlockLinear)
     found = layer(torch.eye(layer.in_features, dtype=torch.bfloat16)).T.float()
     assert torch.allclose(found, own.data.float() * own.SCB[:, None] / 127, rtol=2**-7, atol=0), "rounded to bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_8_bits_of_bitsandbytes_become_numbers_of_a_gpu(dtype: torch.dtype) -> None:
+    from bitsandbytes.nn import Linear8bitLt
+
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 40)
+    library = Linear8bitLt(96, 40, has_fp16_weights=False)
+    library.load_state_dict(linear.state_dict())
+    layer = grouped_8_bits(library.to("cpu"), dtype)
+    assert layer is not None
+    found, stored = layer.held().plain(), library.weight
+    torch.testing.assert_close(found, stored.data.float() * stored.SCB.float()[:, None] / 127)
+    exact = linear.weight.detach()
+    assert float((found - exact).abs().max()) < 0.01 * float(exact.abs().max())
+    assert layer.bias.dtype == dtype
+    assert grouped_8_bits(Linear8bitLt(40, 8, has_fp16_weights=False).to("cpu"), dtype) is None
 
 
 def test_a_compressed_checkpoint_is_served(compressed: Path) -> None:
