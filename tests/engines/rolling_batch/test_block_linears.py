@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, MambaConfig, WavLMConfig, WavLMMo
 
 from handlers.checkpoints.blocks.formats import FORMATS, StoredWeight
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
-from handlers.checkpoints.blocks.layers import BlockLinear, is_joinable
+from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
 from handlers.checkpoints.blocks.rounding import quantize
 from handlers.checkpoints.transformers_loading import load_model
@@ -125,8 +125,8 @@ def test_layers_of_several_formats_are_one_if_they_fill_panels() -> None:
 
     stored = [random_blocks(name, outputs, 96) for name, outputs in (("q4_1", 64), ("q4_0", 32), ("q8_0", 33))]
     linears = [layer(weight) for weight in stored]
-    assert not is_joinable(linears[::-1])
-    assert is_joinable(linears)
+    assert not BlockLinear.is_joinable(linears[::-1])
+    assert BlockLinear.is_joinable(linears)
     joined = BlockLinear.join(linears, None)
     hidden = torch.randn((9, 96), generator=torch.Generator().manual_seed(1))
     expected = torch.cat([hidden @ reference(weight).T for weight in stored], dim=1)
