@@ -24,6 +24,8 @@ def arrange(plan: StepPlan, row_by_row: RowByRow) -> StepPlan:
     target of one of them, the chunk reads from the first slot of that chain. Chunks that attend row by row come
     first, next to the decode rows; then chunks with the same source, which form one group.
     """
+    if not plan.copies and not plan.prefill:
+        return plan
     sources: dict[int, int] = {}
     for copy in plan.copies:
         sources[copy.target] = sources.get(copy.source, copy.source)
