@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import random
 import re
 import shutil
@@ -576,7 +577,10 @@ def test_the_experts_of_a_mixture_have_8_bits(loader: Loader, tmp_path: Path) ->
     saved_model(random_model(config), tmp_path)
     settings = {**UNCOMPILED, "model_id": str(tmp_path), "max_model_len": "64", "dtype": "bf16"}
     loaded = loader.load(options={**settings, "quantize": "int8_per_channel_weight_only"})
-    assert [len(tokens) for tokens in loaded["answers"]] == [4]
+    if platform.machine() == "x86_64" and not torch.cpu._is_amx_tile_supported():  # vLLM's kernels need tile registers
+        assert "ModelLoadError: vLLM cannot load the model: No Int8 MoE backend supports" in loaded
+    else:
+        assert [len(tokens) for tokens in loaded["answers"]] == [4]
 
 
 def test_a_model_without_a_kernel_for_the_device_fails_to_load(loader: Loader, tmp_path: Path) -> None:
