@@ -15,6 +15,8 @@ from waiting import wait_until
 from frontend.observability.request_record import RequestRecord
 from frontend.observability.trace_context import parse_traceparent
 from frontend.observability.traces.tracing import Tracing
+from lmi_server.configuration.server_settings import ServerSettings
+from lmi_server.contract.errors import ConfigurationError
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install lmi-server[otel]")
 Receiver = import_module("otlp_receiver").Receiver
@@ -188,6 +190,12 @@ def test_an_odd_tracestate_is_not_logged(caplog: pytest.LogCaptureFixture) -> No
         trace = spans.begin(properties, scope)
         assert trace.trace_id == f"{7:032x}"
     assert "[x]" not in caplog.text
+
+
+def test_a_wrong_variable_of_opentelemetry_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
+    with pytest.raises(ConfigurationError, match=r"otlp_traces_endpoint = .* cannot be used: .*; check the variables"):
+        Tracing.from_settings(ServerSettings(otlp_traces_endpoint="http://127.0.0.1:1/"))
 
 
 def test_a_request_whose_spans_cannot_be_made_goes_on(caplog: pytest.LogCaptureFixture) -> None:

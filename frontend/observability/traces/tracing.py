@@ -47,6 +47,10 @@ class Tracing:
             raise ConfigurationError(
                 f'otlp_traces_endpoint = "{endpoint}" needs OpenTelemetry ({error}); run: pip install lmi-server[otel]'
             ) from error
+        except ValueError as error:  # such as a queue that is shorter than a message
+            raise ConfigurationError(
+                f'otlp_traces_endpoint = "{endpoint}" cannot be used: {error}; check the variables OTEL_*'
+            ) from error
         if spans.is_disabled:
             logger.warning("otlp_traces_endpoint has no effect, because OTEL_SDK_DISABLED=true")
             return None
