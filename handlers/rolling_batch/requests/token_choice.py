@@ -9,6 +9,7 @@ import torch
 
 from handlers.rolling_batch.request import Request
 from handlers.rolling_batch.sampling.chosen import Chosen, Sampled
+from handlers.rolling_batch.sampling.histories import DeviceHistories
 from handlers.rolling_batch.sampling.sampler import choose
 from lmi_server.contract.errors import is_device_failure
 
@@ -34,16 +35,20 @@ class ChosenTokens:
 
 
 def choose_tokens(
-    requests: Sequence[Request], logits: torch.Tensor, before: torch.Tensor | None = None
+    requests: Sequence[Request],
+    logits: torch.Tensor,
+    before: torch.Tensor | None = None,
+    histories: DeviceHistories | None = None,
 ) -> ChosenTokens:
     """Choose the next token of each request from its row of logits (rows, vocabulary).
 
-    `before` has the tokens of the step before, if the host does not know them yet.
+    `before` has the tokens of the step before, if the host does not know them yet. `histories` are kept from step to
+    step.
     """
     if not requests:
         return ChosenTokens([], torch.empty(0, dtype=torch.long), [], logits.dtype)
     try:
-        whole = choose(logits, [request.sampling for request in requests], before)
+        whole = choose(logits, [request.sampling for request in requests], before, histories=histories)
     # The border to torch and to kernels: the parameters of one request must not end the others.
     except BaseException as error:
         if is_device_failure(error):

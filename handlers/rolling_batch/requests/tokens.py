@@ -11,6 +11,7 @@ from handlers.rolling_batch.requests.live import LiveRequests
 from handlers.rolling_batch.requests.token_choice import ChosenTokens, choose_tokens
 from handlers.rolling_batch.runner.step_runner import StepLogits
 from handlers.rolling_batch.sampling.chosen import Sampled
+from handlers.rolling_batch.sampling.histories import DeviceHistories
 from handlers.rolling_batch.schedule.plan import Sequence, StepPlan
 from lmi_server.contract.errors import is_device_failure
 
@@ -23,6 +24,7 @@ class RequestTokens:
 
     def __init__(self, live: LiveRequests) -> None:
         self._live = live
+        self._histories = DeviceHistories()  # of the requests that penalise tokens
 
     def prompts_to_score(self, plan: StepPlan) -> set[int]:
         """Return the numbers of the requests whose prompt tokens of this step get log probabilities."""
@@ -45,7 +47,7 @@ class RequestTokens:
         requests = [request for request in found if request is not None]
         if len(requests) < len(found):  # what failed above has ended them
             logits = logits[[row for row, request in enumerate(found) if request is not None]]
-        chosen = choose_tokens(requests, logits, known)
+        chosen = choose_tokens(requests, logits, known, self._histories)
         for row, request in enumerate(requests):
             request.sequence.append(unknown_token(row))
         return chosen

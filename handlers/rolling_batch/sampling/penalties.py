@@ -1,6 +1,7 @@
 """The penalties of all rows at once, from the tokens that each request has seen and generated.
 
-The tokens of a row are a list with repetitions. Where one token is written several times, all writes are equal.
+The tokens of a row are a list with repetitions, which stays on the device (histories.py). Where one token is written
+several times, all writes are equal.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from handlers.rolling_batch.device_arrays import known_tokens, upload
+from handlers.rolling_batch.device_arrays import upload
+from handlers.rolling_batch.sampling.histories import DeviceHistories
 from handlers.rolling_batch.sampling.state import SamplingState
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def penalise(logits: torch.Tensor, states: list[SamplingState], before: torch.Tensor | None) -> None:
+def penalise(
+    logits: torch.Tensor, states: list[SamplingState], before: torch.Tensor | None, histories: DeviceHistories
+) -> None:
     """Apply repetition, presence and frequency penalties to float32 logits (rows, vocabulary), in place.
 
     `before` (rows of the step before,) has the tokens that the host does not know yet.
@@ -24,12 +28,14 @@ def penalise(logits: torch.Tensor, states: list[SamplingState], before: torch.Te
         return
     penalised = [states[row] for row in rows]
     part = logits if len(rows) == len(states) else logits[(own := upload(rows, logits.device))]
-    ids = known_tokens(_histories(penalised, logits.device), before)
+    ids = histories.tokens([state.history for state in penalised], logits.device, before)
     numbers = np.array([_numbers(state) for state in penalised]).clip(-_LARGEST, _LARGEST).astype(np.float32)
     repetition, presence, frequency, first, length = upload(numbers, logits.device).T[:, :, None]
+    place = torch.arange(ids.shape[1], device=logits.device)
+    # The first token stands for those behind the last one; token 0 does if there is none, where no penalty counts it.
+    ids = torch.where(place < length, ids, ids[:, :1] * (length > 0))
     values = part.gather(1, ids)
     part.scatter_(1, ids, torch.where(values < 0, values * repetition, values / repetition))
-    place = torch.arange(ids.shape[1], device=logits.device)
     generated = (place >= first) & (place < length)
     # Every entry without a generated token stands for the last one: all writes to a token are equal.
     last = ids.gather(1, (length.long() - 1).clamp_min(0))
@@ -38,17 +44,6 @@ def penalise(logits: torch.Tensor, states: list[SamplingState], before: torch.Te
     part.scatter_add_(1, ids, -frequency * generated)
     if part is not logits:
         logits[own] = part
-
-
-def _histories(states: list[SamplingState], device: torch.device) -> torch.Tensor:
-    """Return the tokens of each row, padded with its own first one: (rows, longest, at least 1)."""
-    longest = max(state.history.length for state in states)
-    ids = np.zeros((len(states), max(longest, 1)), np.int64)
-    for row, state in enumerate(states):
-        tokens = state.history.tokens
-        ids[row, : len(tokens)] = tokens
-        ids[row, len(tokens) :] = tokens[0] if len(tokens) else 0
-    return upload(ids, device)
 
 
 def _numbers(state: SamplingState) -> tuple[float, ...]:

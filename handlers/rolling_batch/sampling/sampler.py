@@ -19,6 +19,7 @@ from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.device_arrays import Download, unknown_token, upload
 from handlers.rolling_batch.sampling.chosen import Chosen, Sampled, Scores
 from handlers.rolling_batch.sampling.draws import draw_by_kernel, draw_from_best, draw_typical
+from handlers.rolling_batch.sampling.histories import DeviceHistories
 from handlers.rolling_batch.sampling.penalties import penalise
 from handlers.rolling_batch.sampling.state import SamplingState, draws_from_all
 
@@ -27,25 +28,32 @@ Choice = Callable[[torch.Tensor, list[SamplingState]], torch.Tensor]
 
 
 def choose(
-    logits: torch.Tensor, states: list[SamplingState], before: torch.Tensor | None = None, first_row: int = 0
+    logits: torch.Tensor,
+    states: list[SamplingState],
+    before: torch.Tensor | None = None,
+    first_row: int = 0,
+    histories: DeviceHistories | None = None,
 ) -> Chosen:
     """Choose one token per row: logits (rows, vocabulary) of any float type, one state per row.
 
     `before` has the tokens of the step before, if the host does not know them yet. The states go on to the next
     position; `SamplingState.settle` tells them their tokens. `first_row` is the row of the step that comes first here.
+    `histories` are kept by the caller from step to step.
     """
     if _has_kernels(logits) and all(state.takes_greatest for state in states):
         chosen = Chosen(*_greatest_by_kernel(logits))
     else:
-        chosen = _chosen(logits, states, before)
+        chosen = _chosen(logits, states, _choice(before, histories or DeviceHistories()))
     for row, state in enumerate(states, first_row):  # last: everything above can be called again after an error
         state.advance(unknown_token(row))
     return chosen
 
 
-def _chosen(logits: torch.Tensor, states: list[SamplingState], before: torch.Tensor | None) -> Chosen:
+def _chosen(
+    logits: torch.Tensor, states: list[SamplingState], choice_of: Callable[[torch.Tensor, SamplingState], Choice]
+) -> Chosen:
     """Choose tokens in any ways, and score them."""
-    tokens = _choose(logits, states, _choice(before))
+    tokens = _choose(logits, states, choice_of)
     scored = [row for row, state in enumerate(states) if state.parameters.logprobs is not None]
     scores = None
     if scored:
@@ -70,7 +78,7 @@ def foresee(logits: torch.Tensor, states: list[SamplingState], places: list[int]
     Penalties and bans do not know of the tokens in between. `logits` are (rows, vocabulary).
     """
     ahead = [state.ahead(place) for state, place in zip(states, places, strict=True)]
-    tokens: list[int] = _choose(logits, ahead, _choice(None)).tolist()
+    tokens: list[int] = _choose(logits, ahead, _choice(None, DeviceHistories())).tolist()
     return tokens
 
 
@@ -124,11 +132,11 @@ def _choose(
     return tokens
 
 
-def _choice(before: torch.Tensor | None) -> Callable[[torch.Tensor, SamplingState], Choice]:
+def _choice(before: torch.Tensor | None, histories: DeviceHistories) -> Callable[[torch.Tensor, SamplingState], Choice]:
     """Return what tells how a token is chosen: if possible by a kernel, which needs no float32 copy of the logits."""
 
     def adjusted(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
-        copied = _adjust(logits.to(torch.float32, copy=True), states, before)
+        copied = _adjust(logits.to(torch.float32, copy=True), states, before, histories)
         return _choose(copied, states, _choice_of_adjusted)
 
     def choice(logits: torch.Tensor, state: SamplingState) -> Choice:
@@ -219,9 +227,11 @@ def _exclude(logits: torch.Tensor, rows: list[int], states: list[SamplingState])
     mask_rows(as_numpy(logits), np.array(rows), masks)
 
 
-def _adjust(logits: torch.Tensor, states: list[SamplingState], before: torch.Tensor | None) -> torch.Tensor:
+def _adjust(
+    logits: torch.Tensor, states: list[SamplingState], before: torch.Tensor | None, histories: DeviceHistories
+) -> torch.Tensor:
     """Apply penalties, biases and grammars to float32 logits (rows, vocabulary), in place."""
-    penalise(logits, states, before)
+    penalise(logits, states, before, histories)
     for row, state in zip(logits.unbind(), states, strict=True):
         if state.parameters.logit_bias:
             row[upload(state.bias_ids, row.device)] += upload(state.biases, row.device)
