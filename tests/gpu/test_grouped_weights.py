@@ -60,7 +60,7 @@ def rows_of(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     error = float((found.double() - expected).norm() / expected.norm())
-    assert error < (2e-6 if found.dtype == torch.float32 else 0.01), error
+    assert error < (2e-6 if found.dtype == torch.float32 else 0.015), error
 
 
 def inputs_of(kind: tuple[int, int, bool]) -> int:
@@ -113,8 +113,9 @@ def test_one_row_is_multiplied(kind: Any, dtype: torch.dtype, form: str) -> None
 
 def test_inputs_are_split_where_outputs_are_too_few_for_the_gpu() -> None:
     assert splits_for(4096, 128, 448, 132) == 1
-    assert splits_for(4096, 128, 64, 132) == 4  # tiles enough for each program
-    assert splits_for(14336, 128, 64, 132) == 8
+    assert splits_for(4096, 128, 64, 132) == 4
+    assert splits_for(4096, 128, 16, 132) == 8  # four steps for each program at least
+    assert splits_for(14336, 128, 16, 132) == 16
     assert splits_for(256, 128, 1, 132) == 1
 
 

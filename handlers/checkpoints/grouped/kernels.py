@@ -76,12 +76,12 @@ def halves(packed, zero, DTYPE: tl.constexpr):
     elif tl.bfloat16 == DTYPE:
         added = tl.broadcast_to(-128.0 - zero, packed.shape).to(tl.bfloat16)
         both = tl.inline_asm_elementwise(
-            _BF16, "=r,=r,=r,=r,r,r,r", [packed, added], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            _BF16, "=&r,=&r,=&r,=&r,r,r,r", [packed, added], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
     else:
         added = tl.broadcast_to(-1024.0 - zero, packed.shape).to(tl.float16)
         both = tl.inline_asm_elementwise(
-            _FP16, "=r,=r,=r,=r,r,r,r", [packed, added], (tl.float16, tl.float16), is_pure=True, pack=4
+            _FP16, "=&r,=&r,=&r,=&r,r,r,r", [packed, added], (tl.float16, tl.float16), is_pure=True, pack=4
         )
     return both
 

@@ -21,7 +21,7 @@ _MIN_STEPS = 4  # tiles that a program adds up at least
 class Tiles:
     """How many outputs a program computes, for up to how many rows, with how many warps and stages of loads.
 
-    `waves`: how many programs each processor of the GPU gets at least, if the inputs can be split so.
+    `waves`: how many programs each processor of the GPU gets, about, if the inputs can be split so.
     """
 
     outputs: int = 64
@@ -70,7 +70,8 @@ def step_of(group: int) -> int:
 def splits_for(width: int, group: int, programs: int, processors: int, tiles: Tiles = TILES) -> int:
     """Return among how many programs the inputs of a product are split, if `programs` compute its outputs."""
     steps, splits = triton.cdiv(width, step_of(group)), 1
-    while splits < _MAX_SPLITS and programs * splits < processors * tiles.waves and steps >= 2 * splits * _MIN_STEPS:
+    enough = processors * tiles.waves * 3 // 4
+    while splits < _MAX_SPLITS and programs * splits < enough and steps >= 2 * splits * _MIN_STEPS:
         splits *= 2
     return splits
 

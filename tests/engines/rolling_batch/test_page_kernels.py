@@ -156,12 +156,14 @@ FORMS = {"4 bits": (128, 128, 4, False), "q4_0": (32, 32, 4, False), "8 bits": (
          "floats": (128, 128, 8, True)}  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("architecture", [86, 90])
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "form"),
+    [*((90, "bf16", form) for form in FORMS), (86, "fp16", "4 bits"), (86, "bf16", "floats"), (90, "fp32", "4 bits")],
+)
 @pytest.mark.parametrize(
     "kernel", [few_rows_kernel, unpack_kernel, grouped_row_kernel], ids=lambda kernel: kernel.__name__
 )
-def test_the_kernels_of_few_bits_compile(kernel: Any, architecture: int, form: str) -> None:
+def test_the_kernels_of_few_bits_compile(kernel: Any, architecture: int, dtype: str, form: str) -> None:
     chunk, group, bits, floats = FORMS[form]
     native = floats and architecture >= 89
     constants = {
@@ -174,7 +176,7 @@ def test_the_kernels_of_few_bits_compile(kernel: Any, architecture: int, form: s
     constants = {name: value for name, value in constants.items() if name in names}
     types = {"weight": "*u8", "zeros": "*u8", "scales": "*fp16", "epsilon": "fp32"}
     numbers = dict.fromkeys(("count", "width", "outputs", "groups", "steps", "bytes_of_line"), "i32")
-    signature = {name: "constexpr" if name in constants else (types | numbers).get(name, "*bf16") for name in names}
+    signature = {name: "constexpr" if name in constants else (types | numbers).get(name, f"*{dtype}") for name in names}
     aligned = [place for place, name in enumerate(names) if signature[name].startswith("*") or name == "width"]
     source = ASTSource(
         kernel,
