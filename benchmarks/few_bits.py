@@ -2,8 +2,9 @@
 
     python -m benchmarks.few_bits [--model DIR | --wide] [--turns 7] [--kinds q8_0,q4_0]
 
-The demo model is loaded once for each value of option.quantize. The engines run in this process and take turns, so that
-whatever else the machine does meets all of them; the table has the median of the turns, and its ratio to bfloat16.
+The demo model is loaded once for each value of option.quantize; with `+int8` behind it activations take 8 bits. The
+engines run in this process and take turns, so that whatever else the machine does meets all of them; the table has the
+median of the turns, and its ratio to bfloat16.
 `--wide` takes a random model in the shape of Llama 3.2 1B, whose perplexity says nothing.
 """
 
@@ -21,13 +22,15 @@ import torch
 
 from benchmarks.figures import in_turns, parser_of, show
 from benchmarks.servers import MODEL
+from handlers.checkpoints.blocks.int8_activations import Int8BlockLinear
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
 from lmi_server.contract.generation import SamplingParameters
 
-KINDS = ("q8_0", "q4_0", "q4_k", "int8")
+INT8 = "+int8"
+KINDS = ("q8_0", "q8_0+int8", "q4_0", "q4_0+int8", "q4_k", "q4_k+int8", "int8")
 REQUESTS = (1, 8, 32, 64)
 TOKENS = 24
 _WIDE = {
@@ -55,8 +58,16 @@ TEXT = (
 )
 
 
-def load(path: str, kind: str | None) -> LoadedEngine:
-    options = HuggingFaceOptions(dtype="bf16", quantize=kind, max_model_len=256, max_rolling_batch_size=max(REQUESTS))
+def options_of(kind: str, **more: Any) -> HuggingFaceOptions:
+    quantize, activations = kind.removesuffix(INT8), "int8" if kind.endswith(INT8) else "auto"
+    weights = None if quantize == "bf16" else quantize
+    return HuggingFaceOptions.model_validate(
+        {"dtype": "bf16", "quantize": weights, "activation_dtype": activations, **more}
+    )
+
+
+def load(path: str, kind: str) -> LoadedEngine:
+    options = options_of(kind, max_model_len=256, max_rolling_batch_size=max(REQUESTS))
     return load_engine(lambda: transformers_model.load(path, options), options)
 
 
@@ -72,10 +83,13 @@ def tokens_per_second(loaded: LoadedEngine, requests: int) -> float:
     return (loaded.engine.stats.generated_tokens - before) / (time.perf_counter() - began)
 
 
-def perplexity(path: str, kind: str | None) -> float:
+def perplexity(path: str, kind: str) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = load_model(AutoModelForCausalLM, path, HuggingFaceOptions(dtype="bf16", quantize=kind))
+    model = load_model(AutoModelForCausalLM, path, options_of(kind))
+    for module in model.modules():
+        if isinstance(module, Int8BlockLinear):
+            module.limit_exact_rows(len(TEXT))  # the border is measured for engines alone
     ids = AutoTokenizer.from_pretrained(path)(TEXT, return_tensors="pt").input_ids
     with torch.inference_mode():
         logits = model(ids, use_cache=False).logits.float()
@@ -94,14 +108,14 @@ def random_model(directory: str) -> str:
 
 
 def compare(path: str, turns: int, kinds: Sequence[str]) -> None:
-    engines = {"bf16": load(path, None)} | {kind: load(path, kind) for kind in kinds}
+    engines = {kind: load(path, kind) for kind in ("bf16", *kinds)}
     cells: dict[str, list[str]] = {kind: [kind] for kind in engines}
     for requests in REQUESTS:
         runs = {kind: partial(tokens_per_second, engine, requests) for kind, engine in engines.items()}
         found = {kind: statistics.median(rates) for kind, rates in in_turns(turns, runs, warm=False).items()}
         for kind, rate in found.items():
             cells[kind].append(f"{rate:.0f} tokens/s, {rate / found['bf16']:.2f} x")
-    rows = [[*row, f"{perplexity(path, None if kind == 'bf16' else kind):.2f}"] for kind, row in cells.items()]
+    rows = [[*row, f"{perplexity(path, kind):.2f}"] for kind, row in cells.items()]
     show(("weights", *(f"{requests} requests" for requests in REQUESTS), "perplexity"), rows, width=140)
 
 

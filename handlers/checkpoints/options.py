@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from lmi_server.configuration.declaration import (
     Allowed,
@@ -20,7 +20,7 @@ from lmi_server.configuration.declaration import (
     ValueMeans,
 )
 from lmi_server.configuration.engine import EngineDescription, without_keys
-from lmi_server.configuration.options import DTYPE_NOTE, Dtype, ModelOptions, ParallelDegree, PositiveInt
+from lmi_server.configuration.options import DTYPE_NOTE, Dtype, ModelOptions, ParallelDegree, PositiveInt, lower
 from lmi_server.configuration.references import NAMES_NOTHING, NAMES_PATH
 from lmi_server.machine.environment import THREAD_VARIABLES
 
@@ -115,6 +115,9 @@ class TransformersOptions(ModelOptions):
     NVIDIA of compute capability 8.9 or later: 8-bit floats with a scale for each output. With the others kernels
     compute with the weights as they are stored, which are quantised while they load, by q8_0, q4_0 and q4_k in blocks
     as GGUF has them, by int8 with a scale for each output; q4_k is for the CPU."""
+    activation_dtype: Annotated[Literal["auto", "int8"], BeforeValidator(lower)] = "auto"
+    """Type of the inputs of linear layers whose weights are in blocks of few bits on the CPU, as q8_0 or a GGUF file
+    has them: auto is that of the model; int8 rounds them to 8 bits with a scale for each 32, which is faster."""
     load_in_4bit: Annotated[
         bool, Deprecated("use option.quantize=bitsandbytes4", becomes=("option.quantize", "bitsandbytes4"))
     ] = False

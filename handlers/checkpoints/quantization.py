@@ -25,7 +25,8 @@ _GPU_LAYOUTS = ("marlin", "bitblas", "gemv", "gemv_fast", "llm-awq")
 _ON_CPUS = {"gptq": "the layout gptq or gptq_v2", "awq": "the layout gemm"}
 GPTQ_BITS = (2, 3, 4, 8)
 """Bits of the numbers of gptq that transformers, and this project, read."""
-_ROUNDING = ("Linear8bitLt", "Fp8Linear")  # of bitsandbytes, on the CPU none are left; and of this project
+# The first is of bitsandbytes, and never left on the CPU; the others are of this project.
+_ROUNDING = ("Linear8bitLt", "Fp8Linear", "Int8BlockLinear")
 
 
 def quantization_arguments(options: TransformersOptions, config: Any, dtype: torch.dtype | str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import set_tqdm_hook
 
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
+from handlers.checkpoints.blocks.int8_activations import round_activations
 from handlers.checkpoints.blocks.layers import KeptLayer
 from handlers.checkpoints.blocks.packed_checkpoints import as_packed_layers, packed_to_save
 from handlers.checkpoints.blocks.packed_layers import keep_packed
@@ -110,6 +111,8 @@ def prepare(model: Any, path: str, options: TransformersOptions) -> Any:
     leave_uncompiled(model)
     warn_once_of_casts()
     details = _keep_blocks(model, path, options) or quantization_details(model)
+    if options.activation_dtype == "int8" and own_rank().size == 1:
+        round_activations(model)
     if details:
         logger.info(
             "weights quantised with %s take %s MiB; unquantised they would take %s MiB",

@@ -87,7 +87,7 @@ class Activations(NamedTuple):
 class LayerArrays(NamedTuple):
     """The arrays of a decoder layer: caches as for `slot_attention`, norms (width,), linear layers as for `linear`.
 
-    Or as for `block_linear`: each linear layer of its own.
+    Or as for `block_linear` or `block_linear_int8`: each linear layer of its own.
     """
 
     keys: np.ndarray

@@ -9,6 +9,7 @@ import numpy as np
 
 from handlers.cpu_kernels.arguments import AttentionSettings, LayerArrays
 from handlers.cpu_kernels.attention.decoding import slot_attention
+from handlers.cpu_kernels.blocks.int8_linear import block_linear_int8
 from handlers.cpu_kernels.blocks.linear import block_linear
 from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.intrinsics import array_at, empty, heads_of, reshaped
@@ -30,6 +31,8 @@ def _multiply(rows, weight, bias, out, threads):
     """Compute a linear layer of bfloat16, or of few bits: numba compiles one branch, by the weight's dimensions."""
     if weight.ndim == 1:
         block_linear(rows, weight, bias, out, threads)
+    elif weight.ndim == 2:
+        block_linear_int8(rows, weight, bias, out, threads)
     else:
         linear(rows, weight, bias, out, threads)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+from handlers.checkpoints.blocks.int8_activations import round_activations
 from handlers.checkpoints.options import BLOCK_FORMATS
 from handlers.checkpoints.placement import main_device, placement_details
 from handlers.checkpoints.quantization import quantization_details, rounds_activations
@@ -123,7 +124,10 @@ def _load_part(path: str, options: HuggingFaceOptions, rank: Rank) -> LoadedMode
     check = None if in_blocks else LoadCheck(model, max_len)
     is_local = make_local(model, communicator)
     details = quantize_blocks(model, options) if in_blocks else {}
-    check, weights = check or LoadCheck(model, max_len), local_bytes(model)
+    if options.activation_dtype == "int8":
+        round_activations(model)
+    check = check or LoadCheck(model, max_len, rounds_activations(model))
+    weights = local_bytes(model)
     tokenizer, kept = load_tokenizer(path, options), options.packed_kv_dtype
     return LoadedModel(
         model, tokenizer, max_len, weights, communicator, check, is_local, details=details, kv_dtype=kept

@@ -15,6 +15,7 @@ from tiny_models import CONTEXT, byte_tokenizer
 from handlers.rolling_batch.cpu.kernel_choice import Crossovers
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.lora.layers import LoraWeights
+from handlers.rolling_batch.runner.load_check import LoadCheck
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from lmi_server.contract.errors import LmiServerError
@@ -86,12 +87,13 @@ class Engine:
         context: int = CONTEXT,
         page: int | None = None,
         kv_dtype: str | None = None,
+        check: LoadCheck | None = None,
         **limits: Any,
     ) -> None:
         self.model = model
         self.reference = reference or copy.deepcopy(model)
         self.tokenizer = byte_tokenizer()
-        self.runner = runner = ModelRunner(model, context, page=page, kv_dtype=kv_dtype)
+        self.runner = runner = ModelRunner(model, context, check=check, page=page, kv_dtype=kv_dtype)
         rows = 0 if runner.states is None else limits.pop("state_rows", 2 * slots)
         kv_tokens -= kv_tokens % (runner.page or 1)
         runner.prepare(2 * slots, context, state_rows=rows, kv_tokens=kv_tokens)

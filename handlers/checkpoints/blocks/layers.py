@@ -13,10 +13,10 @@ from torch import nn
 
 from handlers.checkpoints.blocks.formats import INPUTS, StoredWeight
 from handlers.checkpoints.blocks.free_cores import only_free_cores
-from handlers.checkpoints.blocks.layout import join, lay_out
+from handlers.checkpoints.blocks.layout import FEW_ROWS, join, lay_out
 from handlers.checkpoints.grouped.layers import GroupedLinear, GroupedWeight
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.cpu_kernels.blocks.layout import OUTPUTS
+from handlers.cpu_kernels.blocks.layout import EXACT_ROWS, OUTPUTS
 
 
 class BlockLinear(nn.Module):
@@ -29,20 +29,20 @@ class BlockLinear(nn.Module):
     is_padded = False
     max_rows = sys.maxsize
     """Up to how many rows the project's kernel computes: all."""
+    max_exact_rows = 8
+    """Up to how many rows weights can be multiplied as they are stored: reading more takes no longer than that."""
 
     def __init__(
         self, laid: np.ndarray, widths: tuple[int, int], formats: Sequence[str], bias: Any, dtype: torch.dtype
     ) -> None:
         """`laid` is in the layout of the kernel, `widths` are those of input and output."""
         super().__init__()
-        from handlers.cpu_kernels.blocks.linear import block_linear, block_linear_in_vectors
-
         self.in_features, self.out_features = widths
         self.formats, self.dtype = tuple(dict.fromkeys(formats)), dtype
         self.register_buffer("bias", bias)
         self.lay(laid)
         self.added = as_numpy(torch.empty(0, dtype=dtype) if bias is None else bias)
-        self._kernel = block_linear if dtype == torch.bfloat16 else block_linear_in_vectors
+        self._kernel = self._kernel_for(dtype)
         self._threads = torch.get_num_threads()
 
     @classmethod
@@ -57,14 +57,28 @@ class BlockLinear(nn.Module):
         """Return layers of one input as one, whose outputs are beside each other."""
         first, outputs = linears[0], sum(linear.out_features for linear in linears)
         formats = [name for linear in linears for name in linear.formats]
-        laid = join([linear.laid for linear in linears])
+        laid = join([linear.laid.reshape(-1) for linear in linears]).reshape((*first.laid.shape[:-1], -1))
         return cls(laid, (first.in_features, outputs), formats, bias, first.dtype)
 
     @classmethod
     def is_joinable(cls, linears: Sequence[BlockLinear]) -> bool:
         """Whether layers can be one: for one input, filling all panels but the last."""
         is_whole = all(linear.out_features % OUTPUTS == 0 for linear in linears[:-1])
-        return is_whole and len({(linear.in_features, linear.dtype) for linear in linears}) == 1
+        return is_whole and len({(type(linear), linear.in_features, linear.dtype) for linear in linears}) == 1
+
+    @property
+    def unmeasured_rows(self) -> int:
+        """Up to how many rows weights are multiplied as they are stored, if it was not measured."""
+        return FEW_ROWS
+
+    def limit_exact_rows(self, rows: int) -> None:
+        """Say up to how many rows weights are multiplied as they are stored."""
+        self.laid.reshape(-1)[EXACT_ROWS] = rows
+
+    def _kernel_for(self, dtype: torch.dtype) -> Any:
+        from handlers.cpu_kernels.blocks.linear import block_linear, block_linear_in_vectors
+
+        return block_linear if dtype == torch.bfloat16 else block_linear_in_vectors
 
     def lay(self, laid: np.ndarray) -> None:
         """Take weights in the layout of the kernel, or the same ones from another place of the memory."""

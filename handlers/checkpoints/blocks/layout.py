@@ -24,6 +24,8 @@ from handlers.cpu_kernels.blocks.layout import (
     Q6_MIN_SUPER,
     Q6_SUPER,
     Q8,
+    Q8_QUADS,
+    QUADS,
     Kind,
 )
 
@@ -54,6 +56,23 @@ def join(laid: Sequence[np.ndarray]) -> np.ndarray:
     """Return weights of the same inputs as one, whose outputs follow each other. All but the last have whole panels."""
     panels = [panel for each in laid for panel in _panels_of(each)]
     return _with_table(panels)
+
+
+def in_quads(laid: np.ndarray) -> np.ndarray:
+    """Return a weight in the layout for activations in 8 bits: numbers of 8 bits in quads, all others as they are."""
+    return _with_table(
+        [(Q8_QUADS.code, _in_quads(panel)) if code == Q8.code else (code, panel) for code, panel in _panels_of(laid)]
+    )
+
+
+def _in_quads(panel: np.ndarray) -> np.ndarray:
+    """Return the bytes of a panel of 8 bits with its numbers in quads, and without signs."""
+    whole = panel[: len(panel) // Q8.super_bytes * Q8.super_bytes].reshape(-1, Q8.super_bytes)
+    # (blocks, groups, places, quads // 2, OUTPUTS, 2): pair 2 * place + n has inputs of quads 2 * n and 2 * n + 1.
+    pairs = whole[:, Q8.numbers_at :].reshape(-1, INPUTS // GROUP, GROUP // QUADS, QUADS // 2, OUTPUTS, 2)
+    quads = pairs.transpose(0, 1, 3, 5, 4, 2) ^ 128
+    found: np.ndarray = np.concatenate((whole[:, : Q8.numbers_at], quads.reshape(len(whole), -1)), axis=1)
+    return found.reshape(-1)
 
 
 def _with_table(panels: Sequence[Panel]) -> np.ndarray:

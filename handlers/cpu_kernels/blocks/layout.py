@@ -15,6 +15,10 @@ pairs of neighbouring inputs in 8 outputs, one output after the other:
 - Of 6 bits, the lowest four are as before. For the upper two, both groups share four vectors: bits 2 * p and
   2 * p + 1 are of pair p in the first group, and 16 bits above of the second group.
 
+For activations in 8 bits, numbers of 8 bits lie in quads of inputs, which int8_products.py describes: a quad has two
+vectors, one for each half of the outputs, with four bytes for each output. They are greater by 128 than what they stand
+for, and so have no sign.
+
 A weight is `scale * number - minimum`, where the number is the stored one less `zero`. Instead of minima, a block may
 have a zero for each output, a byte: the number that stands for zero there. With a codebook the stored number is the
 place of the number among 16 of float32, with which a panel begins; then scales are float32.
@@ -26,8 +30,8 @@ from typing import NamedTuple
 
 OUTPUTS, INPUTS = 32, 32
 """Of a block."""
-GROUP = 16
-"""Inputs of a group."""
+GROUP, QUADS = 16, 4
+"""Inputs of a group; how many quads of inputs it has."""
 SECTION = 8
 """Blocks that are unpacked at once, and those of a super-block that has factors."""
 CODEBOOK_BYTES = 64
@@ -56,6 +60,7 @@ class Kind(NamedTuple):
     scales: int = 1
     has_zeros: bool = False
     has_codebook: bool = False
+    has_quads: bool = False
 
     @property
     def blocks(self) -> int:
@@ -107,4 +112,5 @@ Q6_MIN_SUPER = Kind(4, 6, has_minimum=True, has_factors=True)
 Q6_SUPER = Kind(5, 6, zero=32, has_factors=True, scales=2)
 Q4_ZERO = Kind(6, 4, has_minimum=True, has_zeros=True)
 Q4_CODE = Kind(7, 4, has_codebook=True)
-KINDS = (Q8, Q4, Q4_MIN, Q4_SUPER, Q6_MIN_SUPER, Q6_SUPER, Q4_ZERO, Q4_CODE)
+Q8_QUADS = Kind(8, 8, zero=128, has_quads=True)
+KINDS = (Q8, Q4, Q4_MIN, Q4_SUPER, Q6_MIN_SUPER, Q6_SUPER, Q4_ZERO, Q4_CODE, Q8_QUADS)

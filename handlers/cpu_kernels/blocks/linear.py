@@ -50,7 +50,7 @@ def block_linear(rows, weight, bias, out, threads):
     if len(rows) <= weight[EXACT_ROWS]:
         _multiply_exactly(_inputs_in_bfloat16(rows), weight, bias, out, threads)
     else:
-        _multiply(rows, weight, bias, out, threads)
+        multiply(rows, weight, bias, out, threads)
 
 
 @kernel()
@@ -59,7 +59,7 @@ def block_linear_in_vectors(rows, weight, bias, out, threads):
     if len(rows) <= weight[EXACT_ROWS]:
         _multiply_exactly(_inputs(rows), weight, bias, out, threads)
     else:
-        _multiply_floats(rows, weight, bias, out, threads)
+        multiply_floats(rows, weight, bias, out, threads)
 
 
 @kernel_part()
@@ -231,14 +231,14 @@ def _multiply_words(rows, weight, bias, out, threads):
 
 
 @kernel_part()
-def _multiply_floats(rows, weight, bias, out, threads):
+def multiply_floats(rows, weight, bias, out, threads):
     words = words_of(_floats(rows))
     _multiply_in_vectors(words, weight, bias, out, threads, INPUTS, np.float32(0))
 
 
 _inputs_in_bfloat16 = _prepared if integers.IS_USABLE else _inputs
-_multiply = _multiply_floats
+multiply = multiply_floats
 if amx.IS_USABLE:
-    _multiply = _multiply_in_tile_registers
+    multiply = _multiply_in_tile_registers
 elif host_has("avx512bf16"):
-    _multiply = _multiply_words
+    multiply = _multiply_words

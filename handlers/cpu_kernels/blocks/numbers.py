@@ -54,25 +54,33 @@ class Numbers:
             self._prefetch(address, offset)
         return load_at(self._builder, address, offset, kind)
 
+    def quad(self, quad: int, half: int) -> ir.Value:
+        """Return the numbers of a quad of inputs in half the outputs, of 8 bits, as bytes."""
+        return self._line(self._address, _VECTOR * (2 * quad + half))
+
     def nibbles_of(self, group, quarter: int) -> tuple[ir.Value, ir.Value]:
-        """Return the numbers of a quarter, of 4 bits, as bytes: of pairs 0, 2, 4 and 6, and of the others."""
-        found, lower = self._line(self._of_group(group, 4), _VECTOR * quarter), in_all_lanes(0x0F0F0F0F)
-        shifted = self._builder.lshr(found, in_all_lanes(4))
-        return self._builder.and_(found, lower), self._builder.and_(shifted, lower)
+        """Return the numbers of a quarter, of 4 or 6 bits, as bytes: of pairs 0, 2, 4 and 6, and of the others."""
+        builder, lower = self._builder, in_all_lanes(0x0F0F0F0F)
+        found = self._line(self._of_group(group, 4), _VECTOR * quarter)
+        lows = builder.and_(found, lower), builder.and_(self._right(found, 4), lower)
+        if self._kind.bits == 4:
+            return lows
+        highs = self._highs(group, quarter)
+        return builder.or_(lows[0], self._by_byte(highs)), builder.or_(lows[1], self._by_byte(self._right(highs, 2)))
 
     def pairs(self, group):
         """Return a function: a pair of a group, which is a number that is known at run time -> numbers of quarters."""
         builder, kind, quarters = self._builder, self._kind, range(QUARTERS)
         address = self._of_group(group, kind.low_bits)
+        if kind.has_quads:
+            return lambda pair: [self._of_quads(address, pair, quarter) for quarter in quarters]
         if kind.low_bits == 8:
             return lambda pair: [self._widened(address, _VECTOR * pair + LANES * quarter) for quarter in quarters]
         lows = [self._line(address, _VECTOR * quarter) for quarter in quarters]
         if kind.bits == 4:
             table = self._table()
             return lambda pair: [self._number(self._right(word, 4 * pair), table) for word in lows]
-        behind = builder.add(self._address, INT(GROUP * OUTPUTS))  # the lowest 4 bits of both groups
-        shift = spread(builder, builder.trunc(builder.mul(group, INT(16)), WORD), WORDS)
-        highs = [builder.lshr(self._line(behind, _VECTOR * quarter), shift) for quarter in quarters]
+        highs = [self._highs(group, quarter) for quarter in quarters]
         return lambda pair: [
             self._number(builder.or_(self._low(low, pair), self._high(high, pair)))
             for low, high in zip(lows, highs, strict=True)
@@ -81,6 +89,22 @@ class Numbers:
     def _of_group(self, group, bits: int):
         """Return the address of a group whose numbers have so many bits beside each other."""
         return self._builder.add(self._address, self._builder.mul(group, INT(GROUP * OUTPUTS * bits // 8)))
+
+    def _highs(self, group, quarter: int):
+        """Return words whose bits 2 * p and 2 * p + 1 are the upper ones of pair p of a group, of 6 bits."""
+        behind = self._builder.add(self._address, INT(GROUP * OUTPUTS))  # the lowest 4 bits of both groups
+        shift = spread(self._builder, self._builder.trunc(self._builder.mul(group, INT(16)), WORD), WORDS)
+        return self._builder.lshr(self._line(behind, _VECTOR * quarter), shift)
+
+    def _by_byte(self, highs):
+        """Bring the upper bits of pairs 0, 2, 4 and 6 to bits 4 and 5 of the four bytes of their word."""
+        spaced = self._spaced(highs, 0x0033, 0x3300, 8)
+        return self._builder.shl(self._spaced(spaced, 0x00030003, 0x00300030, 4), in_all_lanes(4))
+
+    def _spaced(self, words, kept: int, moved: int, left: int):
+        """Return some bits of words where they are, and others further to the left."""
+        far = self._builder.shl(self._builder.and_(words, in_all_lanes(moved)), in_all_lanes(left))
+        return self._builder.or_(self._builder.and_(words, in_all_lanes(kept)), far)
 
     def _low(self, word, pair: int):
         return self._builder.and_(self._right(word, 4 * pair), in_all_lanes(15))
@@ -116,6 +140,16 @@ class Numbers:
             self._prefetch(address, offset)
         found = load_at(self._builder, address, offset, ir.VectorType(BYTE, LANES))
         return self._builder.sitofp(self._builder.sext(found, WORDS), FLOATS)
+
+    def _of_quads(self, address, pair: int, quarter: int):
+        """Return the inputs of a pair, which are in two quads."""
+        builder, bytes_of = self._builder, ir.VectorType(BYTE, 2 * LANES)
+        quads = [2 * (pair % 2) + place for place in range(2)]
+        one, other = (load_at(builder, address, _VECTOR * (2 * quad) + 2 * LANES * quarter, bytes_of) for quad in quads)
+        lanes = [4 * output + pair // 2 + place * 2 * LANES for output in range(LANES // 2) for place in range(2)]
+        found = builder.shuffle_vector(one, other, ir.Constant(WORDS, lanes))
+        less = in_all_lanes(self._kind.zero)
+        return builder.sitofp(builder.sub(builder.zext(found, WORDS), less), FLOATS)
 
     def _line(self, address, offset: int):
         self._prefetch(address, offset)

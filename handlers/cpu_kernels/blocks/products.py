@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from handlers.cpu_kernels.blocks import integers
-from handlers.cpu_kernels.blocks.layout import INPUTS
+from handlers.cpu_kernels.blocks.layout import INPUTS, KINDS
 from handlers.cpu_kernels.blocks.reading import Block, block_at, for_kind
 from handlers.cpu_kernels.blocks.vectors import (
     FLOATS,
@@ -71,7 +71,7 @@ def multiply_row(context, code, panel, blocks, row, sums, like):
             for place, of_outputs in enumerate(found if in_integers else _by_output(builder, found)):
                 store_at(builder, of_outputs, sums, 4 * LANES * place)
 
-        for_kind(builder, code, of_kind)
+        for_kind(builder, code, of_kind, [kind for kind in KINDS if not kind.has_quads])
         return ctx.get_dummy_value()
 
     given = types.int64, types.uintp, types.intp, types.uintp, types.uintp

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from handlers.cpu_kernels.blocks.layout import KINDS, Kind
+from handlers.cpu_kernels.blocks.layout import Kind
 from handlers.cpu_kernels.blocks.numbers import HAS_TABLES, Numbers
 from handlers.cpu_kernels.blocks.scales import Scales
 from handlers.cpu_kernels.blocks.vectors import INT
@@ -21,9 +22,9 @@ class Block(NamedTuple):
     numbers: Numbers
 
 
-def for_kind(builder, code, build) -> None:
-    """Write `build(kind)` for each kind; the one with `code` runs."""
-    for kind in KINDS if HAS_TABLES else [kind for kind in KINDS if not kind.has_codebook]:
+def for_kind(builder, code, build, kinds: Sequence[Kind]) -> None:
+    """Write `build(kind)` for each of some kinds; the one with `code` runs."""
+    for kind in kinds if HAS_TABLES else [kind for kind in kinds if not kind.has_codebook]:
         with builder.if_then(builder.icmp_signed("==", code, INT(kind.code))):
             build(kind)
 

@@ -24,14 +24,17 @@ class Scales:
 
     def of_quarter(self, quarter: int, group) -> ir.Value:
         """Return the scales of a quarter, each twice; `group` is a number that is known at run time."""
-        begin = self._address
-        if self._kind.scales > 1:
-            begin = self._builder.add(begin, self._builder.mul(group, INT(OUTPUTS * self._kind.scale_bytes)))
-        return self._twice(self._scales(begin, quarter))
+        return self._twice(self._scales(self._of_group(group), quarter))
 
-    def of_half(self, half: int) -> ir.Value:
-        """Return the scales of half the outputs, if the block has one for each."""
-        return self._joined(self._scales(self._address, quarter) for quarter in (2 * half, 2 * half + 1))
+    def of_half(self, half: int, group: int = 0) -> ir.Value:
+        """Return the scales of half the outputs: of a group, if its groups have their own."""
+        begin = self._of_group(INT(group))
+        return self._joined(self._scales(begin, quarter) for quarter in (2 * half, 2 * half + 1))
+
+    def _of_group(self, group):
+        if self._kind.scales == 1:
+            return self._address
+        return self._builder.add(self._address, self._builder.mul(group, INT(OUTPUTS * self._kind.scale_bytes)))
 
     def minima_of_quarter(self, quarter: int) -> ir.Value:
         """Return the minima of a quarter, each twice, with the sign changed."""

@@ -10,7 +10,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from handlers.cpu_kernels.blocks.layout import INPUTS, OUTPUTS
+from handlers.cpu_kernels.blocks.layout import INPUTS, KINDS, OUTPUTS
 from handlers.cpu_kernels.blocks.reading import Block, block_at, for_kind
 from handlers.cpu_kernels.blocks.vectors import FLOATS, INT, PAIRS, QUARTERS, WORDS, multiply_add, shuffled, store_at
 from handlers.cpu_kernels.intrinsics import LANES, BFloat16
@@ -37,7 +37,7 @@ def unpack(context, code, panel, first, blocks, target, line, like):
                 out = builder.add(target, builder.mul(loop.index, size))
                 _unpack(builder, block, out, line, write, words // 2)
 
-        for_kind(builder, code, of_kind)
+        for_kind(builder, code, of_kind, KINDS)
         return ctx.get_dummy_value()
 
     given = types.int64, types.uintp, types.intp, types.intp, types.uintp, types.intp

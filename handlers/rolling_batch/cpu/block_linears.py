@@ -9,12 +9,9 @@ import torch
 from torch import nn
 
 from handlers.checkpoints.blocks.layers import BlockLinear
-from handlers.checkpoints.blocks.layout import FEW_ROWS
-from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 from handlers.rolling_batch.cpu.large_pages import use_large_pages
 
-_MAX_ROWS = 8  # more are always unpacked: reading takes no longer than multiplying them
 _READ = 32 * 2**20  # bytes of weights that are measured: more than caches hold
 
 
@@ -24,12 +21,13 @@ def limit_exact_rows(model: nn.Module, crossovers: Crossovers) -> int:
     modules = [module for module in model.modules() if isinstance(module, BlockLinear)]
     use_large_pages(module.laid for module in modules)
     for module in modules:
-        name = f"{'+'.join(module.formats)} {module.in_features} x {module.out_features} {module.dtype}"
+        kind = type(module).__name__
+        name = f"{kind} {'+'.join(module.formats)} {module.in_features} x {module.out_features} {module.dtype}"
         alike.setdefault(name, []).append(module)
     for name, linears in alike.items():
         crossover = _crossover(name, linears[: max(1, _READ // linears[0].laid.nbytes)], crossovers)
         for linear in linears:
-            linear.laid[EXACT_ROWS] = min(crossover, _MAX_ROWS)
+            linear.limit_exact_rows(min(crossover, linear.max_exact_rows))
     return len(modules)
 
 
@@ -41,7 +39,7 @@ def _crossover(name: str, linears: list[BlockLinear], crossovers: Crossovers) ->
 
             def work() -> object:
                 linear = next(modules)
-                linear.laid[EXACT_ROWS] = exact_rows
+                linear.limit_exact_rows(exact_rows)
                 return linear(hidden)
 
             return work
@@ -49,4 +47,5 @@ def _crossover(name: str, linears: list[BlockLinear], crossovers: Crossovers) ->
         return of
 
     with torch.inference_mode():
-        return crossovers.crossover(name, passes(ALL), passes(0), most=_MAX_ROWS, unmeasured=FEW_ROWS)
+        most, unmeasured = linears[0].max_exact_rows, linears[0].unmeasured_rows
+        return crossovers.crossover(name, passes(ALL), passes(0), most=most, unmeasured=unmeasured)

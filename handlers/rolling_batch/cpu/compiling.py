@@ -28,8 +28,8 @@ from handlers.cpu_kernels.arguments import (
 )
 from lmi_server.processes.parents import end_with_parent
 
-PLAIN, BLOCKS = "plain", "blocks"
-"""Types of weights: elements, or blocks of few bits."""
+PLAIN, BLOCKS, INT8_BLOCKS = "plain", "blocks", "int8_blocks"
+"""Types of weights: elements, or blocks of few bits; then activations may take 8 bits."""
 PROCESSES = 2
 """How many compile: this one and a fork."""
 Call = tuple[Any, tuple[Any, ...]]  # a kernel, and arguments of the types that it is called with
@@ -51,16 +51,21 @@ def layer_kernels(element: str, weights: str = PLAIN, kept: str | None = None) -
     """Yield the kernels of single modules, which `whole_kernels` call, as `first_kernels` does; long ones first."""
     from handlers.cpu_kernels import rows as kernels
     from handlers.cpu_kernels.attention.decoding import slot_attention
+    from handlers.cpu_kernels.blocks.int8_linear import block_linear_int8, block_linear_int8_in_vectors
     from handlers.cpu_kernels.blocks.linear import block_linear, block_linear_in_vectors
     from handlers.cpu_kernels.linear import linear
     from handlers.cpu_kernels.threads.shared_memory import all_reduce
 
     rows, places = _array(element, 2), _array("int64", 1)
-    if weights == BLOCKS:
-        by_element = {"uint16": block_linear, "float32": block_linear_in_vectors}
-        yield by_element[element], (rows, _laid(weights), _array(element, 1), rows, 1)
-    elif element == "uint16":
-        yield linear, (rows, _laid(weights), _array(element, 1), rows, 1)
+    linears = {
+        ("uint16", PLAIN): linear,
+        ("uint16", BLOCKS): block_linear,
+        ("float32", BLOCKS): block_linear_in_vectors,
+        ("uint16", INT8_BLOCKS): block_linear_int8,
+        ("float32", INT8_BLOCKS): block_linear_int8_in_vectors,
+    }
+    if (element, weights) in linears:
+        yield linears[element, weights], (rows, _laid(weights), _array(element, 1), rows, 1)
     heads, cache = _heads(element), _array(kept or element, 4)
     settings = AttentionSettings(1.0, 0, 0, 0.0, 1, _array("float32", 1))
     yield slot_attention, (heads, heads, heads, cache, cache, places, places, _array(element, 3), settings)
@@ -127,7 +132,7 @@ def _one_rank(element: str) -> SharedBlocks:
 
 def _laid(weights: str) -> np.ndarray:
     """Return a weight of a linear layer."""
-    return _array("int64", 1) if weights == BLOCKS else _array("uint32", 3)
+    return _array("uint32", 3) if weights == PLAIN else _array("int64", 1 if weights == BLOCKS else 2)
 
 
 def _array(element: str, dimensions: int) -> np.ndarray:

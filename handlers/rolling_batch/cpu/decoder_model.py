@@ -186,7 +186,7 @@ def _widths(layer: FusedDecoderLayer) -> tuple[int, int, int, int]:
 def _shapes(layer: FusedDecoderLayer, attention: SlotAttention) -> list[object]:
     """Return types and shapes of the arrays; those of stored weights differ in length if their formats are mixed."""
     arrays = _arrays(layer, attention)
-    return [array.dtype if array.dtype == np.int64 else (array.dtype, array.shape) for array in arrays]
+    return [(array.dtype, array.ndim if array.dtype == np.int64 else array.shape) for array in arrays]
 
 
 def _is_llama(model: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from handlers.checkpoints.blocks import free_cores
 from handlers.checkpoints.options import QUANTIZATION, TransformersOptions
 from handlers.cpu_kernels.compilation import kernel_files
-from handlers.rolling_batch.cpu.compiling import BLOCKS, PLAIN, PROCESSES
+from handlers.rolling_batch.cpu.compiling import BLOCKS, INT8_BLOCKS, PLAIN, PROCESSES
 from handlers.rolling_batch.options import RollingBatchOptions
 from lmi_server.machine.environment import own_rank, process_environment
 from lmi_server.machine.inventory import shown_gpus
@@ -38,7 +38,7 @@ _COMPILING = "compiling kernels for this processor"
 class FirstCompilation:
     """Processes that compile the kernels for one type of elements, one of weights, and one that the KV cache keeps.
 
-    Types of weights are PLAIN and BLOCKS.
+    Types of weights are PLAIN, BLOCKS and INT8_BLOCKS.
     """
 
     def __init__(self, element: str, weights: str, marker: Path, kept: str | None = None) -> None:
@@ -139,7 +139,7 @@ def _element(model_dir: Path, options: RollingBatchOptions) -> str | None:
 
 
 def _weights(model_dir: Path, options: RollingBatchOptions) -> str:
-    """Return BLOCKS if options or checkpoint say so; most layers of such a model are computed as blocks."""
+    """Return blocks if options or checkpoint say so; most layers of such a model are computed as blocks."""
     if not isinstance(options, TransformersOptions):
         return PLAIN
     declared = _config(model_dir).get("quantization_config")
@@ -147,7 +147,9 @@ def _weights(model_dir: Path, options: RollingBatchOptions) -> str:
     packed = (
         options.quantize in QUANTIZATION or found.get("quant_method") in _PACKED or found.get("format") == _INTEGERS
     )
-    return BLOCKS if packed or options.keeps_blocks(str(model_dir)) else PLAIN
+    if not packed and not options.keeps_blocks(str(model_dir)):
+        return PLAIN
+    return INT8_BLOCKS if options.activation_dtype == "int8" else BLOCKS
 
 
 def _config(model_dir: Path) -> dict[str, Any]:

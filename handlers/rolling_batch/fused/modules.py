@@ -211,7 +211,7 @@ def _concatenated(linears: list[Any]) -> nn.Module:
     for joinable in _JOINABLE:
         if isinstance(linears[0], joinable):
             bias = _joined_bias(linears, linears[0].dtype) if is_biased else None
-            return joinable.join(linears, bias)
+            return type(linears[0]).join(linears, bias)
     weight = torch.cat([linear.weight.detach() for linear in linears])
     return plain_linear(weight, _joined_bias(linears, weight.dtype) if is_biased else None)
 

@@ -16,10 +16,11 @@ import torch
 from paths import ROOT
 from processes import children, is_running
 from rolling_batch_helpers import Engine, prompts, tiles_for_any_rows
-from tiny_models import tiny_model
+from tiny_models import CONTEXT, tiny_model
 from waiting import wait_until
 
 from handlers.checkpoints.blocks import free_cores
+from handlers.checkpoints.blocks.int8_activations import round_activations
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
 from handlers.cpu_kernels.compilation import kernel_files
 from handlers.cpu_kernels.threads import helpers
@@ -28,6 +29,7 @@ from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.cpu import first_compilation, kernel_choice
 from handlers.rolling_batch.cpu.compiling import (
     BLOCKS,
+    INT8_BLOCKS,
     PLAIN,
     first_kernels,
     layer_kernels,
@@ -35,6 +37,7 @@ from handlers.rolling_batch.cpu.compiling import (
     whole_kernels,
 )
 from handlers.rolling_batch.cpu.first_compilation import FirstCompilation
+from handlers.rolling_batch.runner.load_check import LoadCheck
 from handlers.rolling_batch.warm_up import warm_up
 
 
@@ -49,15 +52,17 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("element", "dtype"), [("uint16", torch.bfloat16), ("float32", torch.float32)])
-@pytest.mark.parametrize(("weights", "kv_dtype"), [(PLAIN, None), (BLOCKS, None), (PLAIN, "int8")])
+@pytest.mark.parametrize(("weights", "kv_dtype"), [(PLAIN, None), (BLOCKS, None), (PLAIN, "int8"), (INT8_BLOCKS, None)])
 def test_a_model_calls_the_kernels_with_the_types_that_they_are_compiled_for(
     element: str, dtype: torch.dtype, weights: str, kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_choice, "load_crossovers", tiles_for_any_rows)
     model = tiny_model("llama", dtype)
-    if weights == BLOCKS:
+    if weights != PLAIN:
         quantize_to_blocks(model, "q8_0")
-    engine = Engine(model, kv_dtype=kv_dtype)
+    if weights == INT8_BLOCKS:
+        round_activations(model)
+    engine = Engine(model, kv_dtype=kv_dtype, check=LoadCheck(model, CONTEXT, weights == INT8_BLOCKS))
     warm_up(engine.engine, PromptEncoder(engine.tokenizer))
     for prompt in prompts(3):
         engine.add(prompt, max_new_tokens=3)
@@ -234,5 +239,6 @@ def test_packed_weights_are_computed_as_blocks(
     quantize: str | None, declared: object, weights: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": declared}))
-    options = HuggingFaceOptions.model_validate({"dtype": "bf16", "quantize": quantize})
-    assert first_compilation._weights(tmp_path, options) == weights
+    for activations, expected in (("auto", weights), ("int8", INT8_BLOCKS if weights == BLOCKS else weights)):
+        given = {"dtype": "bf16", "quantize": quantize, "activation_dtype": activations}
+        assert first_compilation._weights(tmp_path, HuggingFaceOptions.model_validate(given)) == expected

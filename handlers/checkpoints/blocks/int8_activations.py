@@ -1,0 +1,58 @@
+"""Layers of blocks whose activations take 8 bits: `option.activation_dtype=int8`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import torch
+
+from handlers.checkpoints.blocks.layers import BlockLinear
+from handlers.checkpoints.blocks.layout import FEW_ROWS, in_quads
+from lmi_server.contract.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+
+class Int8BlockLinear(BlockLinear):
+    """A layer that rounds its activations to 8 bits, with a scale for each 32, for up to `exact_rows` rows.
+
+    More rows are multiplied as those of BlockLinear are, where that is faster. Products are exact: on both sides of the
+    border a row gets the same bits whatever other rows are in the batch.
+    """
+
+    max_exact_rows = sys.maxsize
+
+    @classmethod
+    def from_linear(cls, linear: BlockLinear) -> Int8BlockLinear:
+        """Return the layer that computes with the same weights."""
+        widths = (linear.in_features, linear.out_features)
+        return cls(in_quads(linear.laid)[None], widths, linear.formats, linear.bias, linear.dtype)
+
+    @property
+    def unmeasured_rows(self) -> int:
+        from handlers.cpu_kernels import amx
+
+        return 2 * FEW_ROWS if amx.IS_USABLE else self.max_exact_rows
+
+    def _kernel_for(self, dtype: torch.dtype) -> Any:
+        from handlers.cpu_kernels.blocks.int8_linear import block_linear_int8, block_linear_int8_in_vectors
+
+        return block_linear_int8 if dtype == torch.bfloat16 else block_linear_int8_in_vectors
+
+
+def round_activations(model: Any) -> None:
+    """Have the layers of blocks of a model round their activations. Raises ModelLoadError if it has none."""
+    count = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is BlockLinear and "q4_code" not in child.formats:
+                setattr(module, name, Int8BlockLinear.from_linear(child))
+                count += 1
+    if not count:
+        raise ModelLoadError(
+            "option.activation_dtype=int8 is for weights in blocks of few bits on the CPU, and this model has none; set"
+            " option.quantize=q8_0, q4_0, q4_k or int8, or remove the key"
+        )
+    logger.info("%d linear layers round their activations to 8 bits", count)
