@@ -140,7 +140,7 @@ class DecoderModel:
         project's kernel, none is called but for the view.
         """
         head = self.head
-        if len(normed) > self.max_head_rows or head._forward_hooks:
+        if not 0 < len(normed) <= self.max_head_rows or head._forward_hooks:
             logits: torch.Tensor = head(torch.from_numpy(normed).view(torch.bfloat16))
             return logits
         out = np.empty((len(normed), head.out_features), np.uint16)

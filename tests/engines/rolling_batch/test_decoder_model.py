@@ -93,6 +93,20 @@ def test_a_model_with_a_hook_is_computed_layer_by_layer() -> None:
     assert torch.equal(logits(runner, at_once=True), before)
 
 
+def test_a_pass_that_keeps_no_row_has_no_logits() -> None:
+    runner = runner_of(tiny_model("llama", torch.bfloat16))
+    decoder, nothing = runner._eager.decoder, np.zeros(0, np.int64)
+    assert decoder is not None
+    gathering = torch.nn.Sequential(decoder.head)  # as of ranks: it is no kernel
+    for head, rows in ((decoder.head, decoder.max_head_rows), (gathering, 0)):
+        decoder.head, decoder.max_head_rows = head, rows
+        runner._eager.attention.begin(StepRows(np.zeros(2, np.int64), np.arange(2), []))
+        with torch.inference_mode():
+            found = decoder.logits(np.array([5, 6]), np.arange(2), nothing)
+        assert found is not None
+        assert found.shape == (0, runner.vocabulary)
+
+
 def test_after_an_adapters_request_the_kernel_computes_the_others_again() -> None:
     engine = Engine(tiny_model("llama", torch.bfloat16))
     before = engine.generate([1, 2, 3], max_new_tokens=9).tokens
