@@ -64,6 +64,8 @@ def sections(dry_run: bool) -> Iterator[Section]:
     yield contender("ours", demo, 90)
     yield profiled("demo", demo)
     yield mixed("demo", demo)
+    asked = ["2", "8"] if dry_run else ["64", "2000"]
+    yield Section("demo-penalties", 60, [*python, "scripts.gpu_check.penalties", demo, device, *asked])
     yield contender("http", demo, 120)
     few = counts[:2] if dry_run else ["1", "8", "64"]
     if not dry_run:

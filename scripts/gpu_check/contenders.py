@@ -63,7 +63,9 @@ def measure(run: Run, counts: list[int], tokens: int) -> dict[int, float]:
     return rates
 
 
-def load(shape: str, device: str, slots: int, weights: str | None = None, page: int | None = None) -> LoadedEngine:
+def load(
+    shape: str, device: str, slots: int, weights: str | None = None, page: int | None = None, context: int = CONTEXT
+) -> LoadedEngine:
     """Return this project's engine over a random model, as the handler makes it of a checkpoint.
 
     `weights` are the names of WEIGHTS, None for bf16.
@@ -73,8 +75,8 @@ def load(shape: str, device: str, slots: int, weights: str | None = None, page: 
     if weights is not None:
         WEIGHTS[weights](model)
     sizes = {torch.device(device, 0) if device == "cuda" else torch.device(device): _size(model)}
-    check = LoadCheck(model, CONTEXT, rounds_activations=weights == "fp8")
-    return load_engine(lambda: LoadedModel(model, tokenizer(), CONTEXT, sizes, check=check, page=page), options)
+    check = LoadCheck(model, context, rounds_activations=weights == "fp8")
+    return load_engine(lambda: LoadedModel(model, tokenizer(), context, sizes, check=check, page=page), options)
 
 
 def add(
@@ -149,12 +151,12 @@ WEIGHTS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
 def ours_with_adapters(shape: str, device: str, tokens: int, counts: list[int]) -> Result:
     """The engine in process; the requests take turns with four LoRA adapters of rank 16 on all layers."""
     loaded = load(shape, device, max(counts))
-    adapters = [loaded.engine.load_adapter(_random_adapter(shape)) for _ in range(4)]
+    adapters = [loaded.engine.load_adapter(random_adapter(shape)) for _ in range(4)]
     run = {"rates": measure(lambda count: decode(loaded, count, tokens, adapters=adapters), counts, tokens)}
     return run | _memory(device)
 
 
-def _random_adapter(shape: str) -> dict[str, LoraPair]:
+def random_adapter(shape: str) -> dict[str, LoraPair]:
     linears = {
         name: module for name, module in random_model(shape, "meta").named_modules() if type(module) is nn.Linear
     }

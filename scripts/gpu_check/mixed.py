@@ -1,9 +1,10 @@
 """What prompts that keep arriving cost the requests that decode, with steps with prompts recorded and eager.
 
-    python -m scripts.gpu_check.mixed SHAPE DEVICE COUNT [--rows ROWS]
+    python -m scripts.gpu_check.mixed SHAPE DEVICE COUNT [--rows ROWS] [--adapters]
 
 decodes for COUNT requests while a prompt arrives every few steps, and prints the figures as JSON. Both ways take turns
-in one process. ROWS are those of the largest recorded step, to see from which on it does not pay.
+in one process. ROWS are those of the largest recorded step at most. With `--adapters` all requests take turns with four
+LoRA adapters of rank 16 on all layers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from handlers.rolling_batch.attention.decode_passes import CudaCapture, run_once
 from handlers.rolling_batch.pages import mixed_passes
 from handlers.rolling_batch.pages.choice import PAGE
 from lmi_server.contract.generation import SamplingParameters
-from scripts.gpu_check.contenders import add, load
+from scripts.gpu_check.contenders import add, load, random_adapter
 
 EVERY = 4  # steps
 TURNS = 3
@@ -30,9 +31,11 @@ _MIB = 2**20
 class Arrivals:
     """An engine whose requests decode while prompts arrive. `recorded` is toggled by `use`."""
 
-    def __init__(self, shape: str, device: str, count: int) -> None:
+    def __init__(self, shape: str, device: str, count: int, adapters: bool) -> None:
         on_gpu = device == "cuda"
-        self._loaded = load(shape, device, count + 1, page=None if on_gpu else PAGE)
+        self._loaded = (
+            load(shape, device, count + 1) if on_gpu else load(shape, device, count + 1, page=PAGE, context=256)
+        )
         self._on_gpu = on_gpu
         self._count = count
         runner: Any = self._loaded.engine._runner
@@ -42,6 +45,8 @@ class Arrivals:
         self._mixed = self._decoding.mixed
         assert self._mixed is not None, "steps with prompts are not recorded"
         self._next = iter(range(10, 10**6))
+        given = [self._loaded.engine.load_adapter(random_adapter(shape)) for _ in range(4 * adapters)]
+        self._adapters: list[Any] = given or [None]
 
     @property
     def max_rows(self) -> int:
@@ -55,6 +60,8 @@ class Arrivals:
     def record_again(self) -> dict[str, float]:
         """Return how long the recording takes, and how much memory."""
         runner: Any = self._loaded.engine._runner
+        if self._on_gpu:
+            torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved() if self._on_gpu else 0
         began = time.perf_counter()
         capture = CudaCapture() if self._on_gpu else run_once
@@ -65,7 +72,7 @@ class Arrivals:
 
     def begin(self, steps: int) -> None:
         """Let the requests decode for so many steps."""
-        add(self._loaded, self._count, steps)
+        add(self._loaded, self._count, steps, adapters=self._adapters)
         for _ in range(4):
             self._loaded.engine.step()
 
@@ -92,9 +99,12 @@ class Arrivals:
         return time.perf_counter() - began
 
     def _arrive(self, length: int) -> None:
-        prompt = [next(self._next) % 40_000, *range(100, 99 + length)]
+        number = next(self._next)
+        prompt = [number % 40_000, *range(100, 99 + length)]
         parameters = SamplingParameters(max_new_tokens=1, ignore_eos=True)
-        self._loaded.engine.add("check", prompt, parameters, "", 3, lambda delta: None)
+        self._loaded.engine.add(
+            "check", prompt, parameters, "", 3, lambda delta: None, self._adapters[number % len(self._adapters)]
+        )
 
 
 def figures(arrivals: Arrivals, count: int, lengths: list[int], steps: int) -> list[dict[str, Any]]:
@@ -123,11 +133,11 @@ def figures(arrivals: Arrivals, count: int, lengths: list[int], steps: int) -> l
     return found
 
 
-def measured(shape: str, device: str, count: int, rows: int) -> dict[str, Any]:
+def measured(shape: str, device: str, count: int, rows: int, adapters: bool) -> dict[str, Any]:
     mixed_passes.MAX_ROWS = rows
-    arrivals = Arrivals(shape, device, count)
+    arrivals = Arrivals(shape, device, count, adapters)
     on_gpu = device == "cuda"
-    lengths = [length for length in (20, 128, 384, 960, 1900) if length + count <= rows] if on_gpu else [5]
+    lengths = [length for length in (20, 128, 384, 960, 1900) if length + count <= arrivals.max_rows] if on_gpu else [5]
     found = figures(arrivals, count, lengths, 60 if on_gpu else 4)
     return {
         "requests": count, "max_rows": arrivals.max_rows, "recording": arrivals.record_again(), "arrivals": found,
@@ -140,8 +150,9 @@ def main() -> None:
     parser.add_argument("device")
     parser.add_argument("count", type=int)
     parser.add_argument("--rows", type=int, default=mixed_passes.MAX_ROWS)
+    parser.add_argument("--adapters", action="store_true")
     asked = parser.parse_args()
-    print(json.dumps(measured(asked.shape, asked.device, asked.count, asked.rows)))
+    print(json.dumps(measured(asked.shape, asked.device, asked.count, asked.rows, asked.adapters)))
 
 
 if __name__ == "__main__":

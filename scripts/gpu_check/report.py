@@ -11,7 +11,15 @@ Results = Mapping[str, Mapping[str, Any]]
 
 def tables(results: Results) -> str:
     """Return the figures of the sections that ran, and what failed, in Markdown."""
-    parts = [_machine(), _rates(results), _steps(results), _arrivals(results), _tests(results), _failures(results)]
+    parts = [
+        _machine(),
+        _rates(results),
+        _steps(results),
+        _arrivals(results),
+        _penalties(results),
+        _tests(results),
+        _failures(results),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -76,6 +84,15 @@ def _arrivals(results: Results) -> str:
             times = (f"{way[key]:.2f} ms" for key in ("median_ms", "longest_ms", "first_token_ms"))
             lines.append(f"| {label} | {way['tokens_per_s']:,.0f} | " + " | ".join(times) + " |")
     return "\n".join(lines)
+
+
+def _penalties(results: Results) -> str:
+    return "\n".join(
+        f"{name}: {result['requests']} requests with prompts of {result['prompt']} tokens, a step takes "
+        + ", ".join(f"{took:.2f} ms {way}" for way, took in result["penalties_ms"].items())
+        for name, result in results.items()
+        if "penalties_ms" in result
+    )
 
 
 def _tests(results: Results) -> str:

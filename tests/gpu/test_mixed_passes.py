@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ if not torch.cuda.is_available():
     if not INTERPRETED:
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from rolling_batch_helpers import Engine, prompts  # noqa: E402
+from adapter_helpers import read_adapter, save_adapter, with_adapter  # noqa: E402
+from rolling_batch_helpers import Engine, generated, prompts  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 
 from handlers.rolling_batch.attention.decode_passes import CudaCapture, run_once  # noqa: E402
@@ -96,12 +98,12 @@ def steps() -> list[tuple[list[int], list[ChunkRows], dict[int, int]]]:
 
 @pytest.mark.parametrize("name", TERMS)
 def test_rows_of_both_kinds_attend_in_passes_of_fixed_shape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_passes, "MAX_ROWS", 64 if INTERPRETED else 256)
     if INTERPRETED:
-        monkeypatch.setattr(mixed_passes, "MAX_ROWS", 64)
         monkeypatch.setattr(mixed_passes, "_PIECE", 16)
     recorded, eager = OneLayer(TritonPages, TERMS[name]), OneLayer(TorchPages, TERMS[name])
     capture = run_once if INTERPRETED else CudaCapture()
-    passes = MixedPasses(recorded, recorded.cache, SEQUENCES, DEVICE, capture)
+    passes = MixedPasses(recorded, recorded.cache, SEQUENCES, mixed_passes.row_counts(), DEVICE, capture)
     chance = random.Random(0)
     for slots, chunks, before in steps():
         positions = [before[slot] for slot in slots]
@@ -119,7 +121,8 @@ def test_rows_of_both_kinds_attend_in_passes_of_fixed_shape(name: str, monkeypat
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 @pytest.mark.parametrize("family", ["llama", "gemma2_with_soft_caps", "mistral_with_window"])
-def test_prompts_that_keep_arriving_get_the_tokens_of_the_cpu(family: str) -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+def test_prompts_that_keep_arriving_get_the_tokens_of_the_cpu(family: str, adapted: bool, tmp_path: Path) -> None:
     reference = tiny_model(family)
     engine = Engine(copy.deepcopy(reference).to("cuda"), slots=6, reference=reference, chunk=64)
     before = torch.get_float32_matmul_precision()
@@ -128,13 +131,18 @@ def test_prompts_that_keep_arriving_get_the_tokens_of_the_cpu(family: str) -> No
         assert engine.runner.capture(6, CudaCapture) == 4
         assert engine.runner._recorded.mixed is not None  # type: ignore[union-attr]
         engine.engine.run_ahead()
-        asked = []
-        for prompt in prompts(9, seed=3):
-            asked.append((prompt, engine.add(prompt, max_new_tokens=8)[1]))
+        models, adapters, asked = [reference], [None], []
+        if adapted:
+            directory = save_adapter(reference, tmp_path / "adapter", 1)
+            adapters.append(engine.engine.load_adapter(read_adapter(str(directory))))
+            models.append(with_adapter(reference, directory))
+        for number, prompt in enumerate(prompts(9, seed=3)):
+            own = number % len(models)
+            asked.append((models[own], prompt, engine.add(prompt, adapter=adapters[own], max_new_tokens=8)[1]))
             engine.engine.step()
             engine.engine.step()
         engine.run()
     finally:
         torch.set_float32_matmul_precision(before)
-    for prompt, answer in asked:
-        assert answer.tokens == engine.expected(prompt, 8), answer.error
+    for model, prompt, answer in asked:
+        assert answer.tokens == generated(model, prompt, 8), answer.error

@@ -17,7 +17,7 @@ from scripts.gpu_check.timeline import busy_and_gaps
 @pytest.mark.slow
 def test_a_dry_run_measures_and_prints_a_table(demo_model_dir: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.gpu_check", "--dry-run", "--out", str(tmp_path)]
-    sections = ["demo-ours", "demo-step", "demo-mixed", "demo-w4a16", "demo-fp8-blocks"]
+    sections = ["demo-ours", "demo-step", "demo-mixed", "demo-penalties", "demo-w4a16", "demo-fp8-blocks"]
     done = subprocess.run([*command, *sections], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("demo-ours", "demo-w4a16", "demo-fp8-blocks"):
@@ -25,6 +25,7 @@ def test_a_dry_run_measures_and_prints_a_table(demo_model_dir: Path, tmp_path: P
     assert "demo-step: 2 requests, " in done.stdout
     assert "| demo-mixed, 2 decode | tokens/s |" in done.stdout
     assert "| prompts of 5, eager |" in done.stdout
+    assert "demo-penalties: 2 requests with prompts of 8 tokens, a step takes " in done.stdout
     results = json.loads((tmp_path / "results.json").read_text())
     assert set(results["demo-ours"]["rates"]) == {"1", "2"}
 

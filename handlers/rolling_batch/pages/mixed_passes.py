@@ -11,6 +11,7 @@ The chunk kernel reads long chunks in pieces, each of which sees what the former
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable
 
@@ -23,9 +24,10 @@ from handlers.rolling_batch.device_arrays import known_tokens, upload
 from handlers.rolling_batch.pages.cache import PagedCache
 from handlers.rolling_batch.pages.rows import PageRows
 
-MAX_ROWS = 512
-"""Of a recorded pass. The GPU takes longer for more rows of a large model than the host takes to launch them."""
+MAX_ROWS = 2048
+"""Of a recorded pass: more would take memory that the KV cache needs."""
 
+_PAYS = 0.9  # of the time of an eager pass are launches: the GPU would be done sooner
 _PIECE = 128  # rows
 _SPARE_PIECES, _ROWS_PER_PIECE = 4, 16  # many short prompts at once take more pieces than a pass has; it runs eagerly
 _SPARSE = 4  # times as many rows may decode as are usual: the context is split for these
@@ -36,23 +38,38 @@ Compute = Callable[[torch.Tensor, torch.Tensor, PageRows, torch.Tensor], torch.T
 """Computes the logits of rows to keep: token ids, positions, what the rows are, and which to keep."""
 
 
-def mixed_row_counts(most: int) -> list[int]:
-    """Return 16, 32, then multiples of 32 and 64, up to `most`."""
-    steps = ((16,), range(32, 256, 32), range(256, most + 1, 64))
-    return [count for count in itertools.chain(*steps) if count <= most]
+def row_counts() -> list[int]:
+    """Return 16, 32, then multiples of 32, 64, 128 and 256, up to MAX_ROWS."""
+    steps = ((16,), range(32, 256, 32), range(256, 512, 64), range(512, 1024, 128), range(1024, MAX_ROWS + 1, 256))
+    return [count for count in itertools.chain(*steps) if count <= MAX_ROWS]
+
+
+def paying(counts: list[int], launch_share: Callable[[int], float]) -> list[int]:
+    """Return the numbers of rows whose eager pass is bound by its launches, the less the more rows there are.
+
+    `launch_share` returns the share of launches in the time of a pass. Where the GPU takes longer, a recorded pass is
+    no faster, and computes the rows that fill it up as well.
+    """
+    return counts[: bisect.bisect_left(counts, True, key=lambda count: launch_share(count) < _PAYS)]
 
 
 class MixedPasses:
-    """The passes of `compute` over `cache`, for up to `sequences` sequences and MAX_ROWS rows."""
+    """The passes of `compute` over `cache`, for up to `sequences` sequences, and the numbers of rows in `counts`."""
 
     def __init__(
-        self, compute: Compute, cache: PagedCache, sequences: int, device: torch.device, capture: Capture
+        self,
+        compute: Compute,
+        cache: PagedCache,
+        sequences: int,
+        counts: list[int],
+        device: torch.device,
+        capture: Capture,
     ) -> None:
         self._compute = compute
         self._cache = cache
         self._sequences = sequences
-        self._rows = mixed_row_counts(MAX_ROWS)
-        parts = (*[MAX_ROWS] * 3, sequences, _pieces(MAX_ROWS) * _COLUMNS, sequences)
+        self._rows = counts
+        parts = (*[counts[-1]] * 3, sequences, _pieces(counts[-1]) * _COLUMNS, sequences)
         ends = list(itertools.accumulate(-(-part // _ALIGNED) * _ALIGNED for part in parts))
         self._parts = [slice(end - size, end) for end, size in zip(ends, (ends[0], *np.diff(ends)), strict=True)]
         self._idle_place = min(cache.page, cache.max_len) - 1

@@ -23,12 +23,14 @@ from handlers.rolling_batch.attention.decode_passes import (
     make_passes,
     run_once,
 )
+from handlers.rolling_batch.attention.gpu_times import launch_share
 from handlers.rolling_batch.attention.kv_cache import KVCache
 from handlers.rolling_batch.attention.rows import ChunkRows
 from handlers.rolling_batch.device_arrays import known_tokens, upload
 from handlers.rolling_batch.images.prompt import EmbeddedRows
 from handlers.rolling_batch.lora.bank import AdapterBank
 from handlers.rolling_batch.lora.pass_adapters import PassAdapters
+from handlers.rolling_batch.pages import mixed_passes
 from handlers.rolling_batch.pages.cache import PagedCache
 from handlers.rolling_batch.pages.mixed_passes import Compute as ComputeRows
 from handlers.rolling_batch.pages.mixed_passes import MixedPasses
@@ -98,8 +100,16 @@ class RecordedDecoding:
     def _make_mixed(self, cache: PagedCache, rows: int, capture: Capture, eager: Compute) -> MixedPasses | None:
         """Return recorded passes with prompts if they compute the same as eager ones; otherwise None, and log why."""
         step = _mixed_step(cache)
+        counts = mixed_passes.row_counts()
         try:
-            mixed = MixedPasses(self._over_pages, cache, rows, self._device, capture)
+            if self._device.type == "cuda":
+                counts = mixed_passes.paying(
+                    counts, lambda count: launch_share(lambda: eager(_prompts(count, cache.max_len)))
+                )
+                if not counts:
+                    logger.info("%s: steps with prompts run eagerly: the GPU takes longer than the host", GRAPH_KEY)
+                    return None
+            mixed = MixedPasses(self._over_pages, cache, rows, counts, self._device, capture)
             expected = eager(step).clone()
             arguments = (step.token_ids, step.positions, step.slots, step.chunks, step.keep)
             reason = difference_of(mixed.logits(*arguments, None).clone(), expected)
@@ -233,6 +243,16 @@ def _mixed_step(cache: PagedCache) -> Pass:
         [],
         pages=PageStep([PagesAdded(own, 0, [own]) for own in range(first + 1)]),
     )
+
+
+def _prompts(rows: int, max_len: int) -> Pass:
+    """Return a step of prompts with so many rows in all, in the page of no sequence."""
+    chunks = [
+        ChunkRows(0, 0, min(max_len, rows - first), first, min(first + max_len, rows), 0)
+        for first in range(0, rows, max_len)
+    ]
+    positions = [place for chunk in chunks for place in range(chunk.end)]
+    return Pass([0] * rows, positions, [], chunks, [rows - 1], [], [])
 
 
 def _forget(cache: PagedCache) -> None:

@@ -17,7 +17,6 @@ from tiny_models import tiny_model
 
 from handlers.rolling_batch.attention.rows import ChunkRows
 from handlers.rolling_batch.pages import mixed_passes
-from handlers.rolling_batch.pages.mixed_passes import mixed_row_counts
 
 PAGE = 8
 ROWS = 64  # of the largest recorded pass here
@@ -53,8 +52,26 @@ def eager_steps(engine: Engine) -> list[int]:
 
 
 def test_the_recorded_numbers_of_rows() -> None:
-    assert mixed_row_counts(512) == [16, *range(32, 257, 32), 320, 384, 448, 512]
-    assert mixed_row_counts(64) == [16, 32, 64]
+    assert mixed_passes.row_counts() == [16, 32, 64]
+
+
+def test_steps_are_recorded_up_to_what_launches_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_passes, "MAX_ROWS", 2048)
+    counts = mixed_passes.row_counts()
+    assert counts == [
+        16, *range(32, 257, 32), 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048,
+    ]  # fmt: skip
+    asked = []
+
+    def share(border: int, count: int) -> float:
+        asked.append(count)
+        return 0.99 if count <= border else 0.5
+
+    for border in (0, 100, 512, 4000):
+        assert mixed_passes.paying(counts, lambda count: share(border, count)) == [  # noqa: B023
+            count for count in counts if count <= border
+        ]
+    assert len(asked) < 4 * 6
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2_with_soft_caps", "gpt2"])
