@@ -66,11 +66,12 @@ class ImageCheck:
         states = StateStep({0: 0})  # if layers keep some
         pages = PageStep([PagesAdded(0, 0, list(range(-(-len(self._ids) // page))))] if page else [])
         logits = [run(StepPlan([], [Chunk(sequence, 0, cut)], states=states, pages=pages), set()).logits[:0]]
-        logits.append(run(StepPlan([], [Chunk(sequence, cut, prompt)], states=states), set()).logits)
+        # Recorded passes have the same place for the logits of each.
+        logits.append(run(StepPlan([], [Chunk(sequence, cut, prompt)], states=states), set()).logits.clone())
         for number in self._ids[prompt:]:
             sequence.tokens.append(number)
             sequence.computed = len(sequence.tokens) - 1
-            logits.append(run(StepPlan([sequence], [], states=states), set()).logits)
+            logits.append(run(StepPlan([sequence], [], states=states), set()).logits.clone())
         computed, expected = torch.cat(logits).float().cpu(), self._expected[prompt - 1 :]
         spread = expected - expected.mean(dim=-1, keepdim=True)
         return float((computed - expected).norm() / spread.norm())

@@ -35,7 +35,7 @@ def tokens_and_states(
     size, per_token = runner.states.bytes_per_sequence, bytes_per_token(runner.layers, runner.kept_dtype)
     room = cache_room(runner, weights, options, step)
     least = max(running, 2)
-    left = room - least * size
+    left = room - (least + bool(runner.page)) * size  # with pages one row more fills up recorded passes
     if left < 0:
         raise ModelMemoryError(
             f"no memory for the states of recurrent layers: {running} requests at a time take"

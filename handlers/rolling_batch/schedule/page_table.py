@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from handlers.rolling_batch.schedule.page_owners import PagedSequence, PageOwners
 from handlers.rolling_batch.schedule.slots import MIN_COPIED, Match, with_leader
-from handlers.rolling_batch.schedule.state_table import MIN_PREFIX, StateTable
+from handlers.rolling_batch.schedule.state_table import StateTable
 
 
 @dataclass(slots=True, frozen=True)
@@ -128,7 +128,8 @@ class PageTable:
             return None
         slot = self._empty.pop()
         if self.states is not None:
-            match = self._claim_state(self.states, slot, match)
+            match = match if match.tokens >= MIN_COPIED else replace(match, slot=-1, tokens=0)
+            self.states.claim(slot, match.slot, match.tokens, match.known)
         pages = self._owners.full_of(match.slot, match.tokens)
         sequence = self._running[slot] = PagedSequence([], len(pages) * self._page)
         self._owners.take(sequence, pages)
@@ -155,12 +156,13 @@ class PageTable:
 
     def release(self, slot: int, adapter: Hashable, tokens: list[int]) -> None:
         """Take the slot back from a sequence that leaves; the computed part of its `tokens` stays cached."""
-        sequence = self._leave(slot)
-        held = sequence.tokens = min(sequence.tokens, len(tokens))
-        self._cut(sequence, self._owners.pages_of(held))
+        held = min(self._running[slot].tokens, len(tokens))
         if not held:
-            self._drop(slot, sequence)
+            self.discard(slot)
             return
+        sequence = self._leave(slot)
+        sequence.tokens = held
+        self._cut(sequence, self._owners.pages_of(held))
         number = self._owners.with_all(adapter, tokens[:held])
         if number is None:
             number = next(self._numbers)
@@ -176,7 +178,9 @@ class PageTable:
 
     def discard(self, slot: int) -> None:
         """Take the slot back from a sequence whose keys and values may be wrong."""
-        self._drop(slot, self._leave(slot))
+        if self.states is not None:
+            self.states.discard(slot)
+        self._cut(self._leave(slot), 0)
 
     def forget(self, adapter: Hashable) -> None:
         """Drop what is cached of a removed adapter."""
@@ -202,14 +206,6 @@ class PageTable:
         assert slots == list(range(len(slots)))
         assert self._listed.keys() == self._running.keys()
 
-    def _claim_state(self, states: StateTable, slot: int, match: Match) -> Match:
-        """Give a sequence a state of its own; return with how many tokens it begins."""
-        held = match.tokens if match.tokens >= MIN_COPIED else 0
-        states.claim(slot, match.slot if held else -1, held)
-        if match.known - held >= MIN_PREFIX:  # two sequences have had these tokens: the next one finds a snapshot
-            states.want(slot, match.known)
-        return replace(match, slot=match.slot if held else -1, tokens=held)
-
     def _continue(self, sequence: PagedSequence, match: Match) -> None:
         """Copy the page in which the common tokens end, and let the sequence with them be evicted later."""
         source = self._owners.sequence(match.slot)
@@ -228,12 +224,6 @@ class PageTable:
         self._empty.append(slot)
         del self._listed[slot]
         return self._owners.stop(slot)
-
-    def _drop(self, slot: int, sequence: PagedSequence) -> None:
-        """Forget a sequence that has left its slot."""
-        if self.states is not None:
-            self.states.discard(slot)
-        self._cut(sequence, 0)
 
     def _cut(self, sequence: PagedSequence, keep: int) -> None:
         for page in self._owners.cut(sequence, keep):

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from handlers.rolling_batch.schedule.slot_contents import SlotContents, SlotTrim
-from handlers.rolling_batch.schedule.state_table import MIN_PREFIX, StateTable
+from handlers.rolling_batch.schedule.state_table import StateTable
 
 MIN_COPIED = 4  # tokens; computing fewer is as fast as copying
 _TAIL_WORTH_KEEPING = 16  # cached tokens behind a match; for more of them the match is copied, not overwritten
@@ -148,18 +148,13 @@ class SlotTable:
                 self.copies.append(SlotCopy(match.slot, slot, held))
                 self._contents.touch(match.slot)
         if self.states is not None:
-            self._claim_state(self.states, slot, match, held)
+            self.states.claim(slot, match.slot if held else -1, held, match.known)
         self._tree.remove(slot)
         self._tree.insert(slot, adapter, tokens)
         self._running[slot] = held
         self._needed[slot] = 0
         self.reserve(slot, held)
         return slot, held
-
-    def _claim_state(self, states: StateTable, slot: int, match: Match, held: int) -> None:
-        states.claim(slot, match.slot if held else -1, held)
-        if match.known - held >= MIN_PREFIX:  # two sequences have had these tokens: the next one finds a snapshot
-            states.want(slot, match.known)
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Make room for the first `tokens` tokens of a running sequence in its slot; evict cached ones if necessary."""

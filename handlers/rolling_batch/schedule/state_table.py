@@ -60,10 +60,11 @@ class StateTable:
         place = bisect.bisect_right(lengths, tokens)
         return lengths[place - 1] if place else 0
 
-    def claim(self, slot: int, source: int, tokens: int) -> None:
+    def claim(self, slot: int, source: int, tokens: int, known: int = 0) -> None:
         """Give a sequence in `slot` a state of its own: a copy of the snapshot of `source` at `tokens`, if not 0.
 
-        If the sequence continues in `source` itself, its later tokens there are gone.
+        If the sequence continues in `source` itself, its later tokens there are gone. Its first `known` tokens were
+        seen before.
         """
         if source == slot:
             self.shorten(slot, tokens)
@@ -76,6 +77,8 @@ class StateTable:
         if kept is not None and row != kept:  # the last free row may be that of the snapshot
             self.copies.append(RowCopy(kept, row))
         self._running[slot] = row
+        if known - tokens >= MIN_PREFIX:  # two sequences have had these tokens: the next one finds a snapshot
+            self.want(slot, known)
 
     def release(self, slot: int, tokens: int) -> None:
         """Take the state of a sequence that leaves as the snapshot of its `tokens` tokens."""

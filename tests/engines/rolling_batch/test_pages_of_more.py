@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapter_helpers import read_adapter, save_adapter, with_adapter
 from image_helpers import Part, Reference, ServedImages, noise
 from relay_helpers import on_loop
 from rolling_batch_helpers import Engine, generated
 from tiny_image_models import save_image_model
 
 from benchmarks.tiny_checkpoints import random_model, tiny_config
+from handlers.huggingface.handler import HuggingFaceHandler
+from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.attention.decode_passes import DecodePasses, run_once
+from handlers.rolling_batch.images.loading import LoadedImages
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.schedule.page_table import PageTable
 
@@ -89,6 +95,34 @@ async def test_answers_to_images_are_those_of_transformers(family: str, tmp_path
     await served.handler.stop()
 
 
+class OnePlace:
+    """Stands for CUDA graphs: each computes its logits into the same tensor again."""
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        out = run()
+
+        def replay() -> torch.Tensor:
+            with torch.inference_mode():
+                return out.copy_(run())
+
+        return replay
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_5"])
+def test_the_check_of_images_keeps_the_logits_of_recorded_passes(family: str, tmp_path: Path) -> None:
+    directory = save_image_model(family, tmp_path)
+    options = HuggingFaceOptions.model_validate({"dtype": "fp32"})
+    loaded = replace(HuggingFaceHandler().load_model(str(directory), options), page=PAGE)
+    runner = loaded.runner()
+    runner.prepare(2, 256)
+    runner.uncapturable = lambda: None  # type: ignore[method-assign]
+    assert runner.capture(2, OnePlace)
+    assert isinstance(loaded.images, LoadedImages)
+    difference = loaded.images.check.difference(runner.run, 256, PAGE)
+    assert difference is not None
+    assert difference < 1e-3
+
+
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next", "lfm2", "zamba2", "jamba"])
 def test_states_have_rows_beside_pages(family: str) -> None:
     """Prefixes of each other, snapshots, retractions, recorded steps: no token differs from transformers'."""
@@ -120,6 +154,25 @@ def test_states_have_rows_beside_pages(family: str) -> None:
         assert answer.tokens == generated(reference, prompt, TOKENS), answer.error
     assert engine.engine.stats.retracted_requests
     assert engine.engine.stats.cached_prompt_tokens
+    assert rows
+
+
+def test_steps_with_adapters_of_mixers_run_eagerly(tmp_path: Path) -> None:
+    """Beside recorded ones: a mixer calls its linear layers for some of the rows at a time."""
+    model = random_model(tiny_config("lfm2"))
+    directory = save_adapter(model, tmp_path, target_modules=["in_proj", "out_proj", "q_proj"])
+    adapted = with_adapter(model, directory)
+    engine = Engine(model, slots=4, chunk=20, page=PAGE)
+    rows = counted(record(engine.runner, 4))
+    weights = engine.engine.load_adapter(read_adapter(str(directory)))
+    prompts = [[5, 6, 7, number] for number in range(4)]
+    asked = [engine.add(prompt, weights if prompt[-1] % 2 else None, max_new_tokens=TOKENS)[1] for prompt in prompts]
+    engine.run()
+    assert not rows
+    for prompt, answer in zip(prompts, asked, strict=True):
+        expected = generated(adapted if prompt[-1] % 2 else engine.reference, prompt, TOKENS)
+        assert answer.tokens == expected, answer.error
+    assert engine.generate([1, 2], max_new_tokens=TOKENS).tokens == engine.expected([1, 2], TOKENS)
     assert rows
 
 

@@ -115,14 +115,16 @@ def test_what_of_an_adapter_has_no_effect_is_in_the_log(tmp_path: Path, caplog: 
     assert answer.tokens == expected(adapted, [1, 2, 3])
 
 
-def test_requests_that_come_and_go_at_random_get_their_own_tokens() -> None:
+@pytest.mark.parametrize("page", [0, 8])
+def test_requests_that_come_and_go_at_random_get_their_own_tokens(page: int) -> None:
     """Aborts, failures of whole steps, prefixes of each other, and few rows for states, in many orders."""
     model = random_model(tiny_config("qwen3_next"))
     reference = copy.deepcopy(model)
     answers: dict[tuple[int, ...], list[int]] = {}
     for seed in range(6):
         chance = random.Random(seed)
-        engine = Engine(copy.deepcopy(model), reference=reference, slots=3, kv_tokens=150, chunk=chance.choice([5, 16]))
+        limits = {"slots": 3, "kv_tokens": 150, "chunk": chance.choice([5, 16]), "page": page}
+        engine = Engine(copy.deepcopy(model), reference=reference, **limits)
         system = [chance.randrange(VOCABULARY - 3) for _ in range(30)]
         live: list[tuple[list[int], int, Received]] = []
         ended: list[tuple[list[int], Received]] = []
