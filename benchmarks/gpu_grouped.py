@@ -72,8 +72,9 @@ FORMS: dict[str, Callable[[int, int], GroupedWeight]] = {
 
 def sweep() -> Iterator[Tiles]:
     """Yield tiles of the kernel for few rows."""
-    for outputs, warps, stages, waves in itertools.product((64, 128), (4, 8), (3, 5), (1, 2, 4)):
+    for outputs, warps, stages, waves in itertools.product((64, 128), (4, 8), (3, 5), (2, 4)):
         yield Tiles(outputs=outputs, warps=warps, stages=stages, waves=waves)
+    yield Tiles(outputs=128, rows=128, warps=8)
 
 
 def layers(kind: Kind, make: Callable[[int, int], GroupedWeight]) -> list[GroupedLinear]:
@@ -100,7 +101,7 @@ def rows_of(kind: Kind, count: int) -> torch.Tensor:
 
 
 def print_sweep(kind: Kind, linears: list[GroupedLinear]) -> None:
-    for count in (1, 16, 64):
+    for count in (16, 128):
         rows = rows_of(kind, count)
         took = {
             tiles: timed(linears, lambda linear, rows, tiles=tiles: few_rows(rows, linear, tiles), rows)

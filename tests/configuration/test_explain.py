@@ -347,11 +347,13 @@ def test_weights_are_measured_where_they_are(tmp_path: Path) -> None:
     assert (found.memory["parameters"], found.memory["weights_bytes"]) == (500, 2000)
 
 
-def test_weights_that_are_quantised_while_loading(tmp_path: Path) -> None:
-    found = explained(tmp_path, "option.quantize=bitsandbytes4\noption.dtype=bf16", NO_GPU)
+@pytest.mark.parametrize(("method", "bits"), [("bitsandbytes4", 4), ("q8_0", 8.5), ("q4_0", 4.5), ("int8", 8)])
+def test_weights_that_are_quantised_while_loading(tmp_path: Path, method: str, bits: float) -> None:
+    found = explained(tmp_path, f"option.quantize={method}\noption.dtype=bf16", NO_GPU)
     embeddings = 2 * LLAMA_7B["vocab_size"] * LLAMA_7B["hidden_size"]
     assert found.memory["unquantized_bytes"] == 2 * found.memory["parameters"]
-    assert found.memory["weights_bytes"] == (found.memory["parameters"] - embeddings) // 2 + 2 * embeddings
+    quantised = (found.memory["parameters"] - embeddings) * bits / 8
+    assert found.memory["weights_bytes"] == pytest.approx(quantised + 2 * embeddings, abs=1)
 
 
 def test_recommendations_without_a_gpu(tmp_path: Path) -> None:

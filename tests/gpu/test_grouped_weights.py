@@ -30,6 +30,7 @@ from handlers.rolling_batch.fused.one_row import multiply
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+CHAINS = [False, True] if ON_GPU and torch.cuda.get_device_capability() >= (9, 0) else [False]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # bits, size of the groups (0: one scale for an output), whether there are zeros; 0 bits are floats
 KINDS = [(4, 128, True), (4, 128, False), (4, 64, False), (4, 32, True), (4, 0, True), (3, 96, True),
@@ -98,7 +99,6 @@ def test_one_row_is_multiplied(kind: Any, dtype: torch.dtype, form: str) -> None
     linear = GroupedLinear(held(kind, lines, width), bias, dtype)
     row, residual = rows_of(1, width, dtype), rows_of(1, outputs, dtype)
     norm = SimpleNamespace(weight=torch.rand(width).to(DEVICE, dtype), epsilon=1e-5)
-    found = multiply(row, linear, None if form == "plain" else norm, form == "gated", residual)
     given = row.double()
     if form != "plain":
         given = given * norm.weight.double() / (given.square().mean() + norm.epsilon).sqrt()
@@ -108,7 +108,9 @@ def test_one_row_is_multiplied(kind: Any, dtype: torch.dtype, form: str) -> None
     if form == "gated":
         gate, other = expected.chunk(2, dim=1)
         expected = torch.nn.functional.silu(gate) * other
-    close(found, expected + residual.double())
+    for chained in CHAINS:
+        found = multiply(row, linear, None if form == "plain" else norm, form == "gated", residual, chained)
+        close(found, expected + residual.double())
 
 
 def test_inputs_are_split_where_outputs_are_too_few_for_the_gpu() -> None:
@@ -123,7 +125,7 @@ on_gpu = pytest.mark.skipif(not ON_GPU, reason="layers take the kernels on a GPU
 
 
 @on_gpu
-@pytest.mark.parametrize("count", [1, 64, 65, 300])
+@pytest.mark.parametrize("count", [1, 64, 128, 300])
 @pytest.mark.parametrize("order", [False, True])
 def test_a_layer_computes_any_number_of_rows(count: int, order: bool) -> None:
     linear = GroupedLinear(held((4, 128, True), 256, 1152, order), None, torch.bfloat16)

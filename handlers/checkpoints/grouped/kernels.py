@@ -218,7 +218,6 @@ def unpack_kernel(
     bytes_of_line,
     groups,
     OUTPUTS: tl.constexpr,
-    BYTES: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
@@ -227,25 +226,19 @@ def unpack_kernel(
     ZERO: tl.constexpr,
     ZEROED: tl.constexpr,
 ):
-    """Write a weight as (outputs, width) in the type of `out`. Grid: (outputs / OUTPUTS, bytes of a line / BYTES)."""
-    line = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    """Write a weight as (outputs, width) in the type of `out`. Grid: (chunks of inputs, outputs / OUTPUTS)."""
+    chunk = tl.program_id(0)
+    line = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_line = line < outputs
     PART: tl.constexpr = CHUNK * BITS // 8
-    place = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
-    inputs = place // PART * CHUNK + place % PART
-    tile = (line < outputs)[:, None] & (inputs < width)[None, :]
-    packed = tl.load(weight + line[:, None] * bytes_of_line + place[None, :], mask=tile, other=0)
-    of_inputs = line[:, None] * groups + (inputs // GROUP)[None, :]
-    scale = tl.load(scales + of_inputs, mask=tile, other=0.0).to(tl.float32)
-    target = out + line[:, None] * width + inputs[None, :]
-    if FLOATS:
-        low = float8(packed, NATIVE)
-    else:
-        if ZEROED:
-            zero = tl.load(zeros + of_inputs, mask=tile, other=0).to(tl.float32)
-        else:
-            zero = tl.full((OUTPUTS, 1), ZERO, tl.float32)
-        low = whole(packed & 15 if BITS == 4 else packed, zero)
-        if BITS == 4:
-            high = whole(packed >> 4, zero)
-            tl.store(target + CHUNK // 2, (high * scale).to(out.dtype.element_ty), mask=tile)
-    tl.store(target, (low * scale).to(out.dtype.element_ty), mask=tile)
+    place = tl.arange(0, PART)
+    packed = tl.load(
+        weight + line[:, None] * bytes_of_line + (chunk * PART + place)[None, :], mask=is_line[:, None], other=0
+    )
+    scale, zero = _of_group(scales, zeros, line, is_line, groups, chunk * CHUNK // GROUP, ZERO, ZEROED)
+    target = out + line[:, None] * width + (chunk * CHUNK + place)[None, :]
+    low = float8(packed, NATIVE) if FLOATS else whole(packed & 15 if BITS == 4 else packed, zero)
+    tl.store(target, (low * scale).to(out.dtype.element_ty), mask=is_line[:, None])
+    if BITS == 4:
+        high = whole(packed >> 4, zero)
+        tl.store(target + CHUNK // 2, (high * scale).to(out.dtype.element_ty), mask=is_line[:, None])

@@ -14,6 +14,7 @@ from handlers.checkpoints.grouped import kernels
 _CONVERTS_FLOAT8 = (8, 9)  # compute capability
 _SUM_BLOCK = 1024
 _MAX_SPLITS = 16
+_UNPACKED_LINES = 32  # that a program writes, of one chunk of inputs
 _MIN_STEPS = 4  # tiles that a program adds up at least
 
 
@@ -109,13 +110,11 @@ def unpacked(linear: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return a layer's weight (out, in) in a type."""
     outputs, width = linear.out_features, linear.in_features
     out = torch.empty((outputs, width), dtype=dtype, device=linear.weight.device)
-    lines, of_bytes = 8, 256
-    grid = triton.cdiv(outputs, lines), triton.cdiv(linear.weight.shape[1], of_bytes)
+    grid = width // linear.chunk, triton.cdiv(outputs, _UNPACKED_LINES)
     with _on(out):
         kernels.unpack_kernel[grid](
-            out=out, width=width, outputs=outputs, **weight_constants(linear),
-            OUTPUTS=lines, BYTES=of_bytes,
-        )  # fmt: skip
+            out=out, width=width, outputs=outputs, **weight_constants(linear), OUTPUTS=_UNPACKED_LINES
+        )
     return out
 
 

@@ -10,8 +10,9 @@ from torch import nn
 
 MIN_CHUNK = 32
 _MAX_CHUNK = 128
-# Up to so many rows a kernel unpacks numbers on their way to the product; for more, the weight is unpacked before.
-FEW_ROWS = 64
+# Up to so many rows a kernel unpacks numbers on their way to the product; for more, the weight is unpacked before. On
+# an H200 28,672 outputs of 4,096 inputs in 4 bits take 92 and 160 us for 128 rows, 174 and 179 us for 256.
+FEW_ROWS = 128
 
 
 @dataclass(frozen=True)

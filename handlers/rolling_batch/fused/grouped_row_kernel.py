@@ -12,23 +12,26 @@ from handlers.rolling_batch.fused.one_row_kernel import finish, lines
 
 
 @triton.jit
-def _of_chunks(
-    weight, scales, zeros, line, inside, chunk, chunks, bytes_of_line, groups,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, ZERO: tl.constexpr, ZEROED: tl.constexpr,
+def _scales(
+    scales, zeros, line, inside, chunk, chunks, groups,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, ZEROED: tl.constexpr,
 ):  # fmt: skip
-    """Return the bytes of chunks of inputs, (lines, chunks, PART), and their scales and zeros, (lines, chunks)."""
+    """Return the scales and zeros of chunks of inputs, (lines, chunks)."""
     known = inside[:, None] & (chunk < chunks)[None, :]
-    place = chunk[:, None] * PART + tl.arange(0, PART)[None, :]
-    packed = tl.load(
-        weight + line[:, None, None] * bytes_of_line + place[None, :, :],
-        mask=inside[:, None, None] & (chunk < chunks)[None, :, None],
-        other=0,
-        eviction_policy="evict_first",
-    )
     of_group = line[:, None] * groups + (chunk * CHUNK // GROUP)[None, :]
     scale = tl.load(scales + of_group, mask=known, other=0.0)
     zero = tl.load(zeros + of_group, mask=known, other=0) if ZEROED else tl.full(known.shape, ZERO, tl.uint8)
-    return packed, scale, zero
+    return scale, zero
+
+
+@triton.jit
+def _prefetch(weight, line, bytes_of_line):
+    """Bring the first KiB of each line into the L2 cache."""
+    place = tl.minimum(tl.arange(0, 8) * 128, bytes_of_line - 1)
+    address = weight.to(tl.int64) + line[:, None] * bytes_of_line + place[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -70,6 +73,7 @@ def grouped_row_kernel(
     GATED: tl.constexpr,
     ADDED: tl.constexpr,
     CHAINED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Do what `linear_kernel` does, for a weight as few_rows_kernel takes it, in steps of CHUNKS chunks of inputs."""
     if CHAINED:
@@ -80,17 +84,23 @@ def grouped_row_kernel(
     step = tl.arange(0, CHUNKS)
     sums = tl.zeros((line.shape[0], CHUNKS, PART), tl.float32)
     squares = tl.zeros((CHUNKS, PART), tl.float32)
-    packed, by, zero = _of_chunks(
-        weight, scales, zeros, line, inside, step, chunks, bytes_of_line, groups, CHUNK, GROUP, PART, ZERO, ZEROED
-    )
-    if CHAINED:
+    if CHAINED:  # the first weights come nearer while the launch before this one ends
+        _prefetch(weight, tl.where(inside, line, 0), bytes_of_line)
         hopper.gdc_wait()
-    for start in range(0, chunks, CHUNKS):
+    by, zero = _scales(scales, zeros, line, inside, step, chunks, groups, CHUNK, GROUP, ZERO, ZEROED)
+    for start in tl.range(0, chunks, CHUNKS, num_stages=STAGES):
         chunk = start + step
-        next_packed, next_by, next_zero = _of_chunks(
-            weight, scales, zeros, line, inside, chunk + CHUNKS, chunks, bytes_of_line, groups,
-            CHUNK, GROUP, PART, ZERO, ZEROED,
-        )  # fmt: skip
+        place = chunk[:, None] * PART + tl.arange(0, PART)[None, :]
+        packed = tl.load(
+            weight + line[:, None, None] * bytes_of_line + place[None, :, :],
+            mask=inside[:, None, None] & (chunk < chunks)[None, :, None],
+            other=0,
+            eviction_policy="evict_first",
+        )
+        # What the next step is scaled by is on its way during this one.
+        next_by, next_zero = _scales(
+            scales, zeros, line, inside, chunk + CHUNKS, chunks, groups, CHUNK, GROUP, ZERO, ZEROED
+        )
         column = chunk[:, None] * CHUNK + tl.arange(0, PART)[None, :]
         seen = (chunk < chunks)[:, None] & (tl.arange(0, PART) < PART)[None, :]
         given, square = _given(row, scale, column, seen, SCALED)
@@ -105,7 +115,7 @@ def grouped_row_kernel(
         else:
             products = whole(packed, zero.to(tl.float32)[:, :, None]) * given[None, :, :]
         sums += products * by.to(tl.float32)[:, :, None]
-        packed, by, zero = next_packed, next_by, next_zero
+        by, zero = next_by, next_zero
     exact = tl.sum(tl.sum(sums, 2), 1)
     if SCALED:
         exact *= 1.0 / tl.sqrt(tl.sum(tl.sum(squares, 1), 0) / width + epsilon)

@@ -26,6 +26,10 @@ _QUANTISED = {
     "smoothquant": 1,
     "static_int8": 1,
     "fp8": 1,
+    "int8": 1,
+    "q8_0": 34 / 32,
+    "q4_0": 18 / 32,
+    "q4_k": 18 / 32,
 }
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 

@@ -167,7 +167,7 @@ def test_the_kernels_of_few_bits_compile(kernel: Any, architecture: int, dtype: 
     chunk, group, bits, floats = FORMS[form]
     native = floats and architecture >= 89
     constants = {
-        "ROWS": 64, "OUTPUTS": 8 if kernel is not few_rows_kernel else 64, "STEP": 128, "BYTES": 256, "CHUNKS": 8,
+        "ROWS": 64, "OUTPUTS": 8 if kernel is not few_rows_kernel else 64, "STEP": 128, "CHUNKS": 8, "STAGES": 3,
         "CHUNK": chunk, "GROUP": group, "BITS": bits, "FLOATS": floats, "NATIVE": native, "ZERO": 8,
         "ZEROED": not floats, "BIASED": True, "PARTIAL": False, "SCALED": True, "GATED": kernel is grouped_row_kernel,
         "ADDED": True, "CHAINED": architecture >= 90,
