@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.blocks.layout import FEW_ROWS, in_quads
+from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
 from lmi_server.contract.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +32,9 @@ class Int8BlockLinear(BlockLinear):
     def from_linear(cls, linear: BlockLinear) -> Int8BlockLinear:
         """Return the layer that computes with the same weights."""
         widths = (linear.in_features, linear.out_features)
-        return cls(in_quads(linear.laid)[None], widths, linear.formats, linear.bias, linear.dtype)
+        found = cls(in_quads(linear.laid)[None], widths, linear.formats, linear.bias, linear.dtype)
+        found.limit_exact_rows(found.unmeasured_rows)
+        return found
 
     @property
     def unmeasured_rows(self) -> int:
@@ -40,6 +46,20 @@ class Int8BlockLinear(BlockLinear):
         from handlers.cpu_kernels.blocks.int8_linear import block_linear_int8, block_linear_int8_in_vectors
 
         return block_linear_int8 if dtype == torch.bfloat16 else block_linear_int8_in_vectors
+
+
+@contextmanager
+def unrounded_activations(*modules: nn.Module) -> Iterator[None]:
+    """Let no layer of some modules round, for comparisons: rounding makes the slightest difference grow."""
+    layers = {layer for module in modules for layer in module.modules() if isinstance(layer, Int8BlockLinear)}
+    limits = {layer: int(layer.laid[0, EXACT_ROWS]) for layer in layers}
+    for layer in layers:
+        layer.limit_exact_rows(0)
+    try:
+        yield
+    finally:
+        for layer, limit in limits.items():
+            layer.limit_exact_rows(limit)
 
 
 def round_activations(model: Any) -> None:

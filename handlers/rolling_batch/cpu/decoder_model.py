@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from handlers.checkpoints.blocks.int8_activations import unrounded_activations
 from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.cpu_kernels.arguments import Activations, DecodeRows, LayerArrays, LayerSettings
 from handlers.ranks.sharding import RowParallelLinear
@@ -123,7 +124,7 @@ class DecoderModel:
         ids = torch.randint(model.model.embed_tokens.weight.shape[0], (1, 7), generator=generator)
         positions = np.arange(7)
         self._attention.begin(StepRows(np.zeros(7, np.int64), np.arange(7), []))
-        with torch.inference_mode():
+        with torch.inference_mode(), unrounded_activations(model):
             expected = model(input_ids=ids, position_ids=torch.from_numpy(positions)[None], use_cache=False).logits
             computed = self.logits(ids[0].numpy(), positions, positions)
         return computed is not None and close(expected[0], computed)

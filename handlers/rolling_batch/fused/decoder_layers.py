@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from handlers.checkpoints.blocks.int8_activations import unrounded_activations
 from handlers.rolling_batch.attention.flat import FlatAttention
 from handlers.rolling_batch.attention.probe import AttentionLayer
 from handlers.rolling_batch.attention.rows import StepRows
@@ -87,7 +88,7 @@ def _same_layer(
     positions = torch.tensor([[0, 11, 37, 80, 150, 333, 700]], device=norm.device)
     rows = torch.randn((1, 7, norm.shape[0]), generator=torch.Generator().manual_seed(0)).to(norm)
     added = []
-    with torch.inference_mode():
+    with torch.inference_mode(), unrounded_activations(original, fused):
         embeddings = rotary(rows, positions)
         for layer in (original, fused):
             attention.begin(StepRows(np.zeros(7, np.int64), np.arange(7), []))

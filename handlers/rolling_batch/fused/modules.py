@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from handlers.checkpoints.blocks.int8_activations import unrounded_activations
 from handlers.checkpoints.blocks.layers import AdaptedBlockLinear, BlockLinear
 from handlers.checkpoints.fp8.layers import Fp8Linear
 from handlers.checkpoints.grouped.layers import GroupedLinear
@@ -73,7 +74,7 @@ def _same_result(original: Any, fused: nn.Module) -> bool:
     rows = torch.randn((1, 5, width), generator=torch.Generator().manual_seed(0)).to(like)
     # On several ranks an MLP ends in an all-reduce. All ranks compare at the same time, with the same rows, and get the
     # same bits, so that they also decide alike.
-    with torch.inference_mode():
+    with torch.inference_mode(), unrounded_activations(original, fused):
         return close(original(rows), fused(rows))
 
 

@@ -185,6 +185,14 @@ def limit_exact_rows(model: nn.Module) -> None:
 
 
 @pytest.mark.slow
+def test_the_demo_model_decodes_in_one_call(demo_model_dir: Path) -> None:
+    """Rounding makes the differences of its 30 layers grow, but the comparison of both ways at the load is without."""
+    options = HuggingFaceOptions(dtype="bf16", quantize="q8_0", activation_dtype="int8", max_model_len=64)
+    loaded = load_engine(lambda: transformers_model.load(str(demo_model_dir), options), options)
+    assert loaded.details["fused_modules"]["models"] == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("most", "others"), [("q4_k", "q6_k"), ("q5_k", "q6_k")], ids="-".join)
 def test_a_file_in_gguf_generates_what_reference_layers_do(tmp_path: Path, most: str, others: str) -> None:
     path, options = str(mixed_gguf(tmp_path / "model.gguf", most, others)), HuggingFaceOptions(activation_dtype="int8")
