@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from handlers.checkpoints.grouped.layers import GroupedLinear, GroupedWeight
+from handlers.checkpoints.grouped.layers import GroupedLinear, GroupedWeight, has_gpu_kernels
 from handlers.checkpoints.options import QUANTIZATION, QUANTIZATION_PACKAGES, TransformersOptions
 from handlers.checkpoints.placement import is_spread
 from handlers.torch_operators import probes
@@ -155,7 +155,8 @@ def _has_rounded_inputs(module: Any) -> bool:
 def keep_activations(model: Any) -> int:
     """Replace bitsandbytes' 8-bit layers by layers that do not round activations; return how many.
 
-    Of a model that is spread over several devices, those on the CPU alone: accelerate has hooks on the others.
+    Of a model that is spread over several devices, those on the CPU alone: accelerate has hooks on the others. So it is
+    where a GPU does not run the kernels.
     """
     if "bitsandbytes" not in sys.modules:  # transformers has imported it if the model has such layers
         return 0
@@ -167,7 +168,7 @@ def keep_activations(model: Any) -> int:
             if not isinstance(child, Linear8bitLt):
                 continue
             kept = Int8Linear(child, model.dtype) if child.weight.device.type == "cpu" else None
-            if kept is None and not is_spread(model):
+            if kept is None and not is_spread(model) and has_gpu_kernels():
                 kept = grouped_8_bits(child, model.dtype)
             if kept is not None:
                 setattr(module, name, kept)

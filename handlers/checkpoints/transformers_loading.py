@@ -32,6 +32,7 @@ from handlers.checkpoints.gguf import (
     refuse_sizes,
 )
 from handlers.checkpoints.gpus import NO_GPUS, TorchGpus, free_memory, lack_bf16, usable_gpus
+from handlers.checkpoints.grouped.layers import has_gpu_kernels
 from handlers.checkpoints.options import (
     BLOCK_FORMATS,
     FP8,
@@ -40,7 +41,7 @@ from handlers.checkpoints.options import (
     STRATEGIES,
     TransformersOptions,
 )
-from handlers.checkpoints.placement import main_device, memory_limits, refuse_divided_layers
+from handlers.checkpoints.placement import is_spread, main_device, memory_limits, refuse_divided_layers
 from handlers.checkpoints.quantization import (
     check_quantization,
     checkpoint_method,
@@ -135,11 +136,8 @@ def quantize_blocks(model: Any, options: TransformersOptions) -> dict[str, Any]:
     """Quantise a model in place as one of BLOCK_FORMATS; return details for the log. Raises ModelLoadError."""
     assert options.quantize is not None
     on_gpu = main_device(model).type != "cpu"
-    if on_gpu and (options.quantize not in GPU_BLOCK_FORMATS or options.save_mp_checkpoint_path is not None):
-        raise ModelLoadError(
-            f"option.quantize={options.quantize}: on a GPU weights are quantised to {', '.join(GPU_BLOCK_FORMATS)}, and"
-            " are not saved; set one of these without option.save_mp_checkpoint_path, or bitsandbytes4"
-        )
+    if on_gpu:
+        _refuse_gpu_blocks(model, options)
     if not on_gpu and model.dtype not in (torch.bfloat16, torch.float32):
         raise ModelLoadError(f"option.quantize={options.quantize}: set option.dtype=bf16 or fp32, not {options.dtype}")
     directory = options.save_mp_checkpoint_path
@@ -148,6 +146,19 @@ def quantize_blocks(model: Any, options: TransformersOptions) -> dict[str, Any]:
     if directory is not None and kept is not None:
         _save_blocks(model, kept, directory)
     return details
+
+
+def _refuse_gpu_blocks(model: Any, options: TransformersOptions) -> None:
+    if is_spread(model) or not has_gpu_kernels():
+        raise ModelLoadError(
+            f"option.quantize={options.quantize} is for the CPU, and for one GPU by NVIDIA where Triton is installed;"
+            " set option.quantize=bitsandbytes8 or bitsandbytes4"
+        )
+    if options.quantize not in GPU_BLOCK_FORMATS or options.save_mp_checkpoint_path is not None:
+        raise ModelLoadError(
+            f"option.quantize={options.quantize}: on a GPU weights are quantised to {', '.join(GPU_BLOCK_FORMATS)}, and"
+            " are not saved; set one of these without option.save_mp_checkpoint_path, or bitsandbytes4"
+        )
 
 
 def _save(model: Any, options: TransformersOptions) -> bool:
@@ -199,7 +210,8 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
         if packed is not None:
             check_quantization(options.quantize, config)
             return {**arguments, "config": packed}
-    if gpus.count == 1 and own_rank().size == 1:
+    is_mapped = isinstance(options.placement, Mapping)  # perhaps to main memory, too
+    if gpus.count == 1 and own_rank().size == 1 and not is_mapped and has_gpu_kernels():
         packed = as_packed_layers(config, path, saves, on_gpu=True)
         if packed is not None:
             check_quantization(options.quantize, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -13,6 +14,11 @@ _MAX_CHUNK = 128
 # Up to so many rows a kernel unpacks numbers on their way to the product; for more, the weight is unpacked before. On
 # an H200 28,672 outputs of 4,096 inputs in 4 bits take 92 and 160 us for 128 rows, 174 and 179 us for 256.
 FEW_ROWS = 128
+
+
+def has_gpu_kernels() -> bool:
+    """Whether the kernels run on the GPUs of this worker, if it has some: NVIDIA's, where Triton is installed."""
+    return torch.version.hip is None and find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_helpers import read_adapter, save_adapter, with_adapter
+from fake_cuda import GIB, FakeCuda
 from packed_models import float_llama, packed_llama
 from rolling_batch_helpers import Engine, generated, prompts
 from safetensors.torch import load_file, save_file
@@ -17,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from handlers.checkpoints.blocks.packed_checkpoints import as_packed_layers
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
 from handlers.checkpoints.grouped.layers import GroupedLinear, GroupedWeight
-from handlers.checkpoints.transformers_loading import load_model
+from handlers.checkpoints.options import QUANTIZATION_PACKAGES
+from handlers.checkpoints.transformers_loading import load_model, model_arguments, quantize_blocks
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.lora.targets import lora_targets
 from lmi_server.contract.errors import ModelLoadError
@@ -65,6 +68,19 @@ def test_a_rolling_batch_generates_what_the_unpacked_model_does(tmp_path: Path, 
     answers = [engine.add(prompt, max_new_tokens=12)[1] for prompt in prompts(6)]
     engine.run()
     assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in prompts(6)]
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_an_adapter_changes_a_packed_model_as_it_changes_the_unpacked_one(tmp_path: Path, act_order: bool) -> None:
+    reference = packed_llama(tmp_path / "packed", act_order=act_order)
+    saved = save_adapter(reference, tmp_path / "adapter")
+    adapted = with_adapter(reference, saved)
+    engine = Engine(load(tmp_path / "packed"), reference=reference)
+    weights = engine.engine.load_adapter(read_adapter(str(saved)))
+    answers = [engine.add(prompt, adapter, max_new_tokens=8)[1] for prompt in prompts(3) for adapter in (weights, None)]
+    engine.run()
+    expected = [generated(model, prompt, 8) for prompt in prompts(3) for model in (adapted, reference)]
+    assert [answer.tokens for answer in answers] == expected
 
 
 def test_layers_of_one_order_are_joined() -> None:
@@ -133,3 +149,40 @@ def test_a_model_is_quantised_as_a_gpu_holds_it(name: str) -> None:
     assert layer.scales.shape[1] == (1 if name == "int8" else layer.in_features // 32)
     torch.testing.assert_close(weight_of(layer, layer.in_features), weight_of(same, layer.in_features))
     assert isinstance(model.get_input_embeddings(), nn.Embedding)
+
+
+@pytest.mark.parametrize(
+    ("options", "packed"),
+    [
+        ({}, True),
+        ({"device_map": "cuda:0"}, True),
+        ({"device_map": '{"model": 0, "lm_head": "cpu"}'}, False),
+        ({"save_mp_checkpoint_path": "saved"}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_one_gpu_reads_packed_layers_without_their_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], packed: bool, gpus: int
+) -> None:
+    pytest.importorskip("triton")
+    packed_llama(tmp_path)
+    FakeCuda(memory=[(14 * GIB, 16 * GIB)] * gpus).install(monkeypatch)
+    monkeypatch.setitem(QUANTIZATION_PACKAGES, "gptq", ("gptq", ("a_package_of_gptq",)))
+    given = HuggingFaceOptions(dtype="bf16", **options)
+    if packed and gpus == 1:
+        found = model_arguments(str(tmp_path), given)
+        assert found["config"].quantization_config["on_gpu"] is True
+        assert found["device_map"] == options.get("device_map", "cuda")
+        return
+    with pytest.raises(ModelLoadError, match="need a-package-of-gptq, which is not installed"):
+        model_arguments(str(tmp_path), given)
+
+
+def test_what_a_gpu_does_not_hold_is_refused_with_what_to_set() -> None:
+    model = llama_of_whole_blocks().to("meta")  # stands for a GPU
+    with pytest.raises(ModelLoadError, match=r"option\.quantize=q4_k: .*q8_0, q4_0, int8, and are not saved; set one"):
+        quantize_blocks(model, HuggingFaceOptions(quantize="q4_k"))
+    saving = HuggingFaceOptions(quantize="q8_0", save_mp_checkpoint_path="saved")
+    with pytest.raises(ModelLoadError, match=r"option\.quantize=q8_0: .* without option\.save_mp_checkpoint_path"):
+        quantize_blocks(model, saving)
