@@ -101,7 +101,7 @@ def rows_of(kind: Kind, count: int) -> torch.Tensor:
 
 
 def print_sweep(kind: Kind, linears: list[GroupedLinear]) -> None:
-    for count in (16, 128):
+    for count in (16, 64):
         rows = rows_of(kind, count)
         took = {
             tiles: timed(linears, lambda linear, rows, tiles=tiles: few_rows(rows, linear, tiles), rows)
