@@ -65,6 +65,7 @@ class Arrivals:
         before = torch.cuda.memory_reserved() if self._on_gpu else 0
         began = time.perf_counter()
         capture = CudaCapture() if self._on_gpu else run_once
+        self.use(recorded=False)  # what is measured of eager steps is not to run recorded
         kept = self._decoding._make_mixed(runner.cache, self._count + 1, capture, runner._compute)
         took = time.perf_counter() - began
         size = (torch.cuda.memory_reserved() if self._on_gpu else 0) - before

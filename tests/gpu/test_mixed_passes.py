@@ -61,6 +61,7 @@ class OneLayer:
             PageStep([PagesAdded(slot, 0, list(range(slot * each, (slot + 1) * each))) for slot in range(SEQUENCES)])
         )
         self._operators, self._terms = kind(self.cache), terms
+        self.attended: dict[int, torch.Tensor] = {}  # by number of rows
         chance = torch.Generator().manual_seed(0)
         self._states = torch.randn(TOKENS, 8, 32, generator=chance).to(DEVICE)
 
@@ -69,6 +70,7 @@ class OneLayer:
         query, key, value = states.split((4, 2, 2))
         out = rows.empty_or_zero(query, (query.shape[1], 4, 32))
         self._operators.attend(0, query, key, value, rows, out, self._terms)
+        self.attended[len(ids)] = out
         return out[keep].flatten(1)
 
 
@@ -113,6 +115,8 @@ def test_rows_of_both_kinds_attend_in_passes_of_fixed_shape(name: str, monkeypat
         keep = list(range(len(places)))[-SEQUENCES:][::-1]
         assert passes.takes(len(slots), chunks, len(keep))
         computed = passes.logits(ids, places, slots, chunks, keep, None)
+        attended = recorded.attended[next(rows for rows in mixed_passes.row_counts() if rows >= len(places))]
+        assert not attended[len(places) :].any(), "rows that fill up a pass attend to nothing"
         numbers = [torch.tensor(part, device=DEVICE) for part in (ids, places, keep)]
         with torch.inference_mode():
             expected = eager(*numbers[:2], PageRows.from_step(rows, DEVICE), numbers[2])

@@ -1,13 +1,14 @@
 """The tokens that penalties count, on their device: a step adds the newest token of each request, and copies no other.
 
 The tokens of the step before are added before the host knows them. How many tokens of a row count is known to the host
-at any time, so that nothing has to be taken back: what a row has behind them, from a former request or from a step
-behind the end of one, does not matter.
+at any time, so that nothing has to be taken back. The row of a new request is overwritten whole: a token that a step
+behind the end of the former one has added there does not count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,13 +20,20 @@ from handlers.rolling_batch.sampling.state import TokenHistory
 _MIN_ROWS, _MIN_WIDTH = 4, 64
 
 
+@dataclass(slots=True)
+class _Row:
+    """A row of the table, with the number of its tokens that are written."""
+
+    number: int
+    written: int = 0
+
+
 class DeviceHistories:
     """A table with a row for each history that was asked for; the row of one that is gone gets the next one."""
 
     def __init__(self) -> None:
-        self._table = torch.empty((0, 0), dtype=torch.int32)
-        self._rows: WeakKeyDictionary[TokenHistory, int] = WeakKeyDictionary()
-        self._written: WeakKeyDictionary[TokenHistory, int] = WeakKeyDictionary()  # tokens
+        self._table = torch.empty((0, 0), dtype=torch.long)
+        self._rows: WeakKeyDictionary[TokenHistory, _Row] = WeakKeyDictionary()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -36,44 +44,47 @@ class DeviceHistories:
     def tokens(
         self, histories: Sequence[TokenHistory], device: torch.device, before: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the tokens of histories, (histories, longest, at least 1), with others behind a shorter one's own.
+        """Return the tokens of histories, (histories, longest, at least 1).
 
+        The first token of a prompt stands for those behind the last one; token 0 does if no prompt is penalised.
         `before` has the tokens of the step before, if the host does not know them yet.
         """
         longest = max(1, *(history.length for history in histories))
-        self._make_room(histories, longest, device)
-        rows = [self._rows[history] for history in histories]
+        if longest > self._table.shape[1]:
+            self._grow(len(self._table), max(_MIN_WIDTH, 1 << (longest - 1).bit_length()), device)
+        rows = [self._rows.get(history) or self._new_row(history, device) for history in histories]
         self._add(histories, rows, before)
-        return self._table[upload(rows, device), :longest].long()
+        return self._table[:, :longest].index_select(0, upload([row.number for row in rows], device))
 
-    def _add(self, histories: Sequence[TokenHistory], rows: list[int], before: torch.Tensor | None) -> None:
+    def _add(self, histories: Sequence[TokenHistory], rows: Sequence[_Row], before: torch.Tensor | None) -> None:
         """Write the tokens that are new."""
-        places, tokens = [], []
+        width = self._table.shape[1]
+        places: list[int] = []
+        tokens: list[int] = []
         for history, row in zip(histories, rows, strict=True):
-            written = self._written.get(history, 0)
-            if history.length > written:
-                places.append(np.arange(written, history.length) + row * self._table.shape[1])
-                tokens.append(history.tokens[written:])
-        if not places:
-            return
-        place, ids = upload(np.stack((np.concatenate(places), np.concatenate(tokens))), self._table.device)
-        self._table.view(-1)[place] = known_tokens(ids, before).int()
-        for history in histories:
-            self._written[history] = history.length
+            first = row.number * width
+            places.extend(range(first + row.written, first + history.length))
+            tokens.extend(history.since(row.written))
+            row.written = history.length
+        if places:
+            place, ids = upload(np.array((places, tokens), np.int64), self._table.device)
+            self._table.view(-1).scatter_(0, place, known_tokens(ids, before))
 
-    def _make_room(self, histories: Sequence[TokenHistory], longest: int, device: torch.device) -> None:
-        """Give a row to each history, and make the table as large as they need."""
-        fresh = [history for history in dict.fromkeys(histories) if history not in self._rows]
-        free = sorted(set(range(len(self._table))) - set(self._rows.values()), reverse=True) if fresh else []
-        rows, width = self._table.shape
-        if len(fresh) > len(free) or longest > width:
-            more = rows
-            while more - rows + len(free) < len(fresh):
-                more = max(_MIN_ROWS, 2 * more)
-            wider = width if longest <= width else max(_MIN_WIDTH, 1 << (longest - 1).bit_length())
-            grown = torch.zeros((more, wider), dtype=torch.int32, device=device)
-            grown[:rows, :width] = self._table
-            self._table = grown
-            free = [*range(more - 1, rows - 1, -1), *free]
-        for history in fresh:
-            self._rows[history] = free.pop()
+    def _new_row(self, history: TokenHistory, device: torch.device) -> _Row:
+        """Give a row to a history, and write its first token everywhere."""
+        taken = {row.number for row in self._rows.values()}
+        number = next((row for row in range(len(self._table)) if row not in taken), len(self._table))
+        if number == len(self._table):
+            self._grow(max(_MIN_ROWS, 2 * number), self._table.shape[1], device)
+        self._table[number] = int(history.tokens[0]) if history.first_generated else 0
+        self._rows[history] = row = _Row(number)
+        return row
+
+    def _grow(self, rows: int, width: int, device: torch.device) -> None:
+        """Make the table larger. The first token of each row stands in its new places."""
+        before, known = self._table.shape
+        grown = torch.zeros((rows, width), dtype=torch.long, device=device)
+        if known:
+            grown[:before] = self._table[:, :1] if before else 0
+            grown[:before, :known] = self._table
+        self._table = grown

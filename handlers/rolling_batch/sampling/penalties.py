@@ -32,8 +32,6 @@ def penalise(
     numbers = np.array([_numbers(state) for state in penalised]).clip(-_LARGEST, _LARGEST).astype(np.float32)
     repetition, presence, frequency, first, length = upload(numbers, logits.device).T[:, :, None]
     place = torch.arange(ids.shape[1], device=logits.device)
-    # The first token stands for those behind the last one; token 0 does if there is none, where no penalty counts it.
-    ids = torch.where(place < length, ids, ids[:, :1] * (length > 0))
     values = part.gather(1, ids)
     part.scatter_(1, ids, torch.where(values < 0, values * repetition, values / repetition))
     generated = (place >= first) & (place < length)

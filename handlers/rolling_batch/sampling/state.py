@@ -78,6 +78,13 @@ class TokenHistory:
     def tokens(self) -> np.ndarray:
         return self._tokens[: self.length]
 
+    def since(self, place: int) -> list[int]:
+        """Return the tokens from a place on."""
+        if place + 1 == self.length:  # the newest one alone, as in most steps
+            return [int(self._tokens[place])]
+        known: list[int] = self._tokens[place : self.length].tolist()
+        return known
+
     def append(self, token: int) -> None:
         if self.length == len(self._tokens):
             more = np.empty(max(len(self._tokens), _MIN_CAPACITY), np.int64)
