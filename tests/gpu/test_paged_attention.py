@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -23,15 +22,9 @@ if not torch.cuda.is_available():
     if not INTERPRETED:
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from handlers.rolling_batch.attention.kv_cache import LayerShape  # noqa: E402
-from handlers.rolling_batch.attention.rows import ChunkRows, StepRows  # noqa: E402
 from handlers.rolling_batch.attention.terms import AttentionTerms  # noqa: E402
 from handlers.rolling_batch.pages import cudnn, launch  # noqa: E402
-from handlers.rolling_batch.pages.cache import PagedCache  # noqa: E402
-from handlers.rolling_batch.pages.flashinfer_prompts import MIN_ROWS, FlashInferPrompts  # noqa: E402
 from handlers.rolling_batch.pages.launch import PageLayer, Tuning  # noqa: E402
-from handlers.rolling_batch.pages.rows import PageRows  # noqa: E402
-from handlers.rolling_batch.schedule.page_table import PagesAdded, PageStep  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TUNING = Tuning(4, 2**17) if INTERPRETED else Tuning.from_torch(torch.device("cuda"))
@@ -245,34 +238,6 @@ def test_a_graph_reads_tables_and_lengths_anew() -> None:
     for slot, length in enumerate(LENGTHS):
         row = slice(slot, slot + 1)
         filled.check(out[row], filled.expected(query[row], slot, torch.tensor([length - 1])))
-
-
-@pytest.mark.skipif(INTERPRETED or find_spec("flashinfer") is None, reason="needs a GPU and FlashInfer")
-@pytest.mark.parametrize("starts", [[0], [0, 700]])
-def test_flashinfer_attends_for_long_chunks(starts: list[int]) -> None:
-    layer, dtype, count = LAYERS["llama_8b"], torch.bfloat16, MIN_ROWS + 30
-    cache = PagedCache(
-        [LayerShape(layer.kv_heads, layer.dim, layer.dim, torch.device("cuda"))], 2, 4096, 8192, 32, dtype
-    )
-    order = torch.randperm(256).tolist()
-    cache.apply(PageStep([PagesAdded(slot, 0, order[128 * slot : 128 * slot + 128]) for slot in range(2)]))
-    for area in (*cache.keys, *cache.values):
-        area.normal_()
-    chunks = [
-        ChunkRows(slot, start, start + count, slot * count, (slot + 1) * count, slot)
-        for slot, start in enumerate(starts)
-    ]
-    rows = PageRows.from_step(StepRows(np.empty(0, np.int64), np.empty(0, np.int64), chunks), torch.device("cuda"))
-    prompts, terms = FlashInferPrompts.if_installed(cache), AttentionTerms(SCALING)
-    assert prompts is not None
-    assert prompts.takes(layer, terms, dtype, rows)
-    query = torch.randn(count * len(starts), layer.heads, layer.dim, dtype=dtype, device="cuda")
-    expected, out = torch.empty_like(query), torch.full_like(query, torch.nan)
-    kept = (cache.keys[0], cache.values[0], cache.tables[torch.device("cuda")])
-    assert rows.chunks is not None
-    launch.chunks(query, *kept, rows.chunks, rows.longest, expected, SCALING, layer, TUNING)
-    prompts.attend(query, 0, rows, terms, layer, out)
-    torch.testing.assert_close(out.float(), expected.float(), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")

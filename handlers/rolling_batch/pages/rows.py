@@ -19,8 +19,8 @@ class PageRows:
 
     The first `decoding` rows attend one by one. `chunks`, (chunks, 4) int32, has for each chunk of the others its first
     row, its number of rows, the position of its first token, and its slot; the longest one has `longest` rows.
-    `columns` is up to which token of their sequences all rows see at most. `described` has the
-    numbers of `chunks` on the host, if these are known.
+    `columns` is up to which token of their sequences all rows see at most. `fresh` has the first
+    row of each chunk and that behind its last one, if none of them has tokens before it.
 
     `singles` is for recorded passes: (decoding,) int32, the positions of rows that attend one by one, -1 for a row that
     does not. About `usual` of them do. The rows of neither kind attend to nothing.
@@ -35,18 +35,11 @@ class PageRows:
     columns: int
     chunks: torch.Tensor | None = None
     longest: int = 0
-    described: tuple[tuple[int, int, int, int], ...] = ()
+    fresh: tuple[tuple[int, int], ...] = ()
     singles: torch.Tensor | None = None
     usual: int = 0
     ends: torch.Tensor | None = None
     in_windows: bool = False
-
-    @property
-    def fresh(self) -> tuple[tuple[int, int], ...]:
-        """The first row of each chunk and that behind its last one, if none of them has tokens before it."""
-        if any(start for _, _, start, _ in self.described):
-            return ()
-        return tuple((first, first + count) for first, count, _, _ in self.described)
 
     def ends_under(self, window: int) -> torch.Tensor | None:
         """Return `ends` for a layer with such a window, 0 for none."""
@@ -73,7 +66,7 @@ class PageRows:
             int(both[1].max(initial=0)) + 1,
             upload(np.array(chunks, np.int32), device) if chunks else None,
             max(lengths, default=0),
-            tuple(chunks),
+            () if any(chunk.start for chunk in rows.chunks) else tuple((row.first, row.last) for row in rows.chunks),
             ends=upload(_last_seen(with_blocks, both[1]), device) if with_blocks else None,
             in_windows=any(chunk.in_windows for chunk in with_blocks),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -11,16 +11,12 @@ from handlers.rolling_batch.attention.gpu_times import median_seconds
 from handlers.rolling_batch.attention.terms import AttentionTerms
 from handlers.rolling_batch.pages import cudnn, launch
 from handlers.rolling_batch.pages.cache import PagedCache
-from handlers.rolling_batch.pages.flashinfer_prompts import FlashInferPrompts
 from handlers.rolling_batch.pages.launch import PageLayer, Tuning, row_major
 from handlers.rolling_batch.pages.projection import rotate_and_write
 from handlers.rolling_batch.pages.rows import PageRows
 from lmi_server.contract.errors import first_line
 
 logger = logging.getLogger(__name__)
-
-_PAGES = "the kernel for pages"
-_LIMIT = 2e-2  # of the largest value
 
 
 class TritonPages:
@@ -32,8 +28,7 @@ class TritonPages:
         self._cache = cache
         self._tuning = {device: Tuning.from_torch(device) for device in cache.tables}
         self._layers: dict[int, PageLayer] = {}
-        self._flashinfer = FlashInferPrompts.if_installed(cache)
-        self._fastest: dict[tuple[PageLayer, tuple[str, ...]], str] = {}  # of some ways to attend for prompts
+        self._by_cudnn: bool | None = None  # None: which is faster for prompts has not been measured yet
 
     def attend(
         self,
@@ -91,7 +86,7 @@ class TritonPages:
     ) -> None:
         """Attend for query (rows, heads, dim) into `out`; keys and values, (rows, kv_heads, dim), are in pages already.
 
-        Long chunks may be attended by FlashInfer, and with no tokens before them from `key` and `value` by cuDNN.
+        Long chunks with no tokens before them may be attended from `key` and `value`, by cuDNN.
         """
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         tables = self._cache.tables[query.device]
@@ -109,20 +104,11 @@ class TritonPages:
         def at_once() -> None:
             cudnn.attend(query, key, value, rows.fresh, terms, out)
 
-        def by_flashinfer() -> None:
-            assert self._flashinfer is not None
-            self._flashinfer.attend(query, layer, rows, terms, shape, out)
-
-        ways = {_PAGES: in_pages}
         shortest = min((end - begin for begin, end in rows.fresh), default=0)
-        if ends is None and cudnn.takes(shape, terms, query.dtype, shortest, rows.longest):
-            ways["cuDNN"] = at_once
-        if self._flashinfer is not None and self._flashinfer.takes(shape, terms, query.dtype, rows):
-            ways["FlashInfer"] = by_flashinfer
-        case = (shape, tuple(ways))
-        if len(ways) > 1 and case not in self._fastest:
-            self._fastest[case] = fastest(ways, out)
-        ways[self._fastest.get(case, _PAGES)]()
+        takes = ends is None and cudnn.takes(shape, terms, query.dtype, shortest, rows.longest)
+        if takes and self._by_cudnn is None:
+            self._by_cudnn = _is_faster(at_once, in_pages)
+        (at_once if takes and self._by_cudnn else in_pages)()
 
     def _layer(self, layer: int, heads: int, terms: AttentionTerms) -> PageLayer:
         if layer not in self._layers:
@@ -133,31 +119,12 @@ class TritonPages:
         return self._layers[layer]
 
 
-def fastest(
-    ways: Mapping[str, Callable[[], None]],
-    out: torch.Tensor,
-    seconds: Callable[[Callable[[], None]], float] = median_seconds,
-) -> str:
-    """Return the fastest of some ways to compute `out`. The first one is always right.
-
-    Others may have no kernel for the rows at hand, or no compiler for one, or compute something else.
-    """
-    took: dict[str, float] = {}
-    expected: torch.Tensor | None = None
-    for name, run in ways.items():
-        try:
-            took[name] = seconds(run)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, OSError) as error:
-            if expected is None:
-                raise
-            logger.info("attention of prompts not by %s: %s", name, first_line(error))
-            continue
-        if expected is None:
-            expected = out.clone()
-        elif not bool((out - expected).abs().amax() <= _LIMIT * expected.abs().amax()):
-            logger.warning("attention of prompts not by %s: it computes something else", name)
-            del took[name]
-    logger.info(
-        "attention of a prompt takes %s", ", ".join(f"{1e6 * own:.0f} us by {name}" for name, own in took.items())
-    )
-    return min(took, key=took.__getitem__)
+def _is_faster(at_once: Callable[[], None], in_pages: Callable[[], None]) -> bool:
+    """Measure both for the rows at hand; cuDNN may have no kernel for them."""
+    try:
+        seconds = median_seconds(at_once), median_seconds(in_pages)
+    except RuntimeError as error:
+        logger.info("cuDNN attends for no prompts: %s", first_line(error))
+        return False
+    logger.info("attention of a prompt takes %.0f us by cuDNN, %.0f us over pages", *(1e6 * took for took in seconds))
+    return seconds[0] < seconds[1]
