@@ -73,12 +73,12 @@ class _Decoding:
         self._limit = limit
         format_ = _GZIP if coding != "deflate" else _ZLIB if _has_zlib_header(body) else _RAW_DEFLATE
         self._decoder = zlib.decompressobj(format_)
-        self._decode = io.BytesIO()  # which gives its bytes away without a copy
+        self._decoded = io.BytesIO()  # which gives its bytes away without a copy
         self._tail = b""  # what the decoder has left of what it was given
 
     @property
     def size(self) -> int:
-        return self._decode.tell()
+        return self._decoded.tell()
 
     @property
     def left(self) -> int:
@@ -95,7 +95,7 @@ class _Decoding:
         while not self._decoder.eof and self.size < end:
             encoded = self._tail or self._next()
             data = self._decompress(encoded, min(_PIECE, end - self.size))
-            self._decode.write(data)
+            self._decoded.write(data)
             if self.size > self._limit:
                 raise PayloadTooLargeError(
                     f"the decoded body is longer than max_request_size={self._limit} bytes; send less, or raise it"
@@ -108,7 +108,7 @@ class _Decoding:
         """Return the whole. Raises BadParameterError if something follows it."""
         if self._decoder.unused_data or self._rest:
             raise self._invalid("it goes on after its end")
-        return self._decode.getvalue()
+        return self._decoded.getvalue()
 
     def _next(self) -> memoryview:
         encoded, self._rest = self._rest[:_READ], self._rest[_READ:]

@@ -58,7 +58,7 @@ class Arrivals:
         self._decoding.mixed = self._mixed if recorded else None
 
     def record_again(self) -> dict[str, float]:
-        """Return how long the recording takes, and how much memory."""
+        """Return how long the recording takes, and how much memory; nothing if this time it pays for no step."""
         runner: Any = self._loaded.engine._runner
         if self._on_gpu:
             torch.cuda.empty_cache()
@@ -69,7 +69,7 @@ class Arrivals:
         kept = self._decoding._make_mixed(runner.cache, self._count + 1, capture, runner._compute)
         took = time.perf_counter() - began
         size = (torch.cuda.memory_reserved() if self._on_gpu else 0) - before
-        return {"graphs": kept.shapes, "seconds": took, "mib": size / _MIB}
+        return {} if kept is None else {"graphs": kept.shapes, "seconds": took, "mib": size / _MIB}
 
     def begin(self, steps: int) -> None:
         """Let the requests decode for so many steps."""

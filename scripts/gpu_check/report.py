@@ -75,7 +75,7 @@ def _arrivals(results: Results) -> str:
         if "arrivals" not in result:
             continue
         own = result.get("recording")
-        if own is not None:
+        if own:
             lines.append(f"{name}: {own['graphs']} graphs in {own['seconds']:.1f} s and {own['mib']:.0f} MiB")
         lines.append(f"| {name}, {result['requests']} decode | tokens/s | a step | the longest | a prompt alone |")
         lines.append("|---" * 5 + "|")

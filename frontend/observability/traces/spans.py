@@ -60,9 +60,8 @@ _REMOTE = _LOCAL | SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _LONGEST = 256  # characters of a text from the client
 _MAX_ATTRIBUTES = 32  # of a span here
-_MAX_REQUESTS = (
-    64  # in a message; 500 take six times as long each, because the message takes memory that is new each time
-)
+# In a message; of 500 each takes six times as long, because the message takes memory that is new each time.
+_MAX_REQUESTS = 64
 _CHAT, _TEXT = "chat", "text_completion"
 # gen_ai.operation.name by route; other routes have one if text was generated.
 _OPERATIONS = {

@@ -65,10 +65,11 @@ class DeviceHistories:
             first = row.number * width
             places.extend(range(first + row.written, first + history.length))
             tokens.extend(history.since(row.written))
-            row.written = history.length
         if places:
             place, ids = upload(np.array((places, tokens), np.int64), self._table.device)
             self._table.view(-1).scatter_(0, place, known_tokens(ids, before))
+        for history, row in zip(histories, rows, strict=True):  # last: after an error the tokens are still new
+            row.written = history.length
 
     def _new_row(self, history: TokenHistory, device: torch.device) -> _Row:
         """Give a row to a history, and write its first token everywhere."""

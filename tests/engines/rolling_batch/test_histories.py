@@ -1,4 +1,4 @@
-"""Penalties from histories that stay on the device: the same as from scratch, whoever had the row before."""
+"""Penalties from histories that stay on the device: the same as from scratch, also in a row that another request had."""
 
 from __future__ import annotations
 
@@ -122,6 +122,21 @@ def test_a_token_behind_the_end_of_a_request_does_not_count_for_the_next_one() -
     tokens = step(seconds, histories, chance, None)
     step(seconds, histories, chance, tokens)
     assert histories.shape == room, "rows are used again"
+
+
+def test_tokens_that_an_error_kept_from_being_written_are_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance, histories = random.Random(1), DeviceHistories()
+    requests = [known(chance, repetition_penalty=1.2) for _ in range(2)]
+    tokens = step(requests, histories, chance, None)
+
+    def failing(ids: torch.Tensor, before: Any) -> torch.Tensor:
+        raise RuntimeError("there is no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(histories_module, "known_tokens", failing)
+        with pytest.raises(RuntimeError):
+            step(requests, histories, chance, tokens)
+    step(requests, histories, chance, tokens)
 
 
 def test_a_step_copies_the_newest_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
