@@ -117,7 +117,8 @@ class TransformersOptions(ModelOptions):
     as GGUF has them, by int8 with a scale for each output; q4_k is for the CPU."""
     activation_dtype: Annotated[Literal["auto", "int8"], BeforeValidator(lower)] = "auto"
     """Type of the inputs of linear layers whose weights are in blocks of few bits on the CPU, as q8_0 or a GGUF file
-    has them: auto is that of the model; int8 rounds them to 8 bits with a scale for each 32, which is faster."""
+    has them: auto is that of the model; int8 rounds them to 8 bits with a scale for each 32, for as many rows as that
+    is measured to be faster."""
     load_in_4bit: Annotated[
         bool, Deprecated("use option.quantize=bitsandbytes4", becomes=("option.quantize", "bitsandbytes4"))
     ] = False
