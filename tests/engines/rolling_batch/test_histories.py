@@ -1,4 +1,4 @@
-"""Penalties from histories that stay on the device: the same as from scratch, also in a row that another request had."""
+"""Penalties from histories that stay on the device: as from scratch, also in a row that another request had."""
 
 from __future__ import annotations
 
