@@ -99,7 +99,7 @@ class RecordedDecoding:
 
     def _make_mixed(self, cache: PagedCache, rows: int, capture: Capture, eager: Compute) -> MixedPasses | None:
         """Return recorded passes with prompts if they compute the same as eager ones; otherwise None, and log why."""
-        step = _mixed_step(cache)
+        step = _mixed_step(cache, rows)
         counts = mixed_passes.row_counts()
         try:
             if self._device.type == "cuda":
@@ -227,9 +227,12 @@ class RecordedDecoding:
         )
 
 
-def _mixed_step(cache: PagedCache) -> Pass:
-    """Return a step of a row that decodes and a chunk, each in a page of its own; with one page, of a chunk alone."""
-    single = min(cache.slots, cache.pages) > 1
+def _mixed_step(cache: PagedCache, sequences: int) -> Pass:
+    """Return a step of a row that decodes and a chunk, each in a page of its own; of a chunk alone if two are too many.
+
+    A recorded pass is for so many `sequences`.
+    """
+    single = min(cache.slots, cache.pages, sequences) > 1
     length = min(3, cache.max_len)
     first, slot = int(single), int(single)
     chunk = ChunkRows(slot, 0, length, first, first + length, slot)

@@ -94,6 +94,15 @@ def test_prompts_that_keep_arriving_get_the_tokens_of_the_model(family: str, ahe
     assert len(capture.graphs) == graphs, "nothing is recorded while requests run"
 
 
+def test_prompts_of_one_sequence_at_a_time_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = recorded(sequences=1, chunk=40)
+    eager = eager_steps(engine)
+    for prompt in prompts(2, seed=3):
+        assert engine.generate(prompt, max_new_tokens=4).tokens == engine.expected(prompt, 4)
+    assert not eager
+    assert "has no effect" not in caplog.text
+
+
 def test_shared_prefixes_and_retractions_change_no_token() -> None:
     engine, _ = recorded(kv_tokens=20 * PAGE, conservativeness=0.05, chunk=40)
     engine.engine.run_ahead()
