@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ _INT8_KERNEL_ROWS = 16
 # How weights lie in a checkpoint: what gptqmodel has kernels for on GPUs alone, and what is read on CPUs.
 _GPU_LAYOUTS = ("marlin", "bitblas", "gemv", "gemv_fast", "llm-awq")
 _ON_CPUS = {"gptq": "the layout gptq or gptq_v2", "awq": "the layout gemm"}
+OWN_METHOD = "packed_layers"
+"""The name under which transformers finds the quantizer that reads packed layers by code of this project."""
 GPTQ_BITS = (2, 3, 4, 8)
 """Bits of the numbers of gptq that transformers, and this project, read."""
 # The first is of bitsandbytes, and never left on the CPU; the others are of this project.
@@ -37,6 +41,7 @@ def quantization_arguments(options: TransformersOptions, config: Any, dtype: tor
     check_quantization(options.quantize, config)
     _refuse_bits(config)
     checkpoint = checkpoint_method(config)
+    _refuse_unknown_method(checkpoint)
     _refuse_missing_packages(checkpoint or ("bitsandbytes" if options.quantize in QUANTIZATION else None))
     wanted = options.quantization_config()
     if wanted is None or checkpoint is not None:
@@ -48,6 +53,21 @@ def quantization_arguments(options: TransformersOptions, config: Any, dtype: tor
         stored = getattr(config, "dtype", None) or torch.float32
         wanted = {**wanted, "bnb_4bit_compute_dtype": dtype if isinstance(dtype, torch.dtype) else stored}
     return {"quantization_config": BitsAndBytesConfig(**wanted)}
+
+
+def refuse_no_declaration(directory: Path) -> None:
+    """Refuse a quantization_config that is no object with the name of a method. Raises ModelLoadError."""
+    try:
+        declared = json.loads((directory / "config.json").read_bytes()).get("quantization_config")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return  # transformers says what is wrong
+    if declared is None:
+        return
+    if not isinstance(declared, dict) or not isinstance(declared.get("quant_method", ""), str):
+        raise ModelLoadError(
+            f"{directory / 'config.json'}: quantization_config is {excerpt(json.dumps(declared))}, and no object whose"
+            " quant_method is a text; fetch the file again, or name another checkpoint in option.model_id"
+        )
 
 
 def check_quantization(wanted: str | None, config: Any) -> None:
@@ -90,6 +110,21 @@ def refuse_gpu_layouts(config: Any) -> None:
             f"quantization_config in config.json: {method} weights in the layout {layout} are for GPUs; on CPUs name a"
             f" checkpoint in {_ON_CPUS[method]} in option.model_id"
         )
+
+
+def _refuse_unknown_method(method: str | None) -> None:
+    """Refuse methods that transformers does not know: it would give the layers random weights. Raises ModelLoadError.
+
+    This project's own method is none of a checkpoint: it names a directory.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    if method in (None, "bitsandbytes") or (method != OWN_METHOD and method in AUTO_QUANTIZER_MAPPING):
+        return
+    raise ModelLoadError(
+        f"quantization_config in config.json: quant_method is {excerpt(str(method))}, which the installed transformers"
+        " does not read; name a checkpoint that is quantised otherwise, or not, in option.model_id"
+    )
 
 
 def _refuse_bits(config: Any) -> None:

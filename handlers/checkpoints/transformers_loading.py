@@ -50,6 +50,7 @@ from handlers.checkpoints.quantization import (
     quantization_arguments,
     quantization_details,
     refuse_gpu_layouts,
+    refuse_no_declaration,
     refuse_odd_widths,
     warn_once_of_casts,
 )
@@ -69,7 +70,9 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 _BLOCK_DTYPES = ("auto", torch.bfloat16, torch.float32)  # of activations with weights in blocks; auto is never fp16
 
-_BROKEN = (StrictDataclassError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+_BROKEN = (
+    StrictDataclassError, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError,
+)  # fmt: skip
 
 _BEFORE_BF16 = "a GPU of this worker is older than compute capability 8.0, and computes no bfloat16"
 
@@ -86,6 +89,7 @@ def load_config(path: str, options: TransformersOptions) -> Any:
     if is_gguf(path):
         refuse_other_layers(path)
         return from_pretrained(AutoConfig, **gguf_arguments(path))
+    refuse_no_declaration(Path(path))
     return from_pretrained(AutoConfig, path, **_origin(options))
 
 

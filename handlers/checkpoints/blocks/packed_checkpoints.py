@@ -12,13 +12,13 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -32,12 +32,14 @@ from handlers.checkpoints.blocks.stored_numbers import StoredNumbers, is_known, 
 from handlers.checkpoints.fp8.layers import Fp8Linear, multiplies_float8
 from handlers.checkpoints.grouped.layers import MIN_CHUNK, GroupedLinear
 from handlers.checkpoints.placement import main_device
-from lmi_server.contract.errors import ModelLoadError
+from handlers.checkpoints.quantization import OWN_METHOD
+from lmi_server.contract.errors import ModelLoadError, first_line
+from lmi_server.contract.texts.quoting import excerpt
 
 logger = logging.getLogger(__name__)
 
-_METHOD = "packed_layers"  # under which transformers finds the quantizer
 _EXPERTS = ".experts."
+_NUMBER = re.compile(r"\d+")
 # Whether on a GPU: how packed layers are computed, and why some are not.
 _WAYS = {False: "as blocks of few bits", True: "by kernels of this project as they are packed"}
 _REASONS = {
@@ -46,12 +48,12 @@ _REASONS = {
 }
 
 
-@register_quantization_config(_METHOD)
+@register_quantization_config(OWN_METHOD)
 class _Packed(QuantizationConfigMixin):
     """What the quantizer gets: the declaration in config.json, and the directory of the checkpoint."""
 
     def __init__(self, declared: Mapping[str, Any], directory: str, saves: bool, on_gpu: bool, **_: Any) -> None:
-        self.quant_method, self.declared, self.directory = _METHOD, declared, directory
+        self.quant_method, self.declared, self.directory = OWN_METHOD, declared, directory
         self.saves, self.on_gpu = saves, on_gpu
 
 
@@ -68,7 +70,7 @@ def as_packed_layers(config: Any, path: str, saves: bool = False, on_gpu: bool =
         return None
     given = {"declared": declared, "directory": path, "saves": saves, "on_gpu": on_gpu}
     changed = copy.deepcopy(config)
-    changed.quantization_config = {"quant_method": _METHOD, **given}
+    changed.quantization_config = {"quant_method": OWN_METHOD, **given}
     return changed
 
 
@@ -111,9 +113,12 @@ def _is_read(declared: Mapping[str, Any], saves: bool, on_gpu: bool) -> bool:
 def _has_experts(directory: Path) -> bool:
     """Whether a checkpoint has mixtures of experts, whose layers transformers joins while it reads them."""
     for path in _files(directory):
-        with safe_open(path, framework="pt") as file:
-            if any(_EXPERTS in key for key in file.keys()):  # noqa: SIM118 - it is no mapping
-                return True
+        try:
+            with safe_open(path, framework="pt") as file:
+                if any(_EXPERTS in key for key in file.keys()):  # noqa: SIM118 - it is no mapping
+                    return True
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelLoadError(f"{path} cannot be read ({first_line(error)}); fetch it again") from error
     return False
 
 
@@ -126,11 +131,11 @@ def _files(directory: Path) -> list[Path]:
         return []
     try:
         names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ModelLoadError(f"{index} has no weight_map of files ({error}); fetch it again") from error
     for name in names:
         if Path(name).name != name:
-            raise ModelLoadError(f"{index}: {name!r} is no name of a file in its directory")
+            raise ModelLoadError(f"{index}: {excerpt(name)!r} is no name of a file in its directory")
     return [directory / name for name in sorted(names)]
 
 
@@ -140,6 +145,7 @@ class _Tensors:
 
     directory: Path
     places: Mapping[str, Mapping[str, Any]]
+    plain: Set[str]  # layers with a weight that is not packed
 
     @classmethod
     def find(cls, directory: Path) -> _Tensors:
@@ -150,7 +156,12 @@ class _Tensors:
                 layer, _, part = key.rpartition(".")
                 by_layer.setdefault(layer, {})[part] = file
         packed = {layer: parts for layer, parts in by_layer.items() if "blocks" in parts or is_packed(parts)}
-        return cls(directory, packed)
+        return cls(directory, packed, {layer for layer, parts in by_layer.items() if "weight" in parts} - packed.keys())
+
+    def has_weight(self, model: Any, name: str) -> bool:
+        """Whether the files have a weight of a module that is not packed."""
+        base = f"{model.base_model_prefix}."
+        return not self.plain.isdisjoint((name, name.removeprefix(base), base + name))
 
     def read(self, layer: str) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer by their names in it. Raises ModelLoadError if one is missing."""
@@ -158,7 +169,7 @@ class _Tensors:
         missing = None if "blocks" in places else missing_part(places)
         if missing is not None:
             raise ModelLoadError(
-                f"{self.directory}: {layer} has packed weights, but no {missing}; fetch the files again"
+                f"{self.directory}: {excerpt(layer)} has packed weights, but no {missing}; fetch the files again"
             )
         return {part: file.get_tensor(f"{layer}.{part}") for part, file in places.items()}
 
@@ -184,7 +195,7 @@ class _PackedLayer(nn.Module):
         return bias
 
 
-@register_quantizer(_METHOD)
+@register_quantizer(OWN_METHOD)
 class _PackedQuantizer(HfQuantizer):
     """Puts layers of blocks in the place of packed ones."""
 
@@ -202,16 +213,32 @@ class _PackedQuantizer(HfQuantizer):
             name = _module_name(model, stored_as)
             if name is None:
                 raise ModelLoadError(
-                    f"{self._tensors.directory}: {stored_as} is packed, and belongs to no linear layer of"
+                    f"{self._tensors.directory}: {excerpt(stored_as)} is packed, and belongs to no linear layer of"
                     f" {type(model).__name__}; use another handler, or a checkpoint that is not quantised"
                 )
             model.set_submodule(name, _PackedLayer(model.get_submodule(name), stored_as))
         shared = self.quantization_config.declared.get(SHARED)
         if shared in self._tensors.places:
             model.set_input_embeddings(_PackedLayer(model.get_input_embeddings(), shared))
+        self._refuse_absent_layers(model)
         names = "|".join(map(re.escape, self._tensors.places))
         own = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*own, rf"^({names})\."}
+
+    def _refuse_absent_layers(self, model: Any) -> None:
+        """Refuse a layer without tensors whose like are packed: transformers would give it random weights."""
+        packed = [name for name, module in model.named_modules() if isinstance(module, _PackedLayer)]
+        alike = {_NUMBER.sub("", name) for name in packed}
+        for name, module in model.named_modules():
+            if (
+                type(module) is nn.Linear
+                and _NUMBER.sub("", name) in alike
+                and not self._tensors.has_weight(model, name)
+            ):
+                raise ModelLoadError(
+                    f"{self._tensors.directory}: {name} has no tensors, and layers like it are packed; fetch the files"
+                    " again"
+                )
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         declared, tensors = self.quantization_config.declared, self._tensors
@@ -268,10 +295,11 @@ def _layer(
     try:
         weights = read_numbers(tensors, (packed.out_features, packed.in_features), declared)
     except (RuntimeError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        shapes = ", ".join(f"{excerpt(name)} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise ModelLoadError(
             f"{packed.stored_as} has {shapes}, which are no packed weights of {packed.in_features} inputs and"
-            f" {packed.out_features} outputs: {error}"
+            f" {packed.out_features} outputs: {error}; fetch the files again, or name another checkpoint in"
+            " option.model_id"
         ) from error
     bias = packed.bias_of(tensors)
     layer = _gpu_layer(weights, bias, dtype) if on_gpu else _block_layer(weights, bias)

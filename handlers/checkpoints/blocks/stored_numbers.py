@@ -14,6 +14,7 @@ A weight is scale * (number - zero), with a scale and a zero for each group of i
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,12 @@ from handlers.checkpoints.blocks.packed_layers import as_blocks
 from handlers.checkpoints.blocks.rounding import halves
 from handlers.checkpoints.grouped.layers import GroupedWeight
 from handlers.checkpoints.quantization import GPTQ_BITS
+from lmi_server.contract.texts.quoting import excerpt
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")  # of compressed-tensors
+_SIZES = re.compile(r"[0-9]{1,9}x[0-9]{1,9}")  # how compressed-tensors once wrote them
+_READ_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SCALES = ("weight_scale", "weight_scale_inv")  # of numbers of 8 bits; both are factors
 
 
@@ -157,10 +161,10 @@ def _read_words(
     tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], declared: Mapping[str, Any]
 ) -> StoredNumbers:
     """Read a layer of gptq or awq."""
-    words, zero_words, scales = tensors["qweight"], tensors["qzeros"], tensors["scales"]
+    words, zero_words, scales = tensors["qweight"], tensors["qzeros"], _finite(tensors["scales"])
     (outputs, inputs), groups = shape, len(scales)
-    if words.dtype != torch.int32 or zero_words.dtype != torch.int32 or not scales.is_floating_point():
-        raise ValueError(f"their types are {words.dtype}, {zero_words.dtype} and {scales.dtype}")
+    if words.dtype != torch.int32 or zero_words.dtype != torch.int32:
+        raise ValueError(f"their types are {words.dtype} and {zero_words.dtype}")
     if declared["quant_method"] == "awq":
         bits = 4
         numbers, zeros = _in_awq_order(_columns(words, bits)), _in_awq_order(_columns(zero_words, bits))
@@ -190,23 +194,23 @@ def _read_compressed(
     tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], declared: Mapping[str, Any]
 ) -> StoredNumbers:
     """Read a layer of compressed-tensors with words of numbers."""
-    words, scales, zero_words = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_zero_point")
+    words, zero_words = tensors["weight_packed"], tensors.get("weight_zero_point")
     outputs, inputs = shape
-    if words.dtype != torch.int32 or not scales.is_floating_point():
-        raise ValueError(f"their types are {words.dtype} and {scales.dtype}")
+    if words.dtype != torch.int32:
+        raise ValueError(f"the type of weight_packed is {words.dtype}")
     if tuple(tensors["weight_shape"].tolist()) != shape:
         raise ValueError("weight_shape is of another layer")
     bits = next((bits for bits in (4, 8) if words.shape == (outputs, -(-inputs * bits // 32))), None)
     if bits is None:
         raise ValueError("their sizes do not fit")
-    scales, of_groups = _spread(scales, shape, declared)
+    scales, of_groups = _spread(_finite(tensors["weight_scale"]), shape, declared)
     numbers = _columns(words, bits)[:, :inputs]
     if zero_words is None:
         zeros = torch.full_like(scales, 1 << (bits - 1), dtype=torch.uint8)
+    elif zero_words.dtype != torch.int32 or zero_words.shape != (-(-outputs * bits // 32), scales.shape[1]):
+        raise ValueError(f"the zeros {tuple(zero_words.shape)} of {zero_words.dtype} are none of the scales")
     else:
         zeros = _columns(zero_words.T, bits)[:, :outputs].T
-    if zeros.shape != scales.shape:
-        raise ValueError("their sizes do not fit")
     of_inputs, order = _groups(tensors.get("weight_g_idx", of_groups), inputs, scales.shape[1], scales.device)
     return StoredNumbers(bits, numbers, zeros.contiguous(), scales, of_inputs, order)
 
@@ -216,18 +220,28 @@ def _read_bytes(
 ) -> StoredNumbers:
     """Read a layer whose weight is of integers or floats of 8 bits."""
     numbers, zeros = tensors["weight"], tensors.get("weight_zero_point")
-    scales = next(tensors[name] for name in _SCALES if name in tensors)
+    stored_scales = _finite(next(tensors[name] for name in _SCALES if name in tensors))
     if numbers.shape != shape or numbers.dtype not in (torch.int8, torch.float8_e4m3fn):
         raise ValueError(f"the weight is {tuple(numbers.shape)} of {numbers.dtype}")
-    if not scales.is_floating_point():
-        raise ValueError(f"the scales are of {scales.dtype}")
-    scales, of_inputs = _spread(scales, shape, declared)
+    scales, of_inputs = _spread(stored_scales, shape, declared)
     if numbers.dtype == torch.float8_e4m3fn:
         return StoredNumbers(8, numbers, None, scales, of_inputs, None)
     number_zeros = torch.full_like(scales, 128, dtype=torch.uint8)
     if zeros is not None and bool(zeros.any()):
-        number_zeros = (_spread(zeros.float(), shape, declared)[0] + 128).to(torch.uint8)
+        if zeros.shape != stored_scales.shape or zeros.dtype != torch.int8:
+            raise ValueError(f"the zeros {tuple(zeros.shape)} of {zeros.dtype} are none of the scales")
+        number_zeros = (_spread(zeros.short(), shape, declared)[0] + 128).to(torch.uint8)
     return StoredNumbers(8, numbers.view(torch.uint8) ^ 128, number_zeros, scales, of_inputs, None)
+
+
+def _finite(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales in a type that kernels read. Raises ValueError if some are no numbers."""
+    if not scales.is_floating_point():
+        raise ValueError(f"the scales are of {scales.dtype}")
+    read = scales if scales.dtype in _READ_TYPES else scales.float()
+    if not bool(read.isfinite().all()):
+        raise ValueError("some scales are infinite or NaN")
+    return read
 
 
 def _spread(
@@ -238,12 +252,13 @@ def _spread(
     scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
     if scales.shape in ((1, 1), (outputs, 1)):
         return scales.expand(outputs, 1).contiguous(), torch.zeros(inputs, dtype=torch.long, device=scales.device)
-    height, width = _block_size(declared)
+    # The sizes are as hostile as the file: a larger block than the layer is the layer.
+    height, width = (min(size, most) for size, most in zip(_block_size(declared), shape, strict=True))
     if scales.shape == (-(-outputs // height), -(-inputs // width)):
         by_output = scales.repeat_interleave(height, 0)[:outputs].contiguous()
         return by_output, torch.arange(inputs, device=scales.device) // width
     of_groups = inputs // scales.shape[1]
-    if len(scales) != outputs or inputs % scales.shape[1]:
+    if scales.shape != (outputs, scales.shape[1]) or inputs % scales.shape[1]:
         raise ValueError("their sizes do not fit")
     return scales, torch.arange(inputs, device=scales.device) // of_groups
 
@@ -254,10 +269,14 @@ def _block_size(declared: Mapping[str, Any]) -> tuple[int, int]:
     groups = declared.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        found = found or (weights.get("block_structure") if isinstance(weights, Mapping) else None)
-    if isinstance(found, list) and len(found) == 2 and all(isinstance(size, int) and size > 0 for size in found):
-        return found[0], found[1]
-    return 128, 128
+        found = weights.get("block_structure") if found is None and isinstance(weights, Mapping) else found
+    if found is None:
+        return 128, 128
+    if isinstance(found, str) and _SIZES.fullmatch(found):
+        found = [int(size) for size in found.split("x")]
+    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(size, int) and size > 0 for size in found):
+        raise ValueError(f"config.json declares blocks of {excerpt(str(found))}, which are not two sizes above 0")
+    return found[0], found[1]
 
 
 def _gptq_zeros(words: torch.Tensor, bits: int, form: str) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from handlers.checkpoints.blocks.packed_checkpoints import as_packed_layers
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
+from handlers.checkpoints.blocks.stored_numbers import read_numbers
 from handlers.checkpoints.grouped.layers import GroupedLinear, GroupedWeight
 from handlers.checkpoints.options import QUANTIZATION_PACKAGES
 from handlers.checkpoints.transformers_loading import load_model, model_arguments, quantize_blocks
@@ -135,6 +138,138 @@ def test_other_tensors_than_a_layer_has_are_refused(tmp_path: Path, name: str, c
     tensors[key] = change(tensors[key])
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelLoadError, match=rf"model\.layers\.0\.mlp\.up_proj has .*{message}"):
+        load(tmp_path)
+
+
+def int8_parts(**changed: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a layer of compressed-tensors in 8 bits: 64 outputs, 128 inputs in 4 groups."""
+    parts = {
+        "weight": torch.ones((64, 128), dtype=torch.int8),
+        "weight_scale": torch.ones((64, 4)),
+        "weight_zero_point": torch.full((64, 4), 3, dtype=torch.int8),
+    }
+    return parts | changed
+
+
+def words_parts(**changed: Any) -> dict[str, torch.Tensor]:
+    """Return the same with words of numbers of 4 bits."""
+    parts = {
+        "weight_packed": torch.zeros((64, 16), dtype=torch.int32),
+        "weight_shape": torch.tensor([64, 128]),
+        "weight_scale": torch.ones((64, 4)),
+        "weight_zero_point": torch.zeros((8, 4), dtype=torch.int32),
+    }
+    return parts | changed
+
+
+def spoiled(value: float) -> torch.Tensor:
+    scales = torch.ones((64, 4))
+    scales[5, 1] = value
+    return scales
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (int8_parts(weight_zero_point=torch.ones((64, 2), dtype=torch.int8)), "the zeros (64, 2)"),
+        (int8_parts(weight_scale=torch.ones((64, 1))), "the zeros (64, 4)"),
+        (int8_parts(weight_zero_point=torch.full((64, 4), 300.0)), "the zeros (64, 4) of torch.float32"),
+        (int8_parts(weight_scale=torch.ones((64, 4, 2))), "their sizes do not fit"),
+        (int8_parts(weight_scale=torch.ones((64, 4, 0))), "their sizes do not fit"),
+        (int8_parts(weight_scale=spoiled(torch.nan)), "some scales are infinite or NaN"),
+        (int8_parts(weight_scale=spoiled(-torch.inf)), "some scales are infinite or NaN"),
+        (words_parts(weight_scale=spoiled(torch.inf)), "some scales are infinite or NaN"),
+        (words_parts(weight_zero_point=torch.zeros((64, 4), dtype=torch.int8)), "the zeros (64, 4) of torch.int8"),
+        (words_parts(weight_zero_point=torch.zeros((64, 4), dtype=torch.int32)), "the zeros (64, 4) of torch.int32"),
+    ],
+)
+def test_scales_and_zeros_that_are_none_of_the_weight_are_refused(parts: dict[str, torch.Tensor], message: str) -> None:
+    """A kernel would read beside them, or compute without a word what the weights are not."""
+    assert read_numbers(int8_parts(), (64, 128), {}).grouped() is not None
+    assert read_numbers(words_parts(), (64, 128), {}).grouped() is not None
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_numbers(parts, (64, 128), {})
+
+
+@pytest.mark.parametrize("size", [[10**15, 10**15], [10**30, 128], [128, 10**30]], ids=str)
+def test_a_block_that_is_larger_than_the_layer_takes_no_more_memory(size: list[int]) -> None:
+    parts = {"weight": torch.ones((64, 128)).to(torch.float8_e4m3fn), "weight_scale_inv": torch.full((1, 1), 2.0)}
+    wide = parts | {"weight": torch.ones((64, 256)).to(torch.float8_e4m3fn)}
+    wide["weight_scale_inv"] = torch.full((1, 2), 2.0)
+    declared = {"weight_block_size": size}
+    assert read_numbers(parts, (64, 128), declared).scales.shape == (64, 1)
+    if size[1] == 128:
+        assert read_numbers(wide, (64, 256), declared).scales.shape == (64, 2)
+    else:
+        with pytest.raises(ValueError, match="their sizes do not fit"):
+            read_numbers(wide, (64, 256), declared)
+
+
+@pytest.mark.parametrize("declared", [[0, 0], "128", [-1, 2], {}, [32], [32.0, 32]], ids=str)
+def test_what_is_no_size_of_blocks_is_named(declared: Any) -> None:
+    scales = torch.ones((2, 2))
+    parts = {"weight": torch.ones((64, 64)).to(torch.float8_e4m3fn), "weight_scale_inv": scales}
+    assert read_numbers(parts, (64, 64), {"weight_block_size": [32, 32]}).scales.shape == (64, 2)
+    groups = {"group_0": {"weights": {"block_structure": "32x32"}}}
+    assert read_numbers(parts, (64, 64), {"config_groups": groups}).scales.shape == (64, 2)
+    with pytest.raises(ValueError, match=r"config\.json declares blocks of .*, which are not two sizes above 0"):
+        read_numbers(parts, (64, 64), {"weight_block_size": declared})
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ("gptq", 'quantization_config is "gptq", and no object'),
+        ([1], r"quantization_config is \[1\], and no object"),
+        ({"quant_method": ["gptq"]}, "and no object whose quant_method is a text; fetch"),
+        ({"quant_method": 5}, "and no object whose quant_method is a text; fetch"),
+        ({"quant_method": "a new one"}, "quant_method is a new one, which the installed transformers does not read"),
+        ({"quant_method": "packed_layers", "declared": {"quant_method": "gptq", "bits": 4}, "directory": "/",
+          "saves": False, "on_gpu": False}, "quant_method is packed_layers, which the installed"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_declaration_that_is_none_is_named(tmp_path: Path, declared: Any, message: str) -> None:
+    """transformers would give the layers of a method that it does not know random weights."""
+    packed_llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": declared}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(AutoModelForCausalLM, str(tmp_path), HuggingFaceOptions(dtype="fp32"))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_layer_without_tensors_is_named(tmp_path: Path, kept: bool) -> None:
+    """It may have a weight that is not packed."""
+    reference = packed_llama(tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj"
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(name)}
+    if kept:
+        tensors[f"{name}.weight"] = reference.get_submodule(name).weight.data
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    if kept:
+        assert type(load(tmp_path).get_submodule(name)) is nn.Linear
+        return
+    with pytest.raises(ModelLoadError, match=rf"{name} has no tensors, and layers like it are packed; fetch"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e8m0fnu])
+def test_scales_of_types_that_no_kernel_reads_become_float32(dtype: torch.dtype) -> None:
+    found = read_numbers(int8_parts(weight_scale=torch.full((64, 4), 0.5).to(dtype)), (64, 128), {})
+    assert found.scales.dtype == torch.float32
+    assert bool((found.scales == 0.5).all())
+
+
+@pytest.mark.parametrize("content", [b"no header", None], ids=["damaged", "missing"])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes | None) -> None:
+    """Also where its names are read before transformers reads it."""
+    float_llama(tmp_path, "outputs")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+    if content is not None:
+        (tmp_path / "part.safetensors").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"part\.safetensors cannot be read .* fetch it again"):
         load(tmp_path)
 
 
