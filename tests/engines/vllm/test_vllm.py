@@ -267,7 +267,15 @@ def compiling(directory: Path, model: Path, code: str | None = None, **settings:
 
 
 def compilers_of(worker: psutil.Process) -> list[psutil.Process]:
-    return [child for child in worker.children() if "handlers.vllm.compilation.background" in child.cmdline()]
+    return [child for child in worker.children() if "handlers.vllm.compilation.background" in command_of(child)]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Return the arguments of a process, none if it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 @pytest.fixture(scope="module")
