@@ -78,7 +78,8 @@ class AdapterBank:
             own = [-1 if adapter is None else held[adapter] for adapter in adapters]
             kept_own = own if kept is None else [own[row] for row in kept]
             for places, numbers in ((self.places, own), (self.kept_places, kept_own)):
-                padded = np.array(numbers + numbers[-1:] * (self.rows - len(numbers)), np.int32)
+                # A chunk that does not complete its prompt keeps no row.
+                padded = np.array(numbers + (numbers[-1:] or [-1]) * (self.rows - len(numbers)), np.int32)
                 places.copy_(upload(padded, self.device), non_blocking=True)
 
     @contextmanager

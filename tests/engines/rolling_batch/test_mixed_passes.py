@@ -158,6 +158,18 @@ def test_prompts_with_adapters_are_recorded(tmp_path: Path, head: bool) -> None:
     assert not eager
 
 
+def test_a_chunk_that_keeps_no_row_has_its_adapter(tmp_path: Path) -> None:
+    """The prompt takes three steps, and no other request runs."""
+    engine, _ = recorded(chunk=40)
+    directory = save_adapter(engine.reference, tmp_path / "adapter", 1, target_modules=[*ALL_LINEAR, "lm_head"])
+    weights = engine.engine.load_adapter(read_adapter(str(directory)))
+    eager, prompt = eager_steps(engine), [7 * place % 250 for place in range(100)]
+    answer = engine.add(prompt, adapter=weights, max_new_tokens=5)[1]
+    engine.run()
+    assert answer.tokens == generated(with_adapter(engine.reference, directory), prompt, 5), answer.error
+    assert not eager
+
+
 @pytest.mark.slow
 def test_prompts_with_adapters_that_cannot_be_recorded_run_eagerly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
