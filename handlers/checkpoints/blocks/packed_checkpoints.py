@@ -26,7 +26,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from handlers.checkpoints.blocks.formats import INPUTS
 from handlers.checkpoints.blocks.layers import KeptLayer
-from handlers.checkpoints.blocks.packed_layers import keep_packed
 from handlers.checkpoints.blocks.saved_blocks import BLOCKS, SHARED, saved_layer
 from handlers.checkpoints.blocks.stored_numbers import StoredNumbers, is_known, is_packed, missing_part, read_numbers
 from handlers.checkpoints.fp8.layers import Fp8Linear, multiplies_float8
@@ -75,15 +74,11 @@ def as_packed_layers(config: Any, path: str, saves: bool = False, on_gpu: bool =
 
 
 def packed_to_save(model: Any, method: str) -> dict[str, KeptLayer]:
-    """Return what the packed layers of a model store as blocks, by name. Raises ModelLoadError if some do not.
-
-    Layers of compressed-tensors become blocks here; those of the others are, if the model was read to be saved.
-    """
+    """Return what the packed layers of a model store as blocks, by name. Raises ModelLoadError if some do not."""
     quantizer = getattr(model, "hf_quantizer", None)
     kept: dict[str, KeptLayer] = {}
     if isinstance(quantizer, _PackedQuantizer):
         kept, quantizer.kept = quantizer.kept or {}, None
-    keep_packed(model, kept)
     left = [name for name, module in model.named_modules() if _is_packed(module)]
     if left:
         raise ModelLoadError(

@@ -23,19 +23,17 @@ logger = logging.getLogger(__name__)
 _ROUNDING = 2.0**-11  # of a float16 that is not subnormal
 
 
-def keep_packed(model: Any, saved: dict[str, KeptLayer] | None = None) -> int:
-    """Replace such layers of a model on the CPU by BlockLinear; return how many. `saved` gets each by its name."""
+def keep_packed(model: Any) -> int:
+    """Replace such layers of a model on the CPU by BlockLinear; return how many."""
     if model.dtype not in (torch.bfloat16, torch.float32):
         return 0
     kept = 0
-    for module_name, module in list(model.named_modules()):
+    for module in list(model.modules()):
         for name, child in list(module.named_children()):
             stored = _pack(child, model.dtype)
             if stored is not None:
                 layer = KeptLayer(stored, None if child.bias is None else child.bias.detach())
                 setattr(module, name, layer.module(model.dtype))
-                if saved is not None:
-                    saved[f"{module_name}.{name}".removeprefix(".")] = layer
                 kept += 1
     if kept:
         logger.info("%d packed layers are computed as blocks of few bits", kept)
