@@ -68,7 +68,10 @@ def _load_draft(path: str, loaded: LoadedModel, options: HuggingFaceOptions) -> 
     """Load the model that drafts tokens for `loaded`. Raises ModelLoadError if it cannot be used for that."""
     if main_device(loaded.model).type != "cpu":
         raise _no_draft(path, "on GPUs only option.rolling_batch=vllm takes a draft model")
-    own = options.model_copy(update={"save_mp_checkpoint_path": None, "revision": None, "max_model_len": None})
+    changed: dict[str, Any] = {"save_mp_checkpoint_path": None, "revision": None, "max_model_len": None}
+    if not options.keeps_blocks(path):  # its layers may be plain ones, whose activations are not rounded
+        changed["activation_dtype"] = "auto"
+    own = options.model_copy(update=changed)
     model, tokenizer = load_model(AutoModelForCausalLM, path, own), load_tokenizer(path, own)
     if tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
         raise _no_draft(path, "its tokens are not those of the model; a draft model is one of the same family")

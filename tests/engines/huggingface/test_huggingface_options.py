@@ -15,8 +15,10 @@ from forked_servers import ForkedPython
 from process_log import LIMIT_S
 from rolling_batch_helpers import Received, generated
 from server_helpers import make_model, running
-from tiny_models import byte_tokenizer, saved_model, tiny_model
+from tiny_models import byte_tokenizer, llama_of_whole_blocks, saved_model, tiny_model
+from transformers import AutoModelForCausalLM
 
+from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
@@ -243,6 +245,16 @@ def test_a_draft_model_drafts_and_changes_no_token(weights: Path) -> None:
     for loaded in (plain, drafting):
         assert all(step is None for step in steps(loaded))
     assert answers[0].tokens == answers[1].tokens
+
+
+def test_a_draft_model_without_blocks_rounds_no_activations(tmp_path: Path) -> None:
+    """The served model has blocks that option.activation_dtype is about."""
+    plain, saved = saved_model(llama_of_whole_blocks(), tmp_path / "plain"), tmp_path / "saved"
+    options = HuggingFaceOptions(dtype="fp32", quantize="q8_0", save_mp_checkpoint_path=str(saved))
+    load_model(AutoModelForCausalLM, str(plain), options)
+    byte_tokenizer().save_pretrained(saved)
+    loaded = load(saved, activation_dtype="int8", speculative_draft_model=str(plain))
+    assert loaded.details["draft_model"] == str(plain)
 
 
 def test_a_draft_model_with_other_tokens_is_refused(weights: Path, tmp_path: Path) -> None:
