@@ -167,7 +167,7 @@ class Crossovers:
             crossover = json.loads(data)["rows"]
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
-        is_one = type(crossover) is int and crossover >= 0
+        is_one = type(crossover) is int and 0 <= crossover <= ALL  # kernels take integers of 64 bits
         return crossover if is_one and data == self._content(name, crossover) else None
 
 

@@ -171,6 +171,17 @@ def test_a_damaged_file_is_measured_anew(tmp_path: Path, content: str) -> None:
         crossovers.keep()
 
 
+def test_a_border_that_no_kernel_takes_is_measured_anew(tmp_path: Path) -> None:
+    timer = costing(lambda rows: rows, lambda rows: 5.0)
+    first = patient(tmp_path, "a", timer)
+    first.crossover("x", few, many)
+    first.keep()
+    (kept,) = tmp_path.iterdir()
+    kept.write_text(kept.read_text().replace('"rows": 4', f'"rows": {10**30}'))
+    assert str(10**30) in kept.read_text()
+    assert patient(tmp_path, "a", timer).crossover("x", few, many) == 4
+
+
 def test_the_file_of_another_border_says_nothing(tmp_path: Path) -> None:
     kept = []
     for name, seconds in (("x", 1.0), ("y", 9.0)):
