@@ -72,7 +72,7 @@ def round_activations(model: Any) -> None:
                 count += 1
     if not count:
         raise ModelLoadError(
-            "option.activation_dtype=int8 is for weights in blocks of few bits on the CPU, and this model has none; set"
-            " option.quantize=q8_0, q4_0, q4_k or int8, or remove the key"
+            "option.activation_dtype=int8 is for weights in blocks of few bits on the CPU, and this model has none;"
+            " remove the key, or on a CPU set option.quantize=q8_0, q4_0, q4_k or int8"
         )
     logger.info("%d linear layers round their activations to 8 bits", count)
