@@ -286,6 +286,11 @@ class _DescriptorHandler(logging.Handler):
     def createLock(self) -> None:  # noqa: N802 - the name is that of logging
         self.lock = None
 
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Write a record. From Python 3.13 on, the method of logging fails without a lock."""
+        self.emit(record)
+        return True
+
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(record, WrittenLines):
             text, count = record.mask(), record.count

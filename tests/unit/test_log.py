@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 
 import pytest
 from relay_helpers import on_loop
 
-from frontend.observability.server_log import JsonFormatter
+from frontend.observability.server_log import BackgroundLog, JsonFormatter
 from lmi_server.contract.metrics import Metric
 from lmi_server.supervisor.log import WorkerLog
 
@@ -140,3 +141,18 @@ async def test_the_rest_of_a_long_line_looks_like_no_record(caplog: pytest.LogCa
     assert (first.levelname, last.levelname, last.getMessage()) == ("INFO", "ERROR", "[model-0] ERROR own: next")
     assert rest
     assert all(record.levelname == "INFO" and record.getMessage().startswith("[model-0]   ") for record in rest)
+
+
+def test_the_server_s_log_is_written() -> None:
+    """On every version of Python that the fast tests run on: the handler has no lock, which logging may ask for."""
+    reading, writing = os.pipe()
+    logger = logging.Logger("server")
+    log = BackgroundLog(logger, writing)
+    log.start()
+    logger.warning("one")
+    logger.warning("two")
+    log.close(30)
+    os.close(writing)
+    with open(reading, "rb") as written:
+        lines = written.read().decode().splitlines()
+    assert [line.rpartition(" ")[2] for line in lines] == ["one", "two"]
