@@ -55,7 +55,7 @@ def quantization_arguments(options: TransformersOptions, config: Any, dtype: tor
     return {"quantization_config": BitsAndBytesConfig(**wanted)}
 
 
-def refuse_no_declaration(directory: Path) -> None:
+def refuse_malformed_declaration(directory: Path) -> None:
     """Refuse a quantization_config that is no object with the name of a method. Raises ModelLoadError."""
     try:
         declared = json.loads((directory / "config.json").read_bytes()).get("quantization_config")

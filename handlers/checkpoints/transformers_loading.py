@@ -50,7 +50,7 @@ from handlers.checkpoints.quantization import (
     quantization_arguments,
     quantization_details,
     refuse_gpu_layouts,
-    refuse_no_declaration,
+    refuse_malformed_declaration,
     refuse_odd_widths,
     warn_once_of_casts,
 )
@@ -89,7 +89,7 @@ def load_config(path: str, options: TransformersOptions) -> Any:
     if is_gguf(path):
         refuse_other_layers(path)
         return from_pretrained(AutoConfig, **gguf_arguments(path))
-    refuse_no_declaration(Path(path))
+    refuse_malformed_declaration(Path(path))
     return from_pretrained(AutoConfig, path, **_origin(options))
 
 

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class Int8BlockLinear(BlockLinear):
     """A layer that rounds its activations to 8 bits, with a scale for each 32, for up to `exact_rows` rows.
 
-    More rows are multiplied as those of BlockLinear are, where that is faster. Products are exact: on both sides of the
-    border a row gets the same bits whatever other rows are in the batch.
+    More rows are multiplied as those of BlockLinear are, where that is faster. Products are exact: on either side of
+    the border a row gets the same bits whatever other rows are in the batch; across it rounding makes a difference.
     """
 
     max_exact_rows = sys.maxsize

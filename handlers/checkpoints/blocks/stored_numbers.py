@@ -253,7 +253,7 @@ def _spread(
     if scales.shape in ((1, 1), (outputs, 1)):
         return scales.expand(outputs, 1).contiguous(), torch.zeros(inputs, dtype=torch.long, device=scales.device)
     # The sizes are as hostile as the file: a larger block than the layer is the layer.
-    height, width = (min(size, most) for size, most in zip(_block_size(declared), shape, strict=True))
+    height, width = (min(size, limit) for size, limit in zip(_block_size(declared), shape, strict=True))
     if scales.shape == (-(-outputs // height), -(-inputs // width)):
         by_output = scales.repeat_interleave(height, 0)[:outputs].contiguous()
         return by_output, torch.arange(inputs, device=scales.device) // width

@@ -73,19 +73,19 @@ def _multiply_panels(first_share, last_share, inputs, weight, bias, out, shares)
     sums, stride = empty((min(count, _MAX_ROWS), OUTPUTS), np.float32), QUANTISED_BYTES * blocks
     for first in range(0, count, _MAX_ROWS):
         last = min(first + _MAX_ROWS, count)
-        most = blocks if last - first <= _ROWS else _SECTION
+        section = blocks if last - first <= _ROWS else _SECTION
         for panel in range(panels * first_share // shares, panels * last_share // shares):
             place = FIRST_PANEL + PANEL_WORDS * panel
             source = address_of(weight) + np.uintp(weight[place + 1])
             fill(sums, np.float32(0))
-            for block in range(0, blocks, most):
-                of_section = min(most, blocks - block)
+            for block in range(0, blocks, section):
+                count_here = min(section, blocks - block)
                 for row in range(first, last, _ROWS):
                     multiply_quantised(
                         weight[place],
                         source,
                         block,
-                        of_section,
+                        count_here,
                         address_of(inputs[row]) + np.uintp(QUANTISED_BYTES * block),
                         stride,
                         min(_ROWS, last - row),
