@@ -93,7 +93,10 @@ def _end_local() -> None:
     """End the cluster of this process; a second signal ends the process at once, and the cluster with it."""
     for number in _ENDING:
         signal.signal(number, signal.SIG_DFL)
-    serve.shutdown()
+    try:
+        serve.shutdown()
+    except (RuntimeError, ValueError, *_NO_ANSWER) as error:  # its controller may be too busy to answer in time
+        logger.warning("Ray Serve has not shut down in order, and ends with the cluster: %s", _one_line(error))
     ray.shutdown()
 
 
