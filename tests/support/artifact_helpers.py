@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from lmi_server.artifacts.progress import Activity
 from lmi_server.contract.progress import Progress
 
@@ -71,10 +73,12 @@ def s3_server(home: Path) -> Iterator[S3]:
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    host, port = server.get_host_and_port()
+    address = f"http://{host}:{port}"
     try:
-        host, port = server.get_host_and_port()
-        yield S3(f"http://{host}:{port}", home)
+        yield S3(address, home)
     finally:
+        httpx.post(f"{address}/moto-api/reset")  # the next server of this process would have the objects as well
         server.stop()
 
 
