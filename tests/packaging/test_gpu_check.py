@@ -3,29 +3,52 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked_servers import ForkedPython
+from process_log import LIMIT_S
 
+from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check.__main__ import Section, run
 from scripts.gpu_check.report import tables
 from scripts.gpu_check.timeline import busy_and_gaps
 
 
+def run_fork(command: Sequence[str], env: Mapping[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command of Python as subprocess.run does, as a fork that has imported transformers."""
+    printed, writing = os.pipe()
+    with os.fdopen(printed) as errors:
+        process = ForkedPython(command[1:], env, "transformers", errors=writing)
+        os.close(writing)
+        process.stdin.close()
+        with process.stdout as output:
+            texts = output.read(), errors.read()
+    return subprocess.CompletedProcess(command, process.wait(LIMIT_S), *texts)
+
+
 @pytest.mark.slow
-def test_a_dry_run_measures_and_prints_a_table(demo_model_dir: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scripts.gpu_check", "--dry-run", "--out", str(tmp_path)]
+def test_a_dry_run_measures_and_prints_a_table(
+    demo_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     sections = ["demo-ours", "demo-step", "demo-mixed", "demo-penalties", "demo-w4a16", "demo-fp8-blocks"]
-    done = subprocess.run([*command, *sections], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run", "--out", str(tmp_path), *sections])
+    monkeypatch.setattr(subprocess, "run", run_fork)
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main()
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0, printed
     for name in ("demo-ours", "demo-w4a16", "demo-fp8-blocks"):
-        assert f"| {name} |" in done.stdout
-    assert "demo-step: 2 requests, " in done.stdout
-    assert "| demo-mixed, 2 decode | tokens/s |" in done.stdout
-    assert "| prompts of 5, eager |" in done.stdout
-    assert "demo-penalties: 2 requests with prompts of 8 tokens, a step takes " in done.stdout
+        assert f"| {name} |" in printed
+    assert "demo-step: 2 requests, " in printed
+    assert "| demo-mixed, 2 decode | tokens/s |" in printed
+    assert "| prompts of 5, eager |" in printed
+    assert "demo-penalties: 2 requests with prompts of 8 tokens, a step takes " in printed
     results = json.loads((tmp_path / "results.json").read_text())
     assert set(results["demo-ours"]["rates"]) == {"1", "2"}
 

@@ -33,6 +33,7 @@ _FORKS_WITH_TRANSFORMERS = (
     "http/test_failed_models",
     "http/test_model_file_end_to_end",
     "http/test_tools",
+    "packaging/test_gpu_check",
 )
 # What most of these take is the import of vLLM.
 _IMPORTING_VLLM = ("adapters", "drivers", "library", "media", "ranks", "requests", "versions")
