@@ -47,8 +47,11 @@ def pytest_configure() -> None:
 
     Libraries read some of these variables when they are imported, so a fixture would come too late.
     """
-    # Threads that wait for work would spin on cores that another process of the tests could use.
+    # The tests run in two processes more than there are cores, each with servers beside it. Threads that wait for each
+    # other's parts of an operation would spin on cores that others could use, or wait for those that are elsewhere.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # stands above the policy, and workers would get another number
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     # torch would compile programs, for 17 s of a processor, to see which vector instructions the compiler knows.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     # A machine may switch bytecode off. Each server would then compile the sources of this project again, and each
