@@ -154,6 +154,18 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_helpers_of_another_module() -> Iterator[None]:
+    """End the helper threads that an engine of a module has left, and give torch back the number of its threads."""
+    yield
+    if helpers := sys.modules.get("handlers.cpu_kernels.threads.helpers"):
+        if helpers.are_used():
+            from handlers.rolling_batch.cpu import pass_threads
+
+            pass_threads.begin_pass(only_kernels=False)
+        helpers.stop()
+
+
 @pytest.fixture(scope="session")
 def demo_model_dir() -> Path:
     """Return the directory of the demo model, built if it is missing."""
