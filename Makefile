@@ -81,15 +81,18 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (hal
 
 # mypy is one process, and the tests wait now and then: side by side they leave no core idle. One process runs the tests
 # of engines and GPUs, so that the others need not import torch and transformers; one runs those that compute without
-# waiting. Four share the others, whose tests wait more: each of the four must collect them all.
+# waiting. The others wait more, so processes share them. Each collects all that it may be given, so those of http/, the
+# half of them, are not given the others.
 IMPORTING_TORCH := tests/engines tests/gpu
-check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (a few minutes)
+HTTP := tests/http
+check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two minutes)
 	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & linting=$$!; \
 	GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -m "not slow" $(IMPORTING_TORCH) > $(VENV)/engines.log 2>&1 & engines=$$!; \
 	$(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
-	$(PYTEST) -n 4 -m "not slow" $(addprefix --ignore=,$(IMPORTING_TORCH) $(UNITS)); others=$$?; \
-	wait $$engines; engines=$$?; wait $$units; units=$$?; wait $$linting; linted=$$?; \
-	cat $(VENV)/engines.log $(VENV)/units.log $(VENV)/lint.log; exit $$((others + engines + units + linted))
+	$(PYTEST) -n 3 -m "not slow" $(HTTP) > $(VENV)/http.log 2>&1 & http=$$!; \
+	$(PYTEST) -n 2 -m "not slow" $(addprefix --ignore=,$(IMPORTING_TORCH) $(UNITS) $(HTTP)); failed=$$?; \
+	for process in $$engines $$units $$http $$linting; do wait $$process || failed=1; done; \
+	cat $(addprefix $(VENV)/,engines.log units.log http.log lint.log); exit $$failed
 
 # Another interpreter than that of .venv.
 OTHER_PYTHON ?= python3.13

@@ -40,13 +40,19 @@ hypothesis.settings.register_profile(
     "lmi-server", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("lmi-server")
+# `make check` tries a fifth of the examples.
+hypothesis.settings.register_profile(
+    "without-slow", hypothesis.settings.get_profile("lmi-server"), max_examples=20, derandomize=True
+)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Give the tests one environment, whoever runs them: tests set the variables that they need themselves.
 
     Libraries read some of these variables when they are imported, so a fixture would come too late.
     """
+    if without_slow(config):
+        hypothesis.settings.load_profile("without-slow")
     # The tests run in two processes more than there are cores, each with servers beside it. Threads that wait for each
     # other's parts of an operation would spin on cores that others could use, or wait for those that are elsewhere.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -103,12 +109,17 @@ def _missing_packages(path: Path) -> list[str]:
     return [package for package in needed if find_spec(package) is None]
 
 
+def without_slow(config: pytest.Config) -> bool:
+    """Return whether the slow tests are left out, as `make check` does."""
+    return bool(config.getoption("markexpr") == "not slow")
+
+
 _SLOW_MODULE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out modules whose tests are all slow where these are not wanted: what they import takes seconds."""
-    if config.getoption("markexpr") != "not slow" or not collection_path.match("test_*.py"):
+    if not without_slow(config) or not collection_path.match("test_*.py"):
         return None
     return bool(_SLOW_MODULE.search(collection_path.read_text(encoding="utf-8"))) or None
 

@@ -97,6 +97,7 @@ def test_it_is_made_once_for_each_content(tmp_path: Path) -> None:
     assert (imported(first, "tinyone.value"), imported(other, "tinyone.value")) == ("1", "2")
 
 
+@pytest.mark.slow
 @needs_uv
 def test_models_that_load_at_once_make_it_once(tmp_path: Path) -> None:
     wheels = tmp_path / "wheelhouse"
@@ -112,6 +113,7 @@ def test_models_that_load_at_once_make_it_once(tmp_path: Path) -> None:
     assert len(making) == 1
 
 
+@pytest.mark.slow
 @needs_uv
 def test_what_a_killed_server_has_left_is_made_anew(tmp_path: Path) -> None:
     wheels = tmp_path / "wheelhouse"
@@ -176,6 +178,7 @@ def test_an_installation_that_fills_the_disk_ends_and_frees_what_it_took(
     assert [path.name for path in folder.iterdir() if path.is_dir()] == ["uv-cache"]
 
 
+@pytest.mark.slow
 @needs_uv
 def test_a_server_that_is_killed_in_the_middle_leaves_the_next_one_a_whole_environment(tmp_path: Path) -> None:
     """The uv of the killed one holds its lock to its end, so that nobody else writes there meanwhile."""
@@ -218,6 +221,7 @@ def test_any_path_holds_wheels(tmp_path: Path, name: str) -> None:
     assert imported(made, "tinyone.value") == "1"
 
 
+@pytest.mark.slow
 @needs_uv
 def test_plugins_of_the_server_are_found_in_it(tmp_path: Path) -> None:
     """vLLM calls one in each of its processes: without it, its attention ends the worker on processors with AMX."""
@@ -303,6 +307,7 @@ def test_a_wheel_with_damaged_metadata_of_another_package(tmp_path: Path, metada
     assert found.packages == {"tinyone": "1.0"}
 
 
+@pytest.mark.slow
 @needs_uv
 def test_an_environment_serves_even_if_uv_s_cache_cannot_be_cleaned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -330,6 +335,7 @@ def test_an_environment_serves_even_if_uv_s_cache_cannot_be_cleaned(
     assert not (tmp_path / "downloads" / "environments" / "unused").exists()
 
 
+@pytest.mark.slow
 @needs_uv
 @pytest.mark.parametrize("at_exit", [False, True])
 def test_what_its_packages_print_is_not_taken_for_what_python_says(tmp_path: Path, at_exit: bool) -> None:
@@ -357,6 +363,7 @@ def test_uv_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         Uv({"PATH": "/usr/bin:/bin"}, "x", 0.0, Activity()).run(["venv"], {}, tmp_path)
 
 
+@pytest.mark.slow
 @needs_uv
 def test_settings_of_pip_count_for_uv_unless_uv_has_its_own(tmp_path: Path) -> None:
     settings = {"PIP_INDEX_URL": "http://127.0.0.1:1/one", "PIP_EXTRA_INDEX_URL": "http://127.0.0.1:1/two"}

@@ -125,6 +125,7 @@ def test_what_is_no_place_is_refused(tmp_path: Path, settings: ArtifactSettings,
         asyncio.run(fetch_artifacts(tmp_path, text, settings))
 
 
+@pytest.mark.slow
 @on_loop
 async def test_requirements_are_installed_and_progress_arrives_on_the_loop(
     tmp_path: Path, settings: ArtifactSettings
@@ -218,6 +219,7 @@ def server_log(model_dir: Path, root: Path, variables: dict[str, str]) -> Iterat
         process.wait(30)
 
 
+@pytest.mark.slow
 def test_a_model_on_s3_is_served_with_the_adapters_that_requests_ask_for(tmp_path: Path, s3: S3) -> None:
     s3.put("loras/one/adapter_config.json", b"{}")
     s3.put("echo/config.json", b'{"architectures": ["TinyForCausalLM"]}')
@@ -243,6 +245,7 @@ def test_a_model_on_s3_is_served_with_the_adapters_that_requests_ask_for(tmp_pat
     assert (fetched / "weights").read_bytes() == b"w" * 5000
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_fetched_fails_with_the_reason(tmp_path: Path, s3: S3) -> None:
     model_dir = tmp_path / "model"
     model_dir.mkdir()

@@ -11,7 +11,7 @@ import struct
 import subprocess
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -169,6 +169,15 @@ HOSTILE_TARS: Mapping[str, tuple[Callable[[], tuple[bytes, ...]], str]] = {
 }
 
 
+LARGE = ("80 MiB", "100,000", "bomb in", "share bytes")
+"""What the names of cases have that take half a second of a processor."""
+
+
+def cases_of(cases: Iterable[str]) -> list[object]:
+    """Return the names of cases, the large ones marked as slow."""
+    return [pytest.param(case, marks=pytest.mark.slow) if any(map(case.count, LARGE)) else case for case in cases]
+
+
 def check_refused(archive: Path, reason: str, limits: ArchiveLimits = LIMITS) -> None:
     """Extract the archive between two files that must stay as they are; it must be refused."""
     place = archive.parent / "place"
@@ -188,7 +197,7 @@ def check_refused(archive: Path, reason: str, limits: ArchiveLimits = LIMITS) ->
     assert outside == {archive, place, place / "partial", *canaries}
 
 
-@pytest.mark.parametrize("case", HOSTILE_TARS)
+@pytest.mark.parametrize("case", cases_of(HOSTILE_TARS))
 def test_a_hostile_tar_is_refused(tmp_path: Path, case: str) -> None:
     entries, reason = HOSTILE_TARS[case]
     archive = tmp_path / "model.tar.gz"
@@ -229,7 +238,7 @@ HOSTILE_ZIPS: Mapping[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE_ZIPS)
+@pytest.mark.parametrize("case", cases_of(HOSTILE_ZIPS))
 def test_a_hostile_zip_is_refused(tmp_path: Path, case: str) -> None:
     content, reason = HOSTILE_ZIPS[case]
     archive = tmp_path / "model.zip"

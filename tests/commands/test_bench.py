@@ -79,6 +79,7 @@ def test_an_open_loop_sends_by_the_clock_however_long_answers_take(server: Serve
     server.until("lmi_requests_in_flight", 0)
 
 
+@pytest.mark.slow
 def test_progress_is_told_without_a_terminal(server: Server, tmp_path: Path) -> None:
     """A run of minutes is not silent, and the output has the figures alone."""
     (tmp_path / "data").write_text('{"prompt": "wait"}\n')

@@ -66,6 +66,7 @@ def test_lines_come_from_a_pipe(server: Server, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -83,6 +84,7 @@ def test_what_is_wrong_is_said_in_one_line(server: Server, tmp_path: Path, argum
     assert message in found.stderr
 
 
+@pytest.mark.slow
 def test_a_chat_at_a_terminal(server: Server, tmp_path: Path) -> None:
     """Ctrl-C ends the answer, which the server stops, and not the chat; lines are remembered for the next one."""
     variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
@@ -117,6 +119,7 @@ def test_a_chat_at_a_terminal(server: Server, tmp_path: Path) -> None:
     assert "endless" in (tmp_path / "lmi-server" / "chat-history").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_a_server_is_started_for_a_model_and_ends_with_the_chat(tmp_path: Path) -> None:
     model = tmp_path / "my-model"
     model.mkdir()
@@ -126,6 +129,7 @@ def test_a_server_is_started_for_a_model_and_ends_with_the_chat(tmp_path: Path) 
     wait_until(lambda: not _servers_below(tmp_path), "the server has ended")
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_load_is_told(tmp_path: Path) -> None:
     (tmp_path / "serving.properties").write_text("option.entryPoint=nowhere.py\n")
     found = chat("hi\n", ".", directory=tmp_path)

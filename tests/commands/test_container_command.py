@@ -59,6 +59,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_container_runs_what_it_is_told(tmp_path: Path) -> None:
     assert run("sh", "-c", "echo $0 $1; exit 3", "a", "b c").stdout == "a b c\n"
     assert run("sh", "-c", "exit 3").returncode == 3

@@ -262,6 +262,7 @@ def test_a_document_is_divided_into_lines_once_for_all_completions(monkeypatch: 
     assert divided == ["option.d"]
 
 
+@pytest.mark.slow
 @needs_pygls
 def test_positions_count_as_the_editor_counts(tmp_path: Path) -> None:
     """A character beyond the basic plane is two units of UTF-16."""
@@ -274,6 +275,7 @@ def test_positions_count_as_the_editor_counts(tmp_path: Path) -> None:
         assert offers == []
 
 
+@pytest.mark.slow
 @needs_pygls
 def test_a_long_document_that_changes_at_every_stroke(tmp_path: Path) -> None:
     """Strokes are not answered one by one: a check follows the last one, and requests are answered meanwhile."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import EVERY
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -377,7 +377,6 @@ def test_no_value_begins_another_key(tmp_path: Path) -> None:
     assert "option.entryPoint" not in parse_properties(hostile.text(), "file").entries
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(max_size=20), max_size=6))
 def test_any_words_are_refused_or_become_keys_that_can_be_read(words: list[str]) -> None:
     try:

@@ -98,6 +98,7 @@ def test_every_form_is_served(variables: dict[str, str], tmp_path: Path) -> None
             assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.slow
 def test_explain_and_check_fetch_what_serve_would(variables: dict[str, str], tmp_path: Path) -> None:
     explained = run(variables, tmp_path, "explain", "team/tiny", "--json")
     found = json.loads(explained.stdout)

@@ -144,6 +144,7 @@ def test_the_interval_of_paired_ratios_holds_the_true_median_as_often_as_it_says
     assert len(PairedRatios.from_values(range(1, 3001)).values) == 3000
 
 
+@pytest.mark.slow
 def test_servers_directories_and_versions_are_compared(tmp_path: Path) -> None:
     one, two = make_model(tmp_path / "one"), make_model(tmp_path / "two", echo_delay_ms=5)
     data = tmp_path / "prompts.jsonl"

@@ -221,6 +221,7 @@ def test_what_cannot_be_read_or_served_is_refused(tmp_path: Path, text: str, pro
     assert (len(found), found[0][: len(problem)]) == (1, problem)
 
 
+@pytest.mark.slow
 def test_an_argument_that_no_engine_knows_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     text = "engine_config:\n  model_id: a/b\n  engine_kwargs:\n    max_num_sequence: 1\n    entryPoint: x.py\n"

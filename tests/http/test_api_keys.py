@@ -144,6 +144,7 @@ def test_the_models_code_gets_no_key(server: Server) -> None:
         assert {USER, ADMIN}.isdisjoint(names), "not even by the variables of the server"
 
 
+@pytest.mark.slow
 def test_the_models_code_finds_no_key_in_the_servers_process(tmp_path: Path) -> None:
     """The server is started as users start it, and a worker looks at the variables of its parent."""
     command = tmp_path / "lmi-server"
@@ -254,6 +255,7 @@ def test_no_log_and_no_answer_shows_a_secret(server: Server) -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_explain_and_check_show_no_secret(tmp_path: Path) -> None:
     keys = {
         "hf_token": "hf_planted_in_the_file",

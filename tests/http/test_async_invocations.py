@@ -61,6 +61,7 @@ def written(s3: S3, location: str) -> bytes:
     return found[0]
 
 
+@pytest.mark.slow
 def test_an_input_on_s3_has_its_output_there(client: Any, s3: S3) -> None:
     s3.put("in/request.json", body("a b c"))
     answer = client.invoke_endpoint_async(

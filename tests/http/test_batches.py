@@ -297,6 +297,7 @@ def until_longer(journal: Path, lines: int) -> None:
     wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > lines, f"{lines} lines")
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_each_line_once(tmp_path: Path) -> None:
     """Three servers are killed in the middle of a batch, and the fourth ends it."""
     store = tmp_path / "store"
@@ -326,6 +327,7 @@ def test_a_killed_server_leaves_each_line_once(tmp_path: Path) -> None:
     assert before <= set(text.splitlines()), "no line is answered again"
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_leaves_its_batches_to_the_next(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     data = in_lines([request(number, tokens=10 + number) for number in range(60)])
@@ -341,6 +343,7 @@ def test_a_server_that_ends_leaves_its_batches_to_the_next(tmp_path: Path) -> No
         assert ids(answers(client_of(server), done.output_file_id)) == sorted(f"id-{number}" for number in range(60))
 
 
+@pytest.mark.slow
 def test_two_servers_share_a_store(tmp_path: Path) -> None:
     """Either answers for all batches, each batch runs on one, and one takes over what a killed one leaves."""
     store = str(tmp_path / "store")
@@ -357,6 +360,7 @@ def test_two_servers_share_a_store(tmp_path: Path) -> None:
             assert ids(answers(clients[1], done.output_file_id)) == sorted(f"id-{number}" for number in range(100))
 
 
+@pytest.mark.slow
 def test_a_store_on_s3(tmp_path: Path) -> None:
     """The next server goes on where one has ended; each line is there once."""
     with s3_server(tmp_path / "home") as s3:
@@ -383,6 +387,7 @@ def test_a_store_on_s3(tmp_path: Path) -> None:
 # --- live requests ---
 
 
+@pytest.mark.slow
 def test_lines_give_way_to_other_requests(tmp_path: Path) -> None:
     """With one place in the worker, lines leave it at once for a request, and are answered all the same."""
     model = make_model(tmp_path / "model", echo_delay_ms=10, max_rolling_batch_size=4, job_queue_size=8)

@@ -222,6 +222,7 @@ def test_a_version_whose_worker_dies_is_taken_back(server: Server, configured: C
     assert ask(server).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_session_stays_with_its_version(server: Server, configured: Callable[[str], None]) -> None:
     configured("four")
     with trying(server, share="50%", requests=100000) as outcome:
@@ -240,6 +241,7 @@ def test_a_session_stays_with_its_version(server: Server, configured: Callable[[
     assert canary(server, "/promote").status_code == 404
 
 
+@pytest.mark.slow
 def test_a_session_that_stays_with_the_new_version_does_not_decide_alone(
     server: Server, configured: Callable[[str], None]
 ) -> None:
@@ -347,6 +349,7 @@ def test_what_is_wrong_is_refused_by_name(server: Server, parameters: dict[str, 
     assert said in answer.text
 
 
+@pytest.mark.slow
 def test_the_command_tries_a_version_and_says_why_it_was_taken_back(
     server: Server, configured: Callable[[str], None]
 ) -> None:

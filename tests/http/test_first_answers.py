@@ -69,6 +69,7 @@ def test_a_stranger_serves_adapters(tmp_path: Path, files: Path) -> None:
 # --- a reader of its own ---
 
 
+@pytest.mark.slow
 def test_a_page_that_prints_something_else_fails(tmp_path: Path) -> None:
     with reserved_port() as port, reading(tmp_path, port) as reader:
         reader.follow("```sh\nmkdir a\ncd a\necho 'one two' > b\n```\n\n```sh\ncat b\n```\n\n```text\none...\n```\n")

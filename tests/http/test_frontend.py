@@ -409,6 +409,7 @@ async def call(port: int, choose: random.Random, limit: asyncio.Semaphore) -> in
             writer.transport.abort()
 
 
+@pytest.mark.slow
 @on_loop
 async def test_a_thousand_requests_with_disconnects_and_a_kill(server: Server) -> None:
     choose = random.Random(7)

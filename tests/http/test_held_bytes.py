@@ -92,9 +92,9 @@ def deflated_raw(data: bytes) -> bytes:
     ("encoding", "encode"),
     [
         ("gzip", gzip.compress),
-        ("deflate", zlib.compress),
-        ("deflate", deflated_raw),
-        ("gzip, gzip", lambda data: gzip.compress(gzip.compress(data))),
+        pytest.param("deflate", zlib.compress, marks=pytest.mark.slow),
+        pytest.param("deflate", deflated_raw, marks=pytest.mark.slow),
+        pytest.param("gzip, gzip", lambda data: gzip.compress(gzip.compress(data)), marks=pytest.mark.slow),
     ],
     ids=["gzip", "deflate", "raw", "twice"],
 )
@@ -146,6 +146,7 @@ def test_what_is_decoded_for_a_client_that_is_gone_counts(server: Server) -> Non
         server.until("lmi_queue_depth", 0)
 
 
+@pytest.mark.slow
 def test_bodies_of_jobs_count_until_the_jobs_have_ended(server: Server) -> None:
     body = TEXT + b" " * 30_000_000
     tokens = []
@@ -185,6 +186,7 @@ def test_an_answer_that_grows_beyond_its_memory_is_given_up(server: Server) -> N
         server.http.delete("/invocations", headers={"x-starting-token": token})
 
 
+@pytest.mark.slow
 def test_long_heads_count(server: Server) -> None:
     with watched(server), held_up(server):
         connections = [sent(server, TEXT, x_long="a" * 60_000) for _ in range(900)]

@@ -100,6 +100,7 @@ def test_anthropic_s_error_for_a_name_that_no_model_has(server: Server) -> None:
     assert (reply.status_code, reply.json()["type"], reply.json()["error"]["type"]) == (404, "error", "not_found_error")
 
 
+@pytest.mark.slow
 def test_anthropic_s_client_reads_all_pages(server: Server) -> None:
     anthropic = pytest.importorskip("anthropic", reason="it is in the extra clients")
     with anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0) as client:

@@ -234,6 +234,7 @@ def test_a_killed_server_loses_no_request_silently() -> None:
         until_healthy(router, 2)
 
 
+@pytest.mark.slow
 def test_a_server_that_drains_gets_no_more_requests() -> None:
     with fakes(2) as servers, routing(*(server.url for server in servers)) as router:
         until_healthy(router, 2)
@@ -248,6 +249,7 @@ def test_a_server_that_drains_gets_no_more_requests() -> None:
             assert waiting.result().json()["server"] == leaving.port
 
 
+@pytest.mark.slow
 def test_checks_leave_no_connections() -> None:
     with fakes(1) as [server], routing(server.url):
         wait_until(lambda: server.checks > 15, "the server was checked often")
@@ -277,6 +279,7 @@ def test_many_clients_at_a_time(router: Router) -> None:
 # --- keys ---
 
 
+@pytest.mark.slow
 def test_keys_and_their_limits(tmp_path: Path) -> None:
     keys, usage = tmp_path / "keys.toml", tmp_path / "usage.json"
     keys.write_text(KEYS)
@@ -325,6 +328,7 @@ def test_keys_and_their_limits(tmp_path: Path) -> None:
             wait_until(lambda: router.chat(key="spent-key").status_code == 429, "what was spent stays spent")
 
 
+@pytest.mark.slow
 def test_the_example_of_the_document(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8")
     keys = tmp_path / "keys.toml"
@@ -338,6 +342,7 @@ def test_the_example_of_the_document(tmp_path: Path) -> None:
         assert router.chat(model="small").status_code == 401
 
 
+@pytest.mark.slow
 def test_keys_take_turns_and_have_priorities(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[keys.a]\nkey = "a"\n[keys.b]\nkey = "b"\n[keys.late]\nkey = "late"\npriority = 9\n')

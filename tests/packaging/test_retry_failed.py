@@ -51,17 +51,20 @@ def test_a_test_that_passes_only_at_its_second_try_is_named(project: Path, capfd
     assert "test_always" not in printed  # it had passed, and had no second try
 
 
+@pytest.mark.slow
 def test_continuous_integration_fails_for_a_flaky_test(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(project, FLAKY, "--strict") == 1
     assert f"name it in {LIST} with the reason" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_listed_test_may_be_flaky(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (project / LIST).write_text("tests/test_it.py::test_first  # its file\n")
     assert run(project, FLAKY, "--strict") == 0
     assert "flaky: tests/test_it.py::test_first (its file)" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_again_is_not_flaky(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(project, BROKEN) == 1
     assert "flaky:" not in capfd.readouterr().out

@@ -230,6 +230,7 @@ def test_the_ranks_of_vllm_are_placed_by_the_replica_alone(tmp_path: Path, envir
         deployments([str(tmp_path / "m.yaml")], environment, machine)
 
 
+@pytest.mark.slow
 def test_the_commands_need_no_ray(tmp_path: Path, environment: dict[str, str]) -> None:
     folder = str(folder_with(tmp_path))
 

@@ -181,6 +181,7 @@ def test_a_stream_comes_piece_by_piece_and_a_client_that_leaves_frees_its_place(
     wait_until(lambda: cluster.front_end.metric("lmi_handler_running_requests") == 0, "the engine runs nothing")
 
 
+@pytest.mark.slow
 def test_a_front_end_is_not_ready_before_it_knows_its_models(cluster: Cluster) -> None:
     cluster.start("a")
     starting, replica = FrontEndProcess(), cluster.serving["a"]
@@ -226,6 +227,7 @@ def test_models_are_managed_by_ray_alone(cluster: Cluster) -> None:
     assert all("lmi-server ray deploy" in answer.text for answer in refused)
 
 
+@pytest.mark.slow
 def test_a_new_version_brings_its_settings_and_names_and_ends_no_stream(cluster: Cluster) -> None:
     cluster.announce("a")
 
@@ -300,6 +302,7 @@ def test_an_adapter_reaches_the_replicas_that_are_there_and_those_that_come(clus
     cluster.announce("b", "c")
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_store_is_loaded_by_one_replica_when_it_is_asked_for(cluster: Cluster) -> None:
     cluster.announce("d", "e")  # which have loaded none
     asked = [name for _ in range(4) for name in STORED]
@@ -347,6 +350,7 @@ def test_a_request_that_waits_when_the_last_replica_goes_has_ray_start_another(c
         assert answer.result().status_code == 200
 
 
+@pytest.mark.slow
 def test_a_killed_replica_ends_its_streams_and_its_other_requests_go_to_the_next(cluster: Cluster) -> None:
     cluster.announce("b")
     stream = cluster.streaming(100 * LONG)
@@ -363,6 +367,7 @@ def test_a_killed_replica_ends_its_streams_and_its_other_requests_go_to_the_next
     assert [answer.status_code for answer in answers] == [200]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     (tmp_path / "serving.properties").write_text("option.entryPoint=djl_python.echo\noption.echo_delay_ms=-1\n")
     replica = ReplicaProcess(tmp_path)

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 _LONG = 20  # times the examples of `make test`
+_USUAL = 100  # of hypothesis, for a test that names no number
 
 
 def is_long() -> bool:
@@ -17,9 +18,13 @@ def is_long() -> bool:
 
 
 def budget(examples: int) -> settings:
-    """Return the settings of a test: always the same examples, or under the profile `long` many more, at random."""
+    """Return the settings of a test: always the same examples, or under the profile `long` many more, at random.
+
+    Where the profile of all tests has fewer examples than usual, so does the test.
+    """
+    share = min(1.0, settings().max_examples / _USUAL)
     return settings(
-        max_examples=examples * _LONG if is_long() else examples,
+        max_examples=examples * _LONG if is_long() else max(1, int(examples * share)),
         derandomize=not is_long(),
         database=None,
         deadline=None,

@@ -146,6 +146,7 @@ def test_it_hangs(server: Server) -> None:
     server.log_line(r"here it hangs")
 
 
+@pytest.mark.slow
 def test_it_takes_too_much_memory(server: Server) -> None:
     answer = ask(server, "leak", "greedy")
     assert answer.status_code == 507
@@ -154,6 +155,7 @@ def test_it_takes_too_much_memory(server: Server) -> None:
     assert ask(server, "", "greedy").text == "fine"
 
 
+@pytest.mark.slow
 def test_it_keeps_too_much_memory(server: Server) -> None:
     assert ask(server, "leak later", "greedy").text == "fine"
     server.log_line(r"\[greedy-0\] .*model greedy: the process takes \d+ MiB")

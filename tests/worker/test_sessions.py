@@ -212,6 +212,7 @@ def test_sessions_outlive_the_machine(s3: S3, tmp_path: Path) -> None:
             assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_generates_text_has_them_saved_too(s3: S3, tmp_path: Path) -> None:
     variables = {name: value for name, value in s3.variables.items() if name.startswith("AWS_")}
     options = {"enable_stateful_sessions": "true", "sessions_s3url": f"s3://{BUCKET}/text"}

@@ -113,6 +113,7 @@ def ask(server: Server, case: str, model: str = "bad", **headers: str) -> httpx.
     return server.http.post(f"/predictions/{model}", headers={"x-case": case, **headers})
 
 
+@pytest.mark.slow
 def test_a_child_that_keeps_the_link_open_does_not_hide_the_end(server: Server) -> None:
     began = time.monotonic()
     answer = ask(server, "raw fork and die")
@@ -135,6 +136,7 @@ def test_processes_that_left_the_session_end_with_their_worker(server: Server, c
     assert ask(server, "").text == "fine"
 
 
+@pytest.mark.slow
 def test_processes_without_the_environment_of_their_worker_end_with_the_server(server: Server) -> None:
     left_behind.append(int(ask(server, "clean setsid").text))
     os.kill(int(ask(server, "pid").text), signal.SIGKILL)
@@ -147,6 +149,7 @@ def test_orphans_that_have_ended_are_collected(server: Server) -> None:
     wait_until(lambda: not Path(f"/proc/{orphan}").exists(), "its parent has asked for its exit code")
 
 
+@pytest.mark.slow
 def test_the_pause_before_a_restart_does_not_grow_while_other_requests_are_served(server: Server) -> None:
     pauses = []
     for _ in range(4):

@@ -168,6 +168,7 @@ def test_long_chunks_attend_in_blocks(monkeypatch: pytest.MonkeyPatch, cuda: Fak
     assert tokens(loaded, prompt, 3) == generated(tiny_model("llama"), prompt, 3)
 
 
+@pytest.mark.slow
 def test_every_way_to_sample_runs_on_a_gpu(cuda: FakeCuda) -> None:
     loaded, expected = load(), generated(tiny_model("llama"), [1, 2, 3], 4)
     near_greedy = {"do_sample": True, "temperature": 0.001, "seed": 1}

@@ -73,6 +73,7 @@ def test_a_rolling_batch_generates_what_the_unpacked_model_does(tmp_path: Path, 
     assert [answer.tokens for answer in answers] == [generated(reference, prompt, 12) for prompt in prompts(6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act_order", [False, True])
 def test_an_adapter_changes_a_packed_model_as_it_changes_the_unpacked_one(tmp_path: Path, act_order: bool) -> None:
     reference = packed_llama(tmp_path / "packed", act_order=act_order)

@@ -25,10 +25,16 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+_ALSO_IN_CHECK = ("qwen2_5_vl", "gemma3", "llava")
 _WITH_STATES = "qwen3_5"  # of recurrent layers, which take memory and give prefixes of their own
 
 
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if name != _WITH_STATES])
+def _params() -> list[object]:
+    others = [name for name in FAMILIES if name not in (*_ALSO_IN_CHECK, _WITH_STATES)]
+    return [*_ALSO_IN_CHECK, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+
+
+@pytest.fixture(scope="module", params=_params())
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
     directory = save_image_model(request.param, tmp_path_factory.mktemp(request.param))
     return directory, Reference(directory)
@@ -71,6 +77,7 @@ async def test_answers_are_those_of_transformers(family: tuple[Path, Reference])
     await served.handler.stop()
 
 
+@pytest.mark.slow
 @on_loop
 async def test_images_and_states_of_recurrent_layers_go_together(tmp_path: Path) -> None:
     """In chunks that divide images, from snapshots, and after a retraction."""
@@ -203,6 +210,7 @@ async def test_a_prompt_that_an_image_makes_too_long_is_refused(tmp_path: Path) 
     await served.handler.stop()
 
 
+@pytest.mark.slow
 @on_loop
 async def test_an_adapter_of_the_language_model_is_served_with_images(tmp_path: Path) -> None:
     directory, reference = _of("qwen2_5_vl", tmp_path / "model")

@@ -60,6 +60,7 @@ def sealed(directory: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_kernels_of_a_place_that_cannot_be_written_are_copied_and_used(tmp_path: Path) -> None:
     temporary, filled = tmp_path / "tmp", tmp_path / "filled"
     temporary.mkdir()
@@ -73,6 +74,7 @@ def test_kernels_of_a_place_that_cannot_be_written_are_copied_and_used(tmp_path:
     assert f"INFO Compiled kernels are kept in {own} with those of {filled}" in log
 
 
+@pytest.mark.slow
 def test_without_compiled_kernels_they_are_compiled_into_the_temporary_directory(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()

@@ -257,6 +257,7 @@ def test_a_file_that_holds_no_kernel_is_compiled_anew(shared_caller: Caller) -> 
     assert shared_caller.call() == (14, 1, [])
 
 
+@pytest.mark.slow
 def test_a_kernel_that_cannot_be_kept_computes_all_the_same(caller: Caller) -> None:
     caller.call()
     path = caller.file("double")
@@ -271,6 +272,7 @@ def test_a_kernel_that_cannot_be_kept_computes_all_the_same(caller: Caller) -> N
     assert not [file for file in caller.files() if file.name.endswith(".partial")]
 
 
+@pytest.mark.slow
 def test_processes_that_compile_a_kernel_for_different_types_at_once_keep_all_of_them(caller: Caller) -> None:
     caller.ask("race")
     assert caller.ask("all") == {"results": [14] * 7, "hits": 7}

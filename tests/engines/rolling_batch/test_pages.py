@@ -76,6 +76,7 @@ def test_drafts_over_pages_change_no_token() -> None:
     assert engine.engine.stats.accepted_tokens
 
 
+@pytest.mark.slow
 def test_recorded_passes_take_no_columns_and_fill_up_with_the_idle_slot() -> None:
     """`run_once` records nothing, so that each pass reads its buffers anew, as a graph does."""
     engine = Engine(tiny_model("llama"), page=PAGE)

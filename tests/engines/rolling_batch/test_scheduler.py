@@ -418,7 +418,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings().max_examples)
 @given(
     requests=REQUESTS,
     max_running=st.integers(1, 5),
