@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from product_helpers import Server, serving
+from held_server import hold, serving
+from server_helpers import Server
 from vllm_helpers import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -19,10 +19,14 @@ TOKENS = 60
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
-    options = {"rolling_batch": "scheduler", "max_rolling_batch_size": "16", "kv_cache_memory_gb": "0.1"}
-    with serving(tmp_path_factory.mktemp("served"), model, libraries="transformers", dtype="fp32", **options) as found:
+    with serving(directory, model, max_rolling_batch_size=16, kv_cache_memory_gb=0.1) as found:
         yield found
 
 
@@ -42,22 +46,19 @@ def text(server: Server, body: dict[str, Any]) -> str:
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
-def texts(server: Server, bodies: list[dict[str, Any]]) -> list[str]:
-    """Return the texts of completions that begin together: the worker stands still until it has all of them."""
+def texts(server: Server, directory: Path, bodies: list[dict[str, Any]]) -> list[str]:
+    """Return the texts of completions that begin together: the engine waits until it has all of them."""
     worker = server.worker_pid()
-    os.kill(worker, signal.SIGSTOP)
+    hold(directory, len(bodies))
     with ThreadPoolExecutor(len(bodies)) as threads:
-        answers = [threads.submit(text, server, body) for body in bodies]
-        server.wait_for("lmi_requests_in_flight", len(bodies))
-        os.kill(worker, signal.SIGCONT)
-        found = [answer.result() for answer in answers]
+        found = list(threads.map(lambda body: text(server, body), bodies))
     assert server.worker_pid() == worker, "no request ended the worker"
     return found
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_concurrent_requests_with_one_id_get_each_its_own_text_and_end_nothing_else(
-    server: Server, stream: bool
+    server: Server, directory: Path, stream: bool
 ) -> None:
     """Two clients send the same id, the first one twice as much as the second; streams without an id run beside."""
     pair = [completion([3, 4, 5], 2 * TOKENS), completion([50, 60, 70, 80])]
@@ -66,4 +67,5 @@ def test_concurrent_requests_with_one_id_get_each_its_own_text_and_end_nothing_e
     assert len(set(expected)) == len(expected)
     twins = [{**body, "request_id": "mine", "stream": stream} for body in pair]
     streams = [{**body, "stream": True} for body in others]
-    assert texts(server, [*streams[:2], *twins, *streams[2:]]) == [*expected[2:4], *expected[:2], *expected[4:]]
+    together = texts(server, directory, [*streams[:2], *twins, *streams[2:]])
+    assert together == [*expected[2:4], *expected[:2], *expected[4:]]
