@@ -1,6 +1,10 @@
 """A load of equal requests on open connections, which takes next to no processor time from the server beside it.
 
-It counts marks in what comes back and reads nothing else; `benchmarks.load` reads whole answers.
+It counts marks in what comes back and reads nothing else. `benchmarks.load` reads whole answers, with the client of
+`lmi-server bench`. On two cores that client takes 3.2 us of a core for a token of a stream, and this one 0.6: of 64
+streams of the relay it got 222,000 tokens/s, and this one 445,000 (medians of 4 turns of 3 s). It would measure itself.
+Whole answers it gets as fast, at 28 us a request against 21. So benchmarks whose server is an engine use that one, and
+benchmarks whose server does next to nothing for a token use this one.
 """
 
 from __future__ import annotations
