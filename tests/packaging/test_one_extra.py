@@ -72,29 +72,27 @@ def booster(directory: Path) -> None:
 
 
 SMALL = (("option.max_model_len", "128"), ("option.kv_cache_memory_gb", "1"), ("option.dtype", "fp16"))
+# In this order few packages are taken out again.
 CASES = {
-    "huggingface": Case(("huggingface",), "huggingface", llama, changes=SMALL),
-    "tasks": Case(("huggingface", "tasks"), "dynamic-batching", classifier, {"inputs": "the fox"}, ()),
     "sklearn": Case(("sklearn",), "sklearn", forest, ROW, ()),
     "xgboost": Case(("xgboost",), "xgboost", booster, ROW, ()),
+    "huggingface": Case(("huggingface",), "huggingface", llama, changes=SMALL),
+    "tasks": Case(("huggingface", "tasks"), "dynamic-batching", classifier, {"inputs": "the fox"}, ()),
+    "mpi": Case(("huggingface", "mpi"), "huggingface-mpi", llama),
+    "bitsandbytes": Case(("huggingface", "bitsandbytes"), "huggingface-bitsandbytes", llama),
+    "deepspeed": Case(("deepspeed", "huggingface", "mpi"), "deepspeed-task", classifier, {"inputs": "the fox"}, ()),
     "vllm": Case(
         ("vllm",),
         "vllm",
         llama_for_vllm,
         changes=(*SMALL[:2], ("option.dtype", "fp32"), ("option.enforce_eager", "true")),
     ),
-    "mpi": Case(("huggingface", "mpi"), "huggingface-mpi", llama),
-    "deepspeed": Case(("deepspeed", "huggingface", "mpi"), "deepspeed-task", classifier, {"inputs": "the fox"}, ()),
-    "bitsandbytes": Case(("huggingface", "bitsandbytes"), "huggingface-bitsandbytes", llama),
 }
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory in which every test makes its environment anew, with bytecode for it.
-
-    All environments have one path, so that they share the bytecode of the modules that they share.
-    """
+    """Return the directory of the environment, out of which each test takes what it does not need, with bytecode."""
     place = tmp_path_factory.mktemp("extras")
     link_bytecode(place / "bytecode", place / "venv")
     return place

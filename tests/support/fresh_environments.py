@@ -42,12 +42,16 @@ def build(directory: Path) -> tuple[Path, Path]:
 
 
 def make_environment(directory: Path, wheel: Path, *extras: str) -> Path:
-    """Install `wheel` with `extras` into a new virtual environment; return its directory of commands."""
-    uv("venv", "--quiet", "--clear", "--python", sys.executable, directory)
+    """Install `wheel` with `extras` into a virtual environment, and nothing else; return its directory of commands.
+
+    In one that is there, packages that are not asked for are removed, and the others stay.
+    """
+    if not directory.exists():
+        uv("venv", "--quiet", "--python", sys.executable, directory)
     wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
     script = setup_script()
     pins = ("--constraint", script.CONSTRAINTS, "--overrides", script.OVERRIDES)
-    uv("pip", "install", "--quiet", "--python", directory / "bin" / "python", *pins, wanted)
+    uv("pip", "install", "--quiet", "--exact", "--python", directory / "bin" / "python", *pins, wanted)
     return directory / "bin"
 
 
