@@ -4,6 +4,7 @@ A line of standard input is a JSON object: the `options` of a load, or the `dire
 serving.properties. It may also have:
 
 - `variables`: variables of the environment,
+- `start`: how the engine starts its processes, "spawn" if it is not there; each of them imports vLLM again then,
 - `until`: a pattern; the requests wait for a log line that has it,
 - `prompts`, and how many `tokens` each of them gets (4), or `requests`, pairs of a route and a body,
 - `kill`: after the answers, a process of the engine with this in its name is killed.
@@ -80,6 +81,7 @@ async def outcome(asked: dict[str, Any]) -> dict[str, Any] | str:
         handler, directory, engine = chosen(asked)
         options: Any = engine.options
         os.environ.update(engine.worker_environment())
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = asked.get("start", "spawn")
         if isinstance(handler, RequestHandler):
             return {"answers": handled(handler, directory, options, asked["requests"])}
         await handler.start(directory, options)

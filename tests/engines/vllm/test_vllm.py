@@ -521,7 +521,7 @@ def test_the_compiler_ends_with_its_server(server: str, number: signal.Signals, 
 def test_a_model_split_over_two_processes_gives_the_tokens_of_one(loader: Loader, tiny_model: Path) -> None:
     prompts = [f"{index} once " * (index + 1) for index in range(6)]
     options = {**UNCOMPILED, "model_id": str(tiny_model), "tensor_parallel_degree": "2"}
-    loaded = loader.load(options=options, prompts=prompts, tokens=24, kill="Worker")
+    loaded = loader.load(options=options, start="fork", prompts=prompts, tokens=24, kill="Worker")
     assert loaded["answers"] == greedy(prompts, 24)
     assert "ended with status" in loader.next_line()  # a worker does not outlive a part of its engine
 
