@@ -1,8 +1,9 @@
 """The access log: a line for each inference request, once its answer has ended.
 
-The lines of a fifth of a second are made together, and go to the thread that writes the log as one record: each record
-wakes that thread, and takes the interpreter from the event loop. No line has headers or queries; the body is in a line
-only if `log_prompts` asks for it.
+Some dozen lines are made together: one call for each would take longer, and those of a fifth of a second would stop the
+event loop for a millisecond or two. All that this time brings goes to the thread that writes the log as one record: a
+record wakes that thread, which takes the interpreter from the event loop several times. No line has headers or queries;
+the body is in a line only if `log_prompts` asks for it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.texts.quoting import excerpt
 
 _LOGGER = "access"
-_MAX_LINES = 500  # each may have a prompt
+_MADE_TOGETHER = 64  # lines, in 70 us
+_MAX_BYTES = 1 << 20  # of lines that wait for the thread
 _DELAY_S = 0.2
 _LONGEST_ID = 256  # characters
 _WORD = re.compile(r"[^\s\"=\x00-\x1f]+")
@@ -59,7 +61,9 @@ class RequestLog:
     def __init__(self, format_name: str, sample: float) -> None:
         self._encode = _FORMATS[format_name]
         self._sample = sample
-        self._records: list[RequestRecord] = []  # whose lines are to be written
+        self._records: list[RequestRecord] = []  # whose lines are to be made
+        self._lines: list[bytes] = []  # made, to be written
+        self._bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._logger = logging.getLogger(_LOGGER)
 
@@ -73,10 +77,18 @@ class RequestLog:
         if self._sample < 1 and record.code < HTTPStatus.BAD_REQUEST and random.random() >= self._sample:
             return
         self._records.append(record)
-        if len(self._records) >= _MAX_LINES:
-            self.flush()
-        elif self._timer is None:
+        if len(self._records) >= _MADE_TOGETHER:
+            self._make_lines()
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DELAY_S, self.flush)
+
+    def _make_lines(self) -> None:
+        lines = self._encode(_lines(self._records))
+        self._records.clear()
+        self._lines.append(lines)
+        self._bytes += len(lines)
+        if self._bytes >= _MAX_BYTES:
+            self._write()
 
     def flush(self) -> None:
         """Write what waits."""
@@ -84,15 +96,29 @@ class RequestLog:
             self._timer.cancel()
             self._timer = None
         if self._records:
-            records, self._records = self._records, []
-            offset = time.time() - time.monotonic()
-            lines = self._encode([_line(record, offset) for record in records])
-            self._logger.handle(WrittenLines(_LOGGER, lines))
+            self._make_lines()
+        if self._lines:
+            self._write()
+
+    def _write(self) -> None:
+        self._logger.handle(WrittenLines(_LOGGER, *self._lines))
+        self._lines.clear()
+        self._bytes = 0
+
+
+def _lines(records: Sequence[RequestRecord]) -> list[RequestLine]:
+    offset = time.time() - time.monotonic()
+    return [_line(record, offset) for record in records]
 
 
 def _line(record: RequestRecord, offset: float) -> RequestLine:
-    """Return the line of a request; `offset` is what time.time() is ahead of time.monotonic()."""
+    """Return the line of a request; `offset` is what time.time() is ahead of time.monotonic().
+
+    A struct that gets its fields in order takes two thirds of the time of one that gets them by name or later, and
+    int() a fifth of the time of round().
+    """
     arrived, sent, summary = record.arrived, record.sent, record.summary
+    prefill_s = None if summary is None else summary.prefill_s
     line = RequestLine(
         _stamp(int((record.ended + offset) * 1000)),
         record.id if len(record.id) <= _LONGEST_ID else excerpt(record.id, _LONGEST_ID),
@@ -100,16 +126,16 @@ def _line(record: RequestRecord, offset: float) -> RequestLine:
         record.route,
         record.code,
         record.client,
-        _milliseconds(record.ended - arrived),
-        _milliseconds(sent - record.queued) if sent else None,
-        error=record.error,
-        trace_id=record.trace_id,
+        int((record.ended - arrived) * 1e6 + 0.5) / 1000,
+        int((sent - record.queued) * 1e6 + 0.5) / 1000 if sent else None,
+        None if prefill_s is None else int((sent - arrived + prefill_s) * 1e6 + 0.5) / 1000,
+        None if summary is None else summary.prompt_tokens,
+        None if summary is None else summary.output_tokens,
+        "" if summary is None else summary.finish_reason,
+        "" if summary is None else summary.adapter,
+        record.error,
+        record.trace_id,
     )
-    if summary is not None:
-        line.prompt_tokens, line.output_tokens = summary.prompt_tokens, summary.output_tokens
-        line.finish_reason, line.adapter = summary.finish_reason, summary.adapter
-        if summary.prefill_s is not None:
-            line.ttft_ms = _milliseconds(sent - arrived + summary.prefill_s)
     if record.prompt:
         line.prompt = record.prompt.decode(errors="replace")
     return line
@@ -120,10 +146,6 @@ def _stamp(milliseconds: int) -> str:
     """Return a time.time() in ISO 8601, in UTC."""
     second, rest = divmod(milliseconds, 1000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(second))}.{rest:03d}Z"
-
-
-def _milliseconds(seconds: float) -> float:
-    return int(seconds * 1e6 + 0.5) / 1000  # a fifth of the time of round()
 
 
 def _texts(lines: Sequence[RequestLine]) -> bytes:

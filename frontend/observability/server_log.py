@@ -15,8 +15,9 @@ import queue
 import select
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
@@ -32,28 +33,35 @@ _RECORD_BYTES = 512  # of a record beside its text, roughly
 _CLOSE_LIMIT_S = 1.0
 _KEPT_LINES = 500
 _LONGEST_KEPT = 4096  # characters
+_MAX_WRITTEN_TOGETHER = 1024  # texts: writev(2) takes no more
 _DELETE = b"\x7f"  # the one control character that JSON leaves as it is and that is ASCII
 
 
 class WrittenLines(logging.LogRecord):
     """Lines in UTF-8, each with its line end, which go into the log without a level or a logger in front of them."""
 
-    def __init__(self, name: str, lines: bytes) -> None:
-        self.lines = lines
-        self.count = lines.count(b"\n")
+    def __init__(self, name: str, *parts: bytes) -> None:
+        self.parts = parts  # of several lines each
         super().__init__(name, logging.INFO, __file__, 0, "", None, None)
 
-    def getMessage(self) -> str:  # noqa: N802 - the name is that of logging
-        return self.mask().decode().removesuffix("\n")
+    @property
+    def count(self) -> int:
+        return sum(part.count(b"\n") for part in self.parts)
 
-    def mask(self) -> bytes:
-        """Return the lines without secrets and control characters. This is for the thread that writes them."""
-        lines = self.lines
-        if lines.isascii() and _DELETE not in lines and not SECRETS.may_be_in(lines):
-            return lines
-        # Line by line: other threads wait for the interpreter while one text is searched.
-        texts = lines.decode().splitlines(keepends=True)
-        return "".join([SECRETS.mask(text).translate(NOT_FOR_TERMINALS) for text in texts]).encode()
+    def getMessage(self) -> str:  # noqa: N802 - the name is that of logging
+        return b"".join(self.mask()).decode().removesuffix("\n")
+
+    def mask(self) -> list[bytes]:
+        """Return the parts without secrets and control characters. This is for the thread that writes them."""
+        return [_mask_lines(part) for part in self.parts]
+
+
+def _mask_lines(lines: bytes) -> bytes:
+    if lines.isascii() and _DELETE not in lines and not SECRETS.may_be_in(lines):
+        return lines
+    # Line by line: other threads wait for the interpreter while one text is searched.
+    texts = lines.decode().splitlines(keepends=True)
+    return "".join([SECRETS.mask(text).translate(NOT_FOR_TERMINALS) for text in texts]).encode()
 
 
 def _mask_message(message: str) -> str:
@@ -195,7 +203,7 @@ class _RecordQueue(queue.Queue[logging.LogRecord | None]):
 
 def _size(record: logging.LogRecord | None) -> int:
     if isinstance(record, WrittenLines):
-        return _RECORD_BYTES + len(record.lines)
+        return _RECORD_BYTES + sum(map(len, record.parts))
     return _RECORD_BYTES + (0 if record is None else len(record.msg))
 
 
@@ -293,15 +301,24 @@ class _DescriptorHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(record, WrittenLines):
-            text, count = record.mask(), record.count
+            texts = record.mask()
         else:
-            text, count = f"{self.format(record)}\n".encode(errors="backslashreplace"), 1
+            texts = [f"{self.format(record)}\n".encode(errors="backslashreplace")]
         if self._tail is not None:
-            self._tail.add(text, count)
-        left = memoryview(TERMINAL.around_lines(text) if self._is_terminal else text)
+            for text in texts:
+                self._tail.add(text, text.count(b"\n") if isinstance(record, WrittenLines) else 1)
+        self._write([TERMINAL.around_lines(text) for text in texts] if self._is_terminal else texts)
+
+    def _write(self, texts: Sequence[bytes]) -> None:
+        left: deque[memoryview | bytes] = deque(texts)
         with contextlib.suppress(OSError):  # the reader of the log is gone
             while left:
                 try:
-                    left = left[os.write(self._fd, left) :]
+                    written = os.writev(self._fd, list(islice(left, _MAX_WRITTEN_TOGETHER)))
                 except BlockingIOError:  # another process that shares the pipe has made it non-blocking
                     select.select((), (self._fd,), ())
+                    continue
+                while left and written >= len(left[0]):
+                    written -= len(left.popleft())
+                if written:
+                    left[0] = memoryview(left[0])[written:]

@@ -22,7 +22,7 @@ from process_log import ProcessLog
 from relay_helpers import HANDLERS
 from server_helpers import make_model, request
 
-from frontend.observability.server_log import BackgroundLog
+from frontend.observability.server_log import BackgroundLog, WrittenLines
 
 PRINTED = re.compile(r"\] x{100}$", re.MULTILINE)
 PRINTED_LINES = 3000
@@ -79,9 +79,10 @@ def test_nothing_is_lost_once_somebody_reads_again(unread: UnreadServer) -> None
 
 
 @contextlib.contextmanager
-def background_log(capacity: int) -> Iterator[tuple[BackgroundLog, logging.Logger, int]]:
+def background_log(capacity: int, blocking: bool = True) -> Iterator[tuple[BackgroundLog, logging.Logger, int]]:
     """Yield a background log that writes to a pipe, a logger of it, and the end of the pipe to read from."""
     reading, writing = os.pipe()
+    os.set_blocking(writing, blocking)
     logger = logging.Logger("test")
     log = BackgroundLog(logger, writing, capacity)
     others = threading.enumerate()
@@ -129,6 +130,16 @@ def test_a_reader_that_keeps_up_gets_everything() -> None:
         reader.join()
         assert [int(number) for number in re.findall(r"line (\d+)", texts[0])] == list(range(2000))
         assert "ERROR test: the end\n" in texts[0]
+
+
+def test_parts_of_lines_are_written_whole_and_in_order_however_little_a_pipe_takes_at_once() -> None:
+    lines_of = [range(first, first + 9) for first in range(0, 27000, 9)]
+    parts = [b"".join(b"line %d %s\n" % (number, b"x" * 100) for number in numbers) for numbers in lines_of]
+    with background_log(8 << 20, blocking=False) as (_, logger, reading):
+        logger.handle(WrittenLines("test", *parts))
+        logger.warning("the end")
+        lines = read_until(reading, b"the end\n").splitlines()
+    assert [int(line.split()[1]) for line in lines[:-1]] == list(range(27000))
 
 
 def test_the_end_waits_for_nobody() -> None:
