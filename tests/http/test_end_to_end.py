@@ -24,8 +24,11 @@ ANSWER = "The capital of France is Paris."
 
 @pytest.fixture(scope="module")
 def exact(demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve the demo model in float32, in which the rolling batch must match `generate` token for token."""
-    options = {"dtype": "fp32", "max_rolling_batch_size": "8"}
+    """Serve the demo model in float32, in which the rolling batch must match `generate` token for token.
+
+    It has two threads on any machine: on one of two cores, servers of other tests have one.
+    """
+    options = {"dtype": "fp32", "max_rolling_batch_size": "8", "threads": "2"}
     with serving(tmp_path_factory.mktemp("exact"), demo_model_dir, **options) as server:
         yield server
 
