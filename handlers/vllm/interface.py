@@ -7,7 +7,8 @@ names that it lacks, before the engine loads; an AttributeError in the middle of
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping
 
 from handlers.vllm.engine_fields import source
 from lmi_server.contract.errors import ModelLoadError
@@ -15,118 +16,59 @@ from lmi_server.contract.errors import ModelLoadError
 TESTED = ("0.31", "0.32", "0.33")
 """The versions that tests cover; the extras vllm and vllm-cuda of setup.cfg ask for this range."""
 
-_LORA = {"add_lora": ("lora_request",), "remove_lora": ("lora_id",), "pin_lora": ("lora_id",)}
-_ENGINE = {
-    **_LORA,
-    "sleep": ("level",),
-    **dict.fromkeys(("wake_up", "reset_prefix_cache"), ()),
-    **dict.fromkeys(("get_num_unfinished_requests", "get_supported_tasks", "vllm_config", "renderer"), ()),
-    "from_vllm_config": ("vllm_config", "stat_loggers"),
-}
-_RENDERER = (
-    ("get_tokenizer", ()),
-    ("render_cmpl", ()),
-    ("render_cmpl_async", ()),
-    ("render_chat_async", ()),
-    ("default_cmpl_tok_params", ()),
-)
-_SAMPLING = (
-    "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias bad_words"
-    " allowed_token_ids structured_outputs seed stop stop_token_ids include_stop_str_in_output ignore_eos"
-    " skip_special_tokens spaces_between_special_tokens max_tokens min_tokens logprobs prompt_logprobs output_kind"
-    " stream_interval skip_clone extra_args repetition_detection detokenize"
-)
-_CONSTRAINT = (
-    "json regex choice grammar json_object structural_tag whitespace_pattern disable_any_whitespace"
-    " disable_additional_properties"
-)
-_CONTEXT = (
-    "request model_name request_id pooling_params lora_request priorities prompt_extras engine_inputs final_res_batch"
+_ENGINE = (
+    "add_lora(lora_request) remove_lora(lora_id) pin_lora(lora_id) sleep(level) wake_up reset_prefix_cache"
+    " get_num_unfinished_requests get_supported_tasks vllm_config renderer from_vllm_config(vllm_config stat_loggers) "
 )
 
-Members = Mapping[str, Sequence[str]]
-USED: Mapping[tuple[str, str], Members] = {
-    ("v1/engine/llm_engine.py", "LLMEngine"): {
-        **_ENGINE,
-        "add_request": ("lora_request", "priority"),
-        **dict.fromkeys(("abort_request", "step", "has_unfinished_requests"), ()),
-        **dict.fromkeys(("engine_core", "logger_manager", "model_executor", "output_processor"), ()),
-    },
-    ("v1/engine/async_llm.py", "AsyncLLM"): {
-        **_ENGINE,
-        "generate": ("lora_request", "priority"),
-        **dict.fromkeys(("shutdown", "engine_core"), ()),
-    },
-    ("v1/engine/core_client.py", "BackgroundResources"): {"engine_dead": ()},
-    ("v1/engine/core_client.py", "InprocClient"): {
-        **dict.fromkeys(("get_output", "get_supported_tasks", "add_request", "abort_requests", "shutdown"), ()),
-        **dict.fromkeys(_LORA, ()),
-    },
-    ("v1/engine/output_processor.py", "OutputProcessor"): {"tokenizer": ()},
-    ("v1/executor/uniproc_executor.py", "ExecutorWithExternalLauncher"): {"_distributed_args": ()},
-    ("v1/executor/abstract.py", "Executor"): {"register_failure_callback": ()},
-    ("v1/metrics/stats.py", "SchedulerStats"): dict.fromkeys(
-        ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs", "kv_cache_usage"), ()
-    ),
-    ("v1/metrics/stats.py", "IterationStats"): dict.fromkeys(("num_generation_tokens", "num_prompt_tokens"), ()),
-    ("renderers/base.py", "BaseRenderer"): dict(_RENDERER),
-    ("renderers/online_renderer.py", "OnlineRenderer"): {
-        "__init__": (
-            *("request_logger", "chat_template", "chat_template_content_format", "enable_auto_tools"),
-            *("tool_parser", "reasoning_parser"),
-        ),
-        **dict.fromkeys(("render_chat", "parser", "renderer", "default_chat_template_kwargs"), ()),
-    },
-    ("renderers/params.py", "TokenizeParams"): dict.fromkeys(
-        (
-            *("max_total_tokens", "truncate_prompt_tokens", "truncation_side", "add_special_tokens"),
-            "max_total_tokens_param",
-        ),
-        (),
-    ),
-    ("renderers/params.py", "ChatParams"): {
-        "with_defaults": (),
-        **dict.fromkeys(("chat_template", "chat_template_content_format", "chat_template_kwargs"), ()),
-    },
-    ("parser/abstract_parser.py", "Parser"): {
-        "parse": ("enable_auto_tools", "model_output_token_ids"),
-        "parse_delta": ("prompt_token_ids", "finished"),
-        "count_reasoning_tokens": (),
-    },
-    ("entrypoints/openai/chat_completion/protocol.py", "ChatCompletionRequest"): {
-        "build_chat_params": (),
-        "extract_structured_outputs": (),
-        **dict.fromkeys(("include_reasoning", "skip_special_tokens", "spaces_between_special_tokens"), ()),
-    },
-    ("entrypoints/pooling/typing.py", "PoolingServeContext"): dict.fromkeys(_CONTEXT.split(), ()),
-    ("entrypoints/pooling/base/io_processor.py", "PoolingIOProcessor"): {"create_pooling_params": ()},
-    ("sampling_params.py", "SamplingParams"): dict.fromkeys(_SAMPLING.split(), ()),
-    ("sampling_params.py", "StructuredOutputsParams"): dict.fromkeys(_CONSTRAINT.split(), ()),
-    ("pooling_params.py", "PoolingParams"): dict.fromkeys(
-        ("task", "dimensions", "use_activation", "clone", "verify"), ()
-    ),
-    ("outputs.py", "RequestOutput"): dict.fromkeys(
-        (
-            *("request_id", "outputs", "finished", "prompt_token_ids", "prompt_logprobs", "num_cached_tokens"),
-            "kv_transfer_params",
-        ),
-        (),
-    ),
-    ("outputs.py", "CompletionOutput"): dict.fromkeys(
-        ("text", "token_ids", "logprobs", "finish_reason", "stop_reason"), ()
-    ),
-    ("outputs.py", "PoolingRequestOutput"): dict.fromkeys(("request_id", "outputs", "prompt_token_ids"), ()),
-    ("outputs.py", "ScoringRequestOutput"): {"from_base": ()},
-    ("engine/arg_utils.py", "AsyncEngineArgs"): {"add_cli_args": ()},
-    ("engine/arg_utils.py", "EngineArgs"): {"create_engine_config": ()},
-    ("config/model.py", "ModelConfig"): {"get_num_experts": ()},
-    ("multimodal/media/connector.py", "MediaConnector"): {
-        "__init__": ("connection",),
-        **dict.fromkeys(("load_from_url", "load_from_url_async", "_assert_url_in_allowed_media_domains"), ()),
-    },
-    ("connections.py", "HTTPConnection"): dict.fromkeys(("get_sync_client", "get_async_client"), ()),
+USED: Mapping[str, str] = {
+    "v1.engine.llm_engine.LLMEngine": _ENGINE
+    + "add_request(lora_request priority) abort_request step has_unfinished_requests engine_core logger_manager"
+    " model_executor output_processor",
+    "v1.engine.async_llm.AsyncLLM": _ENGINE + "generate(lora_request priority) shutdown engine_core",
+    "v1.engine.core_client.BackgroundResources": "engine_dead",
+    "v1.engine.core_client.InprocClient": "get_output get_supported_tasks add_request abort_requests shutdown"
+    " add_lora remove_lora pin_lora",
+    "v1.engine.output_processor.OutputProcessor": "tokenizer",
+    "v1.executor.uniproc_executor.ExecutorWithExternalLauncher": "_distributed_args",
+    "v1.executor.abstract.Executor": "register_failure_callback",
+    "v1.metrics.stats.SchedulerStats": "num_running_reqs num_waiting_reqs num_skipped_waiting_reqs kv_cache_usage",
+    "v1.metrics.stats.IterationStats": "num_generation_tokens num_prompt_tokens",
+    "renderers.base.BaseRenderer": "get_tokenizer render_cmpl render_cmpl_async render_chat_async"
+    " default_cmpl_tok_params",
+    "renderers.online_renderer.OnlineRenderer": "__init__(request_logger chat_template chat_template_content_format"
+    " enable_auto_tools tool_parser reasoning_parser) render_chat parser renderer default_chat_template_kwargs",
+    "renderers.params.TokenizeParams": "max_total_tokens truncate_prompt_tokens truncation_side add_special_tokens"
+    " max_total_tokens_param",
+    "renderers.params.ChatParams": "with_defaults chat_template chat_template_content_format chat_template_kwargs",
+    "parser.abstract_parser.Parser": "parse(enable_auto_tools model_output_token_ids)"
+    " parse_delta(prompt_token_ids finished) count_reasoning_tokens",
+    "entrypoints.openai.chat_completion.protocol.ChatCompletionRequest": "build_chat_params"
+    " extract_structured_outputs include_reasoning skip_special_tokens spaces_between_special_tokens",
+    "entrypoints.pooling.typing.PoolingServeContext": "request model_name request_id pooling_params lora_request"
+    " priorities prompt_extras engine_inputs final_res_batch",
+    "entrypoints.pooling.base.io_processor.PoolingIOProcessor": "create_pooling_params",
+    "sampling_params.SamplingParams": "temperature top_k top_p min_p repetition_penalty presence_penalty"
+    " frequency_penalty logit_bias bad_words allowed_token_ids structured_outputs seed stop stop_token_ids"
+    " include_stop_str_in_output ignore_eos skip_special_tokens spaces_between_special_tokens max_tokens min_tokens"
+    " logprobs prompt_logprobs output_kind stream_interval skip_clone extra_args repetition_detection detokenize",
+    "sampling_params.StructuredOutputsParams": "json regex choice grammar json_object structural_tag"
+    " whitespace_pattern disable_any_whitespace disable_additional_properties",
+    "pooling_params.PoolingParams": "task dimensions use_activation clone verify",
+    "outputs.RequestOutput": "request_id outputs finished prompt_token_ids prompt_logprobs num_cached_tokens"
+    " kv_transfer_params",
+    "outputs.CompletionOutput": "text token_ids logprobs finish_reason stop_reason",
+    "outputs.PoolingRequestOutput": "request_id outputs prompt_token_ids",
+    "outputs.ScoringRequestOutput": "from_base",
+    "engine.arg_utils.AsyncEngineArgs": "add_cli_args",
+    "engine.arg_utils.EngineArgs": "create_engine_config",
+    "config.model.ModelConfig": "get_num_experts",
+    "multimodal.media.connector.MediaConnector": "__init__(connection) load_from_url load_from_url_async"
+    " _assert_url_in_allowed_media_domains",
+    "connections.HTTPConnection": "get_sync_client get_async_client",
 }
-"""By file and class: each member, and the keywords that it is called with."""
+"""By class: its members, each with the keywords that it is called with."""
+_MEMBER = re.compile(r"(\w+)(?:\(([^)]*)\))?")
 
 
 def check_version(version: str) -> str | None:
@@ -145,21 +87,21 @@ def check_version(version: str) -> str | None:
     return f"vLLM {version} is installed; the handler is tested with {TESTED[0]} to {TESTED[-1]}"
 
 
-def lacking(
-    read: Callable[[str], ast.Module] = source, used: Mapping[tuple[str, str], Members] = USED
-) -> Iterator[str]:
+def lacking(read: Callable[[str], ast.Module] = source, used: Mapping[str, str] = USED) -> Iterator[str]:
     """Yield the name of each class, member and keyword of `used` that the files of a vLLM, as `read` has them, lack."""
-    for (file, name), members in used.items():
-        place = f"vllm.{file.removesuffix('.py').replace('/', '.')}.{name}"
-        found = next((node for node in read(file).body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    for place, members in used.items():
+        module, _, name = place.rpartition(".")
+        file = read(f"{module.replace('.', '/')}.py")
+        found = next((node for node in file.body if isinstance(node, ast.ClassDef) and node.name == name), None)
         if found is None:
-            yield place
+            yield f"vllm.{place}"
             continue
         has = _members(found)
-        yield from (f"{place}.{member}" for member in members if member not in has)
-        for member, keywords in members.items():
-            taken = has.get(member)
-            yield from (f"{place}.{member}({word}=)" for word in keywords if taken is not None and word not in taken)
+        for member, keywords in _MEMBER.findall(members):
+            if member not in has:
+                yield f"vllm.{place}.{member}"
+            else:
+                yield from (f"vllm.{place}.{member}({word}=)" for word in keywords.split() if word not in has[member])
 
 
 class _Anything(frozenset[str]):

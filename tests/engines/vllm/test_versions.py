@@ -105,8 +105,8 @@ def test_a_pooled_output_of_0_31_has_no_error() -> None:
 
 
 def test_a_version_that_lacks_something_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = {("outputs.py", "RequestOutput"): {"finished": (), "ended_at": ()}, ("outputs.py", "Gone"): {"text": ()}}
-    used |= {("v1/engine/llm_engine.py", "LLMEngine"): {"add_request": ("priority", "haste")}}
+    used = {"outputs.RequestOutput": "finished ended_at", "outputs.Gone": "text"}
+    used |= {"v1.engine.llm_engine.LLMEngine": "add_request(priority haste)"}
     missing = [
         "vllm.outputs.RequestOutput.ended_at",
         "vllm.outputs.Gone",
