@@ -5,17 +5,17 @@ from __future__ import annotations
 import base64
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from handlers import content
+from handlers.request_groups import GroupHandler, ParsedRequest
 from handlers.stable_diffusion.images import encode_image
 from handlers.stable_diffusion.options import StableDiffusionOptions
 from handlers.stable_diffusion.requests import PARAMETERS, Drawing, DrawingReader, ImageModel
-from handlers.tasks.task import pipeline_failure
-from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, ModelLoadError, RequestError
-from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
+from lmi_server.contract.errors import HandlerError, ModelLoadError, RequestError
+from lmi_server.contract.handler import ModelInfo, Response
 from lmi_server.contract.protocol import Adapter, Input
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import fields, openai, routes
@@ -23,7 +23,6 @@ from lmi_server.dialects.adapters import registered_adapter
 from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.forms import form_fields, is_form
 from lmi_server.dialects.openai import images as openai_images
-from lmi_server.media.budget import media_of_request
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +33,18 @@ _PROGRESS_S = 5.0
 
 
 @dataclass(frozen=True)
-class _Request:
-    """One parsed request, and the function that makes its response from the images."""
+class _Request(ParsedRequest):
+    """One parsed request. Its input is one drawing, whose result are its images."""
 
     sent: Input
-    drawing: Drawing
-    respond: Callable[[Sequence[Any]], Response]
+
+    @property
+    def drawing(self) -> Drawing:
+        drawing: Drawing = self.inputs[0]
+        return drawing
 
 
-class _ClientsGoneError(Exception):
-    """Every client that asked for these images has left."""
-
-
-class StableDiffusionHandler(RequestHandler):
+class StableDiffusionHandler(GroupHandler[_Request]):
     """Serves a directory with a model_index.json."""
 
     def __init__(self) -> None:
@@ -73,21 +71,6 @@ class StableDiffusionHandler(RequestHandler):
             ) from error
         return Pipelines(directory, options)
 
-    def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
-        outcomes: dict[int, Response | LmiServerError] = {}
-        groups: dict[Hashable, dict[int, _Request]] = {}
-        for index, sent in enumerate(requests):
-            try:
-                with media_of_request():
-                    request = self._read(sent)
-            except LmiServerError as error:
-                outcomes[index] = error
-            else:
-                groups.setdefault(request.drawing.group(), {})[index] = request
-        for group in groups.values():
-            outcomes |= dict(zip(group, self._answers(list(group.values())), strict=True))
-        return [outcomes[index] for index in range(len(requests))]
-
     def add_adapter(self, adapter: Adapter) -> str:
         self._pipelines.add_adapter(adapter.name, adapter.directory)
         self._adapters[adapter.name] = adapter
@@ -100,13 +83,13 @@ class StableDiffusionHandler(RequestHandler):
 
     # --- reading ---
 
-    def _read(self, sent: Input) -> _Request:
-        if sent.route in routes.IMAGE_ROUTES:
-            return self._read_openai(sent)
-        if sent.route in routes.LMI_ROUTES or sent.route == routes.TGI:
-            return self._read_lmi(sent)
+    def parse(self, request: Input) -> _Request:
+        if request.route in routes.IMAGE_ROUTES:
+            return self._read_openai(request)
+        if request.route in routes.LMI_ROUTES or request.route == routes.TGI:
+            return self._read_lmi(request)
         raise RequestError(
-            f"the model makes images, which /{sent.route} is not for; send a prompt to /invocations or to"
+            f"the model makes images, which /{request.route} is not for; send a prompt to /invocations or to"
             " /v1/images/generations"
         )
 
@@ -118,7 +101,8 @@ class StableDiffusionHandler(RequestHandler):
             logger.warning("%s", warning)
         drawing = self._reader.openai(asked, registered_adapter(sent, body, self._served))
 
-        def respond(images: Sequence[Any]) -> Response:
+        def write(results: Sequence[Any]) -> Response:
+            (images,) = results
             drawn = [
                 openai_images.ImageFile(encode_image(image, asked.output_format, asked.quality), seed)
                 for image, seed in zip(images, drawing.seeds, strict=True)
@@ -126,7 +110,7 @@ class StableDiffusionHandler(RequestHandler):
             data = openai_images.body(int(time.time()), drawn, asked.output_format, images[0].size)
             return Response(headers=[("content-type", content.JSON)], data=data)
 
-        return _Request(sent, drawing, respond)
+        return _Request([drawing], write, sent)
 
     def _read_lmi(self, sent: Input) -> _Request:
         body = _lmi_body(sent)
@@ -140,58 +124,42 @@ class StableDiffusionHandler(RequestHandler):
                 f"Accept: {kind} holds one image, and the request asks for {len(drawing.seeds)}; accept {content.JSON}"
             )
 
-        def respond(images: Sequence[Any]) -> Response:
+        def write(results: Sequence[Any]) -> Response:
+            (images,) = results
             data = _as_json(images, drawing) if kind == content.JSON else encode_image(images[0], _IMAGE_TYPES[kind])
             return Response(headers=[("content-type", kind)], data=data)
 
-        return _Request(sent, drawing, respond)
+        return _Request([drawing], write, sent)
 
     # --- running ---
 
-    def _answers(self, group: Sequence[_Request]) -> Sequence[Response | LmiServerError]:
-        try:
-            drawn = self._draw(group)
-        except EXITS:
-            raise
-        except _ClientsGoneError:
-            return [HandlerError("the client is gone")] * len(group)
-        except BaseException as error:  # noqa: BLE001 - the border to engines
-            if len(group) > 1:
-                return [answer for request in group for answer in self._answers([request])]
-            return [pipeline_failure(error)]
-        return [_response(request, images) for request, images in zip(group, drawn, strict=True)]
+    def group_of(self, call: _Request) -> Hashable:
+        return call.drawing.group()
 
-    def _draw(self, group: Sequence[_Request]) -> Sequence[Sequence[Any]]:
-        """Return the images of each request. Raises _ClientsGoneError if the clients of all of them have left."""
+    def run(self, inputs: Sequence[Drawing], calls: Sequence[_Request]) -> Sequence[Sequence[Any]]:
+        """Return the images of each request. Raises HandlerError if the clients of all of them have left."""
         began = logged = time.monotonic()
-        count = sum(len(request.drawing.seeds) for request in group)
-        names = ", ".join(request.sent.request_id for request in group)
+        count = sum(len(call.drawing.seeds) for call in calls)
+        names = ", ".join(call.sent.request_id for call in calls)
 
         def on_step(done: int, steps: int) -> None:
             nonlocal logged
-            self._stop_if_gone(group, f"step {done} of {steps}")
+            self._stop_if_gone(calls, f"step {done} of {steps}")
             now = time.monotonic()
             if now - logged >= _PROGRESS_S:
                 logged = now
                 logger.info("request %s: step %d of %d, %.1f s", names, done, steps, now - began)
 
-        self._stop_if_gone(group, "the first step")
-        logger.info("request %s: drawing %d images (%s)", names, count, group[0].drawing.task)
-        drawn = self._pipelines.draw([request.drawing for request in group], on_step)
+        self._stop_if_gone(calls, "the first step")
+        logger.info("request %s: drawing %d images (%s)", names, count, calls[0].drawing.task)
+        drawn = self._pipelines.draw(inputs, on_step)
         logger.info("request %s: drew %d images in %.2f s", names, count, time.monotonic() - began)
         return drawn
 
-    def _stop_if_gone(self, group: Sequence[_Request], place: str) -> None:
-        if all(self.is_cancelled(request.sent) for request in group):
-            logger.info("request %s: the client is gone at %s", group[0].sent.request_id, place)
-            raise _ClientsGoneError
-
-
-def _response(request: _Request, images: Sequence[Any]) -> Response | LmiServerError:
-    try:
-        return request.respond(images)
-    except Exception as error:  # noqa: BLE001 - the border to Pillow: a format may not hold images of that size
-        return pipeline_failure(error)
+    def _stop_if_gone(self, calls: Sequence[_Request], place: str) -> None:
+        if all(self.is_cancelled(call.sent) for call in calls):
+            logger.info("request %s: the client is gone at %s", calls[0].sent.request_id, place)
+            raise HandlerError("the client is gone")
 
 
 # OpenAI's fields say the number of images and their size.

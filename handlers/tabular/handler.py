@@ -9,14 +9,15 @@ from __future__ import annotations
 import csv
 import io
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from handlers import content
+from handlers.request_groups import GroupHandler, ParsedRequest
 from handlers.user_code import find_marked, format_user_error, load_entry_point
 from lmi_server.contract.errors import EXITS, HandlerError, LmiServerError, ModelLoadError, RequestError
-from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
+from lmi_server.contract.handler import ModelInfo, Response
 from lmi_server.contract.protocol import Input
 from lmi_server.dialects import fields
 
@@ -25,7 +26,7 @@ _SAGEMAKER = ("model_fn", "input_fn", "predict_fn", "output_fn")
 _KINDS = (content.JSON, content.CSV)
 
 
-class TabularHandler(RequestHandler):
+class TabularHandler(GroupHandler[ParsedRequest]):
     """Serves the one model file of a directory.
 
     `formats` are the file endings of each format; those in `safe` cannot run code when they are loaded.
@@ -73,7 +74,7 @@ class TabularHandler(RequestHandler):
     def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
         if self._own:  # the contract of these functions is one request a call
             return [self._outcome(request) for request in requests]
-        return self._handle_together(requests)
+        return super().handle(requests)
 
     # --- the model's file ---
 
@@ -151,33 +152,20 @@ class TabularHandler(RequestHandler):
 
     # --- many requests at a time ---
 
-    def _handle_together(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
-        """Predict the rows of all requests in one call for each width and type of rows."""
-        outcomes: dict[int, Response | LmiServerError] = {}
-        groups: dict[Any, list[tuple[int, Any, str]]] = {}
-        for index, request in enumerate(requests):
-            try:
-                kind, rows = self._accept_header(request), rows_of(request)
-            except LmiServerError as error:
-                outcomes[index] = error
-            else:
-                groups.setdefault((rows.shape[1:], rows.dtype.kind), []).append((index, rows, kind))
-        for group in groups.values():
-            outcomes |= self._answers(group)
-        return [outcomes[index] for index in range(len(requests))]
+    def parse(self, request: Input) -> ParsedRequest:
+        kind = self._accept_header(request)
+        return ParsedRequest([rows_of(request)], lambda results: _response(results[0], kind))
 
-    def _answers(self, group: Sequence[tuple[int, Any, str]]) -> dict[int, Response | LmiServerError]:
+    def group_of(self, call: ParsedRequest) -> Hashable:
+        (rows,) = call.inputs
+        return rows.shape[1:], rows.dtype.kind
+
+    def run(self, inputs: Sequence[Any], calls: Sequence[ParsedRequest]) -> Sequence[Any]:
+        """Predict the rows of all requests in one call."""
         import numpy as np
 
-        try:
-            predictions = self._predictions(np.concatenate([rows for _, rows, _ in group]))
-        except LmiServerError as error:
-            if len(group) == 1:
-                return {group[0][0]: error}
-            return {index: outcome for entry in group for index, outcome in self._answers([entry]).items()}
-        ends = np.cumsum([len(rows) for _, rows, _ in group])[:-1]  # where the rows of each request end
-        parts = np.split(predictions, ends)
-        return {index: _response(part, kind) for (index, _, kind), part in zip(group, parts, strict=True)}
+        ends = np.cumsum([len(rows) for rows in inputs])[:-1]  # where the rows of each request end
+        return np.split(self._predictions(np.concatenate(inputs)), ends)
 
     def _predictions(self, rows: Any) -> Any:
         try:

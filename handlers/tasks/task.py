@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import base64
 import binascii
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from lmi_server.contract.errors import (
-    LmiServerError,
-    ModelMemoryError,
-    RequestError,
-    failure_of,
-    first_line,
-    is_device_failure,
-)
+from lmi_server.contract.errors import RequestError
 from lmi_server.contract.generation import FinishReason
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field, Reader
 from lmi_server.media import images
-
-logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
@@ -110,25 +100,6 @@ class Task(ABC):
             "device": str(main_device(self.model)),
             "threads": torch.get_num_threads(),
         }
-
-
-def pipeline_failure(error: BaseException) -> LmiServerError:
-    """Return the error of a request on which a library's pipeline failed."""
-    if isinstance(error, LmiServerError):
-        return error
-    failure = failure_of(error)
-    if isinstance(failure, ModelMemoryError):
-        return failure
-    if isinstance(error, ValueError):  # the steps of a pipeline raise it for an input or a parameter
-        return RequestError(failure.message)
-    logger.error("the model failed", exc_info=error)
-    return failure
-
-
-def device_failure(error: BaseException) -> SystemExit | None:
-    """Return the error that ends this process if the GPU has failed, because nothing can use it any more; None
-    otherwise."""
-    return SystemExit(f"the GPU failed: {first_line(error)}") if is_device_failure(error) else None
 
 
 def read_text(value: Any) -> str:

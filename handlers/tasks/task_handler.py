@@ -1,28 +1,23 @@
 """The base of handlers that run tasks of Hugging Face models on dynamic batches.
 
-Requests of a batch with the same parameters run together. If that fails, each runs alone: only impossible ones fail.
-Torch and transformers are imported when the model loads.
+Requests of a batch with the same parameters run together. Torch and transformers are imported when the model loads.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from handlers import content
+from handlers.request_groups import GroupHandler, ParsedRequest
 from handlers.tasks import tgi
 from handlers.tasks.options import SPEECH_RECOGNITION, generates
-from handlers.tasks.task import Piece, Task, device_failure, pipeline_failure, read_parameters
-from lmi_server.contract.errors import (
-    EXITS,
-    LmiServerError,
-    ModelLoadError,
-    RequestError,
-)
-from lmi_server.contract.handler import ModelInfo, RequestHandler, Response
+from handlers.tasks.task import Piece, Task, read_parameters
+from lmi_server.contract.errors import LmiServerError, ModelLoadError, RequestError
+from lmi_server.contract.handler import ModelInfo, Response
 from lmi_server.contract.protocol import Input
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects import fields, openai, routes
@@ -30,7 +25,6 @@ from lmi_server.dialects.base import ServedModel
 from lmi_server.dialects.framing import JSON_LINES, SSE, Framing
 from lmi_server.dialects.lmi import wants_tgi
 from lmi_server.dialects.openai import embeddings as openai_embeddings
-from lmi_server.media.budget import media_of_request
 
 if TYPE_CHECKING:
     from handlers.tasks.encoders.embedding import TextEmbedding
@@ -42,17 +36,15 @@ _BODY_FIELDS = frozenset({"inputs", "parameters", "stream"})
 
 
 @dataclass(frozen=True)
-class ParsedRequest:
-    """One parsed request: its inputs, its parameters, and the function that writes their results."""
+class TaskRequest(ParsedRequest):
+    """One parsed request, with its parameters."""
 
-    inputs: Sequence[Any]
     parameters: Mapping[str, Any]
-    write: Callable[[Sequence[Any]], Response]
     framing: Framing | None = None  # of a stream; None for a whole answer
     as_tgi: bool = False  # whether a stream has text-generation-inference's form
 
 
-class TaskHandler(RequestHandler):
+class TaskHandler(GroupHandler[TaskRequest]):
     """Serves one task of one model; `load_task` loads it."""
 
     def __init__(self) -> None:
@@ -85,18 +77,6 @@ class TaskHandler(RequestHandler):
         """Return the task, once it is loaded: code of a model.py may use its model and its tokenizer."""
         return self._task
 
-    def handle(self, requests: Sequence[Input]) -> Sequence[Response | LmiServerError]:
-        outcomes: dict[int, Response | LmiServerError] = {}
-        calls: dict[int, ParsedRequest] = {}
-        for index, request in enumerate(requests):
-            try:
-                calls[index] = self.read(request)
-            except LmiServerError as error:
-                outcomes[index] = error
-        for group in self._groups(calls):
-            outcomes |= dict(zip(group, self._answers([calls[index] for index in group]), strict=True))
-        return [outcomes[index] for index in range(len(requests))]
-
     def _load(self, task: str, model_dir: str, options: Any) -> Task:
         try:
             return self.load_task(task, model_dir, options)
@@ -107,12 +87,7 @@ class TaskHandler(RequestHandler):
 
     # --- reading ---
 
-    def read(self, request: Input) -> ParsedRequest:
-        """Return a request, parsed. Raises RequestError."""
-        with media_of_request():
-            return self._read(request)
-
-    def _read(self, request: Input) -> ParsedRequest:
+    def parse(self, request: Input) -> TaskRequest:
         if request.route == routes.EMBEDDINGS:
             return self._read_embeddings(request, fields.json_object(request))
         if request.route not in self._routes:
@@ -140,7 +115,7 @@ class TaskHandler(RequestHandler):
             return body
         return {**body, "parameters": {"return_full_text": False, **(parameters or {})}}
 
-    def _read_embeddings(self, request: Input, body: Mapping[str, Any]) -> ParsedRequest:
+    def _read_embeddings(self, request: Input, body: Mapping[str, Any]) -> TaskRequest:
         if self._name != "text-embedding":
             raise RequestError(f"the model serves {self._name}, not embeddings; set option.task=text-embedding")
         asked = openai_embeddings.parse(body)
@@ -158,9 +133,9 @@ class TaskHandler(RequestHandler):
             )
             return Response(headers=[("content-type", content.JSON)], data=data)
 
-        return ParsedRequest(embedding.read_openai(asked), {}, write)
+        return TaskRequest(embedding.read_openai(asked), write, {})
 
-    def _read_lmi(self, request: Input, body: Mapping[str, Any]) -> ParsedRequest:
+    def _read_lmi(self, request: Input, body: Mapping[str, Any]) -> TaskRequest:
         value, single = self._inputs(body)
         as_tgi = generates(self._name) and wants_tgi(request, self._served)
         single = single or request.route == routes.GENERATE
@@ -182,13 +157,13 @@ class TaskHandler(RequestHandler):
             return content.encode_response(shown[0] if single else shown, kind)
 
         if not self._is_streamed(request, body, as_tgi, reads_events):
-            return ParsedRequest(inputs, parameters, write)
+            return TaskRequest(inputs, write, parameters)
         task.check_stream(parameters)
         if not as_tgi:
             _refuse_details(parameters)
         if (as_tgi or not generates(self._name)) and len(inputs) > 1:
             raise fields.not_allowed("inputs", value, "send one input: a stream is the answer for one")
-        return ParsedRequest(inputs, parameters, write, SSE if as_tgi or reads_events else JSON_LINES, as_tgi)
+        return TaskRequest(inputs, write, parameters, SSE if as_tgi or reads_events else JSON_LINES, as_tgi)
 
     def _is_streamed(self, request: Input, body: Mapping[str, Any], as_tgi: bool, reads_events: bool) -> bool:
         if request.route in (routes.GENERATE, routes.GENERATE_STREAM):
@@ -224,37 +199,23 @@ class TaskHandler(RequestHandler):
 
     # --- running ---
 
-    def _groups(self, calls: Mapping[int, ParsedRequest]) -> list[list[int]]:
-        """Return lists of the requests that run together."""
-        groups: dict[Any, list[int]] = {}
-        for index, call in calls.items():
-            key = None if call.framing is not None else self._task.group_of(call.parameters)
-            groups.setdefault(("alone", index) if key is None else key, []).append(index)
-        return list(groups.values())
+    def group_of(self, call: TaskRequest) -> Hashable:
+        return None if call.framing is not None else self._task.group_of(call.parameters)
 
-    def _answers(self, calls: Sequence[ParsedRequest]) -> Sequence[Response | LmiServerError]:
-        if calls[0].framing is not None:
-            return [self._stream(calls[0], calls[0].framing)]
-        inputs = [item for call in calls for item in call.inputs]
-        try:
-            results = self._task.run(inputs, calls[0].parameters)
-        except EXITS:
-            raise
-        except BaseException as error:  # the border to engines (Rust's panics are no Exception)
-            if (ends_process := device_failure(error)) is not None:
-                raise ends_process from error
-            if len(calls) > 1:
-                return [answer for call in calls for answer in self._answers([call])]
-            return [self._failure(calls[0], error)]
-        return [_answer(call, part) for call, part in zip(calls, _split(results, calls), strict=True)]
+    def run(self, inputs: Sequence[Any], calls: Sequence[TaskRequest]) -> Sequence[Any]:
+        return self._task.run(inputs, calls[0].parameters)
 
-    def _failure(self, call: ParsedRequest, error: BaseException) -> LmiServerError:
+    def answers(self, calls: Sequence[TaskRequest]) -> Sequence[Response | LmiServerError]:
+        framing = calls[0].framing
+        return super().answers(calls) if framing is None else [self._stream(calls[0], framing)]
+
+    def failure(self, call: TaskRequest, error: BaseException) -> LmiServerError:
         blamed = None
         if not isinstance(error, LmiServerError):
             blamed = next(filter(None, map(self._task.input_error, call.inputs)), None)
-        return blamed or pipeline_failure(error)
+        return blamed or super().failure(call, error)
 
-    def _stream(self, call: ParsedRequest, framing: Framing) -> Response:
+    def _stream(self, call: TaskRequest, framing: Framing) -> Response:
         """Return a stream of lines or events, one per step, each with what it adds to the text of every input."""
         parameters = {name: value for name, value in call.parameters.items() if name != "details"}
         steps = self._task.stream(call.inputs, parameters)
@@ -275,21 +236,3 @@ def _refuse_details(parameters: Mapping[str, Any]) -> None:
         raise RequestError(
             "parameters.details: a stream of a static batch has the texts alone; leave it out, or send stream=false"
         )
-
-
-def _split(results: Sequence[Any], calls: Sequence[ParsedRequest]) -> Iterator[Sequence[Any]]:
-    """Yield the results of each request's inputs."""
-    begin = 0
-    for call in calls:
-        yield results[begin : begin + len(call.inputs)]
-        begin += len(call.inputs)
-
-
-def _answer(call: ParsedRequest, results: Sequence[Any]) -> Response | LmiServerError:
-    failed = next((result for result in results if isinstance(result, LmiServerError)), None)
-    if failed is not None:
-        return failed
-    try:
-        return call.write(results)
-    except LmiServerError as error:
-        return error

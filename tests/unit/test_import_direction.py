@@ -166,6 +166,7 @@ SHARED = {
     "neuron_failures",
     "ranks",
     "rolling_batch",
+    "request_groups",
     "step_loop",
     "structured_output",
     "tasks",

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from handlers.abandoned_work import to_its_end
+from handlers.request_groups import device_failure, pipeline_failure
 from handlers.tasks.speech.recognition import SpeechRecognition
 from handlers.tasks.speech.transcription import GrowingText, Transcription
-from handlers.tasks.task import device_failure, pipeline_failure
-from handlers.tasks.task_handler import ParsedRequest, TaskHandler
+from handlers.tasks.task_handler import TaskHandler, TaskRequest
 from lmi_server.contract.errors import EXITS, LmiServerError
 from lmi_server.contract.handler import AsyncRequestHandler, Response
 from lmi_server.contract.protocol import Input
@@ -53,7 +53,7 @@ class SpeechService(AsyncRequestHandler):
             results += await self._results(request, call, call.inputs[first : first + _MAX_ROWS])
         return call.write(results)
 
-    async def _results(self, request: Input, call: ParsedRequest, inputs: Sequence[object]) -> list[dict[str, object]]:
+    async def _results(self, request: Input, call: TaskRequest, inputs: Sequence[object]) -> list[dict[str, object]]:
         turns: list[_SoundTask] = []
         try:
             turns += (self._queue(request, call, samples) for samples in inputs)
@@ -68,7 +68,7 @@ class SpeechService(AsyncRequestHandler):
         for pool in (self._computing, self._reading):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _stream(self, request: Input, call: ParsedRequest) -> AsyncGenerator[bytes]:
+    async def _stream(self, request: Input, call: TaskRequest) -> AsyncGenerator[bytes]:
         assert call.framing is not None, "the request asks for a stream"
         (samples,) = call.inputs
         turns = self._queue(request, call, samples)
@@ -92,7 +92,7 @@ class SpeechService(AsyncRequestHandler):
 
     # --- turns ---
 
-    def _queue(self, request: Input, call: ParsedRequest, samples: object) -> _SoundTask:
+    def _queue(self, request: Input, call: TaskRequest, samples: object) -> _SoundTask:
         try:
             transcription = self._recognition.begin(samples, call.parameters)
         except Exception as error:  # the border to the library, which checks some arguments here
@@ -181,7 +181,7 @@ class _SoundTask:
             self.done.exception()  # which nothing else may look at
 
 
-def _frame(call: ParsedRequest, text: str) -> bytes:
+def _frame(call: TaskRequest, text: str) -> bytes:
     """Return what a text becomes in a stream; nothing of an empty one, though it shows progress."""
     assert call.framing is not None, "only a stream has frames"
     return call.framing.frame({"outputs": [text]}) if text else b""

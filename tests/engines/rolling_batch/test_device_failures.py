@@ -16,7 +16,7 @@ from handlers.rolling_batch.schedule.plan import StepPlan
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
 from handlers.step_loop import EngineLostError
 from handlers.tasks.handler import PipelineHandler
-from handlers.tasks.task_handler import ParsedRequest
+from handlers.tasks.task_handler import TaskRequest
 from lmi_server.contract.errors import HandlerError, LmiServerError, ModelMemoryError, is_device_failure
 from lmi_server.contract.generation import SamplingParameters
 
@@ -91,4 +91,4 @@ def test_a_failed_device_ends_the_worker_of_a_static_batch() -> None:
     handler: Any = PipelineHandler()
     handler._task = FailingTask()
     with pytest.raises(SystemExit, match="the GPU failed: AcceleratorError: CUDA error: an illegal memory access"):
-        handler._answers([ParsedRequest(["a"], {}, lambda results: None)] * 2)  # type: ignore[arg-type,return-value]
+        handler.answers([TaskRequest(["a"], lambda results: None, {})] * 2)  # type: ignore[arg-type,return-value]
