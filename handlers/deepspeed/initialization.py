@@ -27,7 +27,7 @@ from handlers.checkpoints.gpus import usable_gpus
 from handlers.deepspeed.options import DeepSpeedOptions
 from handlers.ranks.communicator import Communicator
 from handlers.ranks.sharding import RowParallelLinear, join_process_group, plain_linear
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError, needs_extra
 from lmi_server.contract.ranks import Rank
 from lmi_server.processes import model_imports
 
@@ -60,14 +60,9 @@ def initialize(model: nn.Module, options: DeepSpeedOptions, rank: Rank, inject: 
 
 def import_deepspeed() -> Any:
     """Import DeepSpeed. Raises ModelLoadError if it is not installed."""
-    try:
-        # Its autotuner, which nothing here uses, takes XGBoost if it is there, and with it scikit-learn and pandas.
-        with model_imports.hide("xgboost"):
-            import deepspeed
-    except ImportError as error:
-        raise ModelLoadError(
-            f"the deepspeed handler needs the extra 'deepspeed' ({error}); install lmi-server[deepspeed]"
-        ) from error
+    # Its autotuner, which nothing here uses, takes XGBoost if it is there, and with it scikit-learn and pandas.
+    with needs_extra("the deepspeed handler needs", "deepspeed"), model_imports.hide("xgboost"):
+        import deepspeed
     if not usable_gpus().count:
         # The extensions that DeepSpeed may compile. Reading an entry runs compilers to find out if it can, for seconds,
         # and nothing on the CPU needs any.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from handlers.neuronx.options import NeuronxOptions
 from handlers.rolling_batch.handler import SchedulingHandler
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import needs_extra
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine_loading import LoadedEngine
@@ -19,10 +19,6 @@ class NeuronxHandler(SchedulingHandler):
     """Serves a causal language model whose graphs Neuron's compiler makes for fixed shapes."""
 
     def load_engine(self, model_dir: str, options: NeuronxOptions) -> LoadedEngine:
-        try:
+        with needs_extra("the rolling batch needs", "huggingface"):
             from handlers.neuronx.loading import load_engine
-        except ImportError as error:
-            raise ModelLoadError(
-                f"the rolling batch needs the extra 'huggingface' ({error}); install lmi-server[huggingface]"
-            ) from error
         return load_engine(model_dir, options)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from handlers.checkpoints.chat_template import read_chat_template, with_prompt_beginning
 from handlers.rolling_batch.lora.adapters import LoadedAdapters
 from handlers.step_loop import StepLoop
-from lmi_server.contract.errors import ModelLoadError, RequestError
+from lmi_server.contract.errors import RequestError, needs_extra
 from lmi_server.contract.generation import Delta, Feature, GenerationRequest
 from lmi_server.contract.handler import DeltaReceiver, LLMHandler, ModelInfo
 from lmi_server.contract.protocol import Adapter
@@ -198,16 +198,12 @@ class RollingBatchHandler(SchedulingHandler):
 
     def load_engine(self, model_dir: str, options: Any) -> LoadedEngine:
         load_progress.report("importing libraries")
-        try:
+        with needs_extra("the rolling batch needs", "huggingface"):
             from handlers.rolling_batch.cpu import first_compilation
 
             compilation = first_compilation.start(model_dir, options)
             with model_imports.hide_triton():
                 from handlers.rolling_batch.engine_loading import load_engine
-        except ImportError as error:
-            raise ModelLoadError(
-                f"the rolling batch needs the extra 'huggingface' ({error}); install lmi-server[huggingface]"
-            ) from error
 
         def load() -> LoadedModel:
             loaded = self._load_with_template(model_dir, options)

@@ -14,7 +14,7 @@ from handlers.request_groups import GroupHandler, ParsedRequest
 from handlers.stable_diffusion.images import encode_image
 from handlers.stable_diffusion.options import StableDiffusionOptions
 from handlers.stable_diffusion.requests import PARAMETERS, Drawing, DrawingReader, ImageModel
-from lmi_server.contract.errors import HandlerError, ModelLoadError, RequestError
+from lmi_server.contract.errors import HandlerError, RequestError, needs_extra
 from lmi_server.contract.handler import ModelInfo, Response
 from lmi_server.contract.protocol import Adapter, Input
 from lmi_server.contract.texts.quoting import excerpt
@@ -63,12 +63,8 @@ class StableDiffusionHandler(GroupHandler[_Request]):
 
     def load(self, directory: str, options: Any) -> ImageModel:
         """Load the pipeline in `directory`. Raises ModelLoadError."""
-        try:
+        with needs_extra("images need", "stable-diffusion"):
             from handlers.stable_diffusion.pipelines import Pipelines
-        except ImportError as error:
-            raise ModelLoadError(
-                f"images need the extra 'stable-diffusion' ({error}); install lmi-server[stable-diffusion]"
-            ) from error
         return Pipelines(directory, options)
 
     def add_adapter(self, adapter: Adapter) -> str:

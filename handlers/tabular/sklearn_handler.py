@@ -8,7 +8,7 @@ from typing import Any
 
 from handlers.tabular.handler import TabularHandler
 from handlers.tabular.options import SklearnOptions
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError, needs_extra
 
 
 class SklearnHandler(TabularHandler):
@@ -20,7 +20,7 @@ class SklearnHandler(TabularHandler):
     safe = frozenset({"skops"})
 
     def load(self, path: Path, model_format: str, options: SklearnOptions) -> Any:
-        try:
+        with needs_extra("the sklearn handler needs", "sklearn"):
             if model_format == "skops":
                 return _load_skops(path, options)
             if model_format == "joblib":
@@ -28,10 +28,6 @@ class SklearnHandler(TabularHandler):
 
                 return joblib.load(path)
             import sklearn  # noqa: F401 - the pickle needs it; imported here, its absence has a remedy
-        except ImportError as error:
-            raise ModelLoadError(
-                f"the sklearn handler needs the extra 'sklearn' ({error}); install lmi-server[sklearn]"
-            ) from error
         import pickle
 
         with path.open("rb") as file:

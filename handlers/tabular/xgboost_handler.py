@@ -8,7 +8,7 @@ from typing import Any
 
 from handlers.tabular.handler import TabularHandler
 from handlers.tabular.options import XgboostOptions
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import needs_extra
 
 
 class XgboostHandler(TabularHandler):
@@ -20,12 +20,8 @@ class XgboostHandler(TabularHandler):
     safe = frozenset({"json", "ubj"})
 
     def load(self, path: Path, model_format: str, options: XgboostOptions) -> Any:
-        try:
+        with needs_extra("the xgboost handler needs", "xgboost"):
             import xgboost
-        except ImportError as error:
-            raise ModelLoadError(
-                f"the xgboost handler needs the extra 'xgboost' ({error}); install lmi-server[xgboost]"
-            ) from error
         if model_format == "pickle":
             import pickle
 

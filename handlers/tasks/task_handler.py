@@ -16,7 +16,7 @@ from handlers.request_groups import GroupHandler, ParsedRequest
 from handlers.tasks import tgi
 from handlers.tasks.options import SPEECH_RECOGNITION, generates
 from handlers.tasks.task import Piece, Task, read_parameters
-from lmi_server.contract.errors import LmiServerError, ModelLoadError, RequestError
+from lmi_server.contract.errors import LmiServerError, ModelLoadError, RequestError, needs_extra
 from lmi_server.contract.handler import ModelInfo, Response
 from lmi_server.contract.protocol import Input
 from lmi_server.contract.texts.quoting import excerpt
@@ -68,7 +68,8 @@ class TaskHandler(GroupHandler[TaskRequest]):
         self._routes = routes.LMI_ROUTES | (routes.TGI_ROUTES if generates(options.task) else {routes.TGI})
         if options.task == SPEECH_RECOGNITION:
             self._routes |= routes.AUDIO_ROUTES
-        self._task = self._load(options.task, model_dir, options)
+        with needs_extra("tasks of Hugging Face models need", "huggingface"):
+            self._task = self.load_task(options.task, model_dir, options)
         details = {"task": options.task, **self._task.details()}
         return ModelInfo(max_model_len=self._task.max_length, details=details)
 
@@ -76,14 +77,6 @@ class TaskHandler(GroupHandler[TaskRequest]):
     def task(self) -> Task:
         """Return the task, once it is loaded: code of a model.py may use its model and its tokenizer."""
         return self._task
-
-    def _load(self, task: str, model_dir: str, options: Any) -> Task:
-        try:
-            return self.load_task(task, model_dir, options)
-        except ImportError as error:
-            raise ModelLoadError(
-                f"tasks of Hugging Face models need the extra 'huggingface' ({error}); install lmi-server[huggingface]"
-            ) from error
 
     # --- reading ---
 

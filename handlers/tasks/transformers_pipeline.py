@@ -18,7 +18,7 @@ from handlers.checkpoints.text_length import TextLength
 from handlers.checkpoints.transformers_loading import load_config, model_arguments, prepare
 from handlers.tasks.options import PipelineOptions
 from handlers.tasks.task import Task, file_bytes, read_image, read_object, read_text, same_names, texts
-from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError
+from lmi_server.contract.errors import ContextLengthError, ModelLoadError, RequestError, needs_extra
 from lmi_server.dialects import fields
 from lmi_server.dialects.fields import Field
 from lmi_server.media.sounds import read_sound
@@ -53,20 +53,16 @@ def _question_of_table(value: Any) -> Any:
 
 
 def _table_reader(pipeline: Any) -> Callable[[Any], Any]:
-    try:
+    with needs_extra("tables need", "tasks"):
         import pandas  # noqa: F401
-    except ImportError as error:
-        raise ModelLoadError(f"tables need the extra 'tasks' ({error}); install lmi-server[tasks]") from error
     return _question_of_table
 
 
 def sound_reader(pipeline: Any) -> Callable[[Any], Any]:
     """Return the reader of a sound's file, in bytes or base64, at the model's rate."""
-    try:
+    with needs_extra("sound needs", "tasks"):
         import soundfile  # noqa: F401
         import soxr  # noqa: F401
-    except ImportError as error:
-        raise ModelLoadError(f"sound needs the extra 'tasks' ({error}); install lmi-server[tasks]") from error
     sampling_rate = pipeline.feature_extractor.sampling_rate
     return lambda value: read_sound("inputs", file_bytes(value, "audio"), sampling_rate)
 

@@ -38,6 +38,9 @@ an exception of this tree of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from lmi_server.contract.texts.quoting import sendable_message
 
 
@@ -269,6 +272,15 @@ def first_line(error: BaseException) -> str:
 def exit_message(error: BaseException) -> str:
     """Return the report of a request, or a load, that ended because the handler raised one of `EXITS`."""
     return f"The handler ended its process: {type(error).__name__}({message_of(error)})"
+
+
+@contextmanager
+def needs_extra(what: str, extra: str) -> Iterator[None]:
+    """Turn a failed import into a ModelLoadError that names the extra to install. `what` is like "images need"."""
+    try:
+        yield
+    except ImportError as error:
+        raise ModelLoadError(f"{what} the extra '{extra}' ({error}); install lmi-server[{extra}]") from error
 
 
 # What engines raise when memory runs out, besides MemoryError. torch's class is known by its name, so that torch need
