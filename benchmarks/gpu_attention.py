@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from handlers.rolling_batch.attention.terms import AttentionTerms
+from handlers.rolling_batch.attention.terms import AttentionTerms, States
 from handlers.rolling_batch.pages import cudnn, launch
 from handlers.rolling_batch.pages.launch import PageLayer, Tuning
 
@@ -127,7 +127,7 @@ def prompt_seconds(rows: int, before: int, tuning: Tuning) -> tuple[float, float
     if not before:
         new = torch.randn(2, rows, LAYER.kv_heads, LAYER.dim, dtype=DTYPE, device="cuda")
         terms = AttentionTerms(0.1)
-        return seconds([ours] * 4), seconds([lambda: cudnn.attend(query, *new, [(0, rows)], terms, out)] * 4)
+        return seconds([ours] * 4), seconds([lambda: cudnn.attend(States(query, *new), [(0, rows)], terms, out)] * 4)
     queries = query.transpose(0, 1)[None].contiguous()
     shape = (1, LAYER.heads, before + rows, LAYER.dim)  # torch's fastest kernel takes as many heads of keys
     keys, values = (torch.randn(shape, dtype=DTYPE, device="cuda") for _ in range(2))

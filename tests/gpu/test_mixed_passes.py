@@ -28,7 +28,7 @@ from tiny_models import tiny_model  # noqa: E402
 from handlers.rolling_batch.attention.decode_passes import CudaCapture, run_once  # noqa: E402
 from handlers.rolling_batch.attention.kv_cache import LayerShape  # noqa: E402
 from handlers.rolling_batch.attention.rows import ChunkRows, StepRows  # noqa: E402
-from handlers.rolling_batch.attention.terms import AttentionTerms  # noqa: E402
+from handlers.rolling_batch.attention.terms import AttentionTerms, States  # noqa: E402
 from handlers.rolling_batch.pages import mixed_passes  # noqa: E402
 from handlers.rolling_batch.pages.cache import PagedCache  # noqa: E402
 from handlers.rolling_batch.pages.mixed_passes import MixedPasses  # noqa: E402
@@ -67,9 +67,9 @@ class OneLayer:
 
     def __call__(self, ids: torch.Tensor, places: torch.Tensor, rows: PageRows, keep: torch.Tensor) -> torch.Tensor:
         states = (self._states[ids] * torch.cos(places * 0.1)[:, None, None]).transpose(0, 1)
-        query, key, value = states.split((4, 2, 2))
-        out = rows.empty_or_zero(query, (query.shape[1], 4, 32))
-        self._operators.attend(0, query, key, value, rows, out, self._terms)
+        parts = States(*states.split((4, 2, 2)))
+        out = rows.empty_or_zero(states, (states.shape[1], 4, 32))
+        self._operators.attend(0, parts, rows, out, self._terms)
         self.attended[len(ids)] = out
         return out[keep].flatten(1)
 

@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
     if not INTERPRETED:
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from handlers.rolling_batch.attention.terms import AttentionTerms  # noqa: E402
+from handlers.rolling_batch.attention.terms import AttentionTerms, States  # noqa: E402
 from handlers.rolling_batch.pages import cudnn, launch  # noqa: E402
 from handlers.rolling_batch.pages.launch import PageLayer, Tuning  # noqa: E402
 
@@ -251,7 +251,7 @@ def test_cudnn_attends_for_prompts_from_their_first_tokens(lengths: list[int]) -
     spans = list(itertools.pairwise(ends))
     assert cudnn.takes(layer, terms, dtype, min(lengths), max(lengths))
     out = torch.full_like(query, torch.nan)
-    cudnn.attend(query, key, value, spans, terms, out)
+    cudnn.attend(States(query, key, value), spans, terms, out)
     assert out[:3].isnan().all()
     for begin, end in spans:
         states = (part[begin:end].double().transpose(0, 1)[None] for part in (query, key, value))

@@ -9,7 +9,7 @@ from handlers.cpu_kernels.arguments import SeenColumns, SlotSpan
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.attention.kv_cache import KVCache
 from handlers.rolling_batch.attention.rows import ChunkGroup, StepRows
-from handlers.rolling_batch.attention.terms import AttentionTerms
+from handlers.rolling_batch.attention.terms import AttentionTerms, States
 
 
 class KernelAttention:
@@ -46,30 +46,14 @@ class KernelAttention:
         self._write(*rows, group.slots, group.positions)
 
     def attend_single(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rows: StepRows,
-        out: torch.Tensor,
-        terms: AttentionTerms,
+        self, layer: int, states: States, rows: StepRows, out: torch.Tensor, terms: AttentionTerms
     ) -> None:
         """Write keys and values of the first rows to their slots; each row attends to its slot up to itself."""
-        rows_of_layer = (as_numpy(query), as_numpy(key), as_numpy(value))
         kept = self._keys[layer], self._values[layer]
-        self._kernel(*rows_of_layer, *kept, rows.slots, rows.positions, as_numpy(out), terms.settings)
+        self._kernel(*map(as_numpy, states), *kept, rows.slots, rows.positions, as_numpy(out), terms.settings)
 
     def attend_chunk(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        span: SlotSpan,
-        out: torch.Tensor,
-        columns: SeenColumns,
-        terms: AttentionTerms,
+        self, states: States, span: SlotSpan, out: torch.Tensor, columns: SeenColumns, terms: AttentionTerms
     ) -> None:
         """query (heads, rows, dim), `span` of keys and values (slots, kv_heads, max_len, dim) -> out, by rows."""
-        kept = as_numpy(keys), as_numpy(values)
-        self._chunk_kernel(as_numpy(query), *kept, span, columns, as_numpy(out), terms.settings)
+        self._chunk_kernel(*map(as_numpy, states), span, columns, as_numpy(out), terms.settings)

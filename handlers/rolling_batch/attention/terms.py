@@ -1,10 +1,10 @@
-"""What a layer's attention has beside queries, keys and values: one small record for every kind of kernel."""
+"""What a layer attends with: queries, keys and values, and how, in one small record for every kind of kernel."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,14 @@ import torch
 from handlers.cpu_kernels.arguments import AttentionSettings
 
 _NO_SINKS = np.empty(0, np.float32)
+
+
+class States(NamedTuple):
+    """Queries (heads, rows, dim), keys (kv_heads, rows, dim) and values (kv_heads, rows, value_dim) of a layer."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)

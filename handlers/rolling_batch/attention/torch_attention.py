@@ -11,7 +11,7 @@ from torch.nn import functional
 from handlers.cpu_kernels.arguments import SeenColumns, SlotSpan
 from handlers.rolling_batch.attention.kv_cache import KVCache, unpack_rows
 from handlers.rolling_batch.attention.rows import ChunkGroup, StepRows
-from handlers.rolling_batch.attention.terms import AttentionTerms
+from handlers.rolling_batch.attention.terms import AttentionTerms, States
 from handlers.rolling_batch.device_arrays import upload
 
 MAX_SCORES = 2**26
@@ -81,19 +81,12 @@ class TorchAttention:
             values[chunk.slot, :, chunk.start : chunk.end] = value[:, rows]
 
     def attend_single(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rows: StepRows,
-        out: torch.Tensor,
-        terms: AttentionTerms,
+        self, layer: int, states: States, rows: StepRows, out: torch.Tensor, terms: AttentionTerms
     ) -> None:
         """Write keys and values of the first rows to their slots; each row attends to its slot up to itself."""
         count = len(rows.slots)
         single = self._single(rows, self._cache.keys[layer].device)
-        out[:count] = self.attend_rows(layer, query[:, :count], key[:, :count], value[:, :count], single, terms)
+        out[:count] = self.attend_rows(layer, States(*(part[:, :count] for part in states)), single, terms)
 
     def _single(self, rows: StepRows, device: torch.device) -> SingleRows:
         """Return the rows of a pass for a device: copied there once, not in every layer."""
@@ -103,30 +96,20 @@ class TorchAttention:
             self._singles[device] = SingleRows.from_rows(rows, device)
         return self._singles[device]
 
-    def attend_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rows: SingleRows,
-        terms: AttentionTerms,
-    ) -> torch.Tensor:
-        """Query (heads, rows, dim), keys and values (kv_heads, rows, dim) -> (rows, heads, value_dim)."""
+    def attend_rows(self, layer: int, states: States, rows: SingleRows, terms: AttentionTerms) -> torch.Tensor:
+        """Return attended values, (rows, heads, value_dim)."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         # Written before it is read: several rows may be tokens of one slot, and each sees the earlier ones.
-        keys[rows.slots, :, rows.positions] = key.transpose(0, 1)
-        values[rows.slots, :, rows.positions] = value.transpose(0, 1)
-        queries = query.transpose(0, 1).unflatten(1, (keys.shape[1], -1))
+        keys[rows.slots, :, rows.positions] = states.key.transpose(0, 1)
+        values[rows.slots, :, rows.positions] = states.value.transpose(0, 1)
+        queries = states.query.transpose(0, 1).unflatten(1, (keys.shape[1], -1))
         keys, values = (area[rows.slots, :, : rows.columns] for area in (keys, values))
         seen = rows.seen(terms.window, terms.chunk)[:, None, None]
         return attend(queries, keys, values, seen, terms, sinks_of(terms, keys.shape[1], 1)).flatten(1, 2)
 
     def attend_chunk(
         self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        states: States,
         span: SlotSpan,
         out: torch.Tensor,
         columns: SeenColumns,
@@ -137,7 +120,8 @@ class TorchAttention:
 
         Each row sees the columns before `ends`, if these are not those of its own token.
         """
-        keys, values = (unpack_rows(kept[span.slot, :, span.first : span.last], query.dtype) for kept in (keys, values))
+        query, *kept = states
+        keys, values = (unpack_rows(own[span.slot, :, span.first : span.last], query.dtype) for own in kept)
         grouped = query.unflatten(0, (keys.shape[0], -1))  # a group of heads shares keys and values
         shared = (keys.shape[0], grouped.shape[1], -1, -1)
         keys, values = keys[:, None].expand(shared), values[:, None].expand(shared)

@@ -18,8 +18,8 @@ from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.cpu_kernels.arguments import Activations, DecodeRows, LayerArrays, LayerSettings
 from handlers.ranks.sharding import RowParallelLinear
 from handlers.ranks.shm_allreduce import ONE_RANK, ShmAllReduce
-from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.rows import StepRows
+from handlers.rolling_batch.attention.slot_attention import SlotAttention
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
 from handlers.rolling_batch.cpu.lookup_tables import RotaryTable, embedding_rows

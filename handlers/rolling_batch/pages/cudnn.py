@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from handlers.rolling_batch.attention.terms import AttentionTerms
+from handlers.rolling_batch.attention.terms import AttentionTerms, States
 from handlers.rolling_batch.pages.launch import PageLayer
 
 MIN_ROWS = 1024
@@ -29,23 +29,16 @@ def takes(layer: PageLayer, terms: AttentionTerms, dtype: torch.dtype, shortest:
     return same and plain and dtype in _DTYPES and shortest >= MIN_ROWS
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    spans: Sequence[tuple[int, int]],
-    terms: AttentionTerms,
-    out: torch.Tensor,
-) -> None:
-    """Attend for the rows of each span: query (rows, heads, dim), keys and values (rows, kv_heads, dim).
+def attend(states: States, spans: Sequence[tuple[int, int]], terms: AttentionTerms, out: torch.Tensor) -> None:
+    """Attend for the rows of each span: queries (rows, heads, dim), keys and values (rows, kv_heads, dim).
 
     Raises RuntimeError if cuDNN has no kernel for them.
     """
     for begin, end in spans:
-        queries, keys, values = (_padded(part[begin:end]).transpose(0, 1)[None] for part in (query, key, value))
+        queries, keys, values = (_padded(part[begin:end]).transpose(0, 1)[None] for part in states)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             attended = functional.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=terms.scaling, enable_gqa=query.shape[1] != key.shape[1]
+                queries, keys, values, is_causal=True, scale=terms.scaling, enable_gqa=queries.shape[1] != keys.shape[1]
             )
         out[begin:end] = attended[0].transpose(0, 1)[: end - begin]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from handlers.rolling_batch.attention.gpu_times import median_seconds
-from handlers.rolling_batch.attention.terms import AttentionTerms
+from handlers.rolling_batch.attention.terms import AttentionTerms, States
 from handlers.rolling_batch.pages import cudnn, launch
 from handlers.rolling_batch.pages.cache import PagedCache
 from handlers.rolling_batch.pages.launch import PageLayer, Tuning, row_major
@@ -30,24 +30,15 @@ class TritonPages:
         self._layers: dict[int, PageLayer] = {}
         self._by_cudnn: bool | None = None  # None: which is faster for prompts has not been measured yet
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rows: PageRows,
-        out: torch.Tensor,
-        terms: AttentionTerms,
-    ) -> None:
-        """Write keys and values, (kv_heads, rows, dim), to pages; query (heads, rows, dim) -> out, by rows."""
-        with torch.cuda.device_of(query):  # Triton launches on the current one
+    def attend(self, layer: int, states: States, rows: PageRows, out: torch.Tensor, terms: AttentionTerms) -> None:
+        """Write keys and values to pages; attend for the queries into `out`, by rows."""
+        with torch.cuda.device_of(states.query):  # Triton launches on the current one
             keys, values = self._cache.keys[layer], self._cache.values[layer]
             tables = self._cache.tables[keys.device]
-            shape = self._layer(layer, query.shape[0], terms)
-            query, key, value = row_major(query), row_major(key), row_major(value)
-            launch.write(key, value, keys, values, tables, rows.slots, rows.positions, shape)
-            self._read(query, key, value, layer, rows, out, terms, shape)
+            shape = self._layer(layer, len(states.query), terms)
+            states = States(*map(row_major, states))
+            launch.write(states.key, states.value, keys, values, tables, rows.slots, rows.positions, shape)
+            self._read(states, layer, rows, out, terms, shape)
 
     def attend_projected(
         self,
@@ -67,16 +58,14 @@ class TritonPages:
             kept = (keys, values, self._cache.tables[keys.device], rows.slots, rows.positions)
             rotate_and_write(projected, cosines, sines, *kept, shape, chained)
             states = projected.view(len(projected), -1, shape.dim)
-            query, key, value = states.split((heads, shape.kv_heads, shape.kv_heads), 1)
+            parts = States(*states.split((heads, shape.kv_heads, shape.kv_heads), 1))
             out = rows.empty_or_zero(projected, (len(projected), heads, shape.value_dim))
-            self._read(query, key, value, layer, rows, out, terms, shape, chained)
+            self._read(parts, layer, rows, out, terms, shape, chained)
             return out.flatten(1)
 
     def _read(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        states: States,
         layer: int,
         rows: PageRows,
         out: torch.Tensor,
@@ -84,10 +73,11 @@ class TritonPages:
         shape: PageLayer,
         chained: bool = False,
     ) -> None:
-        """Attend for query (rows, heads, dim) into `out`; keys and values, (rows, kv_heads, dim), are in pages already.
+        """Attend for queries (rows, heads, dim) into `out`; keys and values (rows, kv_heads, dim) are in pages already.
 
-        Long chunks with no tokens before them may be attended from `key` and `value`, by cuDNN.
+        Long chunks with no tokens before them may be attended without the pages, by cuDNN.
         """
+        query = states.query
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         tables = self._cache.tables[query.device]
         more = (out, terms.scaling, shape, self._tuning[query.device], terms.sinks)
@@ -102,7 +92,7 @@ class TritonPages:
             launch.chunks(query, keys, values, tables, described, rows.longest, *more, ends)
 
         def at_once() -> None:
-            cudnn.attend(query, key, value, rows.fresh, terms, out)
+            cudnn.attend(states, rows.fresh, terms, out)
 
         shortest = min((end - begin for begin, end in rows.fresh), default=0)
         takes = ends is None and cudnn.takes(shape, terms, query.dtype, shortest, rows.longest)

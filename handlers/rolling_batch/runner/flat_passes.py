@@ -17,9 +17,9 @@ from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.placement import is_spread, main_device
 from handlers.rolling_batch.attention.decode_passes import DecodeStep
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
-from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.pass_inputs import PassInputs
 from handlers.rolling_batch.attention.probe import probe_layers
+from handlers.rolling_batch.attention.slot_attention import SlotAttention
 from handlers.rolling_batch.cpu.decoder_model import DecoderModel
 from handlers.rolling_batch.cpu.kernel_choice import Crossovers
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear

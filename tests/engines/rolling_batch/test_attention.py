@@ -18,9 +18,9 @@ from handlers.cpu_kernels.attention import decoding as kernels
 from handlers.cpu_kernels.compilation.decorators import SOURCES, sources_digest
 from handlers.rolling_batch.attention.kernel_attention import KernelAttention
 from handlers.rolling_batch.attention.kv_cache import KVCache, LayerShape
-from handlers.rolling_batch.attention.paged import SlotAttention
 from handlers.rolling_batch.attention.rows import ChunkRows, StepRows
-from handlers.rolling_batch.attention.terms import AttentionTerms
+from handlers.rolling_batch.attention.slot_attention import SlotAttention
+from handlers.rolling_batch.attention.terms import AttentionTerms, States
 from handlers.rolling_batch.attention.torch_attention import TorchAttention
 
 
@@ -61,11 +61,11 @@ def test_a_chunk_attends_to_what_it_may_see(
         area[1, :, :end] = torch.randn(area[1, :, :end].shape, generator=chance).to(dtype)
     terms = AttentionTerms(0.3, window, chunk, softcap, _sinks(6) if sinks else None)
     columns = SeenColumns.from_lengths([rows], start, window, chunk)
-    kept = (cache.keys[0], cache.values[0], SlotSpan(1, columns.begin, end))
-    exact = (cache.keys[0].float(), cache.values[0].float(), SlotSpan(1, columns.begin, end))
+    states, span = States(query, cache.keys[0], cache.values[0]), SlotSpan(1, columns.begin, end)
+    exact = States(*(part.float() for part in states))
     found, expected = (torch.zeros((rows, 6, shape.value_dim), dtype=kind) for kind in (dtype, torch.float32))
-    KernelAttention(cache).attend_chunk(query, *kept, found, columns, terms)
-    TorchAttention(cache).attend_chunk(query.float(), *exact, expected, columns, terms)
+    KernelAttention(cache).attend_chunk(states, span, found, columns, terms)
+    TorchAttention(cache).attend_chunk(exact, span, expected, columns, terms)
     assert float((found.float() - expected).norm() / expected.norm()) < error
 
 
@@ -102,7 +102,7 @@ def test_rows_attend_to_their_slots_whatever_their_lengths_are(
     found = torch.zeros((len(slots), 2 * heads, dims[1]), dtype=dtype)
     terms = AttentionTerms(0.3, window, chunk, softcap, _sinks(2 * heads) if sinks else None)
     rows = StepRows(slots, positions, [])
-    KernelAttention(cache).attend_single(0, query, key, value, rows, found, terms)
+    KernelAttention(cache).attend_single(0, States(query, key, value), rows, found, terms)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         begin = max(position + 1 - window if window else 0, position // chunk * chunk if chunk else 0, 0)
         keys, values = (area[0][slot, :, begin : position + 1].double() for area in (cache.keys, cache.values))

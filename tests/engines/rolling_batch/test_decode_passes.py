@@ -18,7 +18,7 @@ from tiny_models import FAMILIES, random_model, tiny_model
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
-from handlers.rolling_batch.attention import paged as attention
+from handlers.rolling_batch.attention import slot_attention as attention
 from handlers.rolling_batch.attention.decode_passes import Step, column_counts, row_counts
 from handlers.rolling_batch.runner import model_runner
 

@@ -27,7 +27,7 @@ from handlers.huggingface.options import HuggingFaceMemory, HuggingFaceOptions
 from handlers.rolling_batch.attention.kernel_attention import KernelAttention
 from handlers.rolling_batch.attention.kv_cache import PACKED_TYPES, KVCache, LayerShape, bytes_per_token, unpack_rows
 from handlers.rolling_batch.attention.rows import StepRows
-from handlers.rolling_batch.attention.terms import AttentionTerms
+from handlers.rolling_batch.attention.terms import AttentionTerms, States
 from handlers.rolling_batch.attention.torch_attention import TorchAttention
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.speculation.drafting import Speculation
@@ -121,13 +121,14 @@ def test_rows_attend_to_packed_slots(
     )
     found = torch.zeros((len(slots), 6, dims[1]), dtype=dtype)
     terms = AttentionTerms(0.3, window, chunk, softcap)
-    KernelAttention(cache, dtype).attend_single(0, query, key, value, StepRows(slots, positions, []), found, terms)
+    states, step = States(query, key, value), StepRows(slots, positions, [])
+    KernelAttention(cache, dtype).attend_single(0, states, step, found, terms)
     plain = KVCache([LayerShape(2, *dims)], len(slots), 131, torch.float32)
     for area, packed in ((plain.keys[0], cache.keys[0]), (plain.values[0], cache.values[0])):
         area[:, :, :131] = unpack_rows(packed[:, :, :131], torch.float32)
     expected = torch.zeros_like(found, dtype=torch.float32)
-    own = (rounded(key, kind), rounded(value, kind))
-    KernelAttention(plain).attend_single(0, query.float(), *own, StepRows(slots, positions, []), expected, terms)
+    own = States(query.float(), rounded(key, kind), rounded(value, kind))
+    KernelAttention(plain).attend_single(0, own, step, expected, terms)
     assert float((found.float() - expected).norm() / expected.norm()) < error
 
 
@@ -146,10 +147,10 @@ def test_a_chunk_attends_to_a_packed_slot(
     terms, columns = AttentionTerms(0.3, window, chunk), SeenColumns.from_lengths([rows], start, window, chunk)
     span = SlotSpan(1, columns.begin, end)
     found, expected = (torch.zeros((rows, 6, shape.value_dim), dtype=kind) for kind in (dtype, torch.float32))
-    KernelAttention(cache, dtype).attend_chunk(query, cache.keys[0], cache.values[0], span, found, columns, terms)
+    states = States(query, cache.keys[0], cache.values[0])
+    KernelAttention(cache, dtype).attend_chunk(states, span, found, columns, terms)
     # torch's operators unpack rows too: those of images attend so.
-    kept = (cache.keys[0], cache.values[0], span)
-    TorchAttention(cache).attend_chunk(query.float(), *kept, expected, columns, terms)
+    TorchAttention(cache).attend_chunk(states._replace(query=query.float()), span, expected, columns, terms)
     assert float((found.float() - expected).norm() / expected.norm()) < error
 
 

@@ -9,30 +9,21 @@ part, and each attends to its own slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface
 
 from handlers.cpu_kernels.arguments import SlotSpan
+from handlers.rolling_batch.attention.flat import FlatAttention
 from handlers.rolling_batch.attention.kernel_attention import KernelAttention
 from handlers.rolling_batch.attention.kv_cache import KVCache
 from handlers.rolling_batch.attention.rows import ChunkGroup, StepRows, groups_of
-from handlers.rolling_batch.attention.terms import AttentionTerms
+from handlers.rolling_batch.attention.terms import AttentionTerms, States
 from handlers.rolling_batch.attention.torch_attention import SingleRows, TorchAttention
 
 
-class SlotAttention:
-    """An attention function; `begin` sets what the next forward pass holds. `terms` has those of each layer.
-
-    Queries (1, heads, rows, dim), keys and values (1, kv_heads, rows, dim) -> ((1, rows, heads, value_dim), None).
-
-    `in_call_order`: layers are counted as they are called, and their own numbers mean nothing. `dtype` is that of
-    queries, if it is not that of the cache.
-    """
-
-    rotates = False
+class SlotAttention(FlatAttention):
+    """The attention function of slots. `dtype` is that of queries, if it is not that of the cache."""
 
     def __init__(
         self,
@@ -42,42 +33,28 @@ class SlotAttention:
         in_call_order: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
+        super().__init__(name, terms, in_call_order)
         self._cache = cache
-        self._terms = terms
         self._operators = _operators(cache, dtype)
         self._masked = TorchAttention(cache)  # for rows that see later ones
         self._rows = StepRows(np.empty(0, np.int64), np.empty(0, np.int64), [])
         self._groups: list[ChunkGroup] = []
         self._decoding: SingleRows | None = None
-        self._in_call_order = in_call_order
-        self._calls = 0  # in the current pass
-        AttentionInterface.register(name, self)
+        self.has_kernels = isinstance(self._operators, KernelAttention)
 
     def row_by_row(self, start: int, end: int) -> bool:
-        """Whether a chunk of tokens `start:end` attends row by row, like decode rows, rather than as one product."""
         return (end - start) * end <= self._operators.single_area
 
     def begin(self, rows: StepRows) -> None:
-        """Set what the rows of the next forward pass are."""
+        super().begin(rows)
         self._rows = rows
         self._groups = groups_of(rows.chunks)
         self._decoding = None
-        self._calls = 0
 
     def begin_decoding(self, rows: SingleRows) -> None:
         """Set the rows of the next forward passes, which decode; only without kernels."""
+        super().begin_decoding(rows)
         self._decoding = rows
-
-    def attend_projected(
-        self, layer: int, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int, chained: bool
-    ) -> torch.Tensor:
-        """Raise NotImplementedError: see `rotates`."""
-        raise NotImplementedError
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether the compiled CPU kernels attend, and not torch's operators."""
-        return isinstance(self._operators, KernelAttention)
 
     def cache_of(self, layer: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return a layer's keys and values as the kernels see them; None if the kernels do not support this cache."""
@@ -89,56 +66,36 @@ class SlotAttention:
             return None
         return self._rows.slots, self._rows.positions
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        **_: Any,
-    ) -> tuple[torch.Tensor, None]:
-        layer: int = self._next_layer() if self._in_call_order else module.layer_idx
+    def attend(self, layer: int, states: States) -> torch.Tensor:
         terms = self._terms[layer]
-        key, value = self._operators.harmless(key), self._operators.harmless(value)
+        harmless = self._operators.harmless
+        states = States(states.query, harmless(states.key), harmless(states.value))
         if self._decoding is not None:
             assert isinstance(self._operators, TorchAttention)
-            rows = (query[0], key[0], value[0], self._decoding)
-            return self._operators.attend_rows(layer, *rows, terms).unsqueeze(0), None
-        out = query.new_zeros((query.shape[2], query.shape[1], value.shape[3]))  # padding rows stay zero
+            return self._operators.attend_rows(layer, states, self._decoding, terms)
+        heads, rows, _ = states.query.shape
+        out = states.query.new_zeros((rows, heads, states.value.shape[2]))  # padding rows stay zero
         if len(self._rows.slots):
-            self._operators.attend_single(layer, query[0], key[0], value[0], self._rows, out, terms)
+            self._operators.attend_single(layer, states, self._rows, out, terms)
         for group in self._groups:
-            self._prefill(layer, group, query[0], key[0], value[0], out, terms)
-        return out.unsqueeze(0), None
+            self._prefill(layer, group, states, out, terms)
+        return out
 
-    def _next_layer(self) -> int:
-        self._calls += 1
-        return self._calls - 1
-
-    def _prefill(
-        self,
-        layer: int,
-        group: ChunkGroup,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        terms: AttentionTerms,
-    ) -> None:
+    def _prefill(self, layer: int, group: ChunkGroup, states: States, out: torch.Tensor, terms: AttentionTerms) -> None:
         """Attend for the chunks of a group: each row to the tokens that the group shares, and to its own sequence's.
 
         If those tokens are still in another slot, keys and values are that slot's, followed by the group's own. The
         copy to the slots of the group can then follow the step, off its critical path.
         """
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        self._operators.write(layer, key[:, group.rows], value[:, group.rows], group)
         first, rows, columns = group.chunks[0], group.rows, group.columns(terms.window, terms.chunk)
+        query, key, value = (part[:, rows] for part in states)
+        self._operators.write(layer, key, value, group)
         span = SlotSpan(first.slot, columns.begin, first.end)
         if first.source != first.slot:
             keys, values = (_gathered(kept, group, columns.begin) for kept in (keys, values))
             span = SlotSpan(0, 0, keys.shape[2])
-        chunk = (query[:, rows], keys, values, span, out[rows], columns, terms)
+        chunk = (States(query, keys, values), span, out[rows], columns, terms)
         ends = group.ends(terms.window, columns)
         if ends is None:
             self._operators.attend_chunk(*chunk)
