@@ -18,6 +18,7 @@ from handlers.rolling_batch.lora.layers import LoraWeights
 from handlers.rolling_batch.runner.load_check import LoadCheck
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.schedule.scheduler import Scheduler, SchedulerLimits
+from handlers.rolling_batch.speculation.step_times import StepTimes
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import Delta, SamplingParameters
 
@@ -57,14 +58,8 @@ class Received:
         return "".join(delta.text for delta in self.deltas)
 
 
-class GivenStepTimes:
-    """Times of steps in which each row takes `share` of the time of the first one, whatever is measured."""
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-
-    def __call__(self, rows: int) -> float:
-        return 1 + self._share * (rows - 1)
+class GivenStepTimes(StepTimes):
+    """Times of steps in which each row takes `row_share` of the time of the first one, whatever is measured."""
 
     def knows(self, rows: int) -> bool:
         return True

@@ -150,14 +150,9 @@ def _positions(plan: StepPlan, rows: int) -> np.ndarray:
 def _parts(plan: StepPlan) -> Iterator[tuple[int, int, int, Any]]:
     """Yield, for each stretch of rows of a pass, its first row, its tokens from start to end, and their images."""
     first = 0
-    for sequence in plan.decode:
-        start = sequence.computed
-        end = start + 1 + len(plan.drafts.get(sequence, ()))
+    for sequence, start, end in plan.stretches():
         yield first, start, end, _images(sequence)
         first += end - start
-    for chunk in plan.prefill:
-        yield first, chunk.start, chunk.end, _images(chunk.sequence)
-        first += chunk.end - chunk.start
 
 
 def _images(sequence: Scheduled) -> EncodedImages | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -39,7 +38,8 @@ class PassAdapters:
         """
         if self.lora is None:
             return
-        self._rows, self.additions = _adapters_of(plan), None
+        self._rows = [sequence.adapter for sequence, start, end in plan.stretches() for _ in range(start, end)]
+        self.additions = None
         bank = self.lora.bank
         sequences = (*plan.decode, *(chunk.sequence for chunk in plan.prefill))
         if bank is None or not is_recorded or not any(self._rows) or any(entry.images for entry in sequences):
@@ -61,13 +61,3 @@ class PassAdapters:
         logger.warning("%s has no effect on steps with adapters, they run eagerly: %s", GRAPH_KEY, reason)
         self.lora.bank = self.additions = None
         self.lora.begin(self._rows, kept)
-
-
-def _adapters_of(plan: StepPlan) -> list[Any]:
-    """Return the adapter of each row of the pass, None for rows without one."""
-    adapters = []
-    for sequence in plan.decode:
-        adapters += [sequence.adapter] * (1 + len(plan.drafts.get(sequence, ())))
-    for chunk in plan.prefill:
-        adapters += [chunk.sequence.adapter] * (chunk.end - chunk.start)
-    return adapters

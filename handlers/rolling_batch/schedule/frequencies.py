@@ -7,7 +7,6 @@ border (what transformers 5 leaves out there: a text goes on as `generate(use_ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,19 +38,9 @@ class FrequencyBorder:
 
     def lengths(self, plan: StepPlan) -> list[int]:
         """Return for each row of a plan the number of tokens whose frequencies it has."""
-        return [self._length(sequence, place) for sequence, place in _places(plan)]
+        return [self._length(of, place) for of, start, end in plan.stretches() for place in range(start, end)]
 
     def _length(self, sequence: Sequence, place: int) -> int:
         if self.recomputes:
             return self.length + 1 if sequence.regime else min(place + 1, self.length)
         return max(place + 1, sequence.prompt_len)
-
-
-def _places(plan: StepPlan) -> Iterator[tuple[Sequence, int]]:
-    """Yield the sequence and the position of each row, in the order of the pass."""
-    for sequence in plan.decode:
-        for place in range(1 + len(plan.drafts.get(sequence, ()))):
-            yield sequence, sequence.computed + place
-    for chunk in plan.prefill:
-        for place in range(chunk.start, chunk.end):
-            yield chunk.sequence, place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,13 @@ class StepPlan:
     drafts: Mapping[Sequence, list[int]] = field(default_factory=dict)
     states: StateStep | None = None
     pages: PageStep = field(default_factory=PageStep)
+
+    def stretches(self) -> Iterator[tuple[Sequence, int, int]]:
+        """Yield for each stretch of rows of the pass, in order, its sequence and its tokens from start to end."""
+        for sequence in self.decode:
+            yield sequence, sequence.computed, sequence.computed + 1 + len(self.drafts.get(sequence, ()))
+        for chunk in self.prefill:
+            yield chunk.sequence, chunk.start, chunk.end
 
 
 Draft = Callable[[list[tuple[Sequence, int]], int, int], Mapping[Sequence, list[int]]]

@@ -12,7 +12,7 @@ from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.schedule.plan import Sequence, StepPlan
 from handlers.rolling_batch.speculation.draft_model import DraftModel, StepCosts
 from handlers.rolling_batch.speculation.drafting import Speculation
-from handlers.rolling_batch.speculation.step_times import LearntStepTimes
+from handlers.rolling_batch.speculation.step_times import StepTimes
 
 if TYPE_CHECKING:
     from handlers.rolling_batch.engine import RollingBatchEngine
@@ -36,7 +36,7 @@ def speculate(
         return {}
     seconds, share = step_seconds(runner)
     if drafting is None:
-        engine.speculate(Speculation(options.speculative_length, LearntStepTimes(share)), _clock(runner))
+        engine.speculate(Speculation(options.speculative_length, StepTimes(share)), _clock(runner))
         return {"row_share": round(share, 3)}
     draft_seconds, draft_share = step_seconds(drafting)
     costs = StepCosts(share, draft_seconds / seconds, draft_share * draft_seconds / seconds)

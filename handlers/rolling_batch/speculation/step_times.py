@@ -12,28 +12,11 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
-from typing import Protocol
 
 _WEIGHT = 0.25  # of the newest step
 _MAX_GROWTH = 2.0  # times the expected time; a step that takes longer was held up by something else
 _CONFIRMED = 0.75  # of the time that was forgotten, or more
 _MIN_STEPS, _MAX_STEPS = 256, 16384  # for which a time is kept
-
-
-class StepTimes(Protocol):
-    """Estimates the time of a step from its number of rows, in any unit."""
-
-    def __call__(self, rows: int) -> float:
-        """Return the time of a step with `rows` rows."""
-        ...
-
-    def knows(self, rows: int) -> bool:
-        """Whether a step with `rows` rows was measured, not long ago."""
-        ...
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """Learn from a step."""
-        ...
 
 
 @dataclass(slots=True)
@@ -45,8 +28,11 @@ class _Time:
     steps: int = _MIN_STEPS
 
 
-class LearntStepTimes:
-    """Learns the times of steps. Before that, each further row takes `row_share` of the time of one row."""
+class StepTimes:
+    """Learns the times of steps, in any unit, by their numbers of rows.
+
+    Before that, each further row takes `row_share` of the time of one row.
+    """
 
     def __init__(self, row_share: float) -> None:
         self._row_share = row_share
@@ -55,6 +41,7 @@ class LearntStepTimes:
         self._known: list[int] = []  # the numbers of rows whose times are not forgotten, in order
 
     def __call__(self, rows: int) -> float:
+        """Return the time of a step with `rows` rows."""
         place = bisect.bisect_left(self._known, rows)
         above = self._known[place] if place < len(self._known) else None
         if above == rows:
@@ -75,9 +62,11 @@ class LearntStepTimes:
         return 1 + self._row_share * (rows - 1)
 
     def knows(self, rows: int) -> bool:
+        """Whether a step with `rows` rows was measured, not long ago."""
         return rows in self._known
 
     def observe(self, rows: int, seconds: float) -> None:
+        """Learn from a step."""
         self._step += 1
         time, is_known = self._times.get(rows), self.knows(rows)
         if time is None:

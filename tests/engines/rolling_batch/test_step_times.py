@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from handlers.rolling_batch.speculation.drafting import worthwhile_length
-from handlers.rolling_batch.speculation.step_times import LearntStepTimes
+from handlers.rolling_batch.speculation.step_times import StepTimes
 
 
 def test_before_any_step_the_time_grows_by_the_share_of_a_row() -> None:
-    times = LearntStepTimes(0.1)
+    times = StepTimes(0.1)
     assert times(11) / times(1) == pytest.approx(2.0)
     times.observe(1, 0.020)
     assert times(11) == pytest.approx(0.040)
 
 
 def test_what_was_measured_counts_and_what_lies_between_is_estimated() -> None:
-    times = LearntStepTimes(0.1)
+    times = StepTimes(0.1)
     for rows, seconds in ((8, 0.020), (4, 0.012), (16, 0.060)):
         times.observe(rows, seconds)
     assert [times(rows) for rows in (4, 8, 16)] == pytest.approx([0.012, 0.020, 0.060])
@@ -26,7 +26,7 @@ def test_what_was_measured_counts_and_what_lies_between_is_estimated() -> None:
 
 
 def test_a_step_that_something_held_up_has_little_weight_and_a_lasting_change_is_followed() -> None:
-    times = LearntStepTimes(0.1)
+    times = StepTimes(0.1)
     for _ in range(5):
         times.observe(8, 0.010)
     times.observe(8, 3.0)
@@ -36,7 +36,7 @@ def test_a_step_that_something_held_up_has_little_weight_and_a_lasting_change_is
     assert times(8) == pytest.approx(0.030, rel=0.02)
 
 
-def drafting_steps(times: LearntStepTimes, seconds: dict[int, float], steps: int) -> list[int]:
+def drafting_steps(times: StepTimes, seconds: dict[int, float], steps: int) -> list[int]:
     """Run steps of eight sequences, whose drafted tokens are nearly always right; return which steps had some."""
     drafted = []
     for step in range(steps):
@@ -50,7 +50,7 @@ def drafting_steps(times: LearntStepTimes, seconds: dict[int, float], steps: int
 def test_drafts_that_do_not_pay_are_tried_ever_more_rarely() -> None:
     """With drafts, a step takes three times as long, which nobody expected."""
     seconds = {8: 0.020} | dict.fromkeys(range(9, 17), 0.060)
-    drafted = drafting_steps(LearntStepTimes(0.0), seconds, 20_000)
+    drafted = drafting_steps(StepTimes(0.0), seconds, 20_000)
     assert drafted[0] == 1  # the first step has none, to compare with
     early, late = (sum(start <= step < start + 5000 for step in drafted) for start in (0, 15_000))
     assert early < 50
@@ -59,7 +59,7 @@ def test_drafts_that_do_not_pay_are_tried_ever_more_rarely() -> None:
 
 
 def test_drafts_that_begin_to_pay_are_found_and_kept() -> None:
-    times = LearntStepTimes(0.05)
+    times = StepTimes(0.05)
     slow = {8: 0.020} | dict.fromkeys(range(9, 17), 0.060)
     assert len(drafting_steps(times, slow, 300)) < 20
     fast = {8: 0.020} | dict.fromkeys(range(9, 17), 0.021)
