@@ -125,6 +125,7 @@ def check_progress(activity: Recorder, archive: Path) -> None:
     assert len([each for each in done if size / 5 < each < size]) >= 3
 
 
+@pytest.mark.slow
 def test_a_cancelled_extraction_ends(tmp_path: Path) -> None:
     archive = write_tar(tmp_path / "model.tar", *(file(f"{index}") for index in range(20_000)))
     with pytest.raises(ArtifactError, match="the download was cancelled"):

@@ -375,6 +375,7 @@ def test_settings_of_pip_count_for_uv_unless_uv_has_its_own(tmp_path: Path) -> N
     assert "UV_DEFAULT_INDEX" not in own.settings_of_pip(sys.executable)[0]
 
 
+@pytest.mark.slow
 @needs_uv
 @pytest.mark.parametrize(
     ("variables", "arguments"),
@@ -390,6 +391,7 @@ def test_uv_asks_no_index_if_pip_asks_none(variables: dict[str, str], arguments:
     assert Uv(environment, "x", 60.0, Activity()).settings_of_pip(sys.executable)[1] == arguments
 
 
+@pytest.mark.slow
 @needs_uv
 def test_only_the_user_s_and_the_machine_s_files_configure_uv(tmp_path: Path) -> None:
     write_wheel(tmp_path / "wheels", "tinyone", "1.0", "value = 1")
@@ -412,6 +414,7 @@ def test_an_operator_s_wheels_are_found_by_uv_s_own_variables(tmp_path: Path) ->
     assert offline.prepare(Recipe(("tinyone",), KEY), sys.executable, Activity()).packages == {"tinyone": "1.0"}
 
 
+@pytest.mark.slow
 @needs_uv
 def test_an_empty_wheelhouse_is_not_the_index(tmp_path: Path) -> None:
     """A model that asks for the same without a wheelhouse has an environment of its own."""

@@ -144,6 +144,7 @@ async def test_requirements_are_installed_and_progress_arrives_on_the_loop(
     assert set(seen) == {f"installing {tmp_path / 'requirements.txt'}"}
 
 
+@pytest.mark.slow
 @on_loop
 async def test_a_cancelled_fetch_lets_go_of_everything(tmp_path: Path, settings: ArtifactSettings) -> None:
     (tmp_path / "requirements.txt").write_text("tinyone\n")

@@ -316,6 +316,7 @@ def test_an_option_that_ends_trials_early_is_important(tmp_path: Path) -> None:
     assert search.importances["option.a"] > search.importances["option.b"]
 
 
+@pytest.mark.slow
 def test_a_small_space_ends_when_all_is_tried(tmp_path: Path) -> None:
     space = {"option.x": Choices(("1", "2", "3"))}
     search = searching(tmp_path / "study", space)

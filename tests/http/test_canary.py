@@ -263,6 +263,7 @@ def test_a_session_that_stays_with_the_new_version_does_not_decide_alone(
             assert outcome.result().json()["canary"]["status"] == "PROMOTED"
 
 
+@pytest.mark.slow
 def test_a_model_without_a_version_is_named_beside_versions(server: Server, store: Path) -> None:
     beside = {"url": str(store / "model"), "model_name": "model", "model_version": "2"}
     assert server.http.post("/models", params=beside).status_code == 200
@@ -281,6 +282,7 @@ def test_a_model_without_a_version_is_named_beside_versions(server: Server, stor
         assert server.http.delete("/models/model/2").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_reload_waits_for_the_trial_and_a_call_promotes(server: Server, configured: Callable[[str], None]) -> None:
     configured("five")
     with load(server) as endings, trying(server, share="10%", requests=100000), ThreadPoolExecutor() as threads:
@@ -294,6 +296,7 @@ def test_a_reload_waits_for_the_trial_and_a_call_promotes(server: Server, config
     assert ask(server).text == "five"
 
 
+@pytest.mark.slow
 def test_copies_go_to_the_new_version_and_no_client_sees_it(server: Server, configured: Callable[[str], None]) -> None:
     good = ask(server).text
     configured("six")

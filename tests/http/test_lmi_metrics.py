@@ -262,6 +262,7 @@ def test_the_logs_of_metrics(logging_server: LoggingServer) -> None:
     assert not any("ACCESS_LOG" in line or "server_metric" in line for line in logging_server.server.lines)
 
 
+@pytest.mark.slow
 def test_a_directory_for_logs_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code = (

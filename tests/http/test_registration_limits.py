@@ -374,6 +374,7 @@ def test_an_adapter_may_come_from_the_model_the_store_and_listed_places(home: Pa
     assert limits(home, *sources).check_adapter("adapters/own", model_dir, FAR) == own
 
 
+@pytest.mark.slow
 def test_adapters_of_other_machines_are_checked_when_they_are_registered_and_updated(tmp_path: Path) -> None:
     model = make_model(tmp_path / "store" / "model", enable_lora="true")
     outside = tmp_path / "outside"

@@ -182,6 +182,7 @@ def test_an_unknown_model_is_refused_here(router: Router, servers: list[FakeServ
     assert sum(len(server.asked) for server in servers) == before
 
 
+@pytest.mark.slow
 def test_an_adapter_is_a_name_of_its_model() -> None:
     listed = ({"id": "base"}, {"id": "french", "parent": "base"})
     with fakes(2, models=listed) as servers, routing(*(server.url for server in servers)) as router:

@@ -148,6 +148,7 @@ def test_spans_that_wait_are_sent_at_the_end(server: Server, receiver: Receiver)
     assert "format" in receiver.of_trace(trace_id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("headers", [{}, {"traceparent": "nonsense"}], ids=["no trace", "no valid trace"])
 def test_a_share_of_the_requests_without_a_trace_is_traced(sampling: Server, headers: dict[str, str]) -> None:
     answers = [sampling.invoke("a", headers=headers) for _ in range(400)]

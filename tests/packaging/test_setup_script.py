@@ -57,6 +57,7 @@ def test_the_versions_of_clients_are_those_of_the_extra() -> None:
     assert pinned == {re.split(r"[^\w-]", requirement)[0] for requirement in asked}
 
 
+@pytest.mark.slow
 def test_what_pip_is_configured_with_reaches_uv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     configuration = tmp_path / "pip.conf"
     configuration.write_text("[global]\nfind-links = /one\n    /two\nextra-index-url = http://127.0.0.1:1/simple\n")

@@ -24,6 +24,7 @@ def usual_collector() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_the_garbage_collector_works_as_usual_once_a_model_is_loaded() -> None:
     usual = model_imports._SERVING
     model_imports.prepare()
@@ -39,6 +40,7 @@ def test_a_collection_during_the_load_leaves_out_what_was_imported_before() -> N
     assert not any(found is libraries for found in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_the_thresholds_that_a_model_sets_stay() -> None:
     model_imports.prepare()
     gc.set_threshold(5000, 5, 5)

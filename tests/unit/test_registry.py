@@ -66,6 +66,7 @@ class Lease:
     """Stands for the lease of an environment."""
 
 
+@pytest.mark.slow
 @on_loop
 async def test_a_failed_model_keeps_nothing_of_its_load(tmp_path: Path) -> None:
     held: list[weakref.ref[Lease]] = []

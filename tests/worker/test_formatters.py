@@ -322,6 +322,7 @@ def test_a_handle_that_loads_an_engine_of_its_own_keeps_the_built_in_one_from_lo
     assert ask(server, "instead", "a b").json() == {"generated_text": " a b"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["data:", "data:\n", "id:\n", "{", "}", "a\n", "\n"])
 def test_events_are_found_in_linear_time(part: str) -> None:
     assert_linear(

@@ -21,8 +21,19 @@ from waiting import wait_until
 CONTRACT = Path("contract")
 
 
+def _workers_and_batch(workers: int, batch_size: int, slow: bool = False) -> object:
+    marks = [pytest.mark.slow] * slow
+    return pytest.param((workers, batch_size), id=f"{workers}workers-batch{batch_size}", marks=marks)
+
+
 @pytest.fixture(
-    scope="module", params=[(1, 1), (4, 1), (1, 8), (4, 8)], ids=lambda pair: f"{pair[0]}workers-batch{pair[1]}"
+    scope="module",
+    params=[
+        _workers_and_batch(1, 1),
+        _workers_and_batch(4, 1, slow=True),
+        _workers_and_batch(1, 8, slow=True),
+        _workers_and_batch(4, 8),
+    ],
 )
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     workers, batch_size = request.param

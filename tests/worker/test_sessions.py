@@ -165,6 +165,7 @@ def saved(s3: S3) -> set[str]:
     return {entry["Key"] for entry in found.get("Contents", ())}
 
 
+@pytest.mark.slow
 def test_sessions_are_saved_to_s3_and_found_from_elsewhere(
     sessions: Any, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
