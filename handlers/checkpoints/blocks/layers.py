@@ -29,8 +29,8 @@ class BlockLinear(nn.Module):
     is_padded = False
     max_rows = sys.maxsize
     """Up to how many rows the project's kernel computes: all."""
-    max_exact_rows = 8
-    """Up to how many rows weights can be multiplied as they are stored: reading more takes no longer than that."""
+    max_exact_rows = 32
+    """Up to how many rows weights can be multiplied as they are stored: unpacking is faster for more rows."""
 
     def __init__(
         self, laid: np.ndarray, widths: tuple[int, int], formats: Sequence[str], bias: Any, dtype: torch.dtype
@@ -69,7 +69,10 @@ class BlockLinear(nn.Module):
     @property
     def unmeasured_rows(self) -> int:
         """Up to how many rows weights are multiplied as they are stored, if it was not measured."""
-        return FEW_ROWS
+        from handlers.cpu_kernels import amx
+        from handlers.cpu_kernels.blocks import words
+
+        return self.max_exact_rows if words.IS_USABLE and not amx.IS_USABLE else FEW_ROWS
 
     def limit_exact_rows(self, rows: int) -> None:
         """Say up to how many rows weights are multiplied as they are stored."""

@@ -25,6 +25,7 @@ from handlers.cpu_kernels.blocks.layout import GROUP, INPUTS, Kind
 from handlers.cpu_kernels.blocks.reading import Block
 from handlers.cpu_kernels.blocks.vectors import (
     BYTE,
+    FLOAT,
     FLOATS,
     HALF,
     INT,
@@ -43,6 +44,8 @@ from handlers.cpu_kernels.intrinsics import LANES, spread
 IS_USABLE = byte_products.HAS_VNNI or byte_products.HAS_DOT_PRODUCT
 PREPARED_BYTES, FLOATS_AT = 320, 192
 """Of the inputs of a block as `prepare` writes them, and where they are as float32 among these."""
+WORDS_BYTES, SCALE_OF_WORDS_AT, SUM_OF_WORDS_AT = 72, 64, 68
+"""Of the inputs of a block as `prepare_words` writes them, and where their scale and their sum are among these."""
 _BYTES_AT, _SCALE_AT, _SUM_AT = 64, 128, 132
 _EXPONENT, _MIN_EXPONENT, _NAN = 0x7F800000, 32 << 23, 0x7FC00000
 _LARGEST = 14  # the greatest integer of a block has this exponent
@@ -58,7 +61,8 @@ _NIBBLE_ORDER = [
     for pair in range(first, PAIRS, 2)
 ]
 
-_INPUT_WORDS, _INPUT_FLOATS = ir.VectorType(WORD, INPUTS), ir.VectorType(ir.FloatType(), INPUTS)
+_INPUT_WORDS, _INPUT_HALVES = ir.VectorType(WORD, INPUTS), ir.VectorType(HALF, INPUTS)
+_INPUT_FLOATS = ir.VectorType(FLOAT, INPUTS)
 
 
 def multiplies(kind: Kind) -> bool:
@@ -73,19 +77,9 @@ def prepare(context, source, target):
 
     def build(ctx, builder, sig, args):
         source, target = args
-        stored = load_at(builder, source, 0, ir.VectorType(HALF, INPUTS))
-        bits = builder.shl(builder.zext(stored, _INPUT_WORDS), _constant(16))
-        floats = builder.bitcast(bits, _INPUT_FLOATS)
-        exponent = builder.and_(_reduced(builder, "umax", builder.and_(bits, _constant(0x7FFFFFFF))), WORD(_EXPONENT))
-        is_tiny = builder.icmp_unsigned("<", exponent, WORD(_MIN_EXPONENT))
-        kept = builder.select(is_tiny, WORD(_MIN_EXPONENT), exponent)
-        factor = builder.sub(WORD((2 * 127 + _LARGEST) << 23), kept)
-        factors = spread(builder, builder.bitcast(factor, ir.FloatType()), _INPUT_FLOATS)
-        rounded = _rounded(builder, builder.fmul(floats, factors))
-        is_finite = builder.icmp_unsigned("<", exponent, WORD(_EXPONENT))
-        scale = builder.select(is_finite, builder.sub(kept, WORD(_LARGEST << 23)), WORD(_NAN))
+        floats, rounded, scale = _as_integers(builder, source)
         if byte_products.HAS_VNNI:
-            store_at(builder, builder.trunc(rounded, ir.VectorType(HALF, INPUTS)), target, 0)
+            store_at(builder, builder.trunc(rounded, _INPUT_HALVES), target, 0)
         else:
             store_at(builder, _by_bytes(builder, rounded, [*range(INPUTS, 2 * INPUTS), *range(INPUTS)]), target, 0)
         store_at(builder, _by_bytes(builder, rounded, _NIBBLE_ORDER), target, _BYTES_AT)
@@ -95,6 +89,36 @@ def prepare(context, source, target):
         return ctx.get_dummy_value()
 
     return types.void(types.uintp, types.uintp), build
+
+
+@intrinsic
+def prepare_words(context, source, target):
+    """Write what products in words take of a block's inputs, as `prepare` does; their sum is a float32."""
+
+    def build(ctx, builder, sig, args):
+        source, target = args
+        _, rounded, scale = _as_integers(builder, source)
+        store_at(builder, builder.trunc(rounded, _INPUT_HALVES), target, 0)
+        store_at(builder, scale, target, SCALE_OF_WORDS_AT)
+        store_at(builder, builder.sitofp(_reduced(builder, "add", rounded), FLOAT), target, SUM_OF_WORDS_AT)
+        return ctx.get_dummy_value()
+
+    return types.void(types.uintp, types.uintp), build
+
+
+def _as_integers(builder, source):
+    """Return INPUTS elements of bfloat16 at an address as float32, as integers, and what these are to be scaled by."""
+    bits = builder.shl(builder.zext(load_at(builder, source, 0, _INPUT_HALVES), _INPUT_WORDS), _constant(16))
+    floats = builder.bitcast(bits, _INPUT_FLOATS)
+    exponent = builder.and_(_reduced(builder, "umax", builder.and_(bits, _constant(0x7FFFFFFF))), WORD(_EXPONENT))
+    is_tiny = builder.icmp_unsigned("<", exponent, WORD(_MIN_EXPONENT))
+    kept = builder.select(is_tiny, WORD(_MIN_EXPONENT), exponent)
+    factor = builder.sub(WORD((2 * 127 + _LARGEST) << 23), kept)
+    factors = spread(builder, builder.bitcast(factor, FLOAT), _INPUT_FLOATS)
+    rounded = _rounded(builder, builder.fmul(floats, factors))
+    is_finite = builder.icmp_unsigned("<", exponent, WORD(_EXPONENT))
+    scale = builder.select(is_finite, builder.sub(kept, WORD(_LARGEST << 23)), WORD(_NAN))
+    return floats, rounded, scale
 
 
 def _constant(number: int):
@@ -119,6 +143,13 @@ def _by_bytes(builder, words, order: Sequence[int]):
     return builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(WORD, len(order)), list(order)))
 
 
+def add_words(builder, *operands):
+    """Return the first operand with the products of the words of 16 bits in the others: of pairs, with AVX-512 VNNI."""
+    kind = ir.FunctionType(WORDS, [WORDS] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpwssd.512")
+    return builder.call(function, operands)
+
+
 class IntegerSums:
     """Adds the products of a row and a block to totals, one vector for each half of the outputs."""
 
@@ -130,7 +161,7 @@ class IntegerSums:
         builder, block = self._builder, self._block
         of_bytes = self._of_words if byte_products.HAS_VNNI else self._of_bytes
         sums = of_bytes(inputs) if block.kind.bits == 8 else self._of_nibbles(inputs)
-        scale = self._spread(inputs, _SCALE_AT, ir.FloatType(), FLOATS)
+        scale = self._spread(inputs, _SCALE_AT, FLOAT, FLOATS)
         total_of_inputs = builder.sitofp(self._spread(inputs, _SUM_AT, WORD, WORDS), FLOATS)
         for half, (words, total) in enumerate(zip(sums, self._totals, strict=True)):
             scaled = builder.fmul(builder.sitofp(words, FLOATS), block.scales.of_half(half))
@@ -150,7 +181,7 @@ class IntegerSums:
                 factor = self._spread(begin, 4 * pair, WORD, WORDS)
                 for half, total in enumerate(sums):
                     numbers = builder.bitcast(self._block.numbers.bytes_of(loop.index, pair, half), WORDS)
-                    builder.store(self._add_words(builder.load(total), numbers, factor), total)
+                    builder.store(add_words(builder, builder.load(total), numbers, factor), total)
         return [builder.load(total) for total in sums]
 
     def _of_bytes(self, inputs):
@@ -197,11 +228,6 @@ class IntegerSums:
     def _joined(self, upper, lower):
         """Return the sums of products, given those of the upper and of the lower bytes of the inputs."""
         return self._builder.add(self._builder.shl(upper, in_all_lanes(8)), lower)
-
-    def _add_words(self, *operands):
-        kind = ir.FunctionType(WORDS, [WORDS] * 3)
-        function = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.x86.avx512.vpdpwssd.512")
-        return self._builder.call(function, operands)
 
     def _spread(self, address, offset: int, kind, vector):
         return spread(self._builder, load_at(self._builder, address, offset, kind), vector)

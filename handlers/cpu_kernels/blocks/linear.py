@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from handlers.cpu_kernels import amx
-from handlers.cpu_kernels.blocks import integers
+from handlers.cpu_kernels.blocks import integers, words
 from handlers.cpu_kernels.blocks.layout import EXACT_ROWS, FIRST_PANEL, INPUTS, OUTPUTS, PANEL_WORDS, SECTION
 from handlers.cpu_kernels.blocks.products import address_of, multiply_row
 from handlers.cpu_kernels.blocks.unpacking import unpack
@@ -30,6 +30,9 @@ from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
 # Rows whose sums are kept while panels are unpacked: those of a panel and its rows stay in the L2 cache.
 _MAX_ROWS = 512
+# So many blocks stay in the L1 cache while all rows in integers of 16 bits multiply them, with the sums of these rows.
+_SHARED, _MAX_EXACT_ROWS = 4, 64
+_FEW_ROWS = 4  # are prepared by one thread: it takes no longer than to share them out
 _COLUMNS = max(TILE_COLUMNS, OUTPUTS)  # of the panels that vector registers multiply at once
 _PANELS = _COLUMNS // OUTPUTS
 _LINE = 4 * OUTPUTS
@@ -48,7 +51,7 @@ def block_linear(rows, weight, bias, out, threads):
     more rows weights are unpacked: to bfloat16 if the processor multiplies it, else to float32.
     """
     if len(rows) <= weight[EXACT_ROWS]:
-        _multiply_exactly(_inputs_in_bfloat16(rows), weight, bias, out, threads)
+        _multiply_integers(rows, weight, bias, out, threads)
     else:
         multiply(rows, weight, bias, out, threads)
 
@@ -57,7 +60,7 @@ def block_linear(rows, weight, bias, out, threads):
 def block_linear_in_vectors(rows, weight, bias, out, threads):
     """Compute `block_linear` for elements of float32, to which weights are unpacked."""
     if len(rows) <= weight[EXACT_ROWS]:
-        _multiply_exactly(_inputs(rows), weight, bias, out, threads)
+        _multiply_row_by_row(_inputs(rows), weight, bias, out, threads)
     else:
         multiply_floats(rows, weight, bias, out, threads)
 
@@ -92,22 +95,101 @@ def _prepared(rows):
 
 
 @kernel_part()
-def _multiply_exactly(inputs, weight, bias, out, threads):
+def _multiply_row_by_row(inputs, weight, bias, out, threads):
+    """Multiply rows as `multiply_row` takes them."""
     shares = shares_of(threads)
-    in_threads(_exact, shares, (inputs, weight, bias, out, shares))
+    in_threads(_row_by_row, shares, (inputs, weight, bias, out, shares))
 
 
 @kernel_part()
-def _exact(first_share, last_share, inputs, weight, bias, out, shares):
-    """Compute the panels of some shares, for rows as `multiply_row` takes them."""
-    panels, blocks = -(-out.shape[1] // OUTPUTS), inputs.shape[1]
-    sums, like = empty((1, OUTPUTS), np.float32), out.dtype.type(0)
+def _row_by_row(first_share, last_share, inputs, weight, bias, out, shares):
+    """Compute the panels of some shares."""
+    panels = -(-out.shape[1] // OUTPUTS)
+    sums = empty((1, OUTPUTS), np.float32)
     for panel in range(panels * first_share // shares, panels * last_share // shares):
-        place = FIRST_PANEL + PANEL_WORDS * panel
-        source = address_of(weight) + np.uintp(weight[place + 1])
         for row in range(len(inputs)):
-            multiply_row(weight[place], source, blocks, address_of(inputs[row]), address_of(sums), like)
+            _multiply_row(weight, panel, inputs, row, sums, out.dtype.type(0))
             write_sums(sums, bias, out, row, row + 1, panel * OUTPUTS)
+
+
+@kernel_part(is_separate=True)
+def _multiply_row(weight, panel, inputs, row, sums, like):
+    place = FIRST_PANEL + PANEL_WORDS * panel
+    source = address_of(weight) + np.uintp(weight[place + 1])
+    multiply_row(weight[place], source, inputs.shape[1], address_of(inputs[row]), address_of(sums), like)
+
+
+# --- several rows in integers ---
+
+
+@kernel_part()
+def _multiply_prepared(rows, weight, bias, out, threads):
+    _multiply_row_by_row(_prepared(rows), weight, bias, out, threads)
+
+
+@kernel_part()
+def _multiply_together(rows, weight, bias, out, threads):
+    """Multiply rows of bfloat16: one by one, or several in words if the kind of a panel allows it."""
+    if len(rows) == 1:
+        _multiply_prepared(rows, weight, bias, out, threads)
+        return
+    panels, others = -(-out.shape[1] // OUTPUTS), 0
+    for panel in range(panels):
+        others += not _is_in_words(weight, panel)
+    shares, blocks, groups = shares_of(threads), rows.shape[1] // INPUTS, -(-len(rows) // words.ROWS)
+    inputs = empty((groups, blocks, words.ROWS, integers.WORDS_BYTES), np.uint8)
+    for padding in range(len(rows), groups * words.ROWS):
+        fill(inputs[-1, :, padding % words.ROWS], np.uint8(0))
+    if len(rows) <= _FEW_ROWS:
+        _prepare_words(_NONE, len(rows), rows, inputs)
+    else:
+        in_threads(_prepare_words, len(rows), (rows, inputs))
+    single = _prepared(rows if others else rows[:0])
+    in_threads(_together, shares, (inputs, single, weight, bias, out, shares))
+
+
+@kernel_part()
+def _is_in_words(weight, panel):
+    return words.KINDS_IN_WORDS >> weight[FIRST_PANEL + PANEL_WORDS * panel] & 1
+
+
+@kernel_part()
+def _prepare_words(first_row, last_row, rows, inputs):
+    for row in range(first_row, last_row):
+        of_group, place = inputs[row // words.ROWS], row % words.ROWS
+        for block in range(len(of_group)):
+            source = address_of(rows[row]) + np.uintp(2 * INPUTS * block)
+            integers.prepare_words(source, address_of(of_group[block, place]))
+
+
+@kernel_part()
+def _together(first_share, last_share, inputs, single, weight, bias, out, shares):
+    """Compute the panels of some shares, for inputs (groups, blocks, rows, bytes), or `single` as of `_prepared`."""
+    count, panels = len(out), -(-out.shape[1] // OUTPUTS)
+    sums = empty((_MAX_EXACT_ROWS, OUTPUTS), np.float32)
+    for first in range(0, count, _MAX_EXACT_ROWS):
+        last = min(first + _MAX_EXACT_ROWS, count)
+        for panel in range(panels * first_share // shares, panels * last_share // shares):
+            if _is_in_words(weight, panel):
+                fill(sums[: -(-(last - first) // words.ROWS) * words.ROWS], np.float32(0))
+                _add_panel(weight, panel, inputs, first, last, sums)
+            else:
+                for row in range(first, last):
+                    _multiply_row(weight, panel, single, row, sums[row - first :], out.dtype.type(0))
+            write_sums(sums, bias, out, first, last, panel * OUTPUTS)
+
+
+@kernel_part(is_separate=True)
+def _add_panel(weight, panel, inputs, first, last, sums):
+    """Add the products of rows and a panel to their sums. Memory delivers during short sections, too."""
+    place, blocks = FIRST_PANEL + PANEL_WORDS * panel, inputs.shape[1]
+    source = address_of(weight) + np.uintp(weight[place + 1])
+    section = blocks if last - first <= words.ROWS else _SHARED
+    for block in range(0, blocks, section):
+        of_section = min(section, blocks - block)
+        for row in range(first, last, words.ROWS):
+            inputs_of = address_of(inputs[row // words.ROWS, block])
+            words.multiply_words(weight[place], source, block, of_section, inputs_of, address_of(sums[row - first]))
 
 
 # --- many rows ---
@@ -236,7 +318,16 @@ def multiply_floats(rows, weight, bias, out, threads):
     _multiply_in_vectors(words, weight, bias, out, threads, INPUTS, np.float32(0))
 
 
-_inputs_in_bfloat16 = _prepared if integers.IS_USABLE else _inputs
+@kernel_part()
+def _multiply_as_floats(rows, weight, bias, out, threads):
+    _multiply_row_by_row(_inputs(rows), weight, bias, out, threads)
+
+
+_multiply_integers = _multiply_as_floats
+if words.IS_USABLE:
+    _multiply_integers = _multiply_together
+elif integers.IS_USABLE:
+    _multiply_integers = _multiply_prepared
 multiply = multiply_floats
 if amx.IS_USABLE:
     multiply = _multiply_in_tile_registers

@@ -66,7 +66,28 @@ class Numbers:
         if self._kind.bits == 4:
             return lows
         highs = self._highs(group, quarter)
-        return builder.or_(lows[0], self._by_byte(highs)), builder.or_(lows[1], self._by_byte(self._right(highs, 2)))
+        even, odd = (_by_byte(builder, each) for each in (highs, self._right(highs, 2)))
+        return builder.or_(lows[0], even), builder.or_(lows[1], odd)
+
+    def words(self, group):
+        """Return a function: a pair of a group -> its numbers in both halves, of 4 or 8 bits, less zero, as words."""
+        builder, halves = self._builder, range(2)
+        if self._kind.bits == 8:
+            return lambda pair: [self.bytes_of(group, pair, half) for half in halves]
+        address, kind = self._of_group(group, 4), ir.VectorType(HALF, 2 * LANES)
+        lines = [builder.bitcast(self._line(address, _VECTOR * quarter), kind) for quarter in range(QUARTERS)]
+        orders = [range(place, 4 * LANES, 2) for place in range(2)]  # of words with four pairs: the first, the others
+        fours = [
+            [shuffled(builder, lines[2 * half], lines[2 * half + 1], order) for order in orders] for half in halves
+        ]
+        return lambda pair: [self._low_words(fours[half][pair // 4], 4 * (pair % 4)) for half in halves]
+
+    def _low_words(self, words, shift: int):
+        """Return the numbers of 4 bits in words of 16, less zero."""
+        in_all, builder = ir.VectorType(HALF, 2 * LANES), self._builder
+        right, low, zero = (ir.Constant(in_all, [number] * in_all.count) for number in (shift, 15, self._kind.zero))
+        found = builder.and_(builder.lshr(words, right) if shift else words, low)
+        return builder.sub(found, zero) if self._kind.zero else found
 
     def pairs(self, group):
         """Return a function: a pair of a group, which is a number that is known at run time -> numbers of quarters."""
@@ -95,16 +116,6 @@ class Numbers:
         behind = self._builder.add(self._address, INT(GROUP * OUTPUTS))  # the lowest 4 bits of both groups
         shift = spread(self._builder, self._builder.trunc(self._builder.mul(group, INT(16)), WORD), WORDS)
         return self._builder.lshr(self._line(behind, _VECTOR * quarter), shift)
-
-    def _by_byte(self, highs):
-        """Bring the upper bits of pairs 0, 2, 4 and 6 to bits 4 and 5 of the four bytes of their word."""
-        spaced = self._spaced(highs, 0x0033, 0x3300, 8)
-        return self._builder.shl(self._spaced(spaced, 0x00030003, 0x00300030, 4), in_all_lanes(4))
-
-    def _spaced(self, words, kept: int, moved: int, left: int):
-        """Return some bits of words where they are, and others further to the left."""
-        far = self._builder.shl(self._builder.and_(words, in_all_lanes(moved)), in_all_lanes(left))
-        return self._builder.or_(self._builder.and_(words, in_all_lanes(kept)), far)
 
     def _low(self, word, pair: int):
         return self._builder.and_(self._right(word, 4 * pair), in_all_lanes(15))
@@ -157,3 +168,15 @@ class Numbers:
 
     def _prefetch(self, address, offset: int) -> None:
         prefetch_line(self._builder, self._builder.add(address, INT(_AHEAD_BYTES + offset)))
+
+
+def _by_byte(builder, highs):
+    """Bring the upper bits of pairs 0, 2, 4 and 6 to bits 4 and 5 of the four bytes of their word."""
+    spaced = _spaced(builder, highs, 0x0033, 0x3300, 8)
+    return builder.shl(_spaced(builder, spaced, 0x00030003, 0x00300030, 4), in_all_lanes(4))
+
+
+def _spaced(builder, words, kept: int, moved: int, left: int):
+    """Return some bits of words where they are, and others further to the left."""
+    far = builder.shl(builder.and_(words, in_all_lanes(moved)), in_all_lanes(left))
+    return builder.or_(builder.and_(words, in_all_lanes(kept)), far)

@@ -105,32 +105,40 @@ def test_inputs_at_the_limits_of_bfloat16(name: str) -> None:
         assert bool(layer(hidden)[1].isfinite().all())
 
 
-@pytest.mark.parametrize("exact_rows", [100, 0])
-def test_a_row_gets_the_same_bits_in_any_batch_and_with_any_number_of_threads(exact_rows: int) -> None:
-    layer = BlockLinear.from_stored(random_blocks("q4_1", 200, 1088), None, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("name", "exact_rows"), [("q4_1", 100), ("q4_1", 0), *((name, 100) for name in ("q8_0", "q4_0", "q4_k", "q6_k"))]
+)
+def test_a_row_gets_the_same_bits_in_any_batch_and_with_any_number_of_threads(name: str, exact_rows: int) -> None:
+    layer = BlockLinear.from_stored(random_blocks(name, 200, 1280), None, torch.bfloat16)
     layer.laid[EXACT_ROWS] = exact_rows
-    hidden = torch.randn((77, 1088), generator=torch.Generator().manual_seed(1)).bfloat16()
+    hidden = torch.randn((77, 1280), generator=torch.Generator().manual_seed(1)).bfloat16()
     together = layer(hidden)
-    for row in (0, 1, 4, 76):
+    for row in (0, 1, 4, 63, 64, 76):
         assert torch.equal(layer(hidden[row : row + 1])[0], together[row])
+    for rows in (2, 3, 8, 9, 14):
+        assert torch.equal(layer(hidden[:rows]), together[:rows])
     for threads in (1, 3, 5):
         out = torch.empty_like(together)
         layer._kernel(as_numpy(hidden), layer.laid, layer.added, as_numpy(out), threads)
         assert torch.equal(out, together)
 
 
-def test_layers_of_several_formats_are_one_if_they_fill_panels() -> None:
-    def layer(stored: StoredWeight) -> BlockLinear:
-        return BlockLinear.from_stored(stored, None, torch.float32)
-
-    stored = [random_blocks(name, outputs, 96) for name, outputs in (("q4_1", 64), ("q4_0", 32), ("q8_0", 33))]
-    linears = [layer(weight) for weight in stored]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_several_formats_are_one_if_they_fill_panels(dtype: torch.dtype) -> None:
+    formats = (("q4_1", 64), ("q6_k", 32), ("q4_0", 32), ("q8_0", 33))
+    stored = [random_blocks(name, outputs, 256) for name, outputs in formats]
+    linears = [BlockLinear.from_stored(weight, None, dtype) for weight in stored]
     assert not BlockLinear.is_joinable(linears[::-1])
     assert BlockLinear.is_joinable(linears)
     joined = BlockLinear.join(linears, None)
-    hidden = torch.randn((9, 96), generator=torch.Generator().manual_seed(1))
-    expected = torch.cat([hidden @ reference(weight).T for weight in stored], dim=1)
-    torch.testing.assert_close(joined(hidden), expected, rtol=1e-5, atol=1e-4)
+    hidden = torch.randn((9, 256), generator=torch.Generator().manual_seed(1)).to(dtype)
+    for layer in (joined, *linears):
+        layer.limit_exact_rows(9)
+    assert torch.equal(joined(hidden), torch.cat([layer(hidden) for layer in linears], dim=1))
+    weight = torch.cat([reference(part) for part in stored]).double()
+    expected, size = hidden.double() @ weight.T, hidden.double().abs() @ weight.abs().T
+    rounding, error = (2**-8 * expected.abs(), 1e-5) if dtype == torch.bfloat16 else (0.0, 1e-6)
+    assert bool(((joined(hidden).double() - expected).abs() <= rounding + error * size).all())
 
 
 @pytest.mark.slow
