@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from handlers.generation.detokenizer import StopMatcher, TokenTexts
 from handlers.generation.parameters import room_of
 from lmi_server.contract.errors import HandlerError
@@ -68,19 +70,12 @@ class DeltaBuilder:
             text = self._stops.feed(output.text[self._read :])[0]
             self._read = len(output.text)
             self._sent += len(text)
+        delta = Delta(text, tokens, reason, usage, stop_reason=output.stop_reason)
         if self._prompt_text is None:
-            return Delta(text, tokens, reason, usage, stop_reason=output.stop_reason)
-        prompt_text, self._prompt_text = self._prompt_text, None
-        return Delta(
-            text,
-            tokens,
-            reason,
-            usage,
-            prompt_text,
-            self._prompt_tokens(output),
-            prompt_token_ids=self._prompt_ids,
-            stop_reason=output.stop_reason,
-        )
+            return delta
+        about_prompt = {"prompt_text": self._prompt_text, "prompt_token_ids": self._prompt_ids}
+        self._prompt_text = None
+        return msgspec.structs.replace(delta, prompt_tokens=self._prompt_tokens(output), **about_prompt)
 
     def _new_tokens(self, output: Any) -> tuple[Token, ...]:
         first, ids = self._tokens, output.token_ids

@@ -86,20 +86,12 @@ class DeltaBuilder:
         tokens = self._tokens(output.prompt_token_ids, ids, completion)
         stop = completion.stop_reason
         transfer = {} if reason is None else _transfer_params(output)
+        delta = Delta(completion.text, tokens, reason, usage, stop_reason=stop, transfer_params=transfer)
         if self._prompt_text is None:
-            return Delta(completion.text, tokens, reason, usage, stop_reason=stop, transfer_params=transfer)
-        prompt_text, self._prompt_text = self._prompt_text(), None
-        return Delta(
-            completion.text,
-            tokens,
-            reason,
-            usage,
-            prompt_text,
-            self._prompt_tokens(output),
-            prompt_token_ids=tuple(output.prompt_token_ids),
-            stop_reason=stop,
-            transfer_params=transfer,
-        )
+            return delta
+        text, self._prompt_text = self._prompt_text(), None
+        ids, scored = tuple(output.prompt_token_ids), self._prompt_tokens(output)
+        return msgspec.structs.replace(delta, prompt_text=text, prompt_tokens=scored, prompt_token_ids=ids)
 
     def _tokens(self, prompt: Sequence[int], ids: Sequence[int], completion: Any) -> tuple[Token, ...]:
         """Return the tokens of a completion; the texts of scored ones join to the output."""
