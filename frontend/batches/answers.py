@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 from frontend.batches.records import BatchRecord, FileRecord, OwnedRecords, content_key
-from frontend.storage.objects import Journal
-from frontend.storage.threads import StoreThreads
+from frontend.storage.objects import Journal, StoreThreads
 from lmi_server.batches.lines import split_lines
 from lmi_server.files.journal import TakenError
 

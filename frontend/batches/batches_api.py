@@ -22,8 +22,8 @@ from frontend.http.parameters import json_fields
 from frontend.http.responses import json_response
 from frontend.management.models import WholePathRoute
 from frontend.storage.listing import first_of, list_object, page_of
+from frontend.storage.objects import StoreThreads
 from frontend.storage.owners import is_id, owner_of
-from frontend.storage.threads import StoreThreads
 from lmi_server.batches.lines import ROUTES
 from lmi_server.contract.errors import BadParameterError, KeyBusyError, ObjectNotFoundError
 from lmi_server.contract.texts.quoting import excerpt

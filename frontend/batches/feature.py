@@ -17,8 +17,7 @@ from frontend.batches.runner import BatchRunner
 from frontend.batches.settings import BatchSettings
 from frontend.features import Inference, ServerFeature, ServerParts, Unset
 from frontend.http.clients import Receive, Scope, Send
-from frontend.storage.objects import open_store
-from frontend.storage.threads import StoreThreads
+from frontend.storage.objects import StoreThreads, open_store
 
 _THREADS = 16
 

@@ -18,8 +18,8 @@ from frontend.http.protocol import held_by
 from frontend.http.responses import json_response
 from frontend.management.models import WholePathRoute
 from frontend.storage.listing import first_of, list_object, page_of
+from frontend.storage.objects import StoreThreads
 from frontend.storage.owners import is_id, new_id, owner_of
-from frontend.storage.threads import StoreThreads
 from lmi_server.contract.errors import (
     BadParameterError,
     ObjectNotFoundError,

@@ -23,8 +23,7 @@ from frontend.batches.asking import Asking
 from frontend.batches.input import BatchInput, take
 from frontend.batches.records import BatchCounts, BatchRecord, LineFault, OwnedRecords, content_key
 from frontend.batches.settings import BatchSettings
-from frontend.storage.objects import Journal
-from frontend.storage.threads import StoreThreads
+from frontend.storage.objects import Journal, StoreThreads
 from lmi_server.batches.lines import BatchLine, LineError, error_line
 from lmi_server.files.journal import TakenError
 

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from frontend.capture.budget import Budget
 from frontend.http.clients import Receive, Scope, Send
 
 _OVERHEAD = 512  # bytes of an exchange without any text
+
+
+class Budget:
+    """Counts bytes up to `limit`, in any thread."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> bool:
+        """Count so many bytes more; return False, and count nothing, if there is no room."""
+        with self._lock:
+            if self._taken + count > self._limit:
+                return False
+            self._taken += count
+            return True
+
+    def give_back(self, count: int) -> None:
+        with self._lock:
+            self._taken -= count
+
+    @property
+    def taken(self) -> int:
+        return self._taken
 
 
 @dataclass(slots=True)

@@ -10,9 +10,8 @@ from random import random
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
-from frontend.capture.budget import Budget
 from frontend.capture.destinations import destination
-from frontend.capture.exchange import CapturedExchange
+from frontend.capture.exchange import Budget, CapturedExchange
 from frontend.capture.settings import CaptureSettings
 from frontend.capture.writer import CaptureWriter
 from frontend.features import Inference, ServerFeature, ServerParts

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import time
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -20,6 +23,7 @@ from lmi_server.supervisor.job import ReplySlot
 _OF_AN_ANSWER = frozenset({"content-length", "connection", "x-request-id", "pragma", "cache-control", "expires"})
 _TURN = 256  # pieces, after which other requests have their turn: nothing else here waits
 _ITEM_SIZE = 64  # bytes that a piece of an answer takes beside its content
+_HERE = f"{socket.gethostname()}:{os.getpid()}"
 
 
 def receive_body(body: bytes) -> Receive:
@@ -131,3 +135,20 @@ class DetachedRequest:
     def set_reason(self, phrase: str) -> None:
         """Keep the reason phrase."""
         self.record.reason = phrase
+
+
+def process_name() -> str:
+    """Return a name of this process that no other one has had."""
+    return f"{_HERE}:{time.time_ns()}"
+
+
+def is_gone(name: str, own: str) -> bool:
+    """Return whether the process of a name was one of this machine and has ended. `own` is the name of this process.
+
+    A container that starts again may give its process the number of the one before.
+    """
+    host, _, rest = name.partition(":")
+    pid = rest.partition(":")[0]
+    if host != socket.gethostname() or name == own:
+        return False
+    return f"{host}:{pid}" == _HERE or not os.path.exists(f"/proc/{pid}")

@@ -4,7 +4,6 @@ connection/arrival.py   bounds of what arrives: head, headers, chunks, requests 
 connection/pace.py      clients that take too long
 connection/unread.py    clients that do not read their answers
 connection/answers.py   refusals, and what uvicorn's way of writing an answer lacks
-connection/sockets.py   what the system tells of a connection
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from frontend.http.connection.answers import (
 )
 from frontend.http.connection.arrival import MAX_HEADERS, TOO_MANY_HEADERS, ArrivingRequest, Headers, RefusedError
 from frontend.http.connection.pace import ClientPace
-from frontend.http.connection.sockets import drop_if_reset
-from frontend.http.connection.unread import UnreadBytes
+from frontend.http.connection.unread import UnreadBytes, drop_if_reset
 from frontend.http.connection_limits import ConnectionLimits
 from frontend.http.held_bytes import HeldBytes
 from lmi_server.supervisor.job import ReplySlot

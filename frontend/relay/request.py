@@ -6,18 +6,17 @@ import codecs
 import io
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from frontend.access.api_keys import TENANT
 from frontend.http.clients import Receive, Scope
-from frontend.http.deadlines import deadline_of
 from frontend.http.protocol import ClientConnection, connection_of, header_names
 from frontend.http.request_ids import new_request_id
 from frontend.observability.trace_context import RequestTrace
 from frontend.relay.response import RelayedResponse
-from lmi_server.contract.errors import MalformedUrlError, PayloadTooLargeError, RequestError
+from lmi_server.contract.errors import BadParameterError, MalformedUrlError, PayloadTooLargeError, RequestError
 from lmi_server.contract.protocol import DEFAULT_PRIORITY, Input
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.dialects.forms import is_form, split_pairs
@@ -34,6 +33,10 @@ _MALFORMED = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PRIORITIES = range(-(2**31), 2**31)
 _MAX_PRIORITY_SIZE = len(str(_PRIORITIES.start))  # bytes of JSON
 _SHORT_BODY = 64 * 1024
+_REQUEST_TIMEOUT = "x-request-timeout"
+# What the clients of OpenAI and Anthropic send unasked: the seconds for which they wait for a part of the answer.
+_CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
 class _Fields(msgspec.Struct):
@@ -236,3 +239,24 @@ def parse_priority(value: str) -> int:
 
 def _too_large(max_size: int) -> PayloadTooLargeError:
     return PayloadTooLargeError(f"the body is longer than max_request_size={max_size} bytes; send less, or raise it")
+
+
+def deadline_of(headers: Mapping[str, str], arrived: float) -> Deadline | None:
+    """Return the deadline of a request that arrived at `arrived`; None if it has none. Raises BadParameterError."""
+    asked = headers.get(_REQUEST_TIMEOUT)
+    if asked is not None:
+        seconds = _seconds(asked)
+        if not seconds:
+            raise BadParameterError(
+                f"Header {_REQUEST_TIMEOUT} is '{excerpt(asked)}'; send a number of seconds above 0, such as 30 or 2.5"
+            )
+        return Deadline(arrived + seconds, f"{_REQUEST_TIMEOUT}={seconds:g}", ends_running=True)
+    for name in _CLIENT_TIMEOUTS:
+        if name in headers and (seconds := _seconds(headers[name])):
+            return Deadline(arrived + seconds, f"{name}={seconds:g}", ends_running=False)
+    return None
+
+
+def _seconds(text: str) -> float:
+    """Return a number of seconds, 0.0 if the text is none."""
+    return float(text) if _SECONDS.fullmatch(text) is not None else 0.0

@@ -24,8 +24,8 @@ from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import held_by
 from frontend.http.request_ids import new_request_id
 from frontend.sagemaker.settings import JobSettings
+from frontend.storage.objects import StoreThreads
 from frontend.storage.s3 import as_os_errors, aws_client
-from frontend.storage.threads import StoreThreads
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import LmiServerError, ModelNotReadyError, NoRoomError, QueueFullError, RequestError
 from lmi_server.contract.texts.quoting import excerpt

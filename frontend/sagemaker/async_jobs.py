@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from starlette.responses import Response
 
-from frontend.detached.processes import is_gone, process_name
-from frontend.detached.request import DetachedRequest
+from frontend.detached.request import DetachedRequest, is_gone, process_name
 from frontend.features import Inference, Target
 from frontend.http.clients import Receive, Scope, Send
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
@@ -25,7 +24,7 @@ from frontend.http.request_ids import new_request_id
 from frontend.http.responses import error_response, json_response
 from frontend.sagemaker.job_store import JobRecord, job_store
 from frontend.sagemaker.settings import JobSettings
-from frontend.storage.threads import StoreThreads
+from frontend.storage.objects import StoreThreads
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.errors import BadParameterError, LmiServerError, QueueFullError, WorkerDiedError
 from lmi_server.contract.protocol import SYNCHRONOUS_HEADER

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.features import Inference, ServerFeature, ServerParts
+from frontend.http.responses import json_response
 from frontend.sagemaker.async_invocations import AsyncInvocations
 from frontend.sagemaker.async_jobs import AsyncJobs
 from frontend.sagemaker.job_store import memory_for_answers
 from frontend.sagemaker.request_signatures import SignatureCheck
 from frontend.sagemaker.runtime import ENDPOINTS, PATHS, STREAM_PATH, STREAM_TYPE, SageMakerRuntime
 from frontend.sagemaker.settings import SignatureSettings
-from frontend.sagemaker.transform import TransformParameters
 from lmi_server.configuration.server_settings import ServerSettings
+from lmi_server.contract.errors import LmiServerError
+from lmi_server.serving.models.registry import ModelRegistry
+
+_MIB = 1 << 20
+_MAX_PAYLOAD = 6  # MiB, SageMaker's own default
+_MAX_TOGETHER = 100  # MiB: SageMaker refuses more for the payloads of all requests at a time
 
 
 def attach(server: ServerParts) -> ServerFeature:
@@ -62,3 +70,36 @@ def _signatures(settings: ServerSettings) -> SignatureCheck | None:
     if signing.sigv4_keys is None:
         return None
     return SignatureCheck(signing.sigv4_keys, signing.sigv4_region, settings.max_request_size)
+
+
+class TransformParameters:
+    """What a batch transform job of SageMaker asks once, before its requests; bodies have at most `max_size` bytes.
+
+    It uses what its own call (CreateTransformJob) does not say, and sends each record to `/invocations`.
+    """
+
+    def __init__(self, models: ModelRegistry, max_size: int) -> None:
+        self._models = models
+        self._payload = max(1, min(_MAX_PAYLOAD, max_size // _MIB))
+
+    def routes(self) -> list[Route]:
+        return [Route("/execution-parameters", self.parameters)]
+
+    async def parameters(self, request: Request) -> Response:
+        """SageMaker: say how a batch transform job should send its records."""
+        return json_response(
+            {
+                "MaxConcurrentTransforms": max(1, min(self._places(), _MAX_TOGETHER // self._payload)),
+                "BatchStrategy": "SINGLE_RECORD",
+                "MaxPayloadInMB": self._payload,
+            }
+        )
+
+    def _places(self) -> int:
+        """Return how many requests the default model has room for at a time."""
+        try:
+            endpoint = self._models.only or self._models.default
+            pool = None if endpoint is None else endpoint.choose(None).loaded()
+        except LmiServerError:
+            return 1
+        return 1 if pool is None else pool.dispatcher.router.places

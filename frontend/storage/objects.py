@@ -6,20 +6,26 @@ comes from a client unchecked.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, BinaryIO, NamedTuple, Protocol
+from typing import Annotated, BinaryIO, NamedTuple, Protocol, TypeVar
 
 from pydantic import Field
 
 from lmi_server.configuration.declaration import Allowed
-from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.errors import ConfigurationError, ServingError
 
 StorePlace = Annotated[str | None, Field(min_length=1), Allowed("a directory, or s3://bucket/prefix")]
 
 _S3 = re.compile(r"s3://([^/]+)/?(.*)")
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 class Entry(NamedTuple):
@@ -94,3 +100,22 @@ def open_store(place: str, setting: str) -> ObjectStore:
     from frontend.storage.directory import DirectoryObjects
 
     return DirectoryObjects(Path(place), setting)
+
+
+class StoreThreads:
+    """Runs the blocking calls of one feature."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(count, name)
+
+    async def run(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+        """Return what a function of a store returns. Raises OSError."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def serve(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+        """The same for a client's call. Raises ServingError if the store fails."""
+        try:
+            return await self.run(function, *arguments)
+        except OSError as error:
+            logger.error("the store cannot be used: %s", error)
+            raise ServingError(f"the store cannot be used: {error.strerror or error}; try again later") from error

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.detached.processes import is_gone
+from frontend.detached.request import is_gone
 from frontend.http.responses import json_response
 from frontend.management.models import WholePathRoute
 from frontend.storage.listing import limit_of, list_object
+from frontend.storage.objects import StoreThreads
 from frontend.storage.owners import is_id, owner_of
-from frontend.storage.threads import StoreThreads
 from frontend.stored_responses.background import CANCELLED, BackgroundResponses, end_early
 from frontend.stored_responses.records import PREFIX, ResponseStore, StoredResponse
 from lmi_server.contract.errors import BadParameterError, ObjectNotFoundError, PayloadTooLargeError

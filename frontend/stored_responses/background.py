@@ -12,12 +12,11 @@ from typing import Any
 
 import msgspec
 
-from frontend.detached.processes import process_name
-from frontend.detached.request import DetachedRequest, KeptAnswer
+from frontend.detached.request import DetachedRequest, KeptAnswer, process_name
 from frontend.features import Inference, Target
 from frontend.http.clients import Receive, Scope
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
-from frontend.storage.threads import StoreThreads
+from frontend.storage.objects import StoreThreads
 from frontend.stored_responses.records import ResponseStore, StoredResponse
 from lmi_server.contract.errors import KeyBusyError
 

@@ -18,9 +18,8 @@ from frontend.http.compression import decoded_body
 from frontend.http.protocol import held_by
 from frontend.http.responses import error_response, json_response
 from frontend.relay.request import ClientGoneError, RelayedRequest
-from frontend.storage.objects import open_store
+from frontend.storage.objects import StoreThreads, open_store
 from frontend.storage.owners import new_id, owner_of
-from frontend.storage.threads import StoreThreads
 from frontend.stored_responses.api import ResponsesApi
 from frontend.stored_responses.background import BackgroundResponses, in_progress
 from frontend.stored_responses.capture import Keep, ResponseCapture

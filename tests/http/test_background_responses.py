@@ -14,9 +14,8 @@ from starlette.requests import Request
 
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import connection_of, scope_without_client
-from frontend.storage.objects import open_store
+from frontend.storage.objects import StoreThreads, open_store
 from frontend.storage.owners import EVERYONE, new_id
-from frontend.storage.threads import StoreThreads
 from frontend.stored_responses.api import ResponsesApi
 from frontend.stored_responses.background import BackgroundResponses, in_progress
 from frontend.stored_responses.records import PREFIX, ResponseStore, StoredResponse

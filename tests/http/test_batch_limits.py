@@ -22,9 +22,8 @@ from frontend.batches.runner import BatchRunner
 from frontend.batches.settings import BatchSettings
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import scope_without_client
-from frontend.storage.objects import open_store
+from frontend.storage.objects import StoreThreads, open_store
 from frontend.storage.owners import EVERYONE, new_id
-from frontend.storage.threads import StoreThreads
 from lmi_server.contract.errors import KeyBusyError, PayloadTooLargeError
 
 

@@ -30,9 +30,8 @@ from frontend.batches.settings import BatchSettings
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import connection_of
 from frontend.storage import owners as owners_module
-from frontend.storage.objects import Journal, open_store
+from frontend.storage.objects import Journal, StoreThreads, open_store
 from frontend.storage.owners import EVERYONE, new_id, owner_of
-from frontend.storage.threads import StoreThreads
 from lmi_server.batches.lines import BatchLine
 from lmi_server.contract.protocol import Error, Head
 from lmi_server.supervisor.job import ReplySlot

@@ -25,14 +25,11 @@ from paths import ROOT
 from server_helpers import Server, running
 from waiting import wait_until
 
-from frontend.canary.answers import read_answer
-from frontend.canary.comparison import Compared, compare_answers
-from frontend.canary.draw import Draw
+from frontend.canary.comparison import Compared, compare_answers, read_answer
 from frontend.canary.figures import Figures
 from frontend.canary.outcomes import AnswerOutcome, outcome_of
-from frontend.canary.proportions import chance_of_more
-from frontend.canary.rules import Rules
-from frontend.canary.trial import CanaryTrial
+from frontend.canary.rules import Rules, chance_of_more
+from frontend.canary.trial import CanaryTrial, Draw
 from lmi_server.contract.errors import HandlerError, RequestError
 from lmi_server.contract.protocol import End, Error, Input, Reply
 from lmi_server.dialects.errors import error_reply

@@ -17,9 +17,8 @@ import pytest
 from server_helpers import Server, connect, make_model, raw_request, received, request, running
 from waiting import wait_until
 
-from frontend.capture.budget import Budget
 from frontend.capture.destinations import BucketObjects, LostError, RotatingFiles, destination
-from frontend.capture.exchange import CapturedExchange
+from frontend.capture.exchange import Budget, CapturedExchange
 from frontend.capture.lines import captured_line
 from frontend.capture.settings import CaptureSettings
 from frontend.capture.writer import CaptureWriter
