@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import msgspec
 
 from frontend.canary.sessions import RequestCounts, SessionCounts
 from lmi_server.bench.paired import PairedRatios
-from lmi_server.verify.asking import Answer, ScoredToken
+from lmi_server.verify.asking import Answer, ScoredToken, finite, scored_tokens
 from lmi_server.verify.comparison import Pair, compare
 
 _KEPT = 500  # ratios
@@ -159,25 +158,8 @@ def _tokens(document: Any) -> Iterator[ScoredToken]:
         return
     for choice in document.get("choices") or ():
         if choice.get("index", 0) == 0 and choice.get("logprobs"):
-            yield from _of_choice(choice["logprobs"])
+            yield from scored_tokens(choice["logprobs"])
     token, details = document.get("token"), document.get("details")  # of LMI: in a stream, and in a whole answer
     for entry in [token] if token else (details or {}).get("tokens") or ():
         value = entry["log_prob"] if "log_prob" in entry else entry["logprob"]
-        yield ScoredToken(str(entry["text"]), _finite(value), {})
-
-
-def _of_choice(found: Mapping[str, Any]) -> Iterator[ScoredToken]:
-    for entry in found.get("content") or ():
-        top = {str(each["token"]): _finite(each["logprob"]) for each in entry.get("top_logprobs") or ()}
-        yield ScoredToken(str(entry["token"]), _finite(entry["logprob"]), top)
-    texts, tops = found.get("tokens") or (), found.get("top_logprobs")
-    for text, value, top in zip(texts, found.get("token_logprobs") or (), tops or [None] * len(texts), strict=True):
-        likeliest = {str(name): _finite(logprob) for name, logprob in (top or {}).items()}
-        yield ScoredToken(str(text), _finite(value), likeliest)
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError("a log-probability is a finite number")
-    return number
+        yield ScoredToken(str(entry["text"]), finite(value), {})

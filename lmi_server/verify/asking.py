@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -58,7 +59,8 @@ class Side:
                 data = response.read()
             seconds = time.perf_counter() - began
             choice = json.loads(data)["choices"][0]
-            return _of_chat(choice, seconds) if is_chat else _of_completion(choice, seconds)
+            text = choice["message"].get("content") or "" if is_chat else choice["text"]
+            return Answer(str(text), tuple(scored_tokens(choice.get("logprobs") or {})), seconds)
         except ConfigurationError as error:
             return Answer(error=error.message)
         except (OSError, HTTPException, *_NO_ANSWER) as error:
@@ -72,25 +74,23 @@ class Side:
         return {**body, "prompt": prompt.text, "logprobs": _TOP}
 
 
-def _of_completion(choice: Mapping[str, Any], seconds: float) -> Answer:
-    found = choice["logprobs"] or {}
-    tops = found.get("top_logprobs") or [{}] * len(found.get("tokens", ()))
-    tokens = zip(found.get("tokens", ()), found.get("token_logprobs", ()), tops, strict=True)
-    return Answer(
-        str(choice["text"]),
-        tuple(ScoredToken(text, float(value), dict(top or {})) for text, value, top in tokens),
-        seconds,
-    )
+def scored_tokens(found: Mapping[str, Any]) -> Iterator[ScoredToken]:
+    """Yield the tokens of a choice's `logprobs`, of a chat or of a completion.
+
+    Raises ValueError, TypeError and the like for what is no log-probability.
+    """
+    for entry in found.get("content") or ():
+        top = {str(each["token"]): finite(each["logprob"]) for each in entry.get("top_logprobs") or ()}
+        yield ScoredToken(str(entry["token"]), finite(entry["logprob"]), top)
+    texts, tops = found.get("tokens") or (), found.get("top_logprobs")
+    for text, value, top in zip(texts, found.get("token_logprobs") or (), tops or [None] * len(texts), strict=True):
+        likeliest = {str(name): finite(logprob) for name, logprob in (top or {}).items()}
+        yield ScoredToken(str(text), finite(value), likeliest)
 
 
-def _of_chat(choice: Mapping[str, Any], seconds: float) -> Answer:
-    entries = (choice.get("logprobs") or {}).get("content") or ()
-    tokens = tuple(
-        ScoredToken(
-            entry["token"],
-            float(entry["logprob"]),
-            {top["token"]: float(top["logprob"]) for top in entry["top_logprobs"]},
-        )
-        for entry in entries
-    )
-    return Answer(str(choice["message"].get("content") or ""), tokens, seconds)
+def finite(value: Any) -> float:
+    """Return a log-probability. Raises ValueError and TypeError for what is none."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("a log-probability is a finite number")
+    return number
