@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from handlers.user_modules import search
 from lmi_server.contract.errors import ModelLoadError, describe
-from lmi_server.files.source_file import execute
+from lmi_server.files.python_source import execute
 
 DEFAULT_ENTRY_POINT = "model.py"
 T = TypeVar("T")

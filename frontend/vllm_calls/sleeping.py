@@ -19,7 +19,7 @@ from frontend.management.adapters import to_the_end
 from lmi_server.contract.errors import AbortedError, BadParameterError, LmiServerError, ModelNotReadyError, RequestError
 from lmi_server.contract.protocol import Command, Sleep, WakeUp
 from lmi_server.serving.models.model import Model
-from lmi_server.serving.pool.gate import Gate
+from lmi_server.serving.pool.availability import Gate
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.supervisor.replicas import ReplicaSet
 

@@ -16,7 +16,7 @@ from lmi_server.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Replay
 from lmi_server.bench.client import Target
 from lmi_server.bench.observation import Measured, Observer
 from lmi_server.bench.progress import show_progress
-from lmi_server.bench.prompts.prompt_files import read_prompts
+from lmi_server.bench.prompt_files import read_prompts
 from lmi_server.bench.records import LATENCIES
 from lmi_server.bench.reports import terminal_report as report
 from lmi_server.bench.reports.html_report import html_report

@@ -23,8 +23,7 @@ from pygls.workspace import TextDocument
 from lmi_server.explain.findings import Finding, Severity
 from lmi_server.lsp import model_files, properties
 from lmi_server.lsp.checked import Checked, Surroundings, check_text, is_model_file, is_properties
-from lmi_server.lsp.fixes import fix
-from lmi_server.lsp.offers import Offer, lines_of
+from lmi_server.lsp.offers import Offer, fix, lines_of
 
 _DELAY = 0.25  # seconds without a key stroke before a document is checked
 _MAX_FINDINGS = 500  # that an editor shows of one document

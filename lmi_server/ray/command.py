@@ -13,8 +13,7 @@ import typer
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
-from lmi_server.machine.environment import process_environment
-from lmi_server.ray.authentication import send_token
+from lmi_server.machine.environment import process_environment, set_variables
 from lmi_server.ray.deployments.model_files import deployments, inspect_deployments
 from lmi_server.ray.serve_config import serve_config
 
@@ -26,6 +25,9 @@ _PORT = "Port to listen on; 0 for any that is free."
 _FRONT_ENDS = "Number of front ends, each on another node."
 _DRAIN = "Seconds that requests have when what serves them ends."
 NOT_INSTALLED = "Ray is not installed; pip install lmi-server[ray] brings it"
+MODE = "RAY_AUTH_MODE"
+_TOKEN = "RAY_AUTH_TOKEN"
+_TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
 
 
 @app.command()
@@ -120,3 +122,22 @@ def write_model_files(
     with plain_configuration_errors():
         written = write_files(folder, names or ())
     typer.echo(f"{folder}: {len(written)} model files; none was measured, so load-test the one that you serve")
+
+
+def send_token(environment: Mapping[str, str]) -> None:
+    """Have Ray send this user's token to the cluster that it joins, if the user has one and RAY_AUTH_MODE is not set.
+
+    Ray makes a token in the home directory with the first cluster that it starts, and later clusters ask for it. But
+    Ray sends it only with RAY_AUTH_MODE=token, so that a user could join the first cluster and not the next one. A
+    cluster that asks for no token accepts one. Call this before Ray is imported, which reads the variable. See "Ray
+    token authentication" in Ray's documentation.
+    """
+    if MODE not in environment and _has_token(environment):
+        set_variables({MODE: "token"})
+
+
+def _has_token(environment: Mapping[str, str]) -> bool:
+    if environment.get(_TOKEN):
+        return True
+    own = Path(environment.get("HOME") or "~").expanduser() / ".ray" / "auth_token"
+    return Path(environment.get(_TOKEN_FILE) or own).is_file()

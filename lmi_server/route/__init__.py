@@ -2,7 +2,6 @@
 
 headers.py     which headers go on
 connection.py  one HTTP/1.1 connection to a server, and those of one address
-usage.py       the tokens that an answer says it took
 exchange.py    one request at a server, from its head to the end of its answer
 backend.py     a server that stands where the dispatcher has a worker
 fleet.py       which servers there are: names, health, models

@@ -17,8 +17,9 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from lmi_server.contract.errors import (
     LmiServerError,
@@ -46,13 +47,14 @@ from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.machine.mpi import MpiRun
 from lmi_server.supervisor.child_process import EXIT_GRACE_S, ChildProcess
 from lmi_server.supervisor.control_calls import ControlCalls
-from lmi_server.supervisor.crash_report import crash_report, requests_inside
 from lmi_server.supervisor.health import HealthChecks
+from lmi_server.supervisor.job import Job
 from lmi_server.supervisor.launch.remote import RemoteLaunch, RemotePlace, RemoteProcess
 from lmi_server.supervisor.launch.worker_launch import MpiGroup, SingleProcess, WorkerLaunch
 from lmi_server.supervisor.worker_requests import WorkerRequests
 
 logger = logging.getLogger(__name__)
+_NAMED_REQUESTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,3 +290,19 @@ def _mark_retrieved(loaded: asyncio.Future[Ready]) -> None:
     """Mark the exception as retrieved, so that asyncio does not log it: nothing awaits a worker that was killed."""
     if not loaded.cancelled():
         loaded.exception()
+
+
+def requests_inside(jobs: Iterable[Job], now: float) -> list[str]:
+    """Return a line for each request that a worker held at `now`."""
+    return [
+        f"{job.request.request_id} on {job.request.route}, {now - job.sent_at:.1f} s after it was sent" for job in jobs
+    ]
+
+
+def crash_report(end: str, inside: Sequence[str], last_lines: Sequence[str]) -> str:
+    """Return the report of a worker that ended as `end` says."""
+    parts = [f"crash report: the worker process {end}", f"requests inside: {len(inside)}"]
+    parts += [f"    {line}" for line in islice(inside, _NAMED_REQUESTS)]
+    if last_lines:
+        parts += ["last lines of its log:", *(f"    {line}" for line in last_lines)]
+    return "\n".join(parts)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lmi_server.bench.command import bench_target, parse_weights
-from lmi_server.bench.prompts.prompt_files import read_prompts
+from lmi_server.bench.prompt_files import read_prompts
 from lmi_server.bench.reports.page import Table as PageTable
 from lmi_server.bench.reports.page import markdown, page
 from lmi_server.bench.workload import RandomPrompts, Recorded, Workload

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lmi_server.bench.prompts.prompt_files import read_prompts
+from lmi_server.bench.prompt_files import read_prompts
 from lmi_server.bench.workload import Prompt, RandomPrompts
-from lmi_server.client.server_calls import Headers, parse_headers
+from lmi_server.client.server_calls import Headers, ServerCalls, parse_headers
 from lmi_server.client.terminal import plain_configuration_errors
+from lmi_server.client.trial_server import LoadFailedError, TrialServer, trial_server
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
 from lmi_server.verify import report
 from lmi_server.verify.asking import Side
 from lmi_server.verify.comparison import ComparisonSummary, Pair, compare, summarize
-from lmi_server.verify.sides import NEW, OLD, Given, open_sides
 
 _WORDS = 48  # of a random prompt
 _AT_ONCE = 8  # prompts that the old version is asked again
+_SCHEMES = ("http://", "https://")
+OLD, NEW = "old", "new"
 
 
 def verify(
@@ -126,3 +130,59 @@ def _complaints(summary: ComparisonSummary, max_changed: float | None, max_slowe
     if max_slower is not None and summary.latency is not None and summary.latency.interval[0] > max_slower:
         low = summary.latency.interval[0]
         yield f"a token takes {low:.3f} times as long at least; --max-slower {max_slower:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the command line says of one side. `settings` change those of a model directory."""
+
+    title: str
+    name: str
+    settings: Mapping[str, str]
+
+    @property
+    def is_url(self) -> bool:
+        return self.name.startswith(_SCHEMES)
+
+
+@contextlib.contextmanager
+def open_sides(
+    old: Given,
+    new: Given,
+    server: str | None,
+    model: str,
+    headers: Mapping[str, str],
+    log: Path,
+    timeout_s: float | None,
+) -> Iterator[tuple[Side, Side]]:
+    """Return both sides, ready to answer; models are unloaded at the end. Raises ConfigurationError."""
+    if server is not None:
+        calls = ServerCalls(server, headers)
+        yield Side(old.title, calls, model, old.name), Side(new.title, calls, model, new.name)
+        return
+    with contextlib.ExitStack() as stack:
+        started: list[TrialServer] = []
+
+        def own_server() -> TrialServer:
+            if not started:
+                started.append(stack.enter_context(trial_server(log)))
+            return started[0]
+
+        yield _side(old, model, headers, own_server, timeout_s), _side(new, model, headers, own_server, timeout_s)
+
+
+def _side(
+    given: Given, model: str, headers: Mapping[str, str], own_server: Callable[[], TrialServer], timeout_s: float | None
+) -> Side:
+    if given.is_url:
+        if given.settings:
+            raise ConfigurationError(f"--set changes a model directory, and {given.name} is a server; leave it out")
+        return Side(given.title, ServerCalls(given.name, headers), model)
+    server = own_server()
+    path = Path(given.name)
+    place = str(path.resolve()) if path.exists() else given.name
+    try:
+        server.load(place, given.settings, timeout_s, name=given.title)
+    except LoadFailedError as error:
+        raise ConfigurationError(f"{given.name} does not load: {error}") from error
+    return Side(given.title, ServerCalls(server.url, {}), given.title)

@@ -24,10 +24,10 @@ from lmi_server.bench.arrivals import OpenLoop, Replay, within
 from lmi_server.bench.client import Target
 from lmi_server.bench.dialects import NAMES, dialect_of
 from lmi_server.bench.observation import Observation, Observer, server_figures
-from lmi_server.bench.prompts.prompt_files import read_prompts
+from lmi_server.bench.prompt_files import read_prompts
 from lmi_server.bench.records import Record, distribution, summary
+from lmi_server.bench.reports.html_report import timeline
 from lmi_server.bench.reports.terminal_report import TITLES
-from lmi_server.bench.reports.timeline import timeline
 from lmi_server.bench.server_metrics import cache_hit, queue_time, read, waiting
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Turn, with_adapters
 from lmi_server.client.metric_samples import increase

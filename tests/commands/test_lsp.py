@@ -17,8 +17,7 @@ from lmi_server.explain.explanation import explain
 from lmi_server.explain.findings import Finding, annotation, finding, findings
 from lmi_server.lsp import model_files, properties
 from lmi_server.lsp.checked import LONGEST, Checked, Surroundings, check_text
-from lmi_server.lsp.fixes import fix
-from lmi_server.lsp.offers import Offer, lines_of
+from lmi_server.lsp.offers import Offer, fix, lines_of
 from lmi_server.machine.inventory import Machine
 
 AROUND = Surroundings({}, Machine(total_bytes=2**36, available_bytes=2**35))

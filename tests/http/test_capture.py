@@ -22,7 +22,7 @@ from frontend.capture.exchange import Budget, CapturedExchange
 from frontend.capture.lines import captured_line
 from frontend.capture.settings import CaptureSettings
 from frontend.capture.writer import CaptureWriter
-from lmi_server.bench.prompts.prompt_files import read_prompts
+from lmi_server.bench.prompt_files import read_prompts
 from lmi_server.contract.errors import ConfigurationError
 
 

@@ -24,7 +24,7 @@ from waiting import wait_until
 from frontend.vllm_calls.sleeping import Sleepers
 from lmi_server.contract.errors import DeadlineError, ModelNotReadyError, QueueFullError
 from lmi_server.contract.protocol import Command
-from lmi_server.serving.pool.gate import Gate
+from lmi_server.serving.pool.availability import Gate
 from lmi_server.supervisor.job import Deadline, until_deadline
 
 

@@ -14,7 +14,7 @@ import pytest
 from ports import reserved_port
 from ray_helpers import LIMIT_S
 
-from lmi_server.ray.authentication import send_token
+from lmi_server.ray.command import send_token
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 
 from lmi_server.contract.protocol import Input
 from lmi_server.route.connection import Connection, Connections, Headers, Peer
+from lmi_server.route.exchange import UsageMeter
 from lmi_server.route.fleet import _Listed, _sorted_models
 from lmi_server.route.headers import request_lines
-from lmi_server.route.usage import UsageMeter
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3;x=y\r\nllo\r\n0\r\nx-trailer: 1\r\n\r\n"

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from djl_python.inputs import Input
-from lmi_server.files.source_file import execute
+from lmi_server.files.python_source import execute
 
 
 class ModelService:

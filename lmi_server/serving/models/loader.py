@@ -7,9 +7,11 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from lmi_server.artifacts.fetch import ArtifactSettings
 from lmi_server.artifacts.location import HubModel, parse_location
@@ -21,13 +23,14 @@ from lmi_server.contract.metrics import Metric, MetricSink
 from lmi_server.contract.progress import Progress
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.adapters.adapter_store import AdapterStore, fetch_from_store
+from lmi_server.serving.adapters.adapters import RegisteredAdapter
 from lmi_server.serving.adapters.store_listing import StoreListing
 from lmi_server.serving.models.fetch_model import FetchedModel, Inspect, fetch_directory, fetch_model
 from lmi_server.serving.models.model import Model
 from lmi_server.serving.models.plan_pool import plan_pool, refuse_adapters_without_lora
 from lmi_server.serving.models.reload import configuration_state
-from lmi_server.serving.pool.succession import successor_settings
 from lmi_server.serving.pool.worker_pool import WorkerPool
+from lmi_server.serving.pool_settings import PoolSettings
 
 ROLLING_BATCH = "option.rolling_batch"
 _LOOK_S = 0.5  # between two looks at how far workers are
@@ -137,3 +140,32 @@ class ModelLoader:
 def _adapter_store(resolved: ResolvedModel) -> str | None:
     """Return the store from which requests bring adapters, None if they do not."""
     return resolved.options.dynamic_lora_loading_path if resolved.options.adapters_on_demand else None
+
+
+async def successor_settings(pool: WorkerPool, settings: PoolSettings) -> PoolSettings:
+    """Return `settings` for the successor of `pool`, with the changes by calls there.
+
+    These are the adapters, and the numbers of workers. Adapters that requests have brought stay where they are.
+    """
+    return msgspec.structs.replace(
+        settings,
+        adapters=await _adapters_as_changed(pool, settings.adapters),
+        own_adapters=settings.adapters,
+        bounds=pool.scaling.bounds,
+        reserved_numbers=frozenset(pool.roster.numbers.values()),
+    )
+
+
+async def _adapters_as_changed(pool: WorkerPool, own: Sequence[RegisteredAdapter]) -> tuple[RegisteredAdapter, ...]:
+    """Return the `own` adapters of a successor, with what calls have registered, changed and removed in `pool`."""
+    settings, on_demand = pool.settings, pool.on_demand
+    own_before = settings.adapters if settings.own_adapters is None else settings.own_adapters
+    before = {each.name: each for each in own_before}
+    now = {each.name: each for each in await pool.adapters.all()}
+    removed = before.keys() - now.keys()
+    changed = {
+        name: each
+        for name, each in now.items()
+        if before.get(name) != each and not (on_demand is not None and on_demand.keeps(name))
+    }
+    return tuple({**{each.name: each for each in own if each.name not in removed}, **changed}.values())

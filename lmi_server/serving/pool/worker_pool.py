@@ -26,8 +26,7 @@ from lmi_server.serving.adapters.adapter_store import OnDemand, hold_in_time
 from lmi_server.serving.adapters.adapters import Adapters
 from lmi_server.serving.adapters.store_listing import StoreListing
 from lmi_server.serving.dispatch.dispatcher import Dispatcher
-from lmi_server.serving.pool.availability import Availability
-from lmi_server.serving.pool.gate import Gate
+from lmi_server.serving.pool.availability import Availability, Gate
 from lmi_server.serving.pool.load_reports import LoadReports, WorkerLoads
 from lmi_server.serving.pool.membership import Membership
 from lmi_server.serving.pool.progress_watch import ProgressWatch

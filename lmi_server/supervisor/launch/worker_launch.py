@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
+import shutil
 import socket
 import struct
+import tempfile
+import time
 from abc import ABC, abstractmethod
 from asyncio.subprocess import Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from lmi_server.contract.batch_progress import BatchProgress, HandlerProgress
 from lmi_server.contract.link import Arrival, WorkerLink, worker_link
@@ -21,11 +26,12 @@ from lmi_server.machine.mpi import MpiRun, rank_of_line
 from lmi_server.machine.ports import free_port
 from lmi_server.processes.tree import session_members
 from lmi_server.supervisor.launch.command import mpi_worker_command, progress_path, socket_path, worker_command
-from lmi_server.supervisor.launch.group_directory import SHARED_MEMORY, GroupDirectory, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+SHARED_MEMORY = Path("/dev/shm")  # directories there are from mkdtemp  # nosec B108
+_ABANDONED_AFTER_S = 60.0  # ranks that outlive their server remove their directory within seconds
 
 
 class WorkerLaunch(ABC):
@@ -208,3 +214,46 @@ async def _execute(command: Sequence[str], variables: Mapping[str, str], inherit
         pass_fds=inherited,
         env={**process_environment(), **variables, "PYTHONUNBUFFERED": "1"},
     )
+
+
+class GroupDirectory:
+    """A directory that only this user can open. Its lock tells other servers that it is in use."""
+
+    def __init__(self) -> None:
+        in_memory = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
+        self.path = tempfile.mkdtemp(prefix=f"lmi-{os.getpid()}-", dir=SHARED_MEMORY if in_memory else None)
+        self._lock = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def remove(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def remove_abandoned() -> None:
+    """Remove the directories of servers that were killed while a group was loading, when no rank could do it."""
+    for path in _abandoned_directories():
+        logger.info("removing %s, which a server that is gone has left in shared memory", path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _abandoned_directories() -> Iterator[Path]:
+    for path in SHARED_MEMORY.glob("lmi-*-*"):
+        with contextlib.suppress(OSError):  # another user's, in use, or gone meanwhile
+            status = path.stat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > _ABANDONED_AFTER_S and _is_free(path):
+                yield path
+
+
+def _is_free(path: Path) -> bool:
+    """Return whether no server holds the directory; the name has the number of the process that made it."""
+    if Path("/proc", path.name.split("-")[1]).exists():
+        return False
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a server in another container has another number
+    finally:
+        os.close(lock)
+    return True

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
 
 from msgspec.structs import replace
 
+from lmi_server.configuration.handlers import HANDLERS
+from lmi_server.configuration.handlers import load as load_by_name
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import EXITS, HandlerError, exit_message
 from lmi_server.contract.generation import GenerationRequest
-from lmi_server.contract.handler import LLMHandler, ModelInfo
+from lmi_server.contract.handler import LLMHandler, ModelInfo, Response
 from lmi_server.contract.protocol import (
     AddAdapter,
     Command,
@@ -30,7 +33,6 @@ from lmi_server.dialects.vllm import tokens
 from lmi_server.worker.answers.frame_buffer import ResponseWriter
 from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.processors.base import RequestProcessor, is_cancelled
-from lmi_server.worker.processors.custom_handler import CustomCode, load_custom_handler
 from lmi_server.worker.processors.formats import Formats
 from lmi_server.worker.processors.responses import send_response
 from lmi_server.worker.processors.sequence_receiver import SequenceReceiver
@@ -237,3 +239,25 @@ def _ignore(data: bytes) -> None:
 def _log_warnings(request: Input, warnings: Sequence[str]) -> None:
     for warning in warnings:
         logger.warning("request %s: %s", request.request_id, warning)
+
+
+class CustomCode(Protocol):
+    """What `HandlerTable.custom_handler` loads."""
+
+    async def answers_load(self) -> bool:
+        """Have the code load its model; return whether the built-in handler need not load one."""
+
+    async def answer(self, request: Input) -> Response | None:
+        """Return the answer of the code; None if the built-in handler is to answer."""
+
+
+def load_custom_handler(loading: Loading) -> CustomCode | None:
+    """Return the function of the model's code; None if there is none, or if it is the handler itself.
+
+    Raises ModelLoadError with file and line.
+    """
+    spec = HANDLERS.by_handler(loading.load.handler)
+    if (spec is not None and spec.runs_user_code) or not Path(loading.model_dir, "model.py").is_file():
+        return None
+    load = cast("Callable[..., CustomCode | None]", load_by_name(HANDLERS.custom_handler))
+    return load(loading.model_dir, loading.options)

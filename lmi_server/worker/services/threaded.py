@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from types import FrameType
 
 from lmi_server.contract.batch_progress import BatchProgress
-from lmi_server.contract.errors import EXITS
+from lmi_server.contract.errors import EXITS, ModelLoadError, describe, exit_message
 from lmi_server.contract.handler import LLMHandler, RequestHandler
 from lmi_server.contract.link import FrontendLink
 from lmi_server.contract.protocol import Command, Ready, Submit
@@ -35,12 +35,41 @@ from lmi_server.worker.processors.responses import ResponseProcessor
 from lmi_server.worker.services.base import WorkerService
 from lmi_server.worker.services.batches import QueueRunner
 from lmi_server.worker.services.concurrent import LoopRunner
-from lmi_server.worker.services.load_outcome import LoadOutcome
 
 logger = logging.getLogger(__name__)
 
 _STOP_S = 5.0  # for RequestHandler.stop
 _LOGGED_AT = 0.8  # of predict_timeout; at 1.0 the front end kills the process, and nothing could tell where it was
+
+
+class LoadOutcome:
+    """Is set once. A failure that is said later changes nothing."""
+
+    def __init__(self) -> None:
+        self._result: Future[Ready] = Future()
+        self._result.set_running_or_notify_cancel()  # a shutdown cancels who waits for it, but not the future itself
+
+    async def wait(self) -> Ready:
+        """Return once the model is loaded. Raises the error with which it could not be."""
+        return await asyncio.wrap_future(self._result)
+
+    def succeed(self, ready: Ready) -> None:
+        """Say that the model is loaded."""
+        self._result.set_result(ready)
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._result.done() and self._result.exception() is None
+
+    def fail(self, error: BaseException) -> None:
+        """Say that the model could not be loaded; what ends processes becomes a ModelLoadError."""
+        if self._result.done():
+            return
+        if isinstance(error, EXITS):
+            error = ModelLoadError(exit_message(error))
+        elif not isinstance(error, Exception):
+            error = ModelLoadError(describe(error))
+        self._result.set_exception(error)
 
 
 class ThreadedService(WorkerService):
