@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import cast
 
@@ -20,6 +20,7 @@ from lmi_server.route.limits import Accounts
 from lmi_server.serving.adapters.adapters import Adapters, RegisteredAdapter
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.serving.pool_settings import PoolSettings
+from lmi_server.serving.roster import WorkerRoster
 from lmi_server.supervisor.replicas import LoadPlan, Replicas
 from lmi_server.supervisor.worker_process import WorkerProcess
 
@@ -80,50 +81,25 @@ class ListedAdapters(Adapters):
         raise BadParameterError("The adapters of a router are those of its servers; unregister it there")
 
 
-class Backends:
-    """The servers of one model, in the place of a replica set: nothing here starts or ends one."""
+class Backends(Replicas):
+    """The servers of one model, in the place of a replica set. `without_since` is when the last of them was lost."""
 
-    def __init__(self, has_ready: Callable[[], int], workers: Callable[[], Sequence[WorkerProcess]]) -> None:
-        self.devices = DeviceSet()
-        self.min_workers = self.max_workers = 1
-        self.without_since = time.monotonic()  # when the last server was lost
-        self._has_ready = has_ready
-        self._workers = workers
+    def __init__(self, roster: WorkerRoster) -> None:
+        super().__init__(DeviceSet())
+        self.without_since = time.monotonic()
+        self._roster = roster
 
     @property
     def workers(self) -> Sequence[WorkerProcess]:
-        return self._workers()
+        return self._roster.serving
 
     @property
     def ready(self) -> int:
-        return self._has_ready()
-
-    size = ready
+        return len(self._roster.ready)
 
     @property
     def is_failing(self) -> bool:
         return not self.ready and time.monotonic() - self.without_since >= _GRACE_S
-
-    def scale(self, min_workers: int, max_workers: int) -> None:
-        """Do nothing: how many servers there are is decided elsewhere."""
-
-    def set_log_level(self, level: str, name: str) -> None:
-        """Do nothing: servers have their own level."""
-
-    def can_grow(self) -> bool:
-        return False
-
-    def grow(self) -> None:
-        """Do nothing, as in `scale`."""
-
-    def retire_idle(self, now: float, max_idle_s: float) -> None:
-        """Do nothing, as in `scale`."""
-
-    def close(self) -> None:
-        """Do nothing, as in `scale`."""
-
-    async def stop(self) -> None:
-        """Return: nothing runs."""
 
 
 class RoutePool(WorkerPool):
@@ -140,7 +116,7 @@ class RoutePool(WorkerPool):
         super().__init__(_pool_settings(name, settings), on_metric, self._listed)
 
     def _make_replica_sets(self, plan: LoadPlan) -> Sequence[Replicas]:
-        self._set = Backends(lambda: len(self.roster.ready), lambda: self.roster.serving)
+        self._set = Backends(self.roster)
         return [self._set]
 
     @property

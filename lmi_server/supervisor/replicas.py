@@ -57,37 +57,47 @@ class CrashLoopDetector:
         return len(self._times) > self._threshold
 
 
-class Replicas(Protocol):
-    """Workers that are kept running; `ReplicaSet` is the one whose processes this server starts itself."""
+class Replicas:
+    """Workers that are kept running. It starts and ends none, as where something else decides how many there are.
 
-    devices: DeviceSet
-    min_workers: int
-    max_workers: int
+    `ReplicaSet` is the one whose processes this server starts itself.
+    """
+
+    def __init__(self, devices: DeviceSet) -> None:
+        self.devices = devices
+        self.min_workers = 0
+        self.max_workers = 0
 
     @property
     def workers(self) -> Sequence[WorkerProcess]:
         """Return the loaded workers, including ones that only finish their last requests."""
+        raise NotImplementedError
 
     @property
     def ready(self) -> int:
         """Return the number of workers that take requests."""
+        raise NotImplementedError
 
     @property
     def size(self) -> int:
         """Return the number of workers that stay, loaded or not."""
+        return self.ready
 
     @property
     def is_failing(self) -> bool:
         """Return whether no worker is going to be ready soon."""
+        return False
 
     def scale(self, min_workers: int, max_workers: int) -> None:
         """Set the bounds."""
+        self.min_workers, self.max_workers = min_workers, max_workers
 
     def set_log_level(self, level: str, name: str) -> None:
         """Set the level of the logger `name` ("": of all) in workers that start from now on."""
 
     def can_grow(self) -> bool:
         """Return whether another worker may be started now."""
+        return False
 
     def grow(self) -> None:
         """Start one more worker."""
@@ -158,13 +168,11 @@ class _Replica:
         self.task: asyncio.Task[None] | None = None
 
 
-class ReplicaSet:
+class ReplicaSet(Replicas):
     """Keeps at least `min_workers` workers running on `devices`, and adds more on demand, up to `max_workers`."""
 
     def __init__(self, devices: DeviceSet, plan: LoadPlan, owner: Owner) -> None:
-        self.devices = devices
-        self.min_workers = 0
-        self.max_workers = 0
+        super().__init__(devices)
         self._plan = plan
         self._owner = owner
         self._replicas: list[_Replica] = []
@@ -193,7 +201,7 @@ class ReplicaSet:
 
     def scale(self, min_workers: int, max_workers: int) -> None:
         """Set the bounds; start missing workers and retire surplus ones."""
-        self.min_workers, self.max_workers = min_workers, max_workers
+        super().scale(min_workers, max_workers)
         while self.size < min_workers:
             self.grow()
         for replica in self._least_loaded()[: max(0, self.size - max_workers)]:

@@ -35,15 +35,14 @@ class _Connection:
         self.task: asyncio.Task[None] | None = None
 
 
-class RemoteReplicas:
+class RemoteReplicas(Replicas):
     """Keeps a connection to every replica. How many there are is Ray's business: nothing here starts or ends one.
 
     `on_wanted` is called when a request waits and there is no replica.
     """
 
     def __init__(self, plan: LoadPlan, owner: Owner, on_wanted: Callable[[], None]) -> None:
-        self.devices = DeviceSet()
-        self.min_workers = self.max_workers = 0
+        super().__init__(DeviceSet())
         self._plan = plan
         self._owner = owner
         self._on_wanted = on_wanted
@@ -71,23 +70,12 @@ class RemoteReplicas:
     def size(self) -> int:
         return len(self._connections)
 
-    is_failing = False  # Ray starts another replica for each that fails; requests wait for it
-
-    def scale(self, min_workers: int, max_workers: int) -> None:
-        self.min_workers, self.max_workers = min_workers, max_workers
-
-    def set_log_level(self, level: str, name: str) -> None:
-        """Do nothing: replicas have the level of their deployment."""
-
     def can_grow(self) -> bool:
         """Return whether there is no replica. Otherwise Ray counts the requests of each, and adds one."""
         return not self._connections
 
     def grow(self) -> None:
         self._on_wanted()
-
-    def retire_idle(self, now: float, max_idle_s: float) -> None:
-        """Do nothing: Ray ends idle replicas."""
 
     def close(self) -> None:
         self.update({})
