@@ -156,7 +156,7 @@ async def list_folders(url: str, settings: ArtifactSettings) -> frozenset[str]:
     beginning = f"{location.prefix}/" if location.prefix else ""
 
     def list_keys(activity: Activity) -> frozenset[str]:
-        objects = find_client(settings.environment, location.scheme).list_objects(location, activity)
+        objects = find_client(settings.environment, location).list_objects(activity)
         keys = (found.key.removeprefix(beginning) for found in objects if found.key.startswith(beginning))
         return frozenset(key.partition("/")[0] for key in keys if "/" in key)
 
@@ -217,8 +217,8 @@ def _bring(location: Location, revision: str | None, settings: ArtifactSettings,
 
 
 def _from_s3(location: S3Location, settings: ArtifactSettings, activity: Activity) -> Path:
-    client = find_client(settings.environment, location.scheme)
-    directory = fetch_s3(location, client, settings.root, settings.keep_free, activity)
+    client = find_client(settings.environment, location)
+    directory = fetch_s3(client, settings.root, settings.keep_free, activity)
     # If the location is the key of an archive, the directory holds that one file.
     archive = directory / location.prefix.rpartition("/")[2]
     if archive_stem(location.prefix) and archive.is_file():

@@ -21,6 +21,7 @@ from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.s3.clients import (
     Boto3,
     Download,
+    OnBytes,
     S3Client,
     S3Object,
     S5cmd,
@@ -47,7 +48,7 @@ WANTED = {
 }
 
 
-class Watched:
+class Watched(S3Client):
     """A client that keeps what it was asked for; tests change what is listed, or what arrives."""
 
     def __init__(self, client: S3Client) -> None:
@@ -56,19 +57,20 @@ class Watched:
         self.arrived: Callable[[Sequence[Download]], None] = lambda downloads: None
         self._client = client
 
-    def list_objects(self, location: S3Location, activity: Activity) -> list[S3Object]:
-        return self.listed(self._client.list_objects(location, activity))
+    @property
+    def location(self) -> S3Location:
+        return self._client.location
 
-    def download(
-        self,
-        location: S3Location,
-        downloads: Sequence[Download],
-        activity: Activity,
-        on_bytes: Callable[[int], None],
-        lock: int,
-    ) -> None:
+    @location.setter
+    def location(self, location: S3Location) -> None:
+        self._client.location = location
+
+    def list_objects(self, activity: Activity) -> list[S3Object]:
+        return self.listed(self._client.list_objects(activity))
+
+    def download(self, downloads: Sequence[Download], activity: Activity, on_bytes: OnBytes, lock: int) -> None:
         self.downloaded += [download.source.key.removeprefix("team/model/") for download in downloads]
-        self._client.download(location, downloads, activity, on_bytes, lock)
+        self._client.download(downloads, activity, on_bytes, lock)
         self.arrived(downloads)
 
 
@@ -89,10 +91,10 @@ def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
 
 def make_client(name: str, variables: dict[str, str]) -> S3Client:
     if name == "boto3":
-        return Boto3(variables)
+        return Boto3(variables, MODEL)
     program = find_s5cmd(variables)
     assert program is not None
-    return S5cmd(program, variables)
+    return S5cmd(program, variables, MODEL)
 
 
 @pytest.fixture(params=["s5cmd", "boto3"])
@@ -106,7 +108,8 @@ def client(client_name: str, s3: S3) -> Watched:
 
 
 def fetch(client: S3Client, root: Path, location: S3Location = MODEL, activity: Activity | None = None) -> Path:
-    return fetch_s3(location, client, root, 0, activity or Activity())
+    client.location = location
+    return fetch_s3(client, root, 0, activity or Activity())
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -315,7 +318,7 @@ def test_an_endpoint_that_does_not_answer(
 
 def test_no_room(client: Watched, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"489\.3 KiB are needed and 0 bytes are left on this disk; make room"):
-        fetch_s3(MODEL, client, tmp_path, 1 << 60, Activity())
+        fetch_s3(client, tmp_path, 1 << 60, Activity())
     assert client.downloaded == []
 
 
@@ -347,12 +350,12 @@ def test_a_bucket_of_google_is_read_over_the_same_protocol(
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     variables = s3.variables_of_google()
     program = find_s5cmd(variables)
-    client = Boto3(variables, "gs") if kind == "boto3" else S5cmd(str(program), variables, "gs")
     location = S3Location(BUCKET, "team/model", "gs")
-    directory = fetch_s3(location, client, tmp_path, 0, Activity())
+    client = Boto3(variables, location) if kind == "boto3" else S5cmd(str(program), variables, location)
+    directory = fetch(client, tmp_path, location)
     assert {name: (directory / name).read_bytes() for name in FILES} == FILES
     with pytest.raises(ArtifactError, match=r"gs://no-such-bucket/x: there is no bucket no-such-bucket at http://"):
-        fetch_s3(S3Location("no-such-bucket", "x", "gs"), client, tmp_path, 0, Activity())
+        fetch(client, tmp_path, S3Location("no-such-bucket", "x", "gs"))
 
 
 def test_the_endpoint_of_google_is_its_own() -> None:
@@ -363,11 +366,11 @@ def test_the_endpoint_of_google_is_its_own() -> None:
 
 def test_an_endpoint_that_is_no_url_is_named() -> None:
     with pytest.raises(ArtifactError, match=r"Invalid endpoint: --help; AWS_ENDPOINT_URL, or STORAGE_EMULATOR_HOST"):
-        Boto3({"AWS_ENDPOINT_URL": "--help"}).list_objects(MODEL, Activity())
+        Boto3({"AWS_ENDPOINT_URL": "--help"}, MODEL).list_objects(Activity())
 
 
 def test_s5cmd_is_preferred(s3: S3) -> None:
-    assert isinstance(find_client(s3.variables), S5cmd)
+    assert isinstance(find_client(s3.variables, MODEL), S5cmd)
 
 
 def test_s5cmd_without_credentials_names_the_variables(s3: S3, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def main(url: str, root: str, cut: int, limit: int) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     try:
-        fetch_s3(S3Location(bucket, prefix), Boto3(os.environ), Path(root), 0, Activity(on_progress))
+        fetch_s3(Boto3(os.environ, S3Location(bucket, prefix)), Path(root), 0, Activity(on_progress))
     except ArtifactError as error:
         print(error.message, file=sys.stderr)
         return 1

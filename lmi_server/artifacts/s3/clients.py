@@ -8,6 +8,7 @@ Both retry failed requests themselves.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -15,12 +16,12 @@ import re
 import shlex
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -56,30 +57,45 @@ class Download:
     path: Path
 
 
-class S3Client(Protocol):
-    def list_objects(self, location: S3Location, activity: Activity) -> list[S3Object]:
-        """Return the objects below `location`, or the object with its key. Raises ArtifactError."""
-        ...
-
-    def download(
-        self,
-        location: S3Location,
-        downloads: Sequence[Download],
-        activity: Activity,
-        on_bytes: Callable[[int], None],
-        lock: int,
-    ) -> None:
-        """Download every object; call `on_bytes` with the number of bytes received in all. Raises ArtifactError."""
-        ...
+OnBytes = Callable[[int], None]
+"""Gets the number of bytes that have been received in all."""
 
 
-def find_client(environment: Mapping[str, str], scheme: str = "s3") -> S3Client:
+class S3Client:
+    """Lists and downloads the objects below `location`, or the object with its key. Raises ArtifactError."""
+
+    def __init__(self, environment: Mapping[str, str], location: S3Location) -> None:
+        self.location = location
+        self._environment = environment
+        self._endpoint = endpoint_url(environment, location.scheme)
+
+    def list_objects(self, activity: Activity) -> list[S3Object]:
+        raise NotImplementedError
+
+    def download(self, downloads: Sequence[Download], activity: Activity, on_bytes: OnBytes, lock: int) -> None:
+        raise NotImplementedError
+
+    def _error(self, code: str, reason: str) -> ArtifactError:
+        """Return the error with its remedy; `code` is that of S3, or the name of an error of s5cmd or boto3."""
+        location, at = self.location, self._endpoint or "AWS"
+        if code in _UNREACHABLE:
+            return S3UnreachableError(
+                f"{location.url}: {at} cannot be reached ({reason}); check the network and AWS_ENDPOINT_URL"
+            )
+        remedy = _REMEDIES.get(code)
+        if remedy is None:
+            return ArtifactError(f"{location.url}: {reason}")
+        more = _OF_GOOGLE if location.scheme == "gs" else ""
+        return ArtifactError(f"{location.url}: {remedy.format(bucket=location.bucket, at=at)}{more}")
+
+
+def find_client(environment: Mapping[str, str], location: S3Location) -> S3Client:
     """Return s5cmd if it is installed, else boto3. Raises ArtifactError if neither is installed."""
     program = find_s5cmd(environment)
     if program is not None:
-        return S5cmd(program, environment, scheme)
+        return S5cmd(program, environment, location)
     if find_spec("boto3") is not None:
-        return Boto3(environment, scheme)
+        return Boto3(environment, location)
     raise ArtifactError('models in buckets need s5cmd or boto3, and neither is installed: pip install "lmi-server[s3]"')
 
 
@@ -111,64 +127,64 @@ class _ListedObject(msgspec.Struct):
     size: int = 0
 
 
-class S5cmd:
+class S5cmd(S3Client):
     """Runs the program at `program`."""
 
-    def __init__(self, program: str, environment: Mapping[str, str], scheme: str = "s3") -> None:
-        endpoint = endpoint_url(environment, scheme)
-        self._environment = environment
+    def __init__(self, program: str, environment: Mapping[str, str], location: S3Location) -> None:
+        super().__init__(environment, location)
         self._command = [program, "--json", "--retry-count", str(_RETRIES)]
-        self._command += ["--endpoint-url", endpoint] if endpoint else []
-        self._at = endpoint or "AWS"
+        self._command += ["--endpoint-url", self._endpoint] if self._endpoint else []
 
-    def list_objects(self, location: S3Location, activity: Activity) -> list[S3Object]:
-        url = f"s3://{location.bucket}/{location.prefix}"
-        below = f"{url}/*" if location.prefix else f"{url}*"
-        return self._list(location, below, activity) or self._list(location, url, activity)
+    @property
+    def _root(self) -> str:
+        return f"s3://{self.location.bucket}/"
 
-    def download(
-        self,
-        location: S3Location,
-        downloads: Sequence[Download],
-        activity: Activity,
-        on_bytes: Callable[[int], None],
-        lock: int,
-    ) -> None:
+    def list_objects(self, activity: Activity) -> list[S3Object]:
+        url = f"{self._root}{self.location.prefix}"
+        below = f"{url}/*" if self.location.prefix else f"{url}*"
+        return self._list(below, activity) or self._list(url, activity)
+
+    def download(self, downloads: Sequence[Download], activity: Activity, on_bytes: OnBytes, lock: int) -> None:
         ended = run_child(
             [*self._command, "run"],
             environment=self._environment,
             activity=activity,
-            stdin="".join(_copy_command(location, download) for download in downloads),
+            stdin="".join(map(self._copy_command, downloads)),
             inherited=(lock,),  # s5cmd goes on writing if the server is killed: it must keep the lock
             on_tick=lambda: on_bytes(sum(_bytes_on_disk(download.path) for download in downloads)),
         )
         if ended.code != 0:
-            raise _s5cmd_error(location, ended, downloads[0].path.parent, self._at)
+            raise self._error_of(_s5cmd_reason(ended), downloads[0].path.parent)
 
-    def _list(self, location: S3Location, pattern: str, activity: Activity) -> list[S3Object]:
+    def _list(self, pattern: str, activity: Activity) -> list[S3Object]:
         command = [*self._command, "ls", "--etag", pattern]
         ended = run_child(command, environment=self._environment, activity=activity, whole_output=True)
         if ended.code != 0:
-            if _s5cmd_reason(ended) == "no object found":
+            reason = _s5cmd_reason(ended)
+            if reason == "no object found":
                 return []
-            raise _s5cmd_error(location, ended, None, self._at)
+            raise self._error_of(reason)
         listed = [msgspec.json.decode(line, type=_ListedObject) for line in ended.stdout.splitlines() if line.strip()]
-        root = f"s3://{location.bucket}/"
         # "*" and "?" in the prefix act as wildcards, so that s5cmd may list too much; keys are compared literally.
         return [
-            S3Object(entry.key.removeprefix(root), entry.size, entry.etag)
+            S3Object(entry.key.removeprefix(self._root), entry.size, entry.etag)
             for entry in listed
-            if entry.type == "file" and _belongs(location, entry.key.removeprefix(root))
+            if entry.type == "file" and _belongs(self.location, entry.key.removeprefix(self._root))
         ]
+
+    def _copy_command(self, download: Download) -> str:
+        return f"cp --raw {shlex.quote(self._root + download.source.key)} {shlex.quote(str(download.path))}\n"
+
+    def _error_of(self, reason: str, directory: Path | None = None) -> ArtifactError:
+        if directory is not None and "no space left on device" in reason:
+            return ArtifactError(no_room(directory))
+        # What failed may stand before it: "session: fetching region failed: NoCredentialProviders: no valid providers".
+        codes = re.findall(r"(?:^|: )(\w+)(?=:)", reason)
+        return self._error(next((code for code in codes if code in _REMEDIES or code in _UNREACHABLE), ""), reason)
 
 
 def _belongs(location: S3Location, key: str) -> bool:
     return key == location.prefix or not location.prefix or key.startswith(f"{location.prefix}/")
-
-
-def _copy_command(location: S3Location, download: Download) -> str:
-    source = f"s3://{location.bucket}/{download.source.key}"
-    return f"cp --raw {shlex.quote(source)} {shlex.quote(str(download.path))}\n"
 
 
 def _bytes_on_disk(path: Path) -> int:
@@ -189,60 +205,48 @@ def _s5cmd_reason(ended: ChildResult) -> str:
     return ended.stderr.strip() or f"s5cmd ended with code {ended.code}"
 
 
-def _s5cmd_error(location: S3Location, ended: ChildResult, directory: Path | None, at: str) -> ArtifactError:
-    reason = _s5cmd_reason(ended)
-    if directory is not None and "no space left on device" in reason:
-        return ArtifactError(no_room(directory))
-    # What failed may stand before it: "session: fetching region failed: NoCredentialProviders: no valid providers".
-    codes = re.findall(r"(?:^|: )(\w+)(?=:)", reason)
-    code = next((code for code in codes if code in _REMEDIES or code in _UNREACHABLE), "")
-    return _s3_error(location, code, reason, at)
-
-
-class Boto3:
+class Boto3(S3Client):
     """Uses boto3, which is imported when it is first used."""
 
-    def __init__(self, environment: Mapping[str, str], scheme: str = "s3") -> None:
-        self._endpoint = endpoint_url(environment, scheme)
-        self._at = self._endpoint or "AWS"
+    def list_objects(self, activity: Activity) -> list[S3Object]:
+        prefix = self.location.prefix
+        with self._errors():
+            below = self._list(f"{prefix}/" if prefix else "", activity)
+            return below or [found for found in self._list(prefix, activity) if found.key == prefix]
 
-    def list_objects(self, location: S3Location, activity: Activity) -> list[S3Object]:
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            client = self._client
-            below = _boto3_list(client, location, f"{location.prefix}/" if location.prefix else "", activity)
-            return below or [
-                found
-                for found in _boto3_list(client, location, location.prefix, activity)
-                if found.key == location.prefix
-            ]
-        except (BotoCoreError, ClientError) as error:
-            raise _boto3_error(location, error, self._at) from error
-
-    def download(
-        self,
-        location: S3Location,
-        downloads: Sequence[Download],
-        activity: Activity,
-        on_bytes: Callable[[int], None],
-        lock: int,
-    ) -> None:
-        from boto3.exceptions import Boto3Error
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        client = self._client
-        counted = _Counter(on_bytes)
+    def download(self, downloads: Sequence[Download], activity: Activity, on_bytes: OnBytes, lock: int) -> None:
+        client, counted = self._client, _Counter(on_bytes)
 
         def fetch(download: Download) -> None:
             activity.check()
-            client.download_file(location.bucket, download.source.key, str(download.path), Callback=counted.add)
+            client.download_file(self.location.bucket, download.source.key, str(download.path), Callback=counted.add)
+
+        directory = downloads[0].path.parent
+        with self._errors(), file_errors(directory), ThreadPoolExecutor(_BOTO3_FILES_AT_ONCE) as executor:
+            _run_all(executor, fetch, downloads)
+
+    def _list(self, prefix: str, activity: Activity) -> list[S3Object]:
+        found = []
+        for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.location.bucket, Prefix=prefix):
+            activity.check()
+            found += [
+                S3Object(entry["Key"], entry["Size"], entry["ETag"].strip('"'))
+                for entry in page.get("Contents", ())
+                if not entry["Key"].endswith("/")
+            ]
+        return found
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError
 
         try:
-            with file_errors(downloads[0].path.parent), ThreadPoolExecutor(_BOTO3_FILES_AT_ONCE) as executor:
-                _run_all(executor, fetch, downloads)
+            yield
         except (BotoCoreError, ClientError, Boto3Error) as error:
-            raise _boto3_error(location, error, self._at) from error
+            response = getattr(error, "response", None)
+            code = response["Error"]["Code"] if response else type(error).__name__
+            raise self._error(code, str(error)) from error
 
     @functools.cached_property
     def _client(self) -> Any:
@@ -276,37 +280,6 @@ class _Counter:
         with self._lock:
             self._total += count
             self._on_bytes(self._total)
-
-
-def _boto3_list(client: Any, location: S3Location, prefix: str, activity: Activity) -> list[S3Object]:
-    found = []
-    for page in client.get_paginator("list_objects_v2").paginate(Bucket=location.bucket, Prefix=prefix):
-        activity.check()
-        found += [
-            S3Object(entry["Key"], entry["Size"], entry["ETag"].strip('"'))
-            for entry in page.get("Contents", ())
-            if not entry["Key"].endswith("/")
-        ]
-    return found
-
-
-def _boto3_error(location: S3Location, error: Exception, at: str) -> ArtifactError:
-    response = getattr(error, "response", None)
-    code = response["Error"]["Code"] if response else type(error).__name__
-    return _s3_error(location, code, str(error), at)
-
-
-def _s3_error(location: S3Location, code: str, reason: str, at: str) -> ArtifactError:
-    """Return the error with its remedy; `code` is an error code of S3, or the name of an error of s5cmd or boto3."""
-    if code in _UNREACHABLE:
-        return S3UnreachableError(
-            f"{location.url}: {at} cannot be reached ({reason}); check the network and AWS_ENDPOINT_URL"
-        )
-    remedy = _REMEDIES.get(code)
-    if remedy is None:
-        return ArtifactError(f"{location.url}: {reason}")
-    more = _OF_GOOGLE if location.scheme == "gs" else ""
-    return ArtifactError(f"{location.url}: {remedy.format(bucket=location.bucket, at=at)}{more}")
 
 
 _UNREACHABLE = frozenset({"RequestError", "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError"})

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from lmi_server.artifacts.location import S3Location
 from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.s3.clients import Download, S3Client, S3Object, S3UnreachableError
 from lmi_server.artifacts.s3.etag import Verdict, compare, md5
@@ -29,23 +28,24 @@ class S3Manifest(msgspec.Struct, frozen=True):
     objects: list[S3Object]
 
 
-def fetch_s3(location: S3Location, client: S3Client, root: Path, keep_free: int, activity: Activity) -> Path:
-    """Bring the copy of `location` under `root` up to date and return its directory.
+def fetch_s3(client: S3Client, root: Path, keep_free: int, activity: Activity) -> Path:
+    """Bring the copy of the client's location under `root` up to date and return its directory.
 
-    If `location` is the key of one object, the directory holds that object. A download leaves `keep_free` bytes of the
-    disk free. Raises ArtifactError; the next call checks the files that have arrived by then, and goes on from there.
+    If that is the key of one object, the directory holds that object. A download leaves `keep_free` bytes of the disk
+    free. Raises ArtifactError; the next call checks the files that have arrived by then, and goes on from there.
     """
+    location = client.location
     place = entry(root, "s3", location.url, PurePosixPath(location.prefix).name or location.bucket)
     with claim(place, activity) as lock:
         try:
-            objects = client.list_objects(location, activity)
+            objects = client.list_objects(activity)
         except S3UnreachableError as error:
             return _use_offline_copy(place, error)
         if not objects:
             raise ArtifactMissingError(f"{location.url}: there are no objects; check bucket and prefix")
-        if not _is_current(place, location, objects):
+        if not _is_current(place, objects):
             with file_errors(place.directory):
-                _refresh(place, location, client, objects, keep_free, activity, lock)
+                _refresh(place, client, objects, keep_free, activity, lock)
     return place.files
 
 
@@ -58,7 +58,7 @@ def _use_offline_copy(place: StoreEntry, error: S3UnreachableError) -> Path:
     return place.files
 
 
-def _is_current(place: StoreEntry, location: S3Location, objects: list[S3Object]) -> bool:
+def _is_current(place: StoreEntry, objects: list[S3Object]) -> bool:
     manifest = place.manifest(S3Manifest)
     return manifest is not None and manifest.objects == objects and _sizes_match(place, manifest)
 
@@ -71,17 +71,12 @@ def _sizes_match(place: StoreEntry, manifest: S3Manifest) -> bool:
 
 
 def _refresh(
-    place: StoreEntry,
-    location: S3Location,
-    client: S3Client,
-    objects: list[S3Object],
-    keep_free: int,
-    activity: Activity,
-    lock: int,
+    place: StoreEntry, client: S3Client, objects: list[S3Object], keep_free: int, activity: Activity, lock: int
 ) -> None:
     """Complete the partial files and publish them. Files that have not changed are linked from the last copy."""
     # The partial directory may hold files of an interrupted fetch. Files that match their objects count as fetched.
-    wanted = _downloads(place.partial_files, location.url, objects)
+    url = client.location.url
+    wanted = _downloads(place.partial_files, url, objects)
     place.partial_files.mkdir(parents=True, exist_ok=True)
     _remove_all_but(place.partial_files, {download.path for download in wanted})
     for download in wanted:
@@ -89,11 +84,11 @@ def _refresh(
         _link_unchanged(place, download)
     verdicts = _verdicts(wanted, activity, f"checking {place.name}")
     missing = [download for download, verdict in zip(wanted, verdicts, strict=True) if verdict is not Verdict.SAME]
-    transfer = _Transfer(location, client, activity, lock, f"downloading {location.url}", _size(wanted))
+    transfer = _Transfer(client, activity, lock, _size(wanted))
     require_room(place.partial, _size(missing), keep_free)
     transfer.run(missing, already=_size(wanted) - _size(missing))
     _verify(missing, transfer, activity)
-    place.publish(S3Manifest(location.url, objects))
+    place.publish(S3Manifest(url, objects))
 
 
 def _downloads(directory: Path, url: str, objects: Iterable[S3Object]) -> list[Download]:
@@ -149,14 +144,10 @@ def _size(downloads: Iterable[Download]) -> int:
 class _Transfer:
     """Fetches files from one location and reports the bytes."""
 
-    def __init__(
-        self, location: S3Location, client: S3Client, activity: Activity, lock: int, what: str, total: int
-    ) -> None:
-        self._location = location
+    def __init__(self, client: S3Client, activity: Activity, lock: int, total: int) -> None:
         self._client = client
         self._activity = activity
         self._lock = lock
-        self._what = what
         self._total = total
 
     def run(self, downloads: Sequence[Download], already: int = 0) -> None:
@@ -167,15 +158,16 @@ class _Transfer:
         size = _size(downloads)
         full = [download for download in downloads if download.source.size]
         if full:
-            self._client.download(self._location, full, self._activity, self._on_bytes(already, size), self._lock)
+            # Not the last byte: the total is reported once the files are complete.
+            report = lambda done: self._report(already + max(0, min(done, size - 1)))  # noqa: E731
+            self._client.download(full, self._activity, report, self._lock)
         for download in downloads:
             if not download.source.size:
                 download.path.touch()
-        self._activity.report(self._what, already + size, self._total)
+        self._report(already + size)
 
-    def _on_bytes(self, already: int, size: int) -> Callable[[int], None]:
-        # Not the last byte: the total is reported once the files are complete.
-        return lambda done: self._activity.report(self._what, already + max(0, min(done, size - 1)), self._total)
+    def _report(self, done: int) -> None:
+        self._activity.report(f"downloading {self._client.location.url}", done, self._total)
 
 
 def _verify(fetched: Sequence[Download], transfer: _Transfer, activity: Activity) -> None:
