@@ -15,7 +15,7 @@ from frontend.http.clients import Send
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.protocol import Error, Input, Reply
 from lmi_server.dialects.errors import error_reply
-from lmi_server.serving.dispatch.affinity.sticky_sessions import may_have_files
+from lmi_server.serving.dispatch.sticky_sessions import may_have_files
 from lmi_server.serving.pool.worker_pool import WorkerPool
 from lmi_server.supervisor.job import Job
 from lmi_server.verify.comparison import Pair

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Generic, Self, TypeVar
 
 from lmi_server.contract.protocol import Input
-from lmi_server.serving.dispatch.affinity.sticky_sessions import TO_BE_OPENED, session_of
+from lmi_server.serving.dispatch.sticky_sessions import TO_BE_OPENED, session_of
 
 _MAX_SESSIONS = 10_000  # sessions with counts of their own; the least recently used is forgotten first
 _OTHERS = 5  # requests of other clients, without which a session is not left out

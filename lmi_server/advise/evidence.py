@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lmi_server.bench import server_metrics
 from lmi_server.bench.observation import Observation
-from lmi_server.client.metric_samples import increase
+from lmi_server.client.server_calls import increase
 
 _BATCH = re.compile(r"(Prefill|Decode) batch\b(.*)")
 _PAIR = re.compile(r"#?([a-z][\w -]*)(?: \([^)]*\))?: (\d+(?:\.\d+)?)")

@@ -12,7 +12,7 @@ from typing import Any
 from lmi_server.bench import server_metrics
 from lmi_server.bench.records import Record, summary
 from lmi_server.bench.server_metrics import Reading
-from lmi_server.client.metric_samples import increase
+from lmi_server.client.server_calls import increase
 from lmi_server.machine.device_tools import GpuLoad, nvidia_load
 from lmi_server.processes.usage import ProcessUsage, measure_usage
 

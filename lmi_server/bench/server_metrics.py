@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from urllib.request import Request, urlopen
 
-from lmi_server.client.metric_samples import increase, samples_in
+from lmi_server.client.server_calls import increase, samples_in
 
 _BUCKET = "_bucket{"
 _VLLM = "vllm:"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
 from typing import Annotated, Any, cast
@@ -20,6 +20,7 @@ from lmi_server.contract.errors import ConfigurationError
 DEFAULT_URL = "http://127.0.0.1:8080"
 Headers = Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")]
 """The option --header of commands."""
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+.\deE]*\d|NaN|[-+]Inf)(?: \d+)?")
 
 
 class ServerCalls:
@@ -109,3 +110,19 @@ def remedy(error: Exception) -> str:
     """Return how to send a key if the server asks for one, otherwise nothing."""
     wants_key = isinstance(error, HTTPError) and error.code == HTTPStatus.UNAUTHORIZED
     return "; --header 'x-api-key: KEY' sends a key" if wants_key else ""
+
+
+def samples_in(lines: Iterable[str]) -> Iterable[tuple[str, str, float]]:
+    """Yield the name, the labels as they are written, and the value of each sample."""
+    for line in lines:
+        found = None if line.startswith("#") else _SAMPLE.fullmatch(line)
+        if found is not None:
+            yield found[1], found[2] or "", float(found[3])
+
+
+def increase(before: Mapping[str, float], after: Mapping[str, float], key: str) -> float | None:
+    """Return by how much a counter grew; from zero if it is new, or the server has started again."""
+    if key not in after:
+        return None
+    grown = after[key] - before.get(key, 0.0)
+    return after[key] if grown < 0 else grown

@@ -30,9 +30,8 @@ from lmi_server.contract.protocol import (
 from lmi_server.route.connection import Connections
 from lmi_server.route.exchange import RoutedExchange
 from lmi_server.route.headers import request_lines
-from lmi_server.supervisor.control_calls import ControlCalls
 from lmi_server.supervisor.launch.remote import RemoteLaunch, RemotePlace
-from lmi_server.supervisor.worker_requests import WorkerRequests
+from lmi_server.supervisor.worker_requests import ControlCalls, WorkerRequests
 
 logger = logging.getLogger(__name__)
 

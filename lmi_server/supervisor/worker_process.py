@@ -46,12 +46,11 @@ from lmi_server.contract.protocol import (
 from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.machine.mpi import MpiRun
 from lmi_server.supervisor.child_process import EXIT_GRACE_S, ChildProcess
-from lmi_server.supervisor.control_calls import ControlCalls
 from lmi_server.supervisor.health import HealthChecks
 from lmi_server.supervisor.job import Job
 from lmi_server.supervisor.launch.remote import RemoteLaunch, RemotePlace, RemoteProcess
 from lmi_server.supervisor.launch.worker_launch import MpiGroup, SingleProcess, WorkerLaunch
-from lmi_server.supervisor.worker_requests import WorkerRequests
+from lmi_server.supervisor.worker_requests import ControlCalls, WorkerRequests
 
 logger = logging.getLogger(__name__)
 _NAMED_REQUESTS = 20

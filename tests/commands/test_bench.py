@@ -30,7 +30,7 @@ from lmi_server.bench.reports.html_report import timeline
 from lmi_server.bench.reports.terminal_report import TITLES
 from lmi_server.bench.server_metrics import cache_hit, queue_time, read, waiting
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Turn, with_adapters
-from lmi_server.client.metric_samples import increase
+from lmi_server.client.server_calls import increase
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.device_tools import GpuLoad
 from lmi_server.processes.usage import ProcessUsage

@@ -19,9 +19,8 @@ from waiting import wait_until
 
 from frontend.capture.destinations import BucketObjects, LostError, RotatingFiles, destination
 from frontend.capture.exchange import Budget, CapturedExchange
-from frontend.capture.lines import captured_line
 from frontend.capture.settings import CaptureSettings
-from frontend.capture.writer import CaptureWriter
+from frontend.capture.writer import CaptureWriter, captured_line
 from lmi_server.bench.prompt_files import read_prompts
 from lmi_server.contract.errors import ConfigurationError
 

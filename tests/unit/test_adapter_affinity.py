@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmi_server.serving.dispatch.affinity.adapter_affinity import AdapterAffinity
+from lmi_server.serving.dispatch.request_affinity import AdapterAffinity
 
 
 def test_an_adapter_stays_where_it_is_and_a_new_one_goes_where_there_is_room() -> None:

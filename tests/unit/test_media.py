@@ -18,8 +18,7 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from lmi_server.contract.errors import PayloadTooLargeError, RequestError
 from lmi_server.media import budget
 from lmi_server.media.budget import MediaBudget, limit_media, media_of_request
-from lmi_server.media.image_work import TooMuchWorkError
-from lmi_server.media.images import FORMATS, open_image, read_image, upright
+from lmi_server.media.images import FORMATS, TooMuchWorkError, open_image, read_image, upright
 from lmi_server.media.sounds import read_sound
 
 MIB = 1 << 20

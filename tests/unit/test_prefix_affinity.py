@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmi_server.serving.dispatch.affinity.prefix_affinity import PrefixAffinity
+from lmi_server.serving.dispatch.request_affinity import PrefixAffinity
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from lmi_server.contract.protocol import ADAPTER_HEADER, Input
-from lmi_server.serving.dispatch.affinity.request_affinity import RequestAffinity
+from lmi_server.serving.dispatch.request_affinity import RequestAffinity
 
 IDLE = {"a": 0, "b": 0}
 LONG = "word " * 400

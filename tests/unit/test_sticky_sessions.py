@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from lmi_server.contract.protocol import Input
-from lmi_server.serving.dispatch.affinity import sticky_sessions
-from lmi_server.serving.dispatch.affinity.sticky_sessions import StickySessions
+from lmi_server.serving.dispatch import sticky_sessions
+from lmi_server.serving.dispatch.sticky_sessions import StickySessions
 from lmi_server.supervisor.worker_process import WorkerProcess
 
 HEADER = "x-amzn-sagemaker-session-id"

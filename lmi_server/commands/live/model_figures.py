@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
-from lmi_server.client.metric_samples import increase, samples_in
-from lmi_server.client.server_calls import ServerCalls
+from lmi_server.client.server_calls import ServerCalls, increase, samples_in
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.histogram import quantile
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Container
 
 from lmi_server.contract.protocol import Input
-from lmi_server.serving.dispatch.affinity.request_affinity import RequestAffinity
+from lmi_server.serving.dispatch.request_affinity import RequestAffinity
 from lmi_server.serving.pool_settings import PoolSettings
 from lmi_server.serving.roster import WorkerRoster
 from lmi_server.supervisor.worker_process import WorkerProcess
