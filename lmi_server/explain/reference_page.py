@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and the pages in docs/configuration/ from the declarations of options.
+"""Writes docs/configuration.md, the pages in docs/configuration/ and the tables of docs/ray-keys.md from declarations.
 
 python -m lmi_server.explain.reference_page docs
 """
@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic.fields import FieldInfo
 
 from lmi_server.configuration.declaration import (
     Deprecated,
@@ -24,11 +26,16 @@ from lmi_server.configuration.declaration import (
     written,
 )
 from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, load_options_type
+from lmi_server.configuration.model_file.checking import allowed_in_words
+from lmi_server.configuration.model_file.llm_config import LlmConfigFile
+from lmi_server.configuration.model_file.rayllm import RayLlmFile
+from lmi_server.configuration.model_file.serve_sections import Section, section_of
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.machine.environment import VARIABLES
 
 _ROLLING_BATCH = "option.rolling_batch"
+_MODEL_FILES: dict[str, type[Section]] = {"RayLLM": RayLlmFile, "LLMConfig": LlmConfigFile}
 
 _INTRODUCTION = """\
 # Configuration
@@ -250,6 +257,38 @@ def _marks(declaring: type[Options], key: str) -> Sequence[Mark]:
     return next((option.marks for option in declaring.declared_options() if option.key == key), ())
 
 
+def with_tables(page: str) -> str:
+    """Return the page of the keys of Ray's model files with the present tables between its marks."""
+    for name, section in _MODEL_FILES.items():
+        head, start, rest = page.partition(f"<!-- keys of {name} -->\n")
+        _, end, tail = rest.partition("<!-- end of keys -->\n")
+        table = _table(("Key", "Allowed", "Meaning"), _rows(section, ""))
+        page = "".join((head, start, "\n", table, "\n", end, tail))
+    return page
+
+
+def _rows(section: type[Section], prefix: str) -> Iterator[tuple[str, str, str]]:
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{name}"
+        yield f"`{key}`", allowed_in_words(field), " ".join(_sentences_on(field))
+        nested = section_of(field.annotation)
+        if nested is not None:
+            yield from _rows(nested, f"{key}.")
+
+
+def _sentences_on(field: FieldInfo) -> Iterator[str]:
+    yield field.description or ""
+    extra = field.json_schema_extra
+    if isinstance(extra, dict):
+        former = extra["formerly"]
+        yield f"Also written {_names(map(str, former))}." if isinstance(former, list) else ""
+    for mark in field.metadata:
+        if isinstance(mark, NoEffect):
+            yield f"No effect: {mark.reason}."
+        if isinstance(mark, Unavailable):
+            yield f"{f'{mark.shown} is not' if mark.shown else 'Not'} available; {mark.instead}."
+
+
 def _variables() -> str:
     rows = ((f"`{name}`", _names(keys), layer) for layer, names in VARIABLES.items() for name, keys in names.items())
     return _table(("Variable", "Key", "Layer"), rows)
@@ -273,6 +312,8 @@ def write_pages(docs: Path) -> None:
     for name, text in reference_pages().items():
         (docs / name).parent.mkdir(exist_ok=True)
         (docs / name).write_text(text, encoding="utf-8")
+    page = docs / "ray-keys.md"
+    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

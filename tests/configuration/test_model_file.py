@@ -15,7 +15,7 @@ from lmi_server.configuration.model_file.rayllm import PromptFormat
 from lmi_server.configuration.model_file.read import ModelFile, read_model_file
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.explain.model_file_page import with_tables
+from lmi_server.explain.reference_page import with_tables
 from lmi_server.machine.inventory import Machine
 
 pytest.importorskip("yaml")
@@ -311,7 +311,7 @@ def test_a_prompt_format_refuses_what_it_has_no_words_for() -> None:
 
 def test_the_tables_of_keys_are_current() -> None:
     page = (ROOT / "docs/ray-keys.md").read_text(encoding="utf-8")
-    assert with_tables(page) == page, "run: python -m lmi_server.explain.model_file_page docs/ray-keys.md"
+    assert with_tables(page) == page, "run: python -m lmi_server.explain.reference_page docs"
 
 
 SPREAD_OUT = {
