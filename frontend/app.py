@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.access.management_access import Access, protect
-from frontend.features import Inference, ServerParts, Target, attach_features
-from frontend.http.clients import Receive, Scope, Send
+from frontend.features import ServerParts, attach_features
+from frontend.http.clients import Inference, Receive, Scope, Send, Target
 from frontend.http.listeners import Place
 from frontend.http.responses import error_response, json_response, on_http_error, on_lmi_error
 from frontend.management.adapters import AdapterManagement
@@ -146,7 +146,7 @@ class App:
         elif scope["method"] == "OPTIONS":
             await self._answer(self._options(target), scope, receive, send)
         else:
-            await self._infer(*target, scope, receive, send)
+            await self._infer(target, scope, receive, send)
 
     async def _answer_other(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that is not for inference."""

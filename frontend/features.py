@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.access.management_access import Access
-from frontend.http.clients import Receive, Scope, Send
+from frontend.http.clients import Inference, Receive, Scope, Send, Target
 from frontend.http.responses import error_response
 from frontend.observability.metrics.collector import Metrics
 from frontend.observability.server_log import LogTail
@@ -25,12 +25,6 @@ from lmi_server.contract.errors import RouteNotFoundError
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.features import FEATURES, load
 from lmi_server.serving.models.registry import ModelRegistry
-
-Target = tuple[str, str | None, str | None]
-"""Where an inference request goes: its route, and the name and version of the model if the path has them."""
-
-Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Awaitable[None]]
-"""What answers an inference request, with its target first."""
 
 Taker = Callable[[Scope, Receive, Send], Awaitable[bool]]
 """What answers a request, or returns False and leaves it to the routes."""

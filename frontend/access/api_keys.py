@@ -14,14 +14,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from frontend.http.clients import Receive, Scope, Send
+from frontend.http.clients import Inference, Receive, Scope, Send, Target
 from frontend.http.watched_files import WatchedFiles
 from lmi_server.contract.errors import AuthenticationError, ConfigurationError, KeyBusyError, LmiServerError
 from lmi_server.contract.texts.secrets import SECRETS
 
 logger = logging.getLogger(__name__)
 
-Inference = Callable[[str, "str | None", "str | None", Scope, Receive, Send], Awaitable[None]]
 Refuse = Callable[[str, LmiServerError, Scope, Receive, Send], Awaitable[None]]
 
 TENANT = "lmi.tenant"
@@ -110,16 +109,14 @@ class KeyRing:
     def protect(self, inference: Inference, refuse: Refuse) -> Inference:
         """Return `inference` for requests with a key; the others go to `refuse`."""
 
-        async def call(
-            route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
-        ) -> None:
+        async def call(target: Target, scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 key = self._admit(scope)
             except LmiServerError as error:
-                await refuse(route, error, scope, receive, send)
+                await refuse(target[0], error, scope, receive, send)
                 return
             try:
-                await inference(route, name, version, scope, receive, send)
+                await inference(target, scope, receive, send)
             finally:
                 key.running -= 1
 

@@ -11,8 +11,7 @@ import msgspec
 from frontend.access.api_keys import TENANT
 from frontend.batches.pace import Line, LinePace
 from frontend.detached.request import DetachedRequest, KeptAnswer, receive_body
-from frontend.features import Inference
-from frontend.http.clients import Scope, shown_error
+from frontend.http.clients import Inference, Scope, shown_error
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import scope_without_client
 from frontend.relay.request import model_and_priority

@@ -15,8 +15,8 @@ from frontend.batches.records import OwnedRecords
 from frontend.batches.run import RunParts
 from frontend.batches.runner import BatchRunner
 from frontend.batches.settings import BatchSettings
-from frontend.features import Inference, ServerFeature, ServerParts, Unset
-from frontend.http.clients import Receive, Scope, Send
+from frontend.features import ServerFeature, ServerParts, Unset
+from frontend.http.clients import Inference, Receive, Scope, Send, Target
 from frontend.storage.objects import StoreThreads, open_store
 
 _THREADS = 16
@@ -45,12 +45,10 @@ class _Feature(ServerFeature):
         """Return `infer`, before whose requests lines make way."""
         note_live, models = self._pace.note_live, self._server.models
 
-        def call(
-            route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
-        ) -> Awaitable[None]:
+        def call(target: Target, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
             if models.only is not None:
                 note_live()
-            return infer(route, name, version, scope, receive, send)
+            return infer(target, scope, receive, send)
 
         return call
 

@@ -17,8 +17,8 @@ from frontend.access.management_access import protect
 from frontend.canary.copies import SENT, SentAnswer
 from frontend.canary.rules import Rules
 from frontend.canary.trial import CanaryTrial, TrialVerdict, refuse_if_not_loaded
-from frontend.features import Inference, ServerFeature, ServerParts
-from frontend.http.clients import Receive, Scope, Send
+from frontend.features import ServerFeature, ServerParts
+from frontend.http.clients import Inference, Receive, Scope, Send, Target
 from frontend.http.parameters import integer, parameters, truth
 from frontend.http.responses import json_response
 from frontend.management.adapters import managed_model
@@ -54,22 +54,18 @@ class CanaryFeature(ServerFeature):
     def wrap(self, infer: Inference) -> Inference:
         running = self._running
 
-        async def noting(
-            route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
-        ) -> None:
+        async def noting(target: Target, scope: Scope, receive: Receive, send: Send) -> None:
             sent = SentAnswer(scope.get(TENANT, b""))
             token = SENT.set(sent)
             try:
-                await infer(route, name, version, scope, receive, sent.sending(send))
+                await infer(target, scope, receive, sent.sending(send))
             finally:
                 SENT.reset(token)
                 sent.end()
 
-        def call(
-            route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
-        ) -> Awaitable[None]:
+        def call(target: Target, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
             """Serve a request. Without a trial it costs this look, and no coroutine of its own."""
-            return (noting if running else infer)(route, name, version, scope, receive, send)
+            return (noting if running else infer)(target, scope, receive, send)
 
         return call
 

@@ -14,8 +14,8 @@ from frontend.capture.destinations import destination
 from frontend.capture.exchange import Budget, CapturedExchange
 from frontend.capture.settings import CaptureSettings
 from frontend.capture.writer import CaptureWriter
-from frontend.features import Inference, ServerFeature, ServerParts
-from frontend.http.clients import Receive, Scope, Send
+from frontend.features import ServerFeature, ServerParts
+from frontend.http.clients import Inference, Receive, Scope, Send, Target
 
 _UNAUTHORIZED = (0, 401, 403)  # what no client with access has asked, and what got no answer
 _CLOSE_S = 10.0
@@ -42,12 +42,10 @@ class Capture(ServerFeature):
         self._writer = CaptureWriter(destination(settings), frozenset(filter(None, names)))
 
     def wrap(self, infer: Inference) -> Inference:
-        async def capture(
-            route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
-        ) -> None:
-            exchange = CapturedExchange(route, scope, self._limit, self._budget)
+        async def capture(target: Target, scope: Scope, receive: Receive, send: Send) -> None:
+            exchange = CapturedExchange(target[0], scope, self._limit, self._budget)
             try:
-                await infer(route, name, version, scope, exchange.receiving(receive), exchange.sending(send))
+                await infer(target, scope, exchange.receiving(receive), exchange.sending(send))
             finally:
                 exchange.ended = time.monotonic()
                 if exchange.status in _UNAUTHORIZED:
@@ -55,10 +53,8 @@ class Capture(ServerFeature):
                 else:
                     self._writer.add(exchange)
 
-        def call(
-            route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
-        ) -> Awaitable[None]:
-            return (capture if random() < self._share else infer)(route, name, version, scope, receive, send)
+        def call(target: Target, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+            return (capture if random() < self._share else infer)(target, scope, receive, send)
 
         return call
 

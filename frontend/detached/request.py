@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from frontend.features import Inference, Target
-from frontend.http.clients import Receive, Scope, Send
+from frontend.http.clients import Inference, Receive, Scope, Send, Target
 from frontend.http.held_bytes import HeldBytes
 from frontend.http.protocol import detached_scope
 from lmi_server.contract.errors import NoRoomError
@@ -69,7 +68,7 @@ class DetachedRequest:
     ) -> None:
         """Answer the request. `held` are its bytes, if its body is not the scope's."""
         self._route = target[0]
-        await infer(*target, detached_scope(scope, self, held), receive, self._keep)
+        await infer(target, detached_scope(scope, self, held), receive, self._keep)
 
     async def _keep(self, message: MutableMapping[str, Any]) -> None:
         if self.has_no_room:

@@ -18,6 +18,12 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+Target = tuple[str, str | None, str | None]
+"""Where an inference request goes: its route, and the name and version of the model if the path has them."""
+
+Inference = Callable[[Target, Scope, Receive, Send], Awaitable[None]]
+"""What answers an inference request."""
+
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
 # What proxies, gateways and content delivery networks add. X-Amzn-Trace-Id is left out: clients of AWS send it, too.
 _ADDED = frozenset(

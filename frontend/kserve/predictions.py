@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.features import ServerFeature, ServerParts, Target
-from frontend.http.clients import Scope, shown_error
+from frontend.features import ServerFeature, ServerParts
+from frontend.http.clients import Scope, Target, shown_error
 from frontend.http.responses import error_response, json_response
 from lmi_server.configuration.handlers import HandlerSpec
 from lmi_server.contract.errors import MethodNotAllowedError

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from random import random
 
 from frontend.access.management_access import Access
-from frontend.http.clients import Receive, Scope, Send
+from frontend.http.clients import Receive, Scope, Send, Target
 from frontend.http.compression import decoded_body
 from frontend.http.held_bytes import HeldBytes
 from frontend.http.protocol import keep_held
@@ -59,10 +59,9 @@ class Relay:
         pattern = settings.model_url_pattern
         self._implicit = None if pattern is None else ImplicitRegistration(models, access.limits, pattern)
 
-    async def __call__(
-        self, route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Serve one request. `route` is that of Input; `name` and `version` come from the path, None if it has none."""
+    async def __call__(self, target: Target, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        route, name, version = target
         held = keep_held(scope)
         try:
             request = RelayedRequest(route, scope, receive, self._request_id_header)

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from starlette.responses import Response
 
 from frontend.detached.request import DetachedRequest, KeptAnswer, receive_body
-from frontend.features import Inference
-from frontend.http.clients import Receive, Scope
+from frontend.http.clients import Inference, Receive, Scope
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import held_by
 from frontend.http.request_ids import new_request_id

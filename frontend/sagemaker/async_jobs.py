@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from starlette.responses import Response
 
 from frontend.detached.request import DetachedRequest, is_gone, process_name
-from frontend.features import Inference, Target
-from frontend.http.clients import Receive, Scope, Send
+from frontend.http.clients import Inference, Receive, Scope, Send, Target
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import connection_of
 from frontend.http.request_ids import new_request_id
@@ -91,21 +90,19 @@ class AsyncJobs:
         self._running: dict[str, asyncio.Task[None]] = {}  # by token, until the answer is stored
         self._owner = process_name()
 
-    def __call__(
-        self, route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
-    ) -> Awaitable[None]:
+    def __call__(self, target: Target, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Serve one inference request. Nearly all have none of these headers, and pay for this look only."""
         given = [header for header in scope["headers"] if header[0] in _NAMES]
         if not given:
-            return self._infer(route, name, version, scope, receive, send)
-        return self._serve(_own_headers(given), (route, name, version), scope, receive, send)
+            return self._infer(target, scope, receive, send)
+        return self._serve(_own_headers(given), target, scope, receive, send)
 
     async def _serve(
         self, given: dict[bytes, bytes], target: Target, scope: Scope, receive: Receive, send: Send
     ) -> None:
         response = await self._response(given, target, scope, receive)
         if response is None:
-            await self._infer(*target, scope, receive, send)
+            await self._infer(target, scope, receive, send)
         else:
             await self._answer(response, scope, receive, send)
 

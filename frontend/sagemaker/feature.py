@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.features import Inference, ServerFeature, ServerParts
+from frontend.features import ServerFeature, ServerParts
+from frontend.http.clients import Inference
 from frontend.http.responses import json_response
 from frontend.sagemaker.async_invocations import AsyncInvocations
 from frontend.sagemaker.async_jobs import AsyncJobs

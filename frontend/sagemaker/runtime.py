@@ -15,8 +15,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from frontend.features import Inference
-from frontend.http.clients import Receive, Scope, Send
+from frontend.http.clients import Inference, Receive, Scope, Send
 from frontend.sagemaker.async_invocations import AsyncInvocations
 from frontend.sagemaker.request_signatures import SignatureCheck, SignatureRefusedError
 from lmi_server.contract.errors import (
@@ -107,7 +106,7 @@ class SageMakerRuntime:
             await self._answer(await self._later(name, scope, receive), scope, receive, send)
         else:
             answer = _EventStream(send) if action == _INVOKE_STREAM else _Answer(send)
-            await self._infer(routes.INVOCATIONS, name, None, scope, receive, answer)
+            await self._infer((routes.INVOCATIONS, name, None), scope, receive, answer)
         return True
 
     async def _later(self, name: str | None, scope: Scope, receive: Receive) -> Response:

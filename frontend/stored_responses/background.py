@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from frontend.detached.request import DetachedRequest, KeptAnswer, process_name
-from frontend.features import Inference, Target
-from frontend.http.clients import Receive, Scope
+from frontend.http.clients import Inference, Receive, Scope, Target
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.storage.objects import StoreThreads
 from frontend.stored_responses.records import ResponseStore, StoredResponse

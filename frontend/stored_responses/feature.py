@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.detached.request import receive_body
-from frontend.features import Inference, ServerFeature, ServerParts, Target, Unset
-from frontend.http.clients import Receive, Scope, Send
+from frontend.features import ServerFeature, ServerParts, Unset
+from frontend.http.clients import Inference, Receive, Scope, Send, Target
 from frontend.http.compression import decoded_body
 from frontend.http.protocol import held_by
 from frontend.http.responses import error_response, json_response
@@ -59,17 +59,15 @@ class _Feature(ServerFeature):
         self._background = BackgroundResponses(infer, self._store, self._threads, capacity)
         return self._call
 
-    def _call(
-        self, route: str, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
-    ) -> Awaitable[None]:
+    def _call(self, target: Target, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Serve one inference request. All others than those for responses pay for this look only."""
-        if route != RESPONSES:
-            return self._infer(route, name, version, scope, receive, send)
-        return self._serve(name, version, scope, receive, send)
+        if target[0] != RESPONSES:
+            return self._infer(target, scope, receive, send)
+        return self._serve(target, scope, receive, send)
 
-    async def _serve(self, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, target: Target, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            refusal = await self._respond(name, version, scope, receive, send)
+            refusal = await self._respond(target, scope, receive, send)
         except LmiServerError as error:
             refusal = error_response(RESPONSES, error)
         except ClientGoneError:
@@ -77,9 +75,7 @@ class _Feature(ServerFeature):
         if refusal is not None:
             await self._server.answer(refusal, scope, receive, send)
 
-    async def _respond(
-        self, name: str | None, version: str | None, scope: Scope, receive: Receive, send: Send
-    ) -> Response | None:
+    async def _respond(self, target: Target, scope: Scope, receive: Receive, send: Send) -> Response | None:
         """Answer a request, or return what the server itself answers. Raises LmiServerError and ClientGoneError."""
         owner = self._owner(scope)
         sent = await self._body(scope, receive)
@@ -92,14 +88,13 @@ class _Feature(ServerFeature):
         held_by(scope).reserve(max(0, len(body) - len(sent)))  # the conversation before
         _set_length(scope, len(body))
         forward = receive_body(body)
-        target = (RESPONSES, name, version)
         if request.in_background:
             return await self._begin(owner, request, target, scope, forward)
         own = {"previous_response_id": request.previous, "store": request.is_kept, "background": False}
         if request.is_kept:
             own["id"] = new_id(PREFIX)
         keep = self._keep_as(owner, request) if request.is_kept else None
-        await self._infer(*target, scope, forward, ResponseCapture(send, own, keep))
+        await self._infer(target, scope, forward, ResponseCapture(send, own, keep))
         return None
 
     def _owner(self, scope: Scope) -> str:

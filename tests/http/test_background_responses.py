@@ -12,6 +12,7 @@ import pytest
 from relay_helpers import on_loop
 from starlette.requests import Request
 
+from frontend.http.clients import Target
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import connection_of, scope_without_client
 from frontend.storage.objects import StoreThreads, open_store
@@ -38,7 +39,7 @@ class SlowStore(ResponseStore):
         super().save(owner, record)
 
 
-async def answer(route: str, name: str | None, version: str | None, scope: Any, receive: Any, send: Any) -> None:
+async def answer(target: Target, scope: Any, receive: Any, send: Any) -> None:
     connection_of(scope).watch(lambda: None, ReplySlot())
     await asyncio.sleep(0.05)
     await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -27,6 +27,7 @@ from frontend.batches.records import (
 from frontend.batches.run import BatchRun, RunParts
 from frontend.batches.runner import BatchRunner
 from frontend.batches.settings import BatchSettings
+from frontend.http.clients import Target
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import connection_of
 from frontend.storage import owners as owners_module
@@ -213,7 +214,7 @@ async def test_an_answer_in_chunks_that_was_taken_back_is_asked_for_again(monkey
     pace = LinePace(1, 0)
     tries: list[int] = []
 
-    async def infer(route: str, name: str | None, version: str | None, scope: Any, receive: Any, send: Any) -> None:
+    async def infer(target: Target, scope: Any, receive: Any, send: Any) -> None:
         tries.append(1)
         gone = asyncio.Event()
         connection_of(scope).watch(gone.set, ReplySlot())
@@ -237,7 +238,7 @@ async def test_a_part_of_an_answer_is_no_answer(kind: str, tries: int, monkeypat
     monkeypatch.setattr(asking_module, "_PAUSE_S", 0.0)
     asked: list[int] = []
 
-    async def infer(route: str, name: str | None, version: str | None, scope: Any, receive: Any, send: Any) -> None:
+    async def infer(target: Target, scope: Any, receive: Any, send: Any) -> None:
         asked.append(1)
         reply = ReplySlot()
         connection_of(scope).watch(lambda: None, reply)
