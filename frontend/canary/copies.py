@@ -9,8 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from frontend.canary.comparison import Compared, compare_answers
-from frontend.canary.figures import Figures
-from frontend.canary.outcomes import AnswerOutcome, outcome_of
+from frontend.canary.figures import AnswerOutcome, Figures, outcome_of
 from frontend.http.clients import Send
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.protocol import Error, Input, Reply

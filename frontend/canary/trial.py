@@ -15,8 +15,7 @@ from typing import Any
 
 from frontend.canary.comparison import Compared
 from frontend.canary.copies import SENT, Copies
-from frontend.canary.figures import Figures
-from frontend.canary.outcomes import AnswerOutcome, outcome_of
+from frontend.canary.figures import AnswerOutcome, Figures, outcome_of
 from frontend.canary.rules import Rules
 from frontend.canary.sessions import named_session
 from frontend.observability.request_record import CLIENT_GONE

@@ -14,8 +14,7 @@ from frontend.http.clients import Receive, Scope, Send, Target
 from frontend.http.compression import decoded_body
 from frontend.http.held_bytes import HeldBytes
 from frontend.http.protocol import keep_held
-from frontend.http.request_ids import new_request_id
-from frontend.http.responses import error_statuses, standard_headers
+from frontend.http.responses import error_statuses, new_request_id, standard_headers
 from frontend.management.implicit_registration import REGISTERED_IN_FORMS, ImplicitRegistration
 from frontend.observability.error_rates import ErrorRates
 from frontend.observability.metrics.collector import Metrics

@@ -13,7 +13,7 @@ import msgspec
 from frontend.access.api_keys import TENANT
 from frontend.http.clients import Receive, Scope
 from frontend.http.protocol import ClientConnection, connection_of, header_names
-from frontend.http.request_ids import new_request_id
+from frontend.http.responses import new_request_id
 from frontend.observability.trace_context import RequestTrace
 from frontend.relay.response import RelayedResponse
 from lmi_server.contract.errors import BadParameterError, MalformedUrlError, PayloadTooLargeError, RequestError

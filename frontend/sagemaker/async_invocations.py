@@ -21,7 +21,7 @@ from frontend.detached.request import DetachedRequest, KeptAnswer, receive_body
 from frontend.http.clients import Inference, Receive, Scope
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import held_by
-from frontend.http.request_ids import new_request_id
+from frontend.http.responses import new_request_id
 from frontend.sagemaker.settings import JobSettings
 from frontend.storage.objects import StoreThreads
 from frontend.storage.s3 import as_os_errors, aws_client

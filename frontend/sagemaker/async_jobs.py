@@ -19,8 +19,7 @@ from frontend.detached.request import DetachedRequest, is_gone, process_name
 from frontend.http.clients import Inference, Receive, Scope, Send, Target
 from frontend.http.held_bytes import HeldBytes, MemoryBudget
 from frontend.http.protocol import connection_of
-from frontend.http.request_ids import new_request_id
-from frontend.http.responses import error_response, json_response
+from frontend.http.responses import error_response, json_response, new_request_id
 from frontend.sagemaker.job_store import JobRecord, job_store
 from frontend.sagemaker.settings import JobSettings
 from frontend.storage.objects import StoreThreads

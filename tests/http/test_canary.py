@@ -26,8 +26,7 @@ from server_helpers import Server, running
 from waiting import wait_until
 
 from frontend.canary.comparison import Compared, compare_answers, read_answer
-from frontend.canary.figures import Figures
-from frontend.canary.outcomes import AnswerOutcome, outcome_of
+from frontend.canary.figures import AnswerOutcome, Figures, outcome_of
 from frontend.canary.rules import Rules, chance_of_more
 from frontend.canary.trial import CanaryTrial, Draw
 from lmi_server.contract.errors import HandlerError, RequestError

@@ -7,7 +7,7 @@ from uuid import RFC_4122, UUID
 
 import pytest
 
-from frontend.http.request_ids import new_request_id
+from frontend.http.responses import new_request_id
 from frontend.relay.request import RelayedRequest, model_and_priority, parse_priority
 from frontend.relay.response import RelayedResponse
 from lmi_server.contract.errors import RequestError

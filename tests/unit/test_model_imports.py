@@ -13,7 +13,7 @@ import pytest
 
 from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.devices import NVIDIA
-from lmi_server.processes import model_imports, shorter_imports
+from lmi_server.processes import model_imports
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_the_loss_of_object_detection_finds_scipy_when_it_needs_it() -> None:
 
 
 def test_the_installed_packages_are_those_that_python_finds() -> None:
-    found, usual = shorter_imports.packages_distributions(), importlib.metadata.packages_distributions()
+    found, usual = model_imports.packages_distributions(), importlib.metadata.packages_distributions()
     assert {name: sorted(found[name]) for name in found} == {name: sorted(usual[name]) for name in usual}
 
 
@@ -111,10 +111,10 @@ def test_transformers_finds_its_modules_as_it_does_by_itself() -> None:
     from transformers.utils import import_utils as ours
 
     spec = importlib.util.find_spec(ours.__name__)
-    assert isinstance(spec.loader, shorter_imports.ScanningLoader)
+    assert isinstance(spec.loader, model_imports.ScanningLoader)
     usual = importlib.util.module_from_spec(importlib.util.spec_from_file_location(ours.__name__, spec.origin))
     usual.__spec__.loader.exec_module(usual)
     models = Path(ours.__file__).parent.parent / "models"
     assert ours.define_import_structure(models) == usual.define_import_structure(models)
     # Not what transformers itself found: the import path may have grown since.
-    assert shorter_imports.packages_distributions().keys() == usual.PACKAGE_DISTRIBUTION_MAPPING.keys()
+    assert model_imports.packages_distributions().keys() == usual.PACKAGE_DISTRIBUTION_MAPPING.keys()

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from frontend.http.request_ids import new_request_id
-from frontend.http.responses import CACHE_HEADERS
+from frontend.http.responses import CACHE_HEADERS, new_request_id
 
 
 def refusal(status: HTTPStatus, kind: str, message: str) -> bytes:

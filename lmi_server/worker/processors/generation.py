@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -14,7 +15,7 @@ from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.handlers import load as load_by_name
 from lmi_server.configuration.options import ModelOptions
 from lmi_server.contract.errors import EXITS, HandlerError, exit_message
-from lmi_server.contract.generation import GenerationRequest
+from lmi_server.contract.generation import Delta, GenerationRequest
 from lmi_server.contract.handler import LLMHandler, ModelInfo, Response
 from lmi_server.contract.protocol import (
     AddAdapter,
@@ -35,7 +36,6 @@ from lmi_server.worker.handler_loading import Loading
 from lmi_server.worker.processors.base import RequestProcessor, is_cancelled
 from lmi_server.worker.processors.formats import Formats
 from lmi_server.worker.processors.responses import send_response
-from lmi_server.worker.processors.sequence_receiver import SequenceReceiver
 
 if TYPE_CHECKING:
     from lmi_server.worker.processors.sessions import SessionRequests
@@ -261,3 +261,38 @@ def load_custom_handler(loading: Loading) -> CustomCode | None:
         return None
     load = cast("Callable[..., CustomCode | None]", load_by_name(HANDLERS.custom_handler))
     return load(loading.model_dir, loading.options)
+
+
+class SequenceReceiver:
+    """Takes the deltas of the sequence `index` of `exchange`; `emit` gets the bytes that a stream sends for them."""
+
+    def __init__(self, exchange: Exchange, index: int, writer: ResponseWriter, emit: Callable[[bytes], None]) -> None:
+        self._add = exchange.add
+        self._index = index
+        self._writer = writer
+        self._emit = emit
+        self._last: Delta | None = None
+        self._first_at = self._last_at = 0.0
+
+    def take(self, delta: Delta) -> bool:
+        writer = self._writer
+        writer.progressed = True
+        if data := self._add(self._index, delta):
+            self._emit(data)
+        if delta.finish_reason is not None:
+            self._last, self._last_at = delta, time.monotonic()
+        if not self._first_at:
+            self._first_at = time.monotonic()
+        return not writer.is_held
+
+    async def ready(self) -> None:
+        if self._writer.is_held:
+            await self._writer.wait_for_client()
+        await self._writer.buffer.yield_and_drain()
+
+    def count(self, adapter: str) -> None:
+        """Count the sequence, which has ended. Raises HandlerError if it has no finish reason."""
+        last = self._last
+        if last is None or last.finish_reason is None:
+            raise HandlerError("the handler ended a sequence without a finish reason")
+        self._writer.tally.count(last.finish_reason, last.usage, self._first_at, self._last_at, adapter)
