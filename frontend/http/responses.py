@@ -1,4 +1,4 @@
-"""Answers of the server itself: indented JSON, as LMI writes it, errors in the form that the route demands, and new ids."""
+"""Answers of the server itself: indented JSON, as LMI writes it, errors in the form of the route; ids of requests."""
 
 from __future__ import annotations
 

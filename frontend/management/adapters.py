@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from starlette.routing import Route
 from frontend.access.registration_limits import RegistrationLimits
 from frontend.http.parameters import check_name, page, parameters, truth
 from frontend.http.responses import json_response
-from frontend.management.models import WholePathRoute
+from frontend.management.models import WholePathRoute, to_the_end
 from lmi_server.contract.errors import BadParameterError, RequestError
 from lmi_server.contract.protocol import Adapter
 from lmi_server.contract.texts.secrets import mask_url
@@ -27,8 +27,6 @@ from lmi_server.serving.models.registry import ModelRegistry
 logger = logging.getLogger(__name__)
 
 _KNOWN = frozenset({"name", "src", "preload", "pin", "model_version"})
-
-T = TypeVar("T")
 
 
 class AdapterManagement:
@@ -89,8 +87,7 @@ class AdapterManagement:
         adapters = lora_of(model)
         self._check_name(wanted.name, model)
         source = await self._checked_source(model, source, request)
-        change = self._update if wanted.name in adapters else self._register
-        return await to_the_end(change(model, wanted, source))
+        return await to_the_end(self._put(model, wanted, source, is_new=wanted.name not in adapters))
 
     async def remove(self, model: Model, name: str) -> str:
         """Remove an adapter; return the handler's message. Raises ModelNotFoundError."""
@@ -110,7 +107,7 @@ class AdapterManagement:
             pin=truth(given, "pin", before.adapter.pin),
             options={**before.adapter.options, **_options(given)},
         )
-        status = await to_the_end(self._update(model, wanted, source or before.source))
+        status = await to_the_end(self._put(model, wanted, source or before.source, is_new=False))
         _warn_of_options(model, wanted)
         return json_response({"status": status or f"Adapter {before.alias} updated"})
 
@@ -119,15 +116,11 @@ class AdapterManagement:
         status = await self.remove(self._model(request), registered.name)
         return json_response({"status": status or f"Adapter {registered.alias} unregistered"})
 
-    async def _register(self, model: Model, wanted: Adapter, source: str) -> str:
+    async def _put(self, model: Model, wanted: Adapter, source: str, is_new: bool) -> str:
         fetched = await self._fetch(model, wanted, source)
         await model.until_reloaded()
-        return await model.loaded().adapters.register(fetched)
-
-    async def _update(self, model: Model, wanted: Adapter, source: str) -> str:
-        fetched = await self._fetch(model, wanted, source)
-        await model.until_reloaded()
-        return await model.loaded().adapters.update(fetched)
+        adapters = model.loaded().adapters
+        return await (adapters.register if is_new else adapters.update)(fetched)
 
     async def _remove(self, model: Model, name: str) -> str:
         await model.until_reloaded()
@@ -210,8 +203,3 @@ def _warn_of_options(model: Model, adapter: Adapter) -> None:
     assert model.resolved is not None
     if adapter.options and not model.resolved.spec.runs_user_code:
         logger.warning("adapter %s: no handler reads parameters %s", adapter.name, ", ".join(sorted(adapter.options)))
-
-
-async def to_the_end(change: Awaitable[T]) -> T:
-    """Await `change` in a task of its own, so that it is completed even if the client goes away meanwhile."""
-    return await asyncio.shield(asyncio.ensure_future(change))

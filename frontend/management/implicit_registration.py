@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from frontend.access.registration_limits import RegistrationLimits, leads_up
-from frontend.management.models import model_source
+from frontend.management.models import model_source, to_the_end
 from lmi_server.contract.errors import ModelNotFoundError
 from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.serving.models.model import Model
@@ -57,6 +57,4 @@ class ImplicitRegistration:
         if len(url) > _LONGEST_URL or self._pattern.fullmatch(url) is None or leads_up(url):
             raise ModelNotFoundError(f"model_url {excerpt(url)} does not match the model_url_pattern of the server")
         source = await asyncio.to_thread(self._limits.check_requested, model_source(given))
-        # In a task of its own, so that the registration is completed even if the client goes away meanwhile.
-        registration = asyncio.ensure_future(self._models.register_and_load(source))
-        return await asyncio.shield(registration)
+        return await to_the_end(self._models.register_and_load(source))

@@ -62,8 +62,17 @@ class ModelList:
         return json_response(self._entry(name, model, request.scope))
 
     def _entry(self, name: str, model: Model, scope: Scope) -> dict[str, Any]:
-        """Return OpenAI's model object; what is no name of a model is an adapter of one."""
-        return _entry(name, model, scope, None if name in self._models.names else model.name)
+        """Return OpenAI's model object, with the additional fields of vLLM that its clients read.
+
+        `root` is the path or hub id of the weights, as far as it is known, and this client may know it. `max_model_len`
+        is there once the model has loaded. What is no name of a model is an adapter, which names its `parent`.
+        """
+        entry: dict[str, Any] = {"id": name, "object": "model", "created": int(_created_at(name, model))}
+        entry |= {"owned_by": "lmi-server", "root": place_of(name, model, scope)}
+        entry["parent"] = None if name in self._models.names else model.name
+        if model.pool is not None and model.pool.members.max_model_len:
+            entry["max_model_len"] = model.pool.members.max_model_len
+        return entry
 
     def _able(self) -> list[_Named]:
         endpoints = {name: self._models.endpoint(name) for name in self._models.names}
@@ -81,20 +90,6 @@ def _form(request: Request) -> ModelListForm | None:
 def _able_version(endpoint: Endpoint) -> Sequence[Model]:
     """Return the first version of a model that can answer, if there is one."""
     return [model for model in endpoint.models if model.status in _ABLE][:1]
-
-
-def _entry(name: str, model: Model, scope: Scope, parent: str | None) -> dict[str, Any]:
-    """Return OpenAI's model object, with the additional fields of vLLM that its clients read.
-
-    `root` is the path or hub id of the weights, as far as it is known, and this client may know it. `max_model_len` is
-    there once the model has loaded. An adapter names its `parent`.
-    """
-    entry: dict[str, Any] = {"id": name, "object": "model", "created": int(_created_at(name, model))}
-    entry |= {"owned_by": "lmi-server", "root": place_of(name, model, scope)}
-    entry["parent"] = parent
-    if model.pool is not None and model.pool.members.max_model_len:
-        entry["max_model_len"] = model.pool.members.max_model_len
-    return entry
 
 
 def _created_at(name: str, model: Model) -> float:

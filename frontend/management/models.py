@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -59,6 +59,7 @@ _LOG_LEVELS = {
 }
 _LISTED_STATUS = {ModelStatus.PENDING: "PENDING", ModelStatus.FAILED: "FAILED"}
 
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -114,8 +115,7 @@ class Management:
         given = await parameters(request)
         source = await asyncio.to_thread(self._source, given, request.scope)
         if truth(given, "synchronous", True):
-            # In a task of its own, so that the registration is completed even if the client goes away meanwhile.
-            await asyncio.shield(asyncio.ensure_future(self._models.register_and_load(source)))
+            await to_the_end(self._models.register_and_load(source))
             return json_response({"status": f'Model "{source.name}" registered.'})
         self._models.register(source)
         answer = json_response({"status": f'Model "{source.name}" registration scheduled.'}, 202)
@@ -162,7 +162,7 @@ class Management:
     async def unregister(self, request: Request) -> Response:
         """Unregister a version, or all."""
         name, version = _name_and_version(request)
-        await asyncio.shield(asyncio.ensure_future(self._models.unregister(name, version)))
+        await to_the_end(self._models.unregister(name, version))
         return json_response({"status": f'Model or workflow "{name}" unregistered'})
 
     async def set_log_level(self, request: Request) -> Response:
@@ -205,6 +205,11 @@ class WholePathRoute(MethodRoute):
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, child_scope = super().matches(scope)
         return (Match.NONE if match is Match.NONE else Match.FULL), child_scope
+
+
+async def to_the_end(change: Awaitable[T]) -> T:
+    """Await `change` in a task of its own, so that it is completed even if the client goes away meanwhile."""
+    return await asyncio.shield(asyncio.ensure_future(change))
 
 
 def _retrieve_error(task: asyncio.Future[Any]) -> None:

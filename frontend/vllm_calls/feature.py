@@ -19,8 +19,8 @@ from frontend.access.management_access import protect
 from frontend.features import ServerFeature, ServerParts
 from frontend.http.parameters import integer, json_fields, truth
 from frontend.http.responses import json_response
-from frontend.management.adapters import AdapterManagement, lora_of, managed_model, to_the_end
-from frontend.management.models import WholePathRoute
+from frontend.management.adapters import AdapterManagement, lora_of, managed_model
+from frontend.management.models import WholePathRoute, to_the_end
 from frontend.vllm_calls.settings import SleepSettings
 from frontend.vllm_calls.sleeping import ABORT, GONE, PAUSED, WAIT, Sleepers, as_refusal
 from lmi_server.contract.errors import AbortedError, BadParameterError, ModelNotReadyError, RequestError

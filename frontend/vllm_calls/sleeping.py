@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from frontend.management.adapters import to_the_end
+from frontend.management.models import to_the_end
 from lmi_server.contract.errors import AbortedError, BadParameterError, LmiServerError, ModelNotReadyError, RequestError
 from lmi_server.contract.protocol import Command, Sleep, WakeUp
 from lmi_server.serving.models.model import Model

@@ -65,12 +65,6 @@ def _one_input(name: str, value: Any) -> str | tuple[int, ...]:
     return fields.token_ids(name, value)
 
 
-def _encoding_format(name: str, value: Any) -> str:
-    if value not in ("float", "base64"):
-        raise fields.not_allowed(name, value, "send float or base64")
-    return str(value)
-
-
 def _truncation(name: str, value: Any) -> int:
     size = int(_TRUNCATION(name, value))
     if size == 0:
@@ -83,7 +77,7 @@ _TRUNCATION = fields.integer(-1)
 FIELDS = {
     "input": Field("inputs", inputs),
     "model": Field("model", fields.string),
-    "encoding_format": Field("encoding_format", _encoding_format),
+    "encoding_format": Field("encoding_format", fields.one_of("float", "base64")),
     "dimensions": Field("dimensions", fields.integer(1)),
     "truncate_prompt_tokens": Field("truncate_tokens", _truncation),
     "user": Field(None, fields.ignored),
