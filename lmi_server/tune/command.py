@@ -26,9 +26,9 @@ from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
 from lmi_server.machine.environment import process_environment
 from lmi_server.tune.adapter_costs import BASE, Cost, adapter_costs
-from lmi_server.tune.confirmation import Confirmation, candidate_of, choose, confirm
+from lmi_server.tune.confirmation import candidate_of, choose, confirm
 from lmi_server.tune.measurement import Limits, Measurement, Traffic
-from lmi_server.tune.outcome import TuneTrial, pareto
+from lmi_server.tune.outcome import TuneTrial, baseline_of, pareto
 from lmi_server.tune.report import SearchResult, confirmation_text, cost_table, sections
 from lmi_server.tune.result import as_json, difference, tuned_properties
 from lmi_server.tune.space import Space, check_space, grid, parse_space, space_of_script
@@ -186,7 +186,21 @@ def _search(
         )
         best = choose(search.trials, confirmation)
         costs = _costs(search, measurement, model, traffic, best)
-    return _result(search, space, model, traffic, confirmation, costs)
+    before = after = model.properties.read_text(encoding="utf-8")
+    if best is not None and best.settings:
+        after = tuned_properties(before, best, baseline_of(search.trials), confirmation)
+    return SearchResult(
+        trials=search.trials,
+        space=space,
+        importances=search.importances,
+        confirmation=confirmation,
+        costs=costs,
+        concurrency=traffic.concurrency,
+        has_data=isinstance(traffic.workload, Recorded),
+        unused_adapters=sorted({path.name for path in model.directory.glob("adapters/*/")} - set(traffic.weights)),
+        after=after,
+        difference=difference(before, after, str(model.properties)),
+    )
 
 
 def _costs(
@@ -205,34 +219,6 @@ def _costs(
     return [Cost(**cost) for cost in search.recall(f"adapter costs of trial {best.number}", measure)]
 
 
-def _result(
-    search: Search,
-    space: Space,
-    model: _TunedModel,
-    traffic: Traffic,
-    confirmation: Confirmation | None,
-    costs: Sequence[Cost],
-) -> SearchResult:
-    trials = search.trials
-    best = choose(trials, confirmation)
-    before = after = model.properties.read_text(encoding="utf-8")
-    if best is not None and best.settings:
-        baseline = next((trial for trial in trials if trial.number < 0), None)
-        after = tuned_properties(before, best, baseline, confirmation)
-    return SearchResult(
-        trials=trials,
-        space=space,
-        importances=search.importances,
-        confirmation=confirmation,
-        costs=costs,
-        concurrency=traffic.concurrency,
-        has_data=isinstance(traffic.workload, Recorded),
-        unused_adapters=sorted({path.name for path in model.directory.glob("adapters/*/")} - set(traffic.weights)),
-        after=after,
-        difference=difference(before, after, str(model.properties)),
-    )
-
-
 def _print(console: Console, result: SearchResult) -> None:
     if result.best is None:
         console.print("No setting keeps the limits; the lines above say why.", style="red")
@@ -247,7 +233,7 @@ def _print(console: Console, result: SearchResult) -> None:
     if result.best.settings:
         console.print(result.difference, markup=False, highlight=False, soft_wrap=True)
     elif result.confirmation is None:
-        console.print("The configuration as it is is the best that was result.")
+        console.print("The configuration as it is is the best that was found.")
 
 
 def _rich(table: PageTable, title: str) -> Table:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmi_server.bench.paired import PairedRatios
-from lmi_server.tune.outcome import Measure, TuneTrial, best_of
+from lmi_server.tune.outcome import Measure, TuneTrial, baseline_of, best_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,33 +28,15 @@ class Confirmation:
     reasons: Sequence[str] = ()
 
     @property
-    def ratios(self) -> PairedRatios:
-        """Return the setting's value in each pair, as a multiple of the other one."""
-        return PairedRatios.from_values(setting / before for setting, before in self.pairs if setting and before)
-
-    @property
-    def ratio(self) -> float | None:
-        """Return the median of the ratios; None if a run had no value."""
-        return self.ratios.median if self._is_whole else None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Return the narrowest bounds that hold the true median with `confidence`; None if a run had no value."""
-        return self.ratios.interval if self._is_whole else None
-
-    @property
-    def confidence(self) -> float:
-        """Return the probability that the interval holds the true median."""
-        return self.ratios.confidence
+    def ratios(self) -> PairedRatios | None:
+        """Return the setting's value in each pair, as a multiple of the other one; None if a run had no value."""
+        whole = [setting / before for setting, before in self.pairs if setting and before]
+        return PairedRatios.from_values(whole) if whole and len(whole) == len(self.pairs) else None
 
     @property
     def is_better(self) -> bool:
         """Whether the setting is faster even at the lower end of the interval."""
-        return self.interval is not None and self.interval[0] > 1
-
-    @property
-    def _is_whole(self) -> bool:
-        return bool(self.pairs) and len(self.ratios.values) == len(self.pairs)
+        return self.ratios is not None and self.ratios.interval[0] > 1
 
 
 def candidate_of(trials: Sequence[TuneTrial]) -> TuneTrial | None:
@@ -62,14 +44,10 @@ def candidate_of(trials: Sequence[TuneTrial]) -> TuneTrial | None:
 
     It is compared also if the configuration as it is had the highest value, which may be luck as well.
     """
-    baseline = next((trial for trial in trials if trial.number < 0), None)
+    baseline = baseline_of(trials)
     if baseline is None or baseline.outcome.value is None:
         return None
-    return max(
-        (t for t in trials if t.number >= 0 and t.outcome.value is not None and not t.outcome.is_pruned),
-        key=lambda trial: trial.outcome.value or 0.0,
-        default=None,
-    )
+    return best_of([trial for trial in trials if trial.number >= 0])
 
 
 def choose(trials: Sequence[TuneTrial], confirmation: Confirmation | None) -> TuneTrial | None:

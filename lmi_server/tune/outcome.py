@@ -46,6 +46,11 @@ def best_of(trials: Sequence[TuneTrial]) -> TuneTrial | None:
     return max(valued, key=lambda trial: trial.outcome.value or 0.0, default=None)
 
 
+def baseline_of(trials: Sequence[TuneTrial]) -> TuneTrial | None:
+    """Return the trial of the configuration as it is; None if it was not measured."""
+    return next((trial for trial in trials if trial.number < 0), None)
+
+
 def pareto(trials: Sequence[TuneTrial], latency: str) -> list[TuneTrial]:
     """Return the Pareto front of throughput and p99 of `latency`, the slowest trial first."""
     points = [

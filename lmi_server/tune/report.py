@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lmi_server.bench.reports.page import Plot, Section, Table, scatter
 from lmi_server.tune.adapter_costs import Cost
 from lmi_server.tune.confirmation import Confirmation, choose
-from lmi_server.tune.outcome import THROUGHPUT, TuneTrial, pareto
+from lmi_server.tune.outcome import THROUGHPUT, TuneTrial, baseline_of, pareto
 from lmi_server.tune.space import Choices, Range, Space
 
 _UNIMPORTANT = 0.05
@@ -44,7 +44,7 @@ class SearchResult:
 
     @property
     def baseline(self) -> TuneTrial | None:
-        return next((trial for trial in self.trials if trial.number < 0), None)
+        return baseline_of(self.trials)
 
 
 def sections(result: SearchResult) -> list[Section]:
@@ -96,13 +96,13 @@ def confirmation_text(result: SearchResult) -> str:
     assert confirmation is not None
     name = _name(next(trial for trial in result.trials if trial.number == confirmation.trial))
     pairs = f"{len(confirmation.pairs)} pairs of runs in turns"
-    if confirmation.ratio is None or confirmation.interval is None:
+    if confirmation.ratios is None:
         reasons = "; ".join(confirmation.reasons)
         return f"In {pairs}, {name} or the configuration as it is gave nothing once: {reasons}. Nothing is to change."
-    low, high = confirmation.interval
+    low, high = confirmation.ratios.interval
     text = (
-        f"In {pairs}, {name} gives {confirmation.ratio:.3f} times the throughput of the configuration as it is"
-        f" ({low:.3f} to {high:.3f}, {confirmation.confidence:.0%} sure)"
+        f"In {pairs}, {name} gives {confirmation.ratios.median:.3f} times the throughput of the configuration as it is"
+        f" ({low:.3f} to {high:.3f}, {confirmation.ratios.confidence:.0%} sure)"
     )
     if confirmation.is_better:
         return f"{text}."
@@ -210,8 +210,8 @@ def _of_best(result: SearchResult) -> Iterator[str]:
 
 def _is_open(confirmation: Confirmation) -> bool:
     """Whether the best setting may be more than a few percent better, and may be no better."""
-    interval = confirmation.interval
-    return interval is None or interval[0] <= 1 < 1 + _NOISE < interval[1]
+    ratios = confirmation.ratios
+    return ratios is None or ratios.interval[0] <= 1 < 1 + _NOISE < ratios.interval[1]
 
 
 def _edge(values: Choices | Range, value: str) -> tuple[str, str] | None:

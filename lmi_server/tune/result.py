@@ -65,12 +65,13 @@ def as_json(result: SearchResult) -> dict[str, Any]:
 
 
 def _confirmation(confirmation: Confirmation, unit: str) -> dict[str, Any]:
+    ratios = confirmation.ratios
     return {
         "trial": confirmation.trial,
         _NAMES[unit]: [list(pair) for pair in confirmation.pairs],
-        "ratio": confirmation.ratio,
-        "interval": confirmation.interval,
-        "confidence": confirmation.confidence,
+        "ratio": None if ratios is None else ratios.median,
+        "interval": None if ratios is None else ratios.interval,
+        "confidence": None if ratios is None else ratios.confidence,
         "is_better": confirmation.is_better,
         "reasons": list(confirmation.reasons),
     }
@@ -86,7 +87,8 @@ def _compare(baseline: TuneTrial | None, confirmation: Confirmation | None) -> s
     before = None if baseline is None else baseline.outcome.value
     if baseline is None or before is None:
         return ""
-    times = "" if confirmation is None else f"; {confirmation.ratio:.2f} times that in {len(confirmation.pairs)} pairs"
+    ratios = None if confirmation is None else confirmation.ratios
+    times = "" if ratios is None else f"; {ratios.median:.2f} times that in {len(ratios.values)} pairs"
     return f" (before: {before:.1f} {baseline.outcome.unit}{times})"
 
 

@@ -391,7 +391,8 @@ def test_runs_take_turns_and_are_remembered() -> None:
     found = confirm(valued(1, 120.0), 4, measure, recall)
     assert runs == [True, True, False]  # the others were known
     assert found.pairs == [(110.0, 100.0)] * 4
-    assert found.ratio == pytest.approx(1.1)
+    assert found.ratios is not None
+    assert found.ratios.median == pytest.approx(1.1)
 
 
 @pytest.mark.parametrize(
@@ -407,8 +408,9 @@ def test_one_lucky_run_does_not_win(
     ratios: list[float], interval: tuple[float, float], confidence: float, is_better: bool
 ) -> None:
     found = Confirmation(1, [(100 * ratio, 100.0) for ratio in ratios])
-    assert found.interval == pytest.approx(interval)
-    assert found.confidence == pytest.approx(confidence)
+    assert found.ratios is not None
+    assert found.ratios.interval == pytest.approx(interval)
+    assert found.ratios.confidence == pytest.approx(confidence)
     assert found.is_better is is_better
     trials = [valued(-1, 100.0), valued(1, 130.0)]
     assert choose(trials, found) is trials[is_better]
@@ -418,7 +420,7 @@ def test_one_lucky_run_does_not_win(
 def test_a_setting_that_breaks_the_limits_once_is_not_confirmed() -> None:
     outcomes = iter([Outcome(100.0), Outcome(120.0), Outcome(None, reason="p99 of e2el is 9 s"), Outcome(100.0)])
     confirmation = confirm(valued(1, 120.0), 2, lambda settings, best: next(outcomes), lambda name, make: make())
-    assert confirmation.interval is None
+    assert confirmation.ratios is None
     assert not confirmation.is_better
     asked = replace(found(valued(-1, 100.0), valued(1, 120.0)), confirmation=confirmation)
     text = markdown("Search", sections(asked))
