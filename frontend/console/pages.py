@@ -160,7 +160,7 @@ class Console:
         except LmiServerError as error:
             await self._relay.refuse(CHAT_COMPLETIONS, error, scope, receive, send)
             return
-        await self._relay(CHAT_COMPLETIONS, None, None, scope, receive, send)
+        await self._relay((CHAT_COMPLETIONS, None, None), scope, receive, send)
 
     def close(self) -> None:
         """End the streams of all pages."""
