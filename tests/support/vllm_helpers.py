@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,12 @@ def vllm_server(model: Path, name: str, *arguments: str) -> Iterator[httpx.Clien
         finally:
             server.stdin.close()
             server.terminate()
+            try:
+                server.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:  # a signal during its start may be lost
+                server.kill()
+                server.wait(LIMIT_S)
             log.close()
-            server.wait(LIMIT_S)
 
 
 class Loader:
