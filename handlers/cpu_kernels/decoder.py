@@ -9,9 +9,9 @@ import numpy as np
 
 from handlers.cpu_kernels.arguments import AttentionSettings, LayerArrays
 from handlers.cpu_kernels.attention.decoding import slot_attention
-from handlers.cpu_kernels.blocks.int8_linear import block_linear_int8
 from handlers.cpu_kernels.blocks.linear import block_linear
 from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
+from handlers.cpu_kernels.int8.linear import block_linear_int8
 from handlers.cpu_kernels.intrinsics import array_at, empty, heads_of, reshaped
 from handlers.cpu_kernels.linear import linear
 from handlers.cpu_kernels.rows import add_and_norm, rms_norm, rotate, silu_and_mul

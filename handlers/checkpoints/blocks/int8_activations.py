@@ -43,7 +43,7 @@ class Int8BlockLinear(BlockLinear):
         return 2 * FEW_ROWS if amx.IS_USABLE else self.max_exact_rows
 
     def _kernel_for(self, dtype: torch.dtype) -> Any:
-        from handlers.cpu_kernels.blocks.int8_linear import block_linear_int8, block_linear_int8_in_vectors
+        from handlers.cpu_kernels.int8.linear import block_linear_int8, block_linear_int8_in_vectors
 
         return block_linear_int8 if dtype == torch.bfloat16 else block_linear_int8_in_vectors
 

@@ -15,9 +15,9 @@ pairs of neighbouring inputs in 8 outputs, one output after the other:
 - Of 6 bits, the lowest four are as before. For the upper two, both groups share four vectors: bits 2 * p and
   2 * p + 1 are of pair p in the first group, and 16 bits above of the second group.
 
-For activations in 8 bits, numbers of 8 bits lie in quads of inputs, which int8_products.py describes: a quad has two
-vectors, one for each half of the outputs, with four bytes for each output. They are greater by 128 than what they stand
-for, and so have no sign.
+For activations in 8 bits, numbers of 8 bits lie in quads of inputs, as ../int8/quantising.py describes them: a quad has
+two vectors, one for each half of the outputs, with four bytes for each output. They are greater by 128 than what they
+stand for, and so have no sign.
 
 A weight is `scale * number - minimum`, where the number is the stored one less `zero`. Instead of minima, a block may
 have a zero for each output, a byte: the number that stands for zero there. With a codebook the stored number is the

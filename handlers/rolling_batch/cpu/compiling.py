@@ -51,8 +51,8 @@ def layer_kernels(element: str, weights: str = PLAIN, kept: str | None = None) -
     """Yield the kernels of single modules, which `whole_kernels` call, as `first_kernels` does; long ones first."""
     from handlers.cpu_kernels import rows as kernels
     from handlers.cpu_kernels.attention.decoding import slot_attention
-    from handlers.cpu_kernels.blocks.int8_linear import block_linear_int8, block_linear_int8_in_vectors
     from handlers.cpu_kernels.blocks.linear import block_linear, block_linear_in_vectors
+    from handlers.cpu_kernels.int8.linear import block_linear_int8, block_linear_int8_in_vectors
     from handlers.cpu_kernels.linear import linear
     from handlers.cpu_kernels.threads.shared_memory import all_reduce
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_models import mixed_gguf, random_blocks
-from rolling_batch_helpers import Received, generated, prompts
+from rolling_batch_helpers import Received, generated, prompts, round_any_rows
 from tiny_models import llama_of_whole_blocks, saved_model, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -55,7 +55,7 @@ def int8_layer(stored: StoredWeight, bias: torch.Tensor | None, dtype: torch.dty
     return Int8BlockLinear.from_linear(BlockLinear.from_stored(stored, bias, dtype))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 3, 4, 33, 70])
+@pytest.mark.parametrize("rows", [0, 1, 6, 70])
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 1), (512, 100), (4608, 130)])
 @pytest.mark.parametrize("name", [*FORMATS, "q4_zero"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -125,7 +125,7 @@ def test_processors_without_vnni_compute_the_same(features: str) -> None:
         "no:cacheprovider",
         __file__,
         "-k",
-        "rounded_inputs and 512-100-33 or bits",
+        "rounded_inputs and 512-100-6 or bits",
     ]
     other = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features}
     finished = subprocess.run(command, env=os.environ | other, capture_output=True, text=True, check=False, timeout=600)
@@ -153,7 +153,7 @@ def test_a_model_generates_what_reference_layers_do(plain: Path, kind: str) -> N
     options = HuggingFaceOptions(dtype="fp32", quantize=kind)
     reference = with_reference_layers(load_model(AutoModelForCausalLM, str(plain), options))
     served = load_model(AutoModelForCausalLM, str(plain), options.model_copy(update={"activation_dtype": "int8"}))
-    limit_exact_rows(served)
+    round_any_rows(served)
     for prompt in prompts(6):
         assert generated(served, prompt, 12) == generated(reference, prompt, 12)
 
@@ -166,8 +166,8 @@ def test_a_rolling_batch_serves_what_the_model_computes(plain: Path, dtype: str)
     loaded = load_engine(lambda: transformers_model.load(str(plain), options), options)
     reference = load_model(AutoModelForCausalLM, str(plain), options)
     served: Any = loaded.engine._runner
-    for model in (reference, served._model):  # the border that the load measures is that of a processor
-        limit_exact_rows(model)
+    for model in (reference, served._model):
+        round_any_rows(model)
     answers = [Received() for _ in prompts(6)]
     for number, (prompt, answer) in enumerate(zip(prompts(6), answers, strict=True)):
         loaded.engine.add(f"{number}", prompt, SamplingParameters(max_new_tokens=8), "", len(prompt), answer.take)
@@ -176,15 +176,6 @@ def test_a_rolling_batch_serves_what_the_model_computes(plain: Path, dtype: str)
     assert [answer.tokens[0] for answer in answers] == [generated(reference, prompt, 1)[0] for prompt in prompts(6)]
     assert loaded.details["fused_modules"]["decoder_layers"] == 2
     assert loaded.details["fused_modules"]["models"] == (dtype == "bf16")
-
-
-def limit_exact_rows(model: nn.Module) -> None:
-    """Have layers round the inputs of any number of rows."""
-    layers = [module for module in model.modules() if isinstance(module, BlockLinear)]
-    assert layers
-    for layer in layers:
-        assert isinstance(layer, Int8BlockLinear)
-        layer.limit_exact_rows(1000)
 
 
 @pytest.mark.slow
@@ -205,7 +196,7 @@ def test_a_file_in_gguf_generates_what_reference_layers_do(tmp_path: Path, most:
             if type(child) is nn.Linear:
                 setattr(module, name, ReferenceLinear(child.weight.detach(), child.bias))
     served = load_model(AutoModelForCausalLM, path, options)
-    limit_exact_rows(served)
+    round_any_rows(served)
     ids = torch.tensor([[5, 70, 11, 200, 3]])
     with torch.inference_mode():
         expected, found = in_float32(ids).logits, served(ids).logits.float()

@@ -8,19 +8,28 @@ from __future__ import annotations
 import numpy as np
 
 from handlers.cpu_kernels.blocks import linear
-from handlers.cpu_kernels.blocks.int8_products import QUANTISED_BYTES, ROWS, multiply_quantised, quantise
-from handlers.cpu_kernels.blocks.layout import EXACT_ROWS, FIRST_PANEL, INPUTS, OUTPUTS, PANEL_WORDS, SECTION
+from handlers.cpu_kernels.blocks.layout import EXACT_ROWS, FIRST_PANEL, INPUTS, OUTPUTS, PANEL_WORDS
 from handlers.cpu_kernels.blocks.products import address_of
 from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.inlined import fill
+from handlers.cpu_kernels.int8.products import (
+    LAID_BYTES,
+    ROWS,
+    begin_of,
+    lay,
+    multiply_laid,
+    multiply_stored,
+)
+from handlers.cpu_kernels.int8.quantising import QUANTISED_BYTES, quantise
 from handlers.cpu_kernels.intrinsics import empty
 from handlers.cpu_kernels.linear import write_sums
 from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
 _MAX_ROWS = 64  # whose sums are kept in the L1 cache
-_SECTION = 2 * SECTION  # blocks that all rows are multiplied by before the next ones: they stay in the L1 cache
+_SECTION = 12  # blocks, at most, that all rows are multiplied by before the next ones: they stay in the L1 cache
+_LINE = 64  # bytes of the caches
 _FEW_ROWS = 4  # are quantised by one thread: it takes no longer than to share them out
-_ONE_ROW, _ROWS, _NONE = np.int64(1), np.int64(ROWS), np.int64(0)
+_ROWS, _NONE = np.int64(ROWS), np.int64(0)
 
 _multiply, _multiply_floats = linear.multiply, linear.multiply_floats
 
@@ -68,27 +77,47 @@ def _quantise(first_row, last_row, rows, inputs):
 
 @kernel_part()
 def _multiply_panels(first_share, last_share, inputs, weight, bias, out, shares):
-    """Compute the panels of some shares."""
+    """Compute the panels of some shares.
+
+    Of shares that differ by a panel, two threads take as many panels each: the first share is a larger one.
+    """
     count, blocks, panels = len(inputs), inputs.shape[1], -(-out.shape[1] // OUTPUTS)
-    sums, stride = empty((min(count, _MAX_ROWS), OUTPUTS), np.float32), QUANTISED_BYTES * blocks
+    sums = empty((min(count, _MAX_ROWS), OUTPUTS), np.float32)
+    laid = empty(_SECTION * LAID_BYTES, np.uint8)
     for first in range(0, count, _MAX_ROWS):
         last = min(first + _MAX_ROWS, count)
-        section = blocks if last - first <= _ROWS else _SECTION
-        for panel in range(panels * first_share // shares, panels * last_share // shares):
+        for panel in range(-(-panels * first_share // shares), -(-panels * last_share // shares)):
             place = FIRST_PANEL + PANEL_WORDS * panel
-            source = address_of(weight) + np.uintp(weight[place + 1])
+            code, source = weight[place], address_of(weight) + np.uintp(weight[place + 1])
             fill(sums, np.float32(0))
-            for block in range(0, blocks, section):
-                count_here = min(section, blocks - block)
-                for row in range(first, last, _ROWS):
-                    multiply_quantised(
-                        weight[place],
-                        source,
-                        block,
-                        count_here,
-                        address_of(inputs[row]) + np.uintp(QUANTISED_BYTES * block),
-                        stride,
-                        min(_ROWS, last - row),
-                        address_of(sums[row - first]),
-                    )
+            if last - first == 1:
+                multiply_stored(code, source, blocks, address_of(inputs[first]), address_of(sums))
+            else:
+                _multiply_rows(code, source, inputs[first:last], laid, sums)
             write_sums(sums, bias, out, first, last, panel * OUTPUTS)
+
+
+@kernel_part()
+def _multiply_rows(code, source, inputs, laid, sums):
+    """Add the products of several rows and a panel at an address, in sections of about the same size."""
+    count, blocks, stride = len(inputs), inputs.shape[1], QUANTISED_BYTES * inputs.shape[1]
+    section = -(-blocks // -(-blocks // _SECTION))
+    for block in range(0, blocks, section):
+        here = min(section, blocks - block)
+        ahead = begin_of(code, source, block + here)
+        size = np.int64(ahead - begin_of(code, source, block))
+        lines = -(-size // (_LINE * here * -(-count // _ROWS)))
+        lay(code, source, block, here, address_of(laid))
+        for row in range(0, count, _ROWS):
+            multiply_laid(
+                code,
+                address_of(laid),
+                here,
+                address_of(inputs[row]) + np.uintp(QUANTISED_BYTES * block),
+                stride,
+                min(_ROWS, count - row),
+                address_of(sums[row]),
+                ahead,
+                lines,
+            )
+            ahead += np.uintp(_LINE * here * lines)

@@ -1,0 +1,1 @@
+"""Products of weights of few bits and activations that are rounded to 8 bits."""
