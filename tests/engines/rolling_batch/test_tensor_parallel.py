@@ -23,6 +23,7 @@ from mpi_helpers import (
     process_of_rank,
 )
 from processes import is_running
+from rolling_batch_helpers import round_any_rows
 from server_helpers import Server, make_model
 from tiny_models import CONTEXT, FAMILIES, byte_tokenizer, random_model, saved_model
 from transformers import AutoModelForCausalLM
@@ -122,28 +123,42 @@ def test_in_bfloat16_the_log_probabilities_stay_near_those_of_float32(
 
         answers = asyncio.run(ask())
     for count, answer in enumerate(answers, 1):
-        prompt, tokens = byte_tokenizer().encode("abc " * count), answer["details"]["tokens"]
-        with torch.inference_mode():
-            ids = torch.tensor([[*prompt, *(token["id"] for token in tokens)]])
-            rows = reference[1](ids).logits[0, len(prompt) - 1 :].log_softmax(-1)
-        expected = [float(rows[index, token["id"]]) for index, token in enumerate(tokens)]
-        assert [token["log_prob"] for token in tokens] == pytest.approx(expected, abs=0.25)
+        assert_log_probabilities_near(reference[1], "abc " * count, answer, 0.25)
+
+
+def assert_log_probabilities_near(model: Any, prompt: str, answer: dict[str, Any], error: float) -> None:
+    """Compare them with those that the model itself gives the tokens of an answer."""
+    ids, tokens = byte_tokenizer().encode(prompt), answer["details"]["tokens"]
+    with torch.inference_mode():
+        given = torch.tensor([[*ids, *(token["id"] for token in tokens)]])
+        rows = model(given).logits[0, len(ids) - 1 :].log_softmax(-1)
+    expected = [float(rows[index, token["id"]]) for index, token in enumerate(tokens)]
+    assert [token["log_prob"] for token in tokens] == pytest.approx(expected, abs=error)
 
 
 def test_weights_in_blocks_are_split(tmp_path: Path) -> None:
-    """Each rank quantises its part, whose blocks are those of the whole weights."""
+    """Each rank quantises its part, whose blocks are those of the whole weights; so are blocks of rounded activations.
+
+    Rounding makes the differences between two orders of sums grow: there log probabilities are compared.
+    """
     config = FAMILIES["llama"]()
     config.update({"vocab_size": 260, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
-    saved_model(random_model(config), tmp_path / "weights")
-    options = HuggingFaceOptions(dtype="fp32", quantize="q4_0")
-    expected = load_model(AutoModelForCausalLM, str(tmp_path / "weights"), options)
+    weights = saved_model(random_model(config), tmp_path / "weights")
     keys = {**MPI_KEYS, "kv_cache_memory_gb": 0.01, "quantize": "q4_0"}
-    directory = make_model(tmp_path / "model", HUGGING_FACE, model_id=tmp_path / "weights", **keys)
-    with clean(directory, libraries="transformers") as server:
-        server.loaded_line(r"\] loaded: .*quantization=q4_0")
+    models = {}
+    for name, activations in (("plain", "auto"), ("rounding", "int8")):
+        make_model(tmp_path / name, HUGGING_FACE, model_id=weights, activation_dtype=activations, **keys)
+        options = HuggingFaceOptions(dtype="fp32", quantize="q4_0", activation_dtype=activations)
+        models[name] = load_model(AutoModelForCausalLM, str(weights), options)
+    round_any_rows(models["rounding"])
+    with clean(*(tmp_path / name for name in models), libraries="transformers") as server:
+        for _ in models:  # in either order
+            server.loaded_line(r"\] loaded: .*quantization=q4_0")
         for prompt in ("a", "the sea is", "b" * 60):
-            answer = server.http.post("/invocations", json=body(prompt, 20))
-            assert answered(answer) == generated(expected, prompt, 20)
+            answer = server.http.post("/predictions/plain", json=body(prompt, 20))
+            assert answered(answer) == generated(models["plain"], prompt, 20)
+            answer = server.http.post("/predictions/rounding", json=body(prompt, 20))
+            assert_log_probabilities_near(models["rounding"], prompt, answer.json(), 0.25)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
