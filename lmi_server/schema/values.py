@@ -110,11 +110,12 @@ def _numbers(is_integer: bool, bounds: Schema) -> Iterator[Schema]:
     sign = r"[+-]?" if lower is None or lower < 0 else r"\+?"
     if is_integer:
         digit = "[1-9]" if lower is not None and lower > 0 else r"\d"
-        number = rf"{_DIGITS}{digit}{_DIGITS}(\.[0_]*)?"
+        number, zero = rf"{_DIGITS}{digit}{_DIGITS}(\.[0_]*)?", r"\+?[0_]*-[0_]+(\.[0_]*)?"
     else:
-        number = r"[\d_.]*\d[\d_.]*([eE][+-]?[\d_]+)?"
-    zero = r"|-[0_]+(\.[0_]*)?" if lower == 0 else ""  # which is no number below 0
-    yield {"type": "string", "pattern": f"^{_SPACE}({sign}{number}{zero}){_SPACE}$"}
+        exponent = r"([eE]_?[+-]?[\d_]+)?"  # pydantic takes a _ between any two other characters
+        number, zero = rf"[\d_.]*\d[\d_.]*{exponent}", rf"-[0_.]*0[0_.]*{exponent}"
+    number += f"|{zero}" if lower == 0 else ""  # which is no number below 0
+    yield {"type": "string", "pattern": f"^{_SPACE}({sign}{number}){_SPACE}$"}
 
 
 def _bounds(metadata: Sequence[Any]) -> Schema:

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from paths import ROOT, SAMPLES
 from typer.testing import CliRunner
@@ -160,6 +160,9 @@ def test_the_schema_takes_whatever_check_takes(declaring: Any) -> None:
 
 
 @given(st.text(alphabet="0123456789+-._eE ", max_size=8))
+@example("1E_-1")
+@example("-0e5")
+@example("0-0")
 def test_numbers_that_check_takes_are_valid(text: str) -> None:
     known = {option.key: option for declaring in DECLARING for option in declaring.declared_options()}
     for key in ("minWorkers", "option.mem_fraction_static", "option.max_model_len", "quarantine_time"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fuzzing import is_long
 from hypothesis import settings
 
-settings.register_profile("long")
+settings.register_profile("long", derandomize=False)
 
 _LONG = ("test_schemathesis.py", "test_vllm_schemas.py")
 

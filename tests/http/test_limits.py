@@ -82,8 +82,13 @@ def trickled(server: Server, start: bytes, rest: bytes) -> tuple[bytes, float]:
         connection.settimeout(0.25)
         answer = bytearray()
         for byte in rest:
-            with contextlib.suppress(TimeoutError):
+            try:
                 part = connection.recv(65536)
+            except TimeoutError:
+                pass
+            except ConnectionResetError:  # the server had closed it before the byte of the turn before came
+                break
+            else:
                 answer += part
                 if not part:
                     break
