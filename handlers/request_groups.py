@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from lmi_server.contract.errors import (
     EXITS,
+    HandlerError,
     LmiServerError,
     ModelMemoryError,
     RequestError,
@@ -75,8 +76,11 @@ class GroupHandler(RequestHandler, Generic[Parsed]):
 
     def answers(self, calls: Sequence[Parsed]) -> Sequence[Response | LmiServerError]:
         """Return the answers to the requests of one group. Ends the process if a GPU has failed under it."""
+        inputs = [item for call in calls for item in call.inputs]
         try:
-            results = self.run([item for call in calls for item in call.inputs], calls)
+            results = self.run(inputs, calls)
+            if len(results) != len(inputs):
+                raise HandlerError(f"the model returned {len(results)} results for {len(inputs)} inputs")
         except EXITS:
             raise
         except BaseException as error:  # the border to engines (Rust's panics are no Exception)

@@ -198,7 +198,7 @@ def rows_of(request: Input) -> Any:
         rows = np.array(value if isinstance(value[0], list) else [value])
         if rows.dtype.kind not in "biuf":
             rows = np.array(rows, dtype=object if _has_texts(rows) else float)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):  # an integer of JSON may be greater than any float64
         raise RequestError(
             "inputs: rows have different lengths, or values are no numbers; send rows of equally many numbers"
         ) from None

@@ -185,6 +185,7 @@ def test_texts_reach_a_model_that_was_trained_on_them(tmp_path: Path) -> None:
         ({"inputs": [[]]}, {}, "a row is empty"),
         ({"inputs": [[1, 2], [1]]}, {}, "rows have different lengths"),
         ({"inputs": [[1, {"a": 1}, 2, 3]]}, {}, "values are no numbers"),
+        ({"inputs": [[10**400, 2, 3, 4]]}, {}, "values are no numbers"),
         (b"a,b,c,d\n1,2,3,4\n", {"content_type": "text/csv"}, "no CSV of numbers"),
         (b"", {"content_type": "text/csv"}, "the body is empty"),
         ({"inputs": [[1, 2, 3, 4]]}, {"accept": "image/png"}, "accept application/json, text/csv"),
