@@ -83,14 +83,17 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (hal
 # of engines and GPUs, so that the others need not import torch and transformers; one runs those that compute without
 # waiting. The others wait more, so processes share them. Each collects all that it may be given, so those of http/, the
 # half of them, are not given the others.
+#
+# The process of engines takes longest. The others are nice to it: it has a core to itself, and they share what is left.
 IMPORTING_TORCH := tests/engines tests/gpu
 HTTP := tests/http
+BESIDE := nice -n 10
 check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two minutes)
 	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & linting=$$!; \
 	GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -m "not slow" $(IMPORTING_TORCH) > $(VENV)/engines.log 2>&1 & engines=$$!; \
-	$(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
-	$(PYTEST) -n 3 -m "not slow" $(HTTP) > $(VENV)/http.log 2>&1 & http=$$!; \
-	$(PYTEST) -n 2 -m "not slow" $(addprefix --ignore=,$(IMPORTING_TORCH) $(UNITS) $(HTTP)); failed=$$?; \
+	$(BESIDE) $(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
+	$(BESIDE) $(PYTEST) -n 3 -m "not slow" $(HTTP) > $(VENV)/http.log 2>&1 & http=$$!; \
+	$(BESIDE) $(PYTEST) -n 2 -m "not slow" $(addprefix --ignore=,$(IMPORTING_TORCH) $(UNITS) $(HTTP)); failed=$$?; \
 	for process in $$engines $$units $$http $$linting; do wait $$process || failed=1; done; \
 	cat $(addprefix $(VENV)/,engines.log units.log http.log lint.log); exit $$failed
 

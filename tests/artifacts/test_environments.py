@@ -68,6 +68,7 @@ def environments(root: Path) -> list[str]:
 # --- what is made ---
 
 
+@pytest.mark.slow
 @needs_uv
 def test_two_versions_live_side_by_side(tmp_path: Path) -> None:
     wheels = tmp_path / "wheelhouse"
@@ -407,6 +408,7 @@ def test_any_number_bounds_what_is_unused(gib: float, expected: int) -> None:
     assert artifact_settings(None, {}, gib).unused_environment_bytes == expected
 
 
+@pytest.mark.slow
 @needs_uv
 def test_an_operator_s_wheels_are_found_by_uv_s_own_variables(tmp_path: Path) -> None:
     write_wheel(tmp_path / "wheels", "tinyone", "1.0", "value = 1")

@@ -159,6 +159,7 @@ async def test_a_cancelled_fetch_lets_go_of_everything(tmp_path: Path, settings:
     assert (Path(artifacts.python_path[0]) / "tinyone.py").is_file()
 
 
+@pytest.mark.slow
 @on_loop
 async def test_an_archive_on_s3_is_extracted(tmp_path: Path, s3: S3) -> None:
     s3.put("packed/model.tar.gz", tar_of(tmp_path / "model.tar.gz", config="1").read_bytes())

@@ -158,6 +158,7 @@ def test_unknown_figures_give_no_advice() -> None:
     assert set(OPTIONS) == {"sglang", "vllm", "lmi", "lmi-vllm"}
 
 
+@pytest.mark.slow
 def test_a_live_server_and_its_log(tmp_path: Path) -> None:
     """One request runs, and none waits."""
     (tmp_path / "log").write_text("\n".join([*HEALTHY, RETRACTED.format(count=3)]))
@@ -191,6 +192,7 @@ def test_what_cannot_be_looked_at_is_said(tmp_path: Path, arguments: list[str], 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_live_server_whose_workers_are_full(tmp_path: Path) -> None:
     """The worker takes one request, the next one waits before it, and the KV cache has room."""
     with (

@@ -56,6 +56,7 @@ def test_serve_names_faults_of_files_before_it_loads_them(tmp_path: Path) -> Non
     assert "listening" not in served.stderr
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_is_elsewhere_is_not_missed(tmp_path: Path) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -113,6 +114,7 @@ def test_a_missing_directory_is_printed_plainly(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_serve_takes_models_as_lmi_does(tmp_path: Path) -> None:
     """-m takes several models, which are all; the store is in MODEL_SERVER_HOME; Kubernetes sets SERVING_PORT."""
     for name in ("a", "b", "unused"):
@@ -171,6 +173,7 @@ def test_explain_prints_values_with_their_places(model_dir: Path) -> None:
     assert "-m lmi_server.worker" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["80", "200"])
 def test_explain_reads_well_in_a_pipe(model_dir: Path, columns: str) -> None:
     (model_dir / "serving.properties").write_text(f"option.rolling_batch=scheduler\noption.quantize={'x' * 90}\n")
@@ -246,6 +249,7 @@ def test_serve_refuses_a_missing_handler_in_one_line(model_dir: Path) -> None:
     assert "is not available in this version; missing: an engine in Java" in line
 
 
+@pytest.mark.slow
 def test_another_system_is_refused() -> None:
     """The platform is set in a process of its own, as a Mac would have it."""
     code = "import sys; from lmi_server.commands.cli import app; sys.platform = 'darwin'; app(['version'])"

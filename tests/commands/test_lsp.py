@@ -219,6 +219,7 @@ def test_without_pygls_the_command_says_what_to_install(monkeypatch: pytest.Monk
     assert "pip install 'lmi-server[lsp]'" in done.output
 
 
+@pytest.mark.slow
 @needs_pygls
 def test_an_editor_over_the_standard_streams(tmp_path: Path) -> None:
     with LanguageClient() as editor:

@@ -377,6 +377,7 @@ def test_no_value_begins_another_key(tmp_path: Path) -> None:
     assert "option.entryPoint" not in parse_properties(hostile.text(), "file").entries
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(max_size=20), max_size=6))
 def test_any_words_are_refused_or_become_keys_that_can_be_read(words: list[str]) -> None:
     try:

@@ -326,6 +326,7 @@ def test_a_small_space_ends_when_all_is_tried(tmp_path: Path) -> None:
     assert searching(tmp_path / "study", space).recall("costs", list) == [{"a": 1}]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_loses_no_trial(tmp_path: Path) -> None:
     """No file of this process may grow beyond the size that the study has after two trials."""
     path, space = tmp_path / "study", {"option.x": Choices(("1", "2", "3"))}

@@ -207,6 +207,7 @@ def test_one_beside_the_model_that_cannot_be_loaded_fails_the_model(tmp_path: Pa
         server.log_line("could not be loaded: adapter refuse: the adapter is refused")
 
 
+@pytest.mark.slow
 def test_several_models_and_the_short_path(tmp_path: Path) -> None:
     for name in ("one", "two"):
         make_model(tmp_path / "store" / name, enable_lora="true")

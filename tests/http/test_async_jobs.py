@@ -184,6 +184,7 @@ def test_jobs_have_a_limit_and_answers_that_were_read_make_room(server: Server) 
         assert end(server, token).status_code == 200
 
 
+@pytest.mark.slow
 def test_answers_outlive_the_server_and_those_that_it_took_with_it_are_told(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", echo_delay_ms=20)
     variables = {"SERVING_ASYNC_JOBS_DIR": str(tmp_path / "jobs"), "SERVING_API_KEYS": KEY}

@@ -160,6 +160,7 @@ def test_a_good_version_is_promoted_under_load_without_a_lost_request(
     assert 'lmi_canary_share{model="model"} 0.0' in text
 
 
+@pytest.mark.slow
 def test_a_version_that_fails_is_taken_back_early(server: Server, configured: Callable[[str], None]) -> None:
     good = ask(server).text
     configured("failing")
@@ -310,6 +311,7 @@ def test_copies_go_to_the_new_version_and_no_client_sees_it(server: Server, conf
     assert set(endings) == {(200, good)}
 
 
+@pytest.mark.slow
 def test_copies_that_end_workers_harm_no_client(server: Server, configured: Callable[[str], None]) -> None:
     good = ask(server).text
     configured("deadly")

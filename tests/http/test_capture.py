@@ -95,6 +95,7 @@ def test_a_client_that_leaves_and_a_stream_end_once_and_are_captured(server: Ser
     assert server.invoke("a").status_code == 200
 
 
+@pytest.mark.slow
 def test_only_a_share_is_captured_and_nothing_of_clients_without_access(tmp_path: Path) -> None:
     for percentage, keys in (("0", ""), ("100", "secret")):
         directory = tmp_path / f"captured{percentage}"

@@ -445,6 +445,7 @@ def test_with_allow_multi_status_ping_answers_207(tmp_path: Path) -> None:
         assert server.http.get("/ping").status_code == 207
 
 
+@pytest.mark.slow
 def test_a_multi_model_endpoint_estimates_memory_by_the_files(store: Path, tmp_path: Path) -> None:
     """SageMaker unloads other models when loading one more is answered with 507."""
     large = make_model(tmp_path / "large")

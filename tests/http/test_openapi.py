@@ -188,6 +188,7 @@ def test_what_is_no_request_has_an_id_too(server: Server, data: bytes) -> None:
     assert b"\r\nx-request-id: " in head, head
 
 
+@pytest.mark.slow
 def test_management_is_documented_where_it_is(tmp_path: Path) -> None:
     with running(make_model(tmp_path / "model"), variables={"SERVING_MANAGEMENT_PORT": "0"}) as server:
         management = server.log_line(r"listening on (http://\S+) for management")[1]

@@ -126,6 +126,7 @@ def begin_slow(server: Server) -> tuple[Future[str], threading.Event]:
     return result, begun
 
 
+@pytest.mark.slow
 def test_every_request_ends_well_while_the_model_is_replaced(tmp_path: Path) -> None:
     with serving_own(tmp_path, CODE, workers=2, greeting="one") as server:
         model = tmp_path / "model"
@@ -224,6 +225,7 @@ def test_what_calls_have_changed_survives(server: Server, store: Path, tmp_path:
     assert reload(server, "echo").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_model_that_has_failed_is_loaded_again(server: Server, tmp_path: Path) -> None:
     model = make_own(tmp_path / "late", CODE, greeting="broken")
     parameters = {"url": str(model), "synchronous": "false"}

@@ -197,6 +197,7 @@ def test_an_adapter_is_a_name_of_its_model() -> None:
         assert {router.chat(model="french").json()["server"] for _ in range(5)} == {servers[1].port}
 
 
+@pytest.mark.slow
 def test_a_fall_back_serves_while_no_server_can() -> None:
     with (
         fakes(1, models=({"id": "small"},)) as [small],
@@ -218,6 +219,7 @@ def test_a_fall_back_serves_while_no_server_can() -> None:
 # --- servers that come and go ---
 
 
+@pytest.mark.slow
 def test_a_killed_server_loses_no_request_silently() -> None:
     with fakes(2) as servers, routing(*(server.url for server in servers)) as router:
         until_healthy(router, 2)

@@ -205,6 +205,7 @@ def test_bodies_that_are_no_request(server: Server, body: bytes) -> None:
     assert server.http.post("/v1/responses", content=body, headers=headers).status_code == 400
 
 
+@pytest.mark.slow
 def test_responses_outlive_their_server_and_what_it_could_not_end_has_failed(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", echo_delay_ms=5)
     variables = {"SERVING_RESPONSES_STORE": str(tmp_path / "store")}

@@ -257,6 +257,7 @@ def test_a_route_has_no_names(path: str, route: str) -> None:
     assert import_module("frontend.observability.traces.spans").http_route(path) == route
 
 
+@pytest.mark.slow
 def test_without_traces_nothing_is_imported() -> None:
     code = (
         "import sys, frontend.server; from frontend.observability.traces.tracing import Tracing\n"

@@ -337,6 +337,7 @@ def test_helm_lints_and_packs_the_chart(tmp_path: Path) -> None:
 # --- kustomize ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overlay", "gpus"), [("one-gpu", 1), ("four-gpus", 4)])
 def test_an_overlay_is_the_base_with_gpus(overlay: str, gpus: int, tmp_path: Path) -> None:
     objects = rendered("kubectl", "kustomize", str(OVERLAYS / overlay))

@@ -171,6 +171,7 @@ def test_the_health_check_asks_the_port_of_the_server(status: int, is_healthy: b
         assert (checked({"SERVING_PORT": str(port)}, tmp_path) == 0) is is_healthy
 
 
+@pytest.mark.slow
 def test_the_health_check_reads_the_settings_as_the_server_does(tmp_path: Path) -> None:
     """SageMaker's variable wins, and a file is read."""
     home = tmp_path / "home"

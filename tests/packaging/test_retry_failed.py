@@ -44,6 +44,7 @@ def run(project: Path, text: str, *arguments: str) -> int:
     return main(arguments, project)
 
 
+@pytest.mark.slow
 def test_a_test_that_passes_only_at_its_second_try_is_named(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(project, FLAKY) == 0
     printed = capfd.readouterr().out

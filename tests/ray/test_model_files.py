@@ -196,6 +196,7 @@ engine_config: {model_id: team/weights}
 """
 
 
+@pytest.mark.slow
 def test_every_option_of_ray_serve_reaches_it_or_is_named_without_effect(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -172,6 +172,7 @@ def test_there_is_a_file_for_each_model_accelerator_and_number_of_devices_that_f
         write_files(tmp_path, ["gemma-2-9b_t4_tp2.yaml"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["check"], ["ray", "explain"]])
 def test_a_file_that_is_not_there_has_a_command_that_writes_it(tmp_path: Path, command: list[str]) -> None:
     def run(*arguments: str) -> tuple[int, str]:

@@ -275,6 +275,7 @@ def test_a_connection_without_the_token_gets_nothing(cluster: Cluster) -> None:
     assert cluster.ask("a").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_replica_that_ends_finishes_its_streams_and_gets_no_new_requests(cluster: Cluster) -> None:
     cluster.announce("a")
     stream = cluster.streaming(LONG)

@@ -261,6 +261,7 @@ def test_an_adapter_is_refused(tmp_path: Path, kind: str) -> None:
         assert worker(server, "model") != before
 
 
+@pytest.mark.slow
 def test_a_failing_stop_does_not_keep_the_process(tmp_path: Path) -> None:
     code = TYPED + "    def stop(self):\n        raise Panic('at the end')\n"
     with running(make_own(tmp_path / "model", RAISING + code), workers=1) as server:

@@ -194,6 +194,7 @@ UNUSABLE: dict[str, tuple[str | None, dict[str, str], str]] = {
 }
 
 
+@pytest.mark.slow
 def test_code_that_cannot_be_used_fails_the_model(tmp_path: Path) -> None:
     for name, (code, options, _) in UNUSABLE.items():
         directory = make_model(tmp_path / name, **options)
@@ -330,5 +331,6 @@ def test_events_are_found_in_linear_time(part: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_events_end_with_a_blank_line_and_other_lines_with_their_own() -> None:
     assert list(events("data: a\nid: 1\n\nb\n\n\nc\ndata: d")) == ["data: a\nid: 1\n\n", "b\n\n\n", "c\n", "data: d"]

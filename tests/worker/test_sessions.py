@@ -261,6 +261,7 @@ def test_a_model_that_generates_text_opens_checks_and_closes_sessions(tmp_path: 
         assert server.http.post("/invocations", json=body).status_code == 200
 
 
+@pytest.mark.slow
 def test_the_requests_of_a_session_go_to_its_worker(tmp_path: Path) -> None:
     """Each of three workers answers with its process id; a session keeps its worker until that worker ends."""
     directory = make_model(tmp_path / "model", minWorkers=3, maxWorkers=3, sessions_path=tmp_path / "sessions")

@@ -118,6 +118,7 @@ async def test_every_token_of_a_prompt_has_the_models_probability(family: tuple[
     await served.handler.stop()
 
 
+@pytest.mark.slow
 @on_loop
 async def test_retracted_requests_are_computed_again_with_their_images(family: tuple[Path, Reference]) -> None:
     directory, reference = family
@@ -162,6 +163,7 @@ async def test_a_second_turn_continues_from_the_first_one(tmp_path: Path) -> Non
     await served.handler.stop()
 
 
+@pytest.mark.slow
 @on_loop
 async def test_encoded_images_are_bounded_and_counted(tmp_path: Path) -> None:
     directory, reference = _of("llava", tmp_path)
@@ -228,6 +230,7 @@ async def test_an_adapter_of_the_language_model_is_served_with_images(tmp_path: 
     await served.handler.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 @on_loop
 async def test_drafts_change_no_token_of_a_prompt_with_images(name: str, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def int8_layer(stored: StoredWeight, bias: torch.Tensor | None, dtype: torch.dty
 
 
 @pytest.mark.parametrize("rows", [0, 1, 6, 70])
-@pytest.mark.parametrize(("inputs", "outputs"), [(256, 1), (512, 100), (4608, 130)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 1), (512, 100), pytest.param(4608, 130, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*FORMATS, "q4_zero"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_computes_what_rounded_inputs_give(
