@@ -213,6 +213,7 @@ def test_a_server_that_is_killed_in_the_middle_leaves_the_next_one_a_whole_envir
     assert len(environments(tmp_path)) == 1
 
 
+@pytest.mark.slow
 @needs_uv
 @pytest.mark.parametrize("name", ["a,b", "a#b", "a b", "a:b", "a%20b", "${HOME}", "-x", "[x]*", "a\nb", "\u00fc"])
 def test_any_path_holds_wheels(tmp_path: Path, name: str) -> None:

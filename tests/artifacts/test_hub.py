@@ -68,6 +68,7 @@ def test_a_model_is_fetched_once_and_is_there_offline(tmp_path: Path) -> None:
     assert fetch(tmp_path, NOBODY, HF_HUB_OFFLINE="1")[0] == directory
 
 
+@pytest.mark.slow
 def test_pickled_weights_are_fetched_if_there_are_no_others(tmp_path: Path) -> None:
     with fake_hub(MODEL, {"config.json": b"{}", "pytorch_model.bin": b"weights"}) as hub:
         directory, _ = fetch(tmp_path, hub.url)
@@ -75,6 +76,7 @@ def test_pickled_weights_are_fetched_if_there_are_no_others(tmp_path: Path) -> N
     assert fetch(tmp_path, NOBODY)[0] == directory
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_fetched_without_its_pickled_copies(tmp_path: Path) -> None:
     whole = {"model_index.json": b"{}", "unet/a.safetensors": b"u", "vae/config.json": b"{ }"}
     copies = ("model.ckpt", "unet/diffusion_pytorch_model.bin", "text_encoder/pytorch_model.bin")
@@ -84,6 +86,7 @@ def test_a_pipeline_is_fetched_without_its_pickled_copies(tmp_path: Path) -> Non
     assert (Path(path) / "unet" / "a.safetensors").read_bytes() == b"u"
 
 
+@pytest.mark.slow
 def test_of_several_files_in_gguf_one_is_fetched(tmp_path: Path) -> None:
     in_gguf = {"m-Q4_0.gguf": b"four", "m-Q8_0.gguf": b"eight", "mmproj-m.gguf": b"", "README.md": b""}
     with fake_hub(MODEL, in_gguf) as hub:
@@ -102,6 +105,7 @@ def test_of_several_files_in_gguf_one_is_fetched(tmp_path: Path) -> None:
         assert "m-Q4_0.gguf" not in hub.requested
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline", ["0", "1"])
 def test_neither_network_nor_cache(tmp_path: Path, offline: str) -> None:
     found, _ = fetch(tmp_path, NOBODY, HF_HUB_OFFLINE=offline)
@@ -111,6 +115,7 @@ def test_neither_network_nor_cache(tmp_path: Path, offline: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_incomplete_cache_is_not_used(tmp_path: Path) -> None:
     with fake_hub(MODEL, FILES) as hub:
         directory, _ = fetch(tmp_path, hub.url)

@@ -98,6 +98,7 @@ def test_pip_s_reason_is_in_the_error(tmp_path: Path) -> None:
     assert install_requirements(directory, installer(tmp_path), Activity()) is not None
 
 
+@pytest.mark.slow
 def test_a_line_that_is_no_requirement_is_an_error(tmp_path: Path) -> None:
     directory = model(tmp_path, "what is this?\n")
     with pytest.raises(ArtifactError, match=r"Invalid requirement: 'what is this\?'"):

@@ -161,6 +161,7 @@ def test_one_object_or_a_whole_bucket_may_be_named(client: Watched, s3: S3, tmp_
     assert set(contents(directory)) == {f"team/model/{name}" for name in FILES} | {"team/model-2/config.json"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part_size", [5 * MIB, 7 * MIB])
 def test_multipart_etags_are_checked(client: Watched, s3: S3, tmp_path: Path, part_size: int) -> None:
     source = tmp_path / "source"
@@ -188,6 +189,7 @@ def run_fetcher(s3: S3, root: Path, cut: int = 0, limit: int = 0) -> subprocess.
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.slow
 def test_a_killed_download_is_resumed(client: Watched, s3: S3, tmp_path: Path) -> None:
     killed = run_fetcher(s3, tmp_path, cut=310_000)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -322,6 +324,7 @@ def test_no_room(client: Watched, tmp_path: Path) -> None:
     assert client.downloaded == []
 
 
+@pytest.mark.slow
 def test_a_disk_that_gets_full(s3: S3, tmp_path: Path) -> None:
     failed = run_fetcher(s3, tmp_path, limit=100_000)
     assert failed.returncode == 1

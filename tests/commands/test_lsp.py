@@ -246,6 +246,7 @@ def test_an_editor_over_the_standard_streams(tmp_path: Path) -> None:
         assert editor.diagnostics(uri) == []
 
 
+@pytest.mark.slow
 @needs_pygls
 def test_a_document_is_divided_into_lines_once_for_all_completions(monkeypatch: pytest.MonkeyPatch) -> None:
     from lsprotocol import types

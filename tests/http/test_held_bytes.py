@@ -166,6 +166,7 @@ def test_bodies_of_jobs_count_until_the_jobs_have_ended(server: Server) -> None:
         server.http.delete("/invocations", headers={"x-starting-token": again.headers[NEXT]})
 
 
+@pytest.mark.slow
 def test_an_answer_that_grows_beyond_its_memory_is_given_up(server: Server) -> None:
     body = json.dumps(request("a" * MIB, 300, stream=True)).encode()
     with watched(server):
@@ -228,6 +229,7 @@ def test_heads_count_before_they_have_an_end(server: Server) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_connection_may_send_any_number_of_requests_ahead(server: Server) -> None:
     """Only those count that have no answer yet."""
     body = TEXT + b" " * (10 * MIB)

@@ -114,6 +114,7 @@ def test_a_byte_now_and_then_is_not_waited_for(server: Server, start: bytes, res
     assert seconds < 60, "all bytes would take four minutes"
 
 
+@pytest.mark.slow
 def test_a_slow_body_may_come_at_any_rate_if_the_limit_is_off(tmp_path: Path) -> None:
     body = json.dumps(request("a")).encode()
     variables = {**SETTINGS, "SERVING_MIN_TRANSFER_RATE": "0"}
@@ -123,6 +124,7 @@ def test_a_slow_body_may_come_at_any_rate_if_the_limit_is_off(tmp_path: Path) ->
     assert seconds > 3
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_read_byte_by_byte_is_not_held(tmp_path: Path) -> None:
     variables = {"SERVING_RESPONSE_READ_TIMEOUT": "1", "SERVING_MIN_TRANSFER_RATE": "1000000"}
     with (
@@ -140,6 +142,7 @@ def test_an_answer_that_is_read_byte_by_byte_is_not_held(tmp_path: Path) -> None
         wait_until(is_dropped, "the request has no place any more", limit_s=60)
 
 
+@pytest.mark.slow
 def test_a_connection_that_the_server_closes_is_not_held_by_its_last_bytes(tmp_path: Path) -> None:
     """What is left is too little to pause the writing; the keep-alive time of the connection ends it."""
     variables = {"SERVING_RESPONSE_READ_TIMEOUT": "1", "SERVING_KEEP_ALIVE_TIMEOUT": "1"}
@@ -366,6 +369,7 @@ def test_without_free_files_clients_are_turned_away_until_there_are_some(server:
     assert server.invoke("a").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_worker_that_generates_text_has_a_limit_of_memory(server: Server) -> None:
     answer = server.invoke("leak")
     assert answer.status_code == 507
@@ -374,6 +378,7 @@ def test_a_worker_that_generates_text_has_a_limit_of_memory(server: Server) -> N
     assert not [line for line in server.lines if "ends twice" in line]
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_is_waited_for(server: Server) -> None:
     before = resident_mib(server)
     word, count = "x" * 60_000, 700

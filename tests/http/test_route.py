@@ -272,6 +272,7 @@ def test_sessions_and_prefixes_stay_with_their_servers(router: Router) -> None:
     assert len({server_of(str(turn), **{"x-session-id": "s"}) for turn in range(6)}) == 1
 
 
+@pytest.mark.slow
 def test_many_clients_at_a_time(router: Router) -> None:
     with ThreadPoolExecutor(100) as clients:
         codes = Counter(answer.status_code for answer in clients.map(lambda _: router.chat(), range(500)))
@@ -369,6 +370,7 @@ def until_queued(router: Router, count: int) -> None:
     wait_until(queued, f"{count} requests wait")
 
 
+@pytest.mark.slow
 def test_the_key_of_the_servers_takes_the_place_of_the_clients(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("of-the-servers\n")
@@ -377,6 +379,7 @@ def test_the_key_of_the_servers_takes_the_place_of_the_clients(tmp_path: Path) -
         assert server.asked[-1].header("authorization") == "Bearer of-the-servers"
 
 
+@pytest.mark.slow
 def test_the_end_of_a_router_finishes_what_runs() -> None:
     with fakes(1) as [server], routing(server.url) as router:
         until_healthy(router, 1)

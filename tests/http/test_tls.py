@@ -234,12 +234,14 @@ def health(directory: Path, **variables: str) -> int:
     return subprocess.run(command, env=environment, cwd=directory, capture_output=True, check=False).returncode
 
 
+@pytest.mark.slow
 def test_the_health_check_speaks_tls(server: Server, directory: Path) -> None:
     port = str(port_of(server))
     assert health(directory, SERVING_PORT=port, SERVING_TLS="true") == 0
     assert health(directory, SERVING_PORT=port) == 1
 
 
+@pytest.mark.slow
 def test_the_health_check_asks_a_unix_socket(tmp_path: Path) -> None:
     address = {"SERVING_HOST": f"unix:{tmp_path / 'socket'}"}
     managed = {"SERVING_MANAGEMENT_HOST": "127.0.0.1", "SERVING_MANAGEMENT_PORT": "0"}

@@ -120,6 +120,7 @@ def test_the_worker_runs_in_the_interpreter_that_the_model_names(server: Server,
 # --- option.enable_venv ---
 
 
+@pytest.mark.slow
 def test_a_virtual_environment_for_each_model(server: Server, tmp_path: Path) -> None:
     for name in ("first", "second"):
         assert register(server, tmp_path / name, enable_venv="true").status_code == 200
@@ -134,6 +135,7 @@ def test_a_virtual_environment_for_each_model(server: Server, tmp_path: Path) ->
     subprocess.run([first["executable"], "-c", "import msgspec"], check=True)
 
 
+@pytest.mark.slow
 def test_an_environment_is_made_once(server: Server, tmp_path: Path) -> None:
     directory = tmp_path / "again"
     assert register(server, directory, enable_venv="true").status_code == 200

@@ -174,6 +174,7 @@ def test_a_typed_handler(tmp_path: Path) -> None:
             assert texts == {f"hello 4 {body}" for body in bodies if body != "refuse"}
 
 
+@pytest.mark.slow
 def test_workers_end_in_order(tmp_path: Path) -> None:
     codes = ("asynchronous", "rolling", "generating", "typed")
     for code in codes:
@@ -207,6 +208,7 @@ FAILING = {
 }
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_names_file_and_line(tmp_path: Path) -> None:
     for name, (code, _) in FAILING.items():
         make_own(tmp_path / name, code)

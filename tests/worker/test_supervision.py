@@ -126,6 +126,7 @@ def test_children_do_not_inherit_the_link(server: Server, kind: str) -> None:
     assert ask(server, f"links in {kind}").text == "0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["setsid", "daemon"])
 def test_processes_that_left_the_session_end_with_their_worker(server: Server, case: str) -> None:
     left, of_other = int(ask(server, case).text), int(ask(server, case, "other").text)
@@ -190,6 +191,7 @@ def little_memory(server: Server) -> Iterator[None]:
     group.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_memory")
 def test_a_worker_that_the_kernel_ended_for_its_memory_answers_507(server: Server, tmp_path: Path) -> None:
     make_own(tmp_path / "greedy", CODE, maxWorkers=1)
