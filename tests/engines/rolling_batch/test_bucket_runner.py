@@ -100,6 +100,7 @@ def test_padded_lines_generate_what_transformers_does(buckets: tuple[int, ...]) 
     run(engine_of(LineRunner(Lines(model, buckets)), buckets[-1]), model)
 
 
+@pytest.mark.slow
 def test_rows_at_one_column_generate_what_transformers_does() -> None:
     model = tiny_model("gpt2")
     run(engine_of(AlignedRunner(Rows(model)), LENGTH), model)

@@ -45,7 +45,14 @@ def test_the_recorded_shapes() -> None:
     assert column_counts(5000) == [256, 512, 1024, 2048, 4096, 5000]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2_with_soft_caps", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        pytest.param("gemma2_with_soft_caps", marks=pytest.mark.slow),
+        pytest.param("gpt2", marks=pytest.mark.slow),
+    ],
+)
 def test_replayed_steps_give_the_tokens_of_the_model(devices: None, family: str) -> None:
     engine, capture = on_gpu(family), FakeCapture()
     assert engine.runner.capture(6, lambda: capture) == 4  # 1, 2, 4 and 6 rows

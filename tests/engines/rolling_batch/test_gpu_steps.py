@@ -62,7 +62,14 @@ def tokens(loaded: LoadedEngine, prompt: list[int], count: int = 6, **parameters
     return answer.tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2_with_soft_caps", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        pytest.param("gemma2_with_soft_caps", marks=pytest.mark.slow),
+        pytest.param("gpt2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_on_a_gpu_generates_what_it_does_on_the_cpu(cuda: FakeCuda, family: str) -> None:
     reference = tiny_model(family)
     loaded = load(copy.deepcopy(reference))
