@@ -88,7 +88,7 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (hal
 IMPORTING_TORCH := tests/engines tests/gpu
 HTTP := tests/http
 BESIDE := nice -n 10
-check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two minutes)
+check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (three minutes)
 	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & linting=$$!; \
 	GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -m "not slow" $(IMPORTING_TORCH) > $(VENV)/engines.log 2>&1 & engines=$$!; \
 	$(BESIDE) $(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
