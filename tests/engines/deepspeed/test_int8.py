@@ -26,6 +26,7 @@ def quantized(method: str, **options: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_rolling_batch_generates_what_the_quantised_model_does(method: str) -> None:
     engine, reference = Engine(quantized(method)), quantized(method)

@@ -83,6 +83,7 @@ def test_without_compiled_kernels_they_are_compiled_into_the_temporary_directory
     assert Path(first[1]).is_relative_to(temporary)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("obstacle", ["a file", "a folder of others"])
 def test_without_any_place_they_are_compiled_anew(tmp_path: Path, obstacle: str) -> None:
     """A folder that others can write is no place: numba runs the code that it finds there."""

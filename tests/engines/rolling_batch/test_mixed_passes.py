@@ -74,6 +74,7 @@ def test_steps_are_recorded_up_to_what_launches_bound(monkeypatch: pytest.Monkey
     assert len(asked) < 4 * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2_with_soft_caps", "gpt2"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_prompts_that_keep_arriving_get_the_tokens_of_the_model(family: str, ahead: bool) -> None:
@@ -158,6 +159,7 @@ def test_prompts_with_adapters_are_recorded(tmp_path: Path, head: bool) -> None:
     assert not eager
 
 
+@pytest.mark.slow
 def test_a_chunk_that_keeps_no_row_has_its_adapter(tmp_path: Path) -> None:
     """The prompt takes three steps, and no other request runs."""
     engine, _ = recorded(chunk=40)

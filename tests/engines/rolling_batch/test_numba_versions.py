@@ -92,6 +92,7 @@ def test_no_place_is_known_if_numba_does_not_ask_our_cache(
     assert "each start compiles its kernels anew" in caplog.text
 
 
+@pytest.mark.slow
 def test_kernels_compute_without_the_modules() -> None:
     names = ("numba.core.caching", "handlers.cpu_kernels.compilation.part_compiler")
     # numba itself imports its cache: only ours is to miss it.

@@ -104,6 +104,7 @@ def test_rows_are_rounded_as_described(kind: str, dtype: torch.dtype) -> None:
         assert found[broken].isnan().all(), "whoever sees such a token has to fail"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize("dims", [(64, 64), (80, 33), (16, 144)])

@@ -54,6 +54,7 @@ def test_requests_share_pages_and_go_on_in_copies() -> None:
     assert engine.engine.stats.cached_prompt_tokens == 6 * 45
 
 
+@pytest.mark.slow
 def test_a_full_cache_retracts_and_evicts_and_changes_no_token() -> None:
     engine = Engine(tiny_model("llama"), page=PAGE, kv_tokens=20 * PAGE, conservativeness=0.05)
     asked = [(prompt, engine.add(prompt, max_new_tokens=30)[1]) for prompt in prompts(12, seed=5)]

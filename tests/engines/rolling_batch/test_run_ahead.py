@@ -89,6 +89,7 @@ def assert_same(asked: Asked, ahead: Received, waited: Received) -> None:
         assert usage(ahead) == Usage(len(asked.prompt), len(ahead.tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("ways", [WAYS, WAYS + NEEDING_TOKENS], ids=["ahead", "mixed"])
 def test_random_requests_are_answered_alike(seed: int, ways: tuple[dict[str, Any], ...]) -> None:

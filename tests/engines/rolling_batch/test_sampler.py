@@ -61,6 +61,7 @@ def transformers_probabilities(logits: torch.Tensor, **parameters: Any) -> torch
     return LogitsProcessorList(warpers)(torch.tensor([PROMPT]), logits[None].clone())[0].softmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -100,6 +101,7 @@ def assert_drawn_from(expected: torch.Tensor, found: torch.Tensor, draws: int) -
     assert float(parts.sum()) < degrees + 4 * (2 * degrees) ** 0.5  # four standard deviations above the mean
 
 
+@pytest.mark.slow
 def test_presence_and_frequency_penalties_change_what_is_drawn_by_their_definition() -> None:
     logits, output = row(), [1, 1, 1, 5, 9]
     states = [state(seed, do_sample=True, presence_penalty=0.7, frequency_penalty=0.4) for seed in range(6000)]
@@ -123,6 +125,7 @@ def test_the_tokens_of_one_seed_are_independent_of_each_other(parameters: dict[s
     assert_drawn_from(expected, torch.bincount(after, minlength=len(logits)) / len(after), len(after))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"typical_p": 0.9}], ids=str)
 def test_a_seed_draws_the_same_token_from_logits_that_are_rounded_otherwise(parameters: dict[str, Any]) -> None:
     logits = row(5000)
