@@ -52,8 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if without_slow(config):
         hypothesis.settings.load_profile("without-slow")
-    # The tests run in two processes more than there are cores, each with servers beside it. Threads that wait for each
-    # other's parts of an operation would spin on cores that others could use, or wait for those that are elsewhere.
+    # The tests run in two processes more than there are cores, each with servers beside it. Threads of one
+    # operation wait for each other: they would spin on cores that another process needs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")  # stands above the policy, and workers would get another number
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))

@@ -137,7 +137,7 @@ class DetachedRequest:
 
 
 def process_name() -> str:
-    """Return a name of this process that no other one has had."""
+    """Return a name of this process that no other process has had."""
     return f"{_HERE}:{time.time_ns()}"
 
 

@@ -72,7 +72,8 @@ class BlockLinear(nn.Module):
         from handlers.cpu_kernels import amx
         from handlers.cpu_kernels.blocks import words
 
-        return self.max_exact_rows if words.IS_USABLE and not amx.IS_USABLE else FEW_ROWS
+        is_together = words.IS_USABLE and not amx.IS_USABLE and self.dtype == torch.bfloat16
+        return self.max_exact_rows if is_together else FEW_ROWS
 
     def limit_exact_rows(self, rows: int) -> None:
         """Say up to how many rows weights are multiplied as they are stored."""

@@ -127,7 +127,7 @@ def test_in_bfloat16_the_log_probabilities_stay_near_those_of_float32(
 
 
 def assert_log_probabilities_near(model: Any, prompt: str, answer: dict[str, Any], error: float) -> None:
-    """Compare them with those that the model itself gives the tokens of an answer."""
+    """Compare them with the model's own for the tokens of an answer."""
     ids, tokens = byte_tokenizer().encode(prompt), answer["details"]["tokens"]
     with torch.inference_mode():
         given = torch.tensor([[*ids, *(token["id"] for token in tokens)]])
