@@ -65,10 +65,10 @@ class GroupHandler(RequestHandler, Generic[Parsed]):
         for index, request in enumerate(requests):
             try:
                 call = self.read(request)
-            except LmiServerError as error:
-                outcomes[index] = error
-            else:
                 key = self.group_of(call)
+            except Exception as error:  # noqa: BLE001 - what a parser did not expect fails one request, not its batch
+                outcomes[index] = pipeline_failure(error)
+            else:
                 groups.setdefault(("alone", index) if key is None else key, {})[index] = call
         for group in groups.values():
             outcomes |= zip(group, self.answers(list(group.values())), strict=True)

@@ -12,7 +12,7 @@ from lmi_server.contract.protocol import Input
 
 
 class Doubling(GroupHandler[ParsedRequest]):
-    """Doubles the numbers of a body. It refuses 13, leaves out the result of 0, and cannot write 8."""
+    """Doubles the numbers of a body. It refuses 13, leaves out the result of 0, and cannot read inf or write 8."""
 
     def __init__(self) -> None:
         self.runs: list[list[int]] = []
@@ -21,6 +21,8 @@ class Doubling(GroupHandler[ParsedRequest]):
         return ModelInfo(max_model_len=0)
 
     def parse(self, request: Input) -> ParsedRequest:
+        if request.body() == b"inf":
+            raise OverflowError("no integer holds it")
         return ParsedRequest([int(number) for number in request.body().split()], _written)
 
     def group_of(self, call: ParsedRequest) -> Hashable:
@@ -52,6 +54,10 @@ def test_requests_of_a_group_run_at_once() -> None:
 
 def test_a_request_that_fails_leaves_the_others_their_answers() -> None:
     assert outcomes(Doubling(), b"1", b"5 13", b"3") == [b"2", RequestError, b"6"]
+
+
+def test_a_request_that_breaks_its_parser_fails_alone() -> None:
+    assert outcomes(Doubling(), b"1", b"inf", b"3") == [b"2", HandlerError, b"6"]
 
 
 def test_an_answer_that_cannot_be_written_fails_alone() -> None:

@@ -16,6 +16,7 @@ import re
 import shlex
 import shutil
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ OnBytes = Callable[[int], None]
 """Gets the number of bytes that have been received in all."""
 
 
-class S3Client:
+class S3Client(ABC):
     """Lists and downloads the objects below `location`, or the object with its key. Raises ArtifactError."""
 
     def __init__(self, environment: Mapping[str, str], location: S3Location) -> None:
@@ -69,11 +70,11 @@ class S3Client:
         self._environment = environment
         self._endpoint = endpoint_url(environment, location.scheme)
 
-    def list_objects(self, activity: Activity) -> list[S3Object]:
-        raise NotImplementedError
+    @abstractmethod
+    def list_objects(self, activity: Activity) -> list[S3Object]: ...
 
-    def download(self, downloads: Sequence[Download], activity: Activity, on_bytes: OnBytes, lock: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def download(self, downloads: Sequence[Download], activity: Activity, on_bytes: OnBytes, lock: int) -> None: ...
 
     def _error(self, code: str, reason: str) -> ArtifactError:
         """Return the error with its remedy; `code` is that of S3, or the name of an error of s5cmd or boto3."""
