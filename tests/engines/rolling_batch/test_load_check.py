@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from rolling_batch_helpers import Received, generated
-from tiny_models import CONTEXT, VOCABULARY, saved_model, tiny_model
+from rolling_batch_helpers import Received, generated, round_any_rows
+from tiny_models import CONTEXT, VOCABULARY, llama_of_whole_blocks, saved_model, tiny_model
 from transformers import AutoModelForCausalLM, DogeConfig
 
 from benchmarks.tiny_checkpoints import random_model, tiny_config
+from handlers.checkpoints.blocks.int8_activations import Int8BlockLinear
+from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
@@ -95,6 +97,19 @@ def test_layers_that_round_their_inputs_are_judged_by_their_error(caplog: pytest
         parameter.data = torch.randn_like(parameter) * 0.15
     with pytest.raises(UnsupportedAttentionError, match="serve it unquantised"):
         ModelRunner(other, CONTEXT, check=check).prepare(4, CONTEXT)
+
+
+def test_a_border_of_rounded_rows_that_is_measured_after_the_comparison_began_is_no_error(tmp_path: Path) -> None:
+    """The loaded model rounds all rows to 8 bits; the served one rounds none if that is slower on its machine."""
+    options = HuggingFaceOptions.model_validate({"dtype": "fp32", "quantize": "q4_0", "activation_dtype": "int8"})
+    directory = saved_model(llama_of_whole_blocks(), tmp_path)
+    model = load_model(AutoModelForCausalLM, str(directory), options)
+    round_any_rows(model)
+    runner = ModelRunner(model, CONTEXT, check=LoadCheck(model, CONTEXT))
+    for module in model.modules():
+        if isinstance(module, Int8BlockLinear):
+            module.limit_exact_rows(0)
+    runner.prepare(4, CONTEXT)
 
 
 def test_a_mask_of_the_models_own_is_a_refusal(tmp_path: Path) -> None:
