@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
@@ -44,6 +45,7 @@ class RelayedResponse:
         last = max(len(data) - 1, 0) // _PART * _PART
         for start in range(0, last, _PART):  # each waits for the client to read: TLS would keep a copy of the whole
             await self.chunk(data[start : start + _PART])
+            await asyncio.sleep(0)  # a fast client takes all at once, and other requests wait
         await self._send({"type": "http.response.body", "body": data[last:]})
 
     def _write_at_once(self, status: int, headers: list[tuple[str, str]], data: bytes) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
+import os
 import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -67,10 +68,12 @@ class LoopMeter:
 
 @contextlib.contextmanager
 def metered_loops(path: Path) -> Iterator[None]:
-    """Have each loop that uvloop runs be metered in the file `path`."""
-    meter, run = LoopMeter(path), uvloop.run
+    """Have each loop that uvloop runs in this process be metered in the file `path`. Workers are forks of it."""
+    meter, run, process = LoopMeter(path), uvloop.run, os.getpid()
 
     async def metered(main: Coroutine[Any, Any, Any]) -> Any:
+        if os.getpid() != process:
+            return await main
         task = asyncio.create_task(meter.run())
         try:
             return await main
