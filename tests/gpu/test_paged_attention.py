@@ -62,7 +62,7 @@ class Filled:
     dtype: torch.dtype
 
     @classmethod
-    @functools.lru_cache(2)  # a test reads them only, and the next ones have the same layer
+    @functools.cache  # a test reads them only
     def fill(cls, layer: PageLayer, dtype: torch.dtype) -> Filled:
         torch.manual_seed(0)
         count, most = len(LENGTHS), max(LENGTHS) // layer.page + 2
