@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,14 +149,6 @@ def test_chunks_that_share_tokens_of_another_slot_attend_as_if_these_were_their_
     spoilt = attended({1: 0, 2: 0, 3: 0, 4: 0})
     others = torch.arange(rows) != 70
     assert torch.equal(spoilt[0, others], shared[0, others])
-
-
-@pytest.mark.slow
-def test_a_processor_without_long_vectors_and_bfloat16_products_computes_the_same() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "may_see"]
-    other = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
-    finished = subprocess.run(command, env=os.environ | other, capture_output=True, text=True, check=False, timeout=600)
-    assert finished.returncode == 0, finished.stdout[-3000:]
 
 
 def test_compiled_code_is_looked_up_by_all_sources_of_the_kernels(tmp_path: Path) -> None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,18 +135,6 @@ def test_layers_of_several_formats_are_one_if_they_fill_panels(dtype: torch.dtyp
     expected, size = hidden.double() @ weight.T, hidden.double().abs() @ weight.abs().T
     rounding, error = (2**-8 * expected.abs(), 1e-5) if dtype == torch.bfloat16 else (0.0, 1e-6)
     assert bool(((joined(hidden).double() - expected).abs() <= rounding + error * size).all())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets of other processors are not hidden")
-@pytest.mark.parametrize("processor", [{"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}])
-def test_processors_with_shorter_vectors_compute_the_same(processor: dict[str, str]) -> None:
-    """Kernels for it have names of their own, and are kept from one run of the tests to the next."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "multiplies or bits"]
-    finished = subprocess.run(
-        command, env=os.environ | processor, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert finished.returncode == 0, finished.stdout[-3000:]
 
 
 @pytest.fixture(scope="module")

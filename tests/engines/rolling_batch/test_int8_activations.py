@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,26 +106,6 @@ def test_a_row_gets_the_same_bits_in_any_batch_and_with_any_number_of_threads(na
         out = torch.empty_like(together)
         layer._kernel(as_numpy(hidden), layer.laid, layer.added, as_numpy(out), threads)
         assert torch.equal(out, together)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets of other processors are not hidden")
-@pytest.mark.parametrize("features", ["+avx2,+fma,+f16c"])
-def test_processors_without_vnni_compute_the_same(features: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        "-k",
-        "rounded_inputs and 512-100-6 or bits",
-    ]
-    other = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features}
-    finished = subprocess.run(command, env=os.environ | other, capture_output=True, text=True, check=False, timeout=600)
-    assert finished.returncode == 0, finished.stdout[-3000:]
 
 
 @pytest.fixture(scope="module")

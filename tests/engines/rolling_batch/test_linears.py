@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import platform
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +10,8 @@ from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.cpu_kernels.linear import linear as kernel
-from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear
+from handlers.rolling_batch.cpu.kernel_choice import Crossovers
+from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear, lay_out_linears
 from handlers.torch_operators.read_weights import read_weights
 from lmi_server.machine import tile_registers
 
@@ -92,31 +89,13 @@ def test_the_layers_whose_weights_a_module_reads_are_known(kind: type[nn.Module]
     assert read_weights(kind, numbers=True) == {"read", "listed"}
 
 
-_AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-_KINDS = """
-import torch
-from handlers.rolling_batch.cpu.kernel_choice import Crossovers
-from handlers.rolling_batch.cpu.linears import lay_out_linears
-layers = [torch.nn.Linear(4, 4, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
-model = torch.nn.Sequential(*layers, torch.nn.Linear(3, 4, dtype=torch.bfloat16))
-print(lay_out_linears(model, Crossovers()), *(type(layer).__name__ for layer in model))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets of other processors are not hidden")
+@pytest.mark.skipif(torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies bfloat16 here")
 def test_the_tiles_are_chosen_where_onednn_multiplies_no_bfloat16() -> None:
-    command = [sys.executable, "-c", _KINDS]
-    found = subprocess.run(command, env=os.environ | _AVX2, capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["1", "TiledLinear", "Linear", "Linear"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets of other processors are not hidden")
-def test_processors_with_shorter_vectors_and_without_tile_registers_compute_the_same() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "bias or bits or agree"]
-    finished = subprocess.run(command, env=os.environ | _AVX2, capture_output=True, text=True, check=False, timeout=600)
-    assert finished.returncode == 0, finished.stdout[-3000:]
+    """test_other_processors.py runs it for such a processor."""
+    layers = [nn.Linear(4, 4, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    model = nn.Sequential(*layers, nn.Linear(3, 4, dtype=torch.bfloat16))
+    assert lay_out_linears(model, Crossovers()) == 1
+    assert [type(layer) for layer in model] == [TiledLinear, nn.Linear, nn.Linear]
 
 
 class _RefusingLibrary:
