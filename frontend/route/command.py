@@ -9,15 +9,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from frontend.access.management_access import Access
-from frontend.app import INFERENCE_PATHS
 from frontend.observability.server_log import formatter
 from frontend.route.keys import RouteKeys
-from frontend.server import run
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.configuration.server_settings import ServerSettings, find_config_file, resolve_server
 from lmi_server.contract.errors import ConfigurationError
@@ -30,6 +27,9 @@ from lmi_server.route.fleet import Fleet
 from lmi_server.route.limits import Accounts
 from lmi_server.route.pool import RouteSettings
 from lmi_server.route.registry import RouteRegistry
+
+if TYPE_CHECKING:
+    from frontend.access.management_access import Access
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,9 @@ def route(
     log_level: Annotated[str | None, typer.Option(help="Level of the log.")] = None,
 ) -> None:
     """Spread requests over other servers with OpenAI's API, such as this one, vLLM, SGLang and TGI."""
+    # Imported late, here and below: other commands need neither the front end nor uvicorn.
+    from frontend.server import run
+
     environment = process_environment()
     flags = {"host": host, "port": port, "drain_timeout": drain_timeout, "log_level": log_level, "model_store": None}
     with plain_configuration_errors():
@@ -95,6 +98,8 @@ def route(
 
 def _access(ring: RouteKeys | None) -> Callable[[ServerSettings, Mapping[str, str]], Access]:
     """Return what makes the access of the server, with the keys of `ring`."""
+    from frontend.access.management_access import Access
+
     if ring is None:
         return Access.from_settings
     return lambda settings, environment: replace(Access.from_settings(settings, environment), keys=ring, pages=None)
@@ -108,6 +113,8 @@ def _key_ring(file: str, accounts: Accounts, settings: ServerSettings) -> RouteK
 
 def _paths() -> Mapping[str, str]:
     """Return the path of each route, the first one if it has several."""
+    from frontend.app import INFERENCE_PATHS
+
     found: dict[str, str] = {}
     for path, name in {**INFERENCE_PATHS, **optional_dialects().paths}.items():
         found.setdefault(name, path)

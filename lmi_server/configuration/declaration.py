@@ -13,12 +13,13 @@ import ast
 import functools
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
@@ -163,7 +164,7 @@ class Conflict:
 class Options(BaseModel):
     """Base of the options classes: frozen, and built from texts as files and variables hold them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
     prefix: ClassVar[str] = ""
 
@@ -175,6 +176,21 @@ class Options(BaseModel):
     def declared_options(cls) -> tuple[Option, ...]:
         """Return the options of this class and of its bases, in the order of their declaration."""
         return _options_of(cls)
+
+
+_AnyDeclaration = TypeVar("_AnyDeclaration", bound=BaseModel)
+_first_use = threading.Lock()
+
+
+def validated(declaration: type[_AnyDeclaration], values: Any) -> _AnyDeclaration:
+    """Return an object of a class that builds its validator at its first use (`defer_build`).
+
+    A start imports many more of these classes than it uses. An older version of pydantic must not build one in two
+    threads at once.
+    """
+    with _first_use:
+        declaration.model_rebuild()
+    return declaration.model_validate(values)
 
 
 class FeatureSettings(Options):

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 from pydantic import ValidationError
 
-from lmi_server.configuration.declaration import Option, Options
+from lmi_server.configuration.declaration import Option, Options, validated
 from lmi_server.configuration.properties import Properties
 from lmi_server.machine.environment import Variable
 
@@ -155,13 +155,13 @@ def build(options_type: type[_AnyOptions], sources: Given) -> tuple[_AnyOptions,
     declared = {option.field: option for option in options_type.declared_options() if option.key in sources}
     values = {field: sources[option.key].raw for field, option in declared.items()}
     try:
-        return options_type.model_validate(values), {}
+        return validated(options_type, values), {}
     except ValidationError as error:
         # One key may have several errors: each member of a union reports its own.
         wrong = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors())
     sound = {field: value for field, value in values.items() if field not in wrong}
     bad = [option for field, option in declared.items() if field in wrong]
-    return options_type.model_validate(sound), {option.key: _bad_value(option, sources) for option in bad}
+    return validated(options_type, sound), {option.key: _bad_value(option, sources) for option in bad}
 
 
 def _bad_value(option: Option, sources: Given) -> str:

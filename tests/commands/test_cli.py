@@ -32,6 +32,17 @@ def test_version_is_a_flag_too() -> None:
     assert (result.returncode, result.stdout.strip()) == (0, version("lmi-server"))
 
 
+@pytest.mark.slow
+def test_a_command_starts_without_the_front_end() -> None:
+    """Its import would be a quarter of the start of `version`, `check` or `explain`."""
+    program = (
+        "import sys; from lmi_server.commands.cli import app; "
+        "sys.exit(str({'frontend.app', 'frontend.server', 'starlette', 'uvicorn'} & set(sys.modules) or ''))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.stderr.strip() == ""
+
+
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_lists_the_commands(flag: str) -> None:
     result = lmi_server(flag, columns="100")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from lmi_server.configuration.declaration import NoEffect, Unavailable, allowed_values
+from lmi_server.configuration.declaration import NoEffect, Unavailable, allowed_values, validated
 from lmi_server.configuration.layers import nearest_key
 from lmi_server.configuration.model_file.positions import KeyPath, YamlDocument
 from lmi_server.configuration.model_file.serve_sections import Section, section_of
@@ -26,7 +26,7 @@ def validate(document: YamlDocument, section: type[_AnySection]) -> tuple[_AnySe
     problems: list[tuple[int, str]] = []
     document = _under_present_names(document, section, problems)
     try:
-        typed = section.model_validate(document.data)
+        typed = validated(section, document.data)
     except ValidationError as error:
         problems += [_problem(document, section, dict(found)) for found in error.errors()]
         raise ConfigurationError(_join_lines(problems)) from error

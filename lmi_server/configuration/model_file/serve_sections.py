@@ -25,7 +25,7 @@ from lmi_server.configuration.options import (
 class Section(BaseModel):
     """A mapping of a model file. A key that is not declared is refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=(), defer_build=True)
 
 
 def section_of(annotation: Any) -> type[Section] | None:
