@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+import shared_certificates
 from paths import BUILT_MODELS, ROOT, TESTS
 from process_log import last_lines
 from schedule import FilesTogether, longest_first
@@ -142,6 +143,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Keep what the modules have imported out of garbage collections, which would walk millions of objects each."""
     model_imports.freeze_libraries()
+    shared_certificates.share()
 
 
 @pytest.hookimpl(optionalhook=True)
