@@ -36,6 +36,11 @@ def host_has(feature: str) -> bool:
         return False
 
 
+def host_name() -> str:
+    """Return LLVM's name of the processor that kernels are compiled for, in which AMD's since Zen are znver1 to 5."""
+    return str(numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name())
+
+
 _MULTIPLIES_BFLOAT16 = host_has("avx512bf16")
 # The sums of a tile stay in vector registers: 4 by 64 of them fill 16 of the 32 registers of AVX-512, 4 by 16 fill 8 of
 # the 16 of AVX2, half as long. The rest is for operands.

@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from handlers.cpu_kernels import byte_products
-from handlers.cpu_kernels.blocks.layout import GROUP, INPUTS, Kind
+from handlers.cpu_kernels.blocks.layout import GROUP, GROUPS, INPUTS, Kind
 from handlers.cpu_kernels.blocks.reading import Block
 from handlers.cpu_kernels.blocks.vectors import (
     BYTE,
@@ -35,6 +35,7 @@ from handlers.cpu_kernels.blocks.vectors import (
     in_all_lanes,
     load_at,
     multiply_add,
+    scaled,
     shuffled,
     store_at,
 )
@@ -46,7 +47,7 @@ PREPARED_BYTES, FLOATS_AT = 320, 192
 """Of the inputs of a block as `prepare` writes them, and where they are as float32 among these."""
 WORDS_BYTES, SCALE_OF_WORDS_AT, SUM_OF_WORDS_AT = 72, 64, 68
 """Of the inputs of a block as `prepare_words` writes them, and where their scale and their sum are among these."""
-_BYTES_AT, _SCALE_AT, _SUM_AT = 64, 128, 132
+_BYTES_AT, _SCALE_AT, _SUM_AT, _SUMS_OF_GROUPS_AT = 64, 128, 132, 136
 _EXPONENT, _MIN_EXPONENT, _NAN = 0x7F800000, 32 << 23, 0x7FC00000
 _LARGEST = 14  # the greatest integer of a block has this exponent
 
@@ -67,8 +68,8 @@ _INPUT_FLOATS = ir.VectorType(FLOAT, INPUTS)
 
 def multiplies(kind: Kind) -> bool:
     """Whether blocks of a kind are multiplied so."""
-    has_instruction = kind.bits == 4 or byte_products.HAS_VNNI or byte_products.HAS_I8MM
-    return kind.bits in (4, 8) and kind.scales == 1 and not kind.has_codebook and has_instruction
+    has_instruction = kind.bits < 8 or byte_products.HAS_VNNI or byte_products.HAS_I8MM
+    return has_instruction and not kind.has_codebook and not kind.has_quads
 
 
 @intrinsic
@@ -85,6 +86,9 @@ def prepare(context, source, target):
         store_at(builder, _by_bytes(builder, rounded, _NIBBLE_ORDER), target, _BYTES_AT)
         store_at(builder, scale, target, _SCALE_AT)
         store_at(builder, _reduced(builder, "add", rounded), target, _SUM_AT)
+        for group in range(GROUPS):
+            total = _reduced(builder, "add", _group_of(builder, rounded, group))
+            store_at(builder, total, target, _SUMS_OF_GROUPS_AT + 4 * group)
         store_at(builder, floats, target, FLOATS_AT)
         return ctx.get_dummy_value()
 
@@ -126,8 +130,12 @@ def _constant(number: int):
 
 
 def _reduced(builder, operation: str, words):
-    name, kind = f"llvm.vector.reduce.{operation}.v{INPUTS}i32", ir.FunctionType(WORD, [_INPUT_WORDS])
+    name, kind = f"llvm.vector.reduce.{operation}.v{words.type.count}i32", ir.FunctionType(WORD, [words.type])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [words])
+
+
+def _group_of(builder, words, group: int):
+    return shuffled(builder, words, words, range(GROUP * group, GROUP * (group + 1)))
 
 
 def _rounded(builder, floats):
@@ -159,16 +167,19 @@ class IntegerSums:
     def add(self, inputs) -> None:
         """Add those of the inputs that `prepare` has written to an address."""
         builder, block = self._builder, self._block
-        of_bytes = self._of_words if byte_products.HAS_VNNI else self._of_bytes
-        sums = of_bytes(inputs) if block.kind.bits == 8 else self._of_nibbles(inputs)
         scale = self._spread(inputs, _SCALE_AT, FLOAT, FLOATS)
-        total_of_inputs = builder.sitofp(self._spread(inputs, _SUM_AT, WORD, WORDS), FLOATS)
-        for half, (words, total) in enumerate(zip(sums, self._totals, strict=True)):
-            scaled = builder.fmul(builder.sitofp(words, FLOATS), block.scales.of_half(half))
-            if block.kind.has_minimum:
-                less = builder.fmul(block.scales.minima_of_half(half), total_of_inputs)
-                scaled = builder.fsub(scaled, less)
-            builder.store(multiply_add(builder, scaled, scale, builder.load(total)), total)
+        of_inputs = builder.sitofp(self._spread(inputs, _SUM_AT, WORD, WORDS), FLOATS)
+        for groups in block.kind.scaled_groups:
+            for half, (words, total) in enumerate(zip(self._sums(inputs, groups), self._totals, strict=True)):
+                minima = builder.fneg(block.scales.minima_of_half(half)) if block.kind.has_minimum else None
+                found = scaled(builder, words, block.scales.of_half(half, groups[0]), minima, of_inputs)
+                builder.store(multiply_add(builder, found, scale, builder.load(total)), total)
+
+    def _sums(self, inputs, groups: Sequence[int]):
+        """Return the sums of products in some groups, for both halves of the outputs."""
+        if self._block.kind.bits < 8:
+            return self._of_nibbles(inputs, groups)
+        return self._of_words(inputs) if byte_products.HAS_VNNI else self._of_bytes(inputs)
 
     def _of_words(self, inputs):
         builder = self._builder
@@ -202,22 +213,23 @@ class IntegerSums:
                     builder.store(of_lower, lowers[half])
         return [self._joined(*map(builder.load, pair)) for pair in zip(uppers, lowers, strict=True)]
 
-    def _of_nibbles(self, inputs):
-        """Numbers are from 0 to 15, and so bytes with and without a sign."""
+    def _of_nibbles(self, inputs, groups: Sequence[int]):
+        """Numbers are from 0 to 63, and so bytes with and without a sign."""
         builder, zero = self._builder, self._block.kind.zero
-        less = builder.mul(self._spread(inputs, _SUM_AT, WORD, WORDS), in_all_lanes(-zero))
+        sum_at = _SUM_AT if len(groups) == GROUPS else _SUMS_OF_GROUPS_AT + 4 * groups[0]
+        less = builder.mul(self._spread(inputs, sum_at, WORD, WORDS), in_all_lanes(-zero))
         sums = []
         for half in range(2):
-            one, other = (self._of_quarter(inputs, 2 * half + part) for part in range(2))
+            one, other = (self._of_quarter(inputs, 2 * half + part, groups) for part in range(2))
             first, second = (shuffled(builder, one, other, range(place, 2 * LANES, 2)) for place in range(2))
             total = builder.add(first, second)
             sums.append(builder.add(total, less) if zero else total)
         return sums
 
-    def _of_quarter(self, inputs, quarter: int):
+    def _of_quarter(self, inputs, quarter: int, groups: Sequence[int]):
         builder = self._builder
         upper = lower = ir.Constant(WORDS, None)
-        for group in range(INPUTS // GROUP):
+        for group in groups:
             for part, numbers in enumerate(self._block.numbers.nibbles_of(INT(group), quarter)):
                 offset = _BYTES_AT + 2 * GROUP * group + GROUP * part
                 uppers, lowers = (self._spread_pair(inputs, offset + place) for place in (0, GROUP // 2))

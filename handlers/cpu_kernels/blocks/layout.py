@@ -26,12 +26,13 @@ place of the number among 16 of float32, with which a panel begins; then scales 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 OUTPUTS, INPUTS = 32, 32
 """Of a block."""
-GROUP, QUADS = 16, 4
-"""Inputs of a group; how many quads of inputs it has."""
+GROUP, GROUPS, QUADS = 16, 2, 4
+"""Inputs of a group; how many groups a block has, and how many quads of inputs a group."""
 SECTION = 8
 """Blocks that are unpacked at once, and those of a super-block that has factors."""
 CODEBOOK_BYTES = 64
@@ -79,6 +80,11 @@ class Kind(NamedTuple):
     def low_bits(self) -> int:
         """Of a number that are stored together: all eight, or the lowest four."""
         return 8 if self.bits == 8 else 4
+
+    @property
+    def scaled_groups(self) -> Sequence[Sequence[int]]:
+        """The groups of a block, those together that share a scale."""
+        return [range(GROUPS)] if self.scales == 1 else [[group] for group in range(GROUPS)]
 
     @property
     def scale_bytes(self) -> int:

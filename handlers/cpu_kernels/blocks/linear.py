@@ -9,6 +9,7 @@ import numpy as np
 
 from handlers.cpu_kernels import amx
 from handlers.cpu_kernels.blocks import integers, words
+from handlers.cpu_kernels.blocks.laid import groups_of
 from handlers.cpu_kernels.blocks.layout import EXACT_ROWS, FIRST_PANEL, INPUTS, OUTPUTS, PANEL_WORDS, SECTION
 from handlers.cpu_kernels.blocks.products import address_of, multiply_row
 from handlers.cpu_kernels.blocks.unpacking import unpack
@@ -30,14 +31,14 @@ from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
 
 # Rows whose sums are kept while panels are unpacked: those of a panel and its rows stay in the L2 cache.
 _MAX_ROWS = 512
-# So many blocks stay in the L1 cache while all rows in integers of 16 bits multiply them, with the sums of these rows.
-_SHARED, _MAX_EXACT_ROWS = 4, 64
+_MAX_EXACT_ROWS = 64  # whose sums are kept in the L1 cache
 _FEW_ROWS = 4  # are prepared by one thread: it takes no longer than to share them out
 _COLUMNS = max(TILE_COLUMNS, OUTPUTS)  # of the panels that vector registers multiply at once
 _PANELS = _COLUMNS // OUTPUTS
 _LINE = 4 * OUTPUTS
 # A plain number has a type of its own: parts that are called with one would be compiled once more.
 _NONE, _ONE = np.int64(0), np.int64(1)
+_OF_GROUP, _WORDS_BYTES = np.int64(words.ROWS), np.int64(integers.WORDS_BYTES)
 
 
 @kernel()
@@ -136,10 +137,8 @@ def _multiply_together(rows, weight, bias, out, threads):
     panels, others = -(-out.shape[1] // OUTPUTS), 0
     for panel in range(panels):
         others += not _is_in_words(weight, panel)
-    shares, blocks, groups = shares_of(threads), rows.shape[1] // INPUTS, -(-len(rows) // words.ROWS)
-    inputs = empty((groups, blocks, words.ROWS, integers.WORDS_BYTES), np.uint8)
-    for padding in range(len(rows), groups * words.ROWS):
-        fill(inputs[-1, :, padding % words.ROWS], np.uint8(0))
+    shares = shares_of(threads)
+    inputs = groups_of(rows, _OF_GROUP, _WORDS_BYTES)
     if len(rows) <= _FEW_ROWS:
         _prepare_words(_NONE, len(rows), rows, inputs)
     else:
@@ -156,7 +155,7 @@ def _is_in_words(weight, panel):
 @kernel_part()
 def _prepare_words(first_row, last_row, rows, inputs):
     for row in range(first_row, last_row):
-        of_group, place = inputs[row // words.ROWS], row % words.ROWS
+        of_group, place = inputs[row // _OF_GROUP], row % _OF_GROUP
         for block in range(len(of_group)):
             source = address_of(rows[row]) + np.uintp(2 * INPUTS * block)
             integers.prepare_words(source, address_of(of_group[block, place]))
@@ -164,32 +163,20 @@ def _prepare_words(first_row, last_row, rows, inputs):
 
 @kernel_part()
 def _together(first_share, last_share, inputs, single, weight, bias, out, shares):
-    """Compute the panels of some shares, for inputs (groups, blocks, rows, bytes), or `single` as of `_prepared`."""
+    """Compute the panels of some shares, for inputs as of `_prepare_words`, or `single` as of `_prepared`."""
     count, panels = len(out), -(-out.shape[1] // OUTPUTS)
-    sums = empty((_MAX_EXACT_ROWS, OUTPUTS), np.float32)
+    sums = empty((min(-(-count // _OF_GROUP) * _OF_GROUP, _MAX_EXACT_ROWS), OUTPUTS), np.float32)
+    laid = empty(words.LAID_BYTES, np.uint8)
     for first in range(0, count, _MAX_EXACT_ROWS):
         last = min(first + _MAX_EXACT_ROWS, count)
         for panel in range(panels * first_share // shares, panels * last_share // shares):
             if _is_in_words(weight, panel):
-                fill(sums[: -(-(last - first) // words.ROWS) * words.ROWS], np.float32(0))
-                _add_panel(weight, panel, inputs, first, last, sums)
+                fill(sums, np.float32(0))
+                words.add_products(weight, panel, inputs[first // _OF_GROUP : -(-last // _OF_GROUP)], laid, sums)
             else:
                 for row in range(first, last):
                     _multiply_row(weight, panel, single, row, sums[row - first :], out.dtype.type(0))
             write_sums(sums, bias, out, first, last, panel * OUTPUTS)
-
-
-@kernel_part(is_separate=True)
-def _add_panel(weight, panel, inputs, first, last, sums):
-    """Add the products of rows and a panel to their sums. Memory delivers during short sections, too."""
-    place, blocks = FIRST_PANEL + PANEL_WORDS * panel, inputs.shape[1]
-    source = address_of(weight) + np.uintp(weight[place + 1])
-    section = blocks if last - first <= words.ROWS else _SHARED
-    for block in range(0, blocks, section):
-        of_section = min(section, blocks - block)
-        for row in range(first, last, words.ROWS):
-            inputs_of = address_of(inputs[row // words.ROWS, block])
-            words.multiply_words(weight[place], source, block, of_section, inputs_of, address_of(sums[row - first]))
 
 
 # --- many rows ---

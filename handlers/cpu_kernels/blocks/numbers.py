@@ -21,20 +21,29 @@ from handlers.cpu_kernels.blocks.vectors import (
     load_at,
     shuffled,
 )
-from handlers.cpu_kernels.intrinsics import LANES, host_has, prefetch_line, spread
+from handlers.cpu_kernels.intrinsics import LANES, host_has, host_name, prefetch_line, spread
 
 HAS_TABLES = host_has("avx512f")
 """Whether one instruction looks 16 numbers up in a table of float32. Without it no codebook is read."""
 _VECTOR = 4 * LANES  # bytes
-# As in amx.py: without it, products of one row take half as long again. One line is asked for with each that is read.
-_AHEAD_BYTES = 8192
+AHEAD_BYTES = 8192
+"""At what distance memory is asked for, a line with each that is read.
+
+As in amx.py: without it, products of one row take half as long again on an Intel Xeon.
+"""
+AHEAD_OF_ONE_ROW = 0 if host_name().startswith("znver") else AHEAD_BYTES
+"""With it, one row takes 1.2 times as long on an AMD EPYC with weights of 8 bits; four rows need it there, too."""
 
 
 class Numbers:
-    """The numbers of a block at an address; its codebook, if it has one, is at another."""
+    """The numbers of a block at an address; its codebook, if it has one, is at another.
 
-    def __init__(self, builder, kind: Kind, address, codebook) -> None:
+    With what is read, memory at a distance behind it is asked for, unless that is 0.
+    """
+
+    def __init__(self, builder, kind: Kind, address, codebook, distance: int) -> None:
         self._builder, self._kind, self._address, self._codebook = builder, kind, address, codebook
+        self._distance = distance
 
     def bytes_of(self, group, pair: int, half: int) -> ir.Value:
         """Return the inputs of a pair in half the outputs, of 8 bits, as words of 16 bits."""
@@ -70,24 +79,25 @@ class Numbers:
         return builder.or_(lows[0], even), builder.or_(lows[1], odd)
 
     def words(self, group):
-        """Return a function: a pair of a group -> its numbers in both halves, of 4 or 8 bits, less zero, as words."""
-        builder, halves = self._builder, range(2)
+        """Return a function: a pair of a group -> its numbers in both halves, less zero, as words of 16 bits."""
+        builder, halves, in_words = self._builder, range(2), ir.VectorType(HALF, 2 * LANES)
         if self._kind.bits == 8:
             return lambda pair: [self.bytes_of(group, pair, half) for half in halves]
-        address, kind = self._of_group(group, 4), ir.VectorType(HALF, 2 * LANES)
-        lines = [builder.bitcast(self._line(address, _VECTOR * quarter), kind) for quarter in range(QUARTERS)]
-        orders = [range(place, 4 * LANES, 2) for place in range(2)]  # of words with four pairs: the first, the others
-        fours = [
-            [shuffled(builder, lines[2 * half], lines[2 * half + 1], order) for order in orders] for half in halves
+        quarters = [
+            [builder.bitcast(each, in_words) for each in self.nibbles_of(group, quarter)] for quarter in range(QUARTERS)
         ]
-        return lambda pair: [self._low_words(fours[half][pair // 4], 4 * (pair % 4)) for half in halves]
+        orders = [range(place, 4 * LANES, 2) for place in range(2)]
+        # For each half, and for the even and the odd pairs: words with the bytes of the first two, and of the others.
+        joined = [list(zip(*quarters[first : first + 2], strict=True)) for first in (0, 2)]
+        twos = [[[shuffled(builder, one, other, order) for order in orders] for one, other in half] for half in joined]
+        return lambda pair: [self._byte(twos[half][pair % 2][pair // 4], pair // 2 % 2) for half in halves]
 
-    def _low_words(self, words, shift: int):
-        """Return the numbers of 4 bits in words of 16, less zero."""
-        in_all, builder = ir.VectorType(HALF, 2 * LANES), self._builder
-        right, low, zero = (ir.Constant(in_all, [number] * in_all.count) for number in (shift, 15, self._kind.zero))
-        found = builder.and_(builder.lshr(words, right) if shift else words, low)
-        return builder.sub(found, zero) if self._kind.zero else found
+    def _byte(self, words, place: int):
+        """Return the lower or the upper bytes of words of 16 bits, less zero."""
+        builder, zero = self._builder, self._kind.zero
+        eights, low, zeros = (ir.Constant(words.type, [number] * words.type.count) for number in (8, 255, zero))
+        found = builder.lshr(words, eights) if place else builder.and_(words, low)
+        return builder.sub(found, zeros) if zero else found
 
     def pairs(self, group):
         """Return a function: a pair of a group, which is a number that is known at run time -> numbers of quarters."""
@@ -167,7 +177,8 @@ class Numbers:
         return load_at(self._builder, address, offset, WORDS)
 
     def _prefetch(self, address, offset: int) -> None:
-        prefetch_line(self._builder, self._builder.add(address, INT(_AHEAD_BYTES + offset)))
+        if self._distance:
+            prefetch_line(self._builder, self._builder.add(address, INT(self._distance + offset)))
 
 
 def _by_byte(builder, highs):

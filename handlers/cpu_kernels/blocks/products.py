@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from handlers.cpu_kernels.blocks import integers
 from handlers.cpu_kernels.blocks.layout import INPUTS, KINDS
+from handlers.cpu_kernels.blocks.numbers import AHEAD_BYTES, AHEAD_OF_ONE_ROW
 from handlers.cpu_kernels.blocks.reading import Block, block_at, for_kind
 from handlers.cpu_kernels.blocks.vectors import (
     FLOATS,
@@ -62,7 +63,8 @@ def multiply_row(context, code, panel, blocks, row, sums, like):
             size, begin = (integers.PREPARED_BYTES, integers.FLOATS_AT) if is_prepared else (4 * INPUTS, 0)
             with cgutils.for_range(builder, blocks) as loop:
                 inputs = builder.add(row, builder.mul(loop.index, INT(size)))
-                block = block_at(builder, kind, panel, loop.index)
+                distance = AHEAD_OF_ONE_ROW if in_integers else AHEAD_BYTES
+                block = block_at(builder, kind, panel, loop.index, distance)
                 if in_integers:
                     integers.IntegerSums(builder, block, totals).add(inputs)
                 else:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from handlers.cpu_kernels.blocks.layout import Kind
-from handlers.cpu_kernels.blocks.numbers import HAS_TABLES, Numbers
+from handlers.cpu_kernels.blocks.numbers import AHEAD_BYTES, HAS_TABLES, Numbers
 from handlers.cpu_kernels.blocks.scales import Scales
 from handlers.cpu_kernels.blocks.vectors import INT
 
@@ -29,12 +29,12 @@ def for_kind(builder, code, build, kinds: Sequence[Kind]) -> None:
             build(kind)
 
 
-def block_at(builder, kind: Kind, panel, number) -> Block:
-    """Return a block of the panel at an address, by its number, which is known at run time."""
+def block_at(builder, kind: Kind, panel, number, distance: int = AHEAD_BYTES) -> Block:
+    """Return a block of the panel at an address, by its number, which is known at run time. `distance`: see Numbers."""
     before, inside = (getattr(builder, name)(number, INT(kind.blocks)) for name in ("udiv", "urem"))
     first = builder.add(panel, INT(kind.codebook_bytes))
     factors = builder.add(first, builder.mul(before, INT(kind.super_bytes)))
     behind = builder.add(INT(kind.factor_bytes), builder.mul(inside, INT(kind.block_bytes)))
     address = builder.add(factors, behind)
-    numbers = Numbers(builder, kind, builder.add(address, INT(kind.numbers_at)), panel)
+    numbers = Numbers(builder, kind, builder.add(address, INT(kind.numbers_at)), panel, distance)
     return Block(kind, Scales(builder, kind, factors, address), numbers)

@@ -44,6 +44,12 @@ def multiply_add(builder, one, other, total):
     return builder.fadd(product, total, flags=("contract",))
 
 
+def scaled(builder, sums, scales, minima, of_inputs):
+    """Return sums of products of integers as float32, scaled. Minima, or None, have their sign changed."""
+    found = builder.fmul(builder.sitofp(sums, FLOATS), scales)
+    return found if minima is None else multiply_add(builder, minima, of_inputs, found)
+
+
 def in_all_lanes(number: int):
     """Return a constant vector of words."""
     return ir.Constant(WORDS, [number] * LANES)

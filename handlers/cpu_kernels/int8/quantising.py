@@ -20,8 +20,8 @@ from handlers.cpu_kernels.intrinsics import spread
 
 QUANTISED_BYTES = 64
 """Of the inputs of a block as `quantise` writes them: a line of the caches."""
-SCALE_AT, SCALED_SUM_AT = 32, 36
-"""Where the scale is among them, and the sum of the inputs."""
+SCALE_AT, SUM_AT = 32, 36
+"""Where the scale is among them, and the sum of the numbers as float32."""
 # Where the sum of the numbers is, times what stored numbers of a kind are greater by than what they stand for. A sum of
 # products begins with it, so that nothing has to be subtracted from these.
 _BEGINS = {0: 40, -8: 44, -128: 48}
@@ -70,7 +70,7 @@ def quantise(context, source, target, like):
         groups = [_reduced(builder, "add", part) for part in _by_group(builder, words)]
         total = builder.add(*groups)
         store_at(builder, scale, target, SCALE_AT)
-        store_at(builder, builder.fmul(scale, builder.sitofp(total, FLOAT)), target, SCALED_SUM_AT)
+        store_at(builder, builder.sitofp(total, FLOAT), target, SUM_AT)
         for factor, place in _BEGINS.items():
             store_at(builder, builder.mul(total, WORD(factor)), target, place)
         for group, sum_of_group in enumerate(groups):

@@ -102,7 +102,8 @@ def test_inputs_at_the_limits_of_bfloat16(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "exact_rows"), [("q4_1", 100), ("q4_1", 0), *((name, 100) for name in ("q8_0", "q4_0", "q4_k", "q6_k"))]
+    ("name", "exact_rows"),
+    [("q4_1", 100), ("q4_1", 0), *((name, 100) for name in ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k"))],
 )
 def test_a_row_gets_the_same_bits_in_any_batch_and_with_any_number_of_threads(name: str, exact_rows: int) -> None:
     layer = BlockLinear.from_stored(random_blocks(name, 200, 1280), None, torch.bfloat16)
