@@ -28,8 +28,10 @@ from typing import Any, NoReturn
 
 from frontend.server import run
 from lmi_server.commands.cli import app
+from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.configuration.server_settings import resolve_server
+from lmi_server.features import FEATURES, load
 from lmi_server.serving.models.model_store import Startup, startup_sources
 
 
@@ -60,6 +62,11 @@ def serve(command_line: Sequence[str]) -> int:
 def fork(connection: socket.socket) -> None:
     """Fork, or wait for the end of a fork and tell its exit code, for each request until the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for feature in FEATURES:
+        if feature.server:
+            load(feature.server)
+    resolve_server({}, {})  # builds the validator of the settings
+    ServingOptions.model_rebuild()
     gc.freeze()
     while True:
         data, descriptors, *_ = socket.recv_fds(connection, 1 << 20, 4)
