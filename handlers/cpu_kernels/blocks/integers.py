@@ -172,7 +172,7 @@ class IntegerSums:
         for groups in block.kind.scaled_groups:
             for half, (words, total) in enumerate(zip(self._sums(inputs, groups), self._totals, strict=True)):
                 minima = builder.fneg(block.scales.minima_of_half(half)) if block.kind.has_minimum else None
-                found = scaled(builder, words, block.scales.of_half(half, groups[0]), minima, of_inputs)
+                found = scaled(builder, words, block.scales.of_half(half, INT(groups[0])), minima, of_inputs)
                 builder.store(multiply_add(builder, found, scale, builder.load(total)), total)
 
     def _sums(self, inputs, groups: Sequence[int]):

@@ -63,9 +63,9 @@ class Numbers:
             self._prefetch(address, offset)
         return load_at(self._builder, address, offset, kind)
 
-    def quad(self, quad: int, half: int) -> ir.Value:
+    def quad(self, group, quad: int, half: int) -> ir.Value:
         """Return the numbers of a quad of inputs in half the outputs, of 8 bits, as bytes."""
-        return self._line(self._address, _VECTOR * (2 * quad + half))
+        return self._line(self._of_group(group, 8), _VECTOR * (2 * quad + half))
 
     def nibbles_of(self, group, quarter: int) -> tuple[ir.Value, ir.Value]:
         """Return the numbers of a quarter, of 4 or 6 bits, as bytes: of pairs 0, 2, 4 and 6, and of the others."""

@@ -26,9 +26,9 @@ class Scales:
         """Return the scales of a quarter, each twice; `group` is a number that is known at run time."""
         return self._twice(self._scales(self._of_group(group), quarter))
 
-    def of_half(self, half: int, group: int = 0) -> ir.Value:
-        """Return the scales of half the outputs: of a group, if its groups have their own."""
-        begin = self._of_group(INT(group))
+    def of_half(self, half: int, group) -> ir.Value:
+        """Return the scales of half the outputs; `group` is a number that is known at run time."""
+        begin = self._of_group(group)
         return self._joined(self._scales(begin, quarter) for quarter in (2 * half, 2 * half + 1))
 
     def _of_group(self, group):

@@ -13,7 +13,7 @@ from handlers.cpu_kernels.blocks.integers import SCALE_OF_WORDS_AT, SUM_OF_WORDS
 from handlers.cpu_kernels.blocks.laid import Form, in_sections
 from handlers.cpu_kernels.blocks.layout import KINDS
 from handlers.cpu_kernels.blocks.reading import Block
-from handlers.cpu_kernels.blocks.vectors import INT, PAIRS, WORDS
+from handlers.cpu_kernels.blocks.vectors import PAIRS, WORDS
 
 IS_USABLE = byte_products.HAS_VNNI
 """Whether the processor multiplies pairs of words."""
@@ -22,8 +22,8 @@ ROWS, _FEW = 4, 2
 _SECTION = 8  # blocks, at most, that are laid
 
 
-def _numbers(builder, block: Block, group: int):
-    words_of = block.numbers.words(INT(group))
+def _numbers(builder, block: Block, group):
+    words_of = block.numbers.words(group)
     for pair in range(PAIRS):
         yield [builder.bitcast(words, WORDS) for words in words_of(pair)]
 

@@ -17,7 +17,7 @@ from handlers.cpu_kernels.blocks.laid import HALVES, Form, in_sections, multiply
 from handlers.cpu_kernels.blocks.layout import GROUP, KINDS, OUTPUTS, QUADS, Kind
 from handlers.cpu_kernels.blocks.numbers import AHEAD_OF_ONE_ROW
 from handlers.cpu_kernels.blocks.reading import Block
-from handlers.cpu_kernels.blocks.vectors import HALF, INT, WORDS, shuffled
+from handlers.cpu_kernels.blocks.vectors import HALF, WORDS, shuffled
 from handlers.cpu_kernels.byte_products import add_byte_products
 from handlers.cpu_kernels.int8.quantising import QUANTISED_BYTES, SCALE_AT, SUM_AT, begin_at
 from handlers.cpu_kernels.intrinsics import LANES
@@ -33,14 +33,14 @@ def multiplies(kind: Kind) -> bool:
     return not kind.has_codebook and (kind.bits < 8 or kind.has_quads)
 
 
-def _numbers(builder, block: Block, group: int):
+def _numbers(builder, block: Block, group):
     """Yield the numbers of each quad of a group, those of both halves of the outputs."""
     numbers = block.numbers
     if block.kind.has_quads:
         for quad in range(QUADS):
-            yield [numbers.quad(QUADS * group + quad, half) for half in HALVES]
+            yield [numbers.quad(group, quad, half) for half in HALVES]
         return
-    quarters = [numbers.nibbles_of(INT(group), quarter) for quarter in range(4)]
+    quarters = [numbers.nibbles_of(group, quarter) for quarter in range(4)]
     for first in range(2):
         for place in range(2):
             lanes = range(place, 2 * LANES, 2)
