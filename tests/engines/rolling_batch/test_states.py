@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_helpers import read_adapter, save_adapter, with_adapter
-from rolling_batch_helpers import EOS, Engine, Received, generated
+from rolling_batch_helpers import EOS, Engine, Received, generated, is_generated
 from tiny_models import CONTEXT, VOCABULARY, byte_tokenizer
 
 import handlers.huggingface.model
@@ -38,7 +38,10 @@ def conversations(chance: random.Random, count: int) -> list[list[int]]:
     return [system + prompt[:25] if index % 2 else prompt for index, prompt in enumerate(prompts)]
 
 
-def expected(model: Any, prompt: list[int]) -> list[int]:
+def expected(model: Any, prompt: list[int], found: list[int]) -> list[int]:
+    """Return the tokens that transformers generates, which is quick if these were found."""
+    if is_generated(model, prompt, found, TOKENS):
+        return found
     if len(prompt) == 1 and any(hasattr(module, "rg_lru") for module in model.modules()):
         tokens = without_cache(model, prompt)
     else:
@@ -69,7 +72,7 @@ def test_two_rounds_of_conversations_in_a_cache_that_is_too_small(family: str) -
     asked += [(prompt, engine.add(prompt, max_new_tokens=TOKENS)[1]) for prompt in second]
     engine.run()
     for prompt, answer in asked:
-        assert answer.tokens == expected(reference, prompt)
+        assert answer.tokens == expected(reference, prompt, answer.tokens)
     stats = engine.engine.stats
     assert stats.retracted_requests
     assert stats.cached_prompt_tokens
@@ -100,7 +103,7 @@ def test_adapters_of_mixers_apply_to_the_rows_of_their_own_requests(
         asked.append((prompt, with_it, answer))
     engine.run()
     for prompt, with_it, answer in asked:
-        assert answer.tokens == expected(adapted if with_it else engine.reference, prompt)
+        assert answer.tokens == expected(adapted if with_it else engine.reference, prompt, answer.tokens)
 
 
 def test_what_of_an_adapter_has_no_effect_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -112,7 +115,7 @@ def test_what_of_an_adapter_has_no_effect_is_in_the_log(tmp_path: Path, caplog: 
     assert "no effect on 1 layers, model.layers.0.mamba.dt_proj among them" in caplog.text
     _, answer = engine.add([1, 2, 3], weights, max_new_tokens=TOKENS)
     engine.run()
-    assert answer.tokens == expected(adapted, [1, 2, 3])
+    assert answer.tokens == expected(adapted, [1, 2, 3], answer.tokens)
 
 
 @pytest.mark.parametrize("page", [0, 8])
@@ -144,7 +147,7 @@ def test_requests_that_come_and_go_at_random_get_their_own_tokens(page: int) -> 
         for prompt, answer in [*ended, *((prompt, answer) for prompt, _, answer in live)]:
             key = tuple(prompt)
             if key not in answers:
-                answers[key] = expected(reference, prompt)
+                answers[key] = expected(reference, prompt, answer.tokens)
             assert answer.tokens == answers[key]
 
 
@@ -157,7 +160,8 @@ def test_a_request_after_a_failed_step_continues_from_nothing_of_it() -> None:
     engine.engine.fail_running(RuntimeError("the step failed"))
     assert failed.error is not None
     with torch.inference_mode():
-        assert engine.generate(prompt, max_new_tokens=TOKENS).tokens == expected(engine.reference, prompt)
+        tokens = engine.generate(prompt, max_new_tokens=TOKENS).tokens
+        assert tokens == expected(engine.reference, prompt, tokens)
     assert engine.engine.stats.cached_prompt_tokens == 0
 
 
