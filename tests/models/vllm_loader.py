@@ -4,7 +4,7 @@ A line of standard input is a JSON object: the `options` of a load, or the `dire
 serving.properties. It may also have:
 
 - `variables`: variables of the environment,
-- `start`: how the engine starts its processes, "spawn" if it is not there; each of them imports vLLM again then,
+- `start`: "fork" if the processes of the engine are to be forks; without it each of them imports vLLM again,
 - `until`: a pattern; the requests wait for a log line that has it,
 - `prompts`, and how many `tokens` each of them gets (4), or `requests`, pairs of a route and a body,
 - `kill`: after the answers, a process of the engine with this in its name is killed.
@@ -27,6 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import forked_engines
 import psutil
 
 from handlers.vllm.description import VllmEngine
@@ -81,7 +82,8 @@ async def outcome(asked: dict[str, Any]) -> dict[str, Any] | str:
         handler, directory, engine = chosen(asked)
         options: Any = engine.options
         os.environ.update(engine.worker_environment())
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = asked.get("start", "spawn")
+        if asked.get("start") == "fork":
+            forked_engines.install()
         if isinstance(handler, RequestHandler):
             return {"answers": handled(handler, directory, options, asked["requests"])}
         await handler.start(directory, options)

@@ -94,13 +94,13 @@ def make_image_model(directory: Path) -> tuple[Path, Blip2ForConditionalGenerati
 def vllm_server(model: Path, name: str, *arguments: str) -> Iterator[httpx.Client]:
     """Run `python -m vllm.entrypoints.openai.api_server` on `model` and yield a client of it.
 
-    It is a fork that has imported vLLM, and so is the process of its engine.
+    It is a fork that has imported vLLM, and so are the processes of its engine.
     """
     with reserved_port() as port:
-        command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command = [str(MODEL_CODE / "forked_engines.py"), "--model", str(model)]
         command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *arguments]
         own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        server = ForkedPython(command, {**os.environ, **own, "VLLM_WORKER_MULTIPROC_METHOD": "fork"}, "vllm")
+        server = ForkedPython(command, {**os.environ, **own}, "vllm")
         log = ProcessLog(server.stdout)
         try:
             log.wait_for("Application startup complete")
