@@ -1,7 +1,7 @@
 """Workers as forks of their server, which has imported what they need: a start costs no imports. For tests only.
 
 `install` replaces how lmi_server/supervisor/launch/worker_launch.py starts a process. The ranks of a group are forks as
-well (forked_ranks.py), but for those with no more libraries than every worker: their groups start as ever.
+well (fork_requests.py), but for those with no more libraries than every worker: their groups start as ever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-import forked_ranks
+import fork_requests
 from forked_process import as_process
 
 from handlers.checkpoints.options import THREAD_VARIABLES
@@ -109,7 +109,7 @@ def run(
     command: Sequence[str], variables: Mapping[str, str], outputs: Iterable[int], inherited: Sequence[int]
 ) -> NoReturn:
     """Be the process that `command` starts."""
-    with _as_another_process():
+    with as_another_process():
         os.setsid()
         _work(command, variables, outputs, inherited)
 
@@ -130,7 +130,7 @@ def _run_group(
     command: Sequence[str], variables: Mapping[str, str], outputs: Iterable[int], inherited: Sequence[int]
 ) -> NoReturn:
     """Be the mpirun that `command` starts, and the parent of a process that forks its ranks."""
-    with _as_another_process():
+    with as_another_process():
         os.setsid()
         _keep_files(outputs, inherited)
         _forget_the_server()
@@ -145,12 +145,12 @@ def _run_group(
             _fork_ranks(listener)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         place = command.index(sys.executable)
-        rank = [sys.executable, "-I", "-S", forked_ranks.__file__, path, *command[place:]]
+        rank = [sys.executable, "-I", "-S", fork_requests.__file__, path, *command[place:]]
         os.execve(command[0], [*command[:place], *rank], os.environ)
 
 
 def _fork_ranks(listener: socket.socket) -> NoReturn:
-    program, variables, directory, outputs = forked_ranks.Forks(listener).next_rank()
+    program, variables, directory, (_, *outputs) = fork_requests.Forks(listener).next_fork()
     os.chdir(directory)
     os.environ.clear()
     # A process cannot change what /proc shows as its environment.
@@ -159,7 +159,7 @@ def _fork_ranks(listener: socket.socket) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _as_another_process() -> Iterator[None]:
+def as_another_process() -> Iterator[None]:
     """End this process with what runs in it: a fork must not go on as the server."""
     gc.freeze()  # an object of the server that is collected here may close a file of the worker
     code = 1

@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 import httpx
 from model_directories import write_properties
-from paths import ROOT
+from paths import MODEL_CODE, ROOT, TESTS
 from waiting import wait_until
 
 os.environ |= {
@@ -25,6 +27,9 @@ os.environ |= {
     # A node that answers late on a busy machine is not dead; one that refuses connections is, after a few seconds.
     "RAY_health_check_timeout_ms": "120000",
     "RAY_health_check_period_ms": "1000",
+    # Nor has a process failed that takes its time to start: Ray's limits are half a minute and a minute.
+    "RAY_agent_register_timeout_ms": "600000",
+    "RAY_worker_register_timeout_seconds": "600",
     "RAY_worker_niceness": "0",  # with Ray's 15, replicas hardly run beside anything else that computes
     "RAY_prestart_worker_first_driver": "0",  # processes that wait for work, which never comes
     # What Ray's processes do all the time, whether something happens or not.
@@ -46,10 +51,12 @@ class RayCluster:
 
         self._ray, self._serve = ray, serve
         devices = {"num_gpus": 2, "resources": {"neuron_cores": 2}}
-        node = {"num_cpus": 8, "include_log_monitor": False}
-        head = {**node, **devices, "include_dashboard": False}
+        self._forks = [_Forks() for _ in range(3)]
+        node = {"num_cpus": 8, "include_log_monitor": False, "setup_worker_path": _Forks.script}
+        head, *others = ({**node, "worker_path": forks.path} for forks in self._forks)
+        head |= {**devices, "include_dashboard": False, "no_monitor": True}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self._others = [self._cluster.add_node(**node, wait=False) for _ in range(2)]
+        self._others = [self._cluster.add_node(**other, wait=False) for other in others]
         self._cluster.wait_for_nodes(LIMIT_S)
         ray.init(address=self._cluster.address, namespace="lmi-server", log_to_driver=False)
         serve.start(proxy_location="Disabled")
@@ -144,6 +151,30 @@ class RayCluster:
         self._serve.shutdown()
         self._ray.shutdown()
         self._cluster.shutdown()
+        for forks in self._forks:
+            forks.end()
+
+
+class _Forks:
+    """forked_ray.py: the workers of a node are forks of it. Ray starts `python SCRIPT PATH ARGUMENTS` for each."""
+
+    script = str(MODEL_CODE / "fork_requests.py")
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="ray-")
+        self.path = str(Path(self._directory.name) / "forks")
+        paths = os.pathsep.join([str(MODEL_CODE), str(TESTS / "support"), str(ROOT)])
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.path)
+            listener.listen()
+            given = listener.fileno()
+            command = [sys.executable, str(MODEL_CODE / "forked_ray.py"), str(given), self.path]
+            self._process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, pass_fds=[given])
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait(LIMIT_S)
+        self._directory.cleanup()
 
 
 class FrontEnd(NamedTuple):

@@ -1,7 +1,7 @@
-"""Ranks as forks, as forked_workers.py has them for workers: a group under a real mpirun costs no imports.
+"""Forks for programs that others start: a rank of mpirun, a worker of Ray. One costs no imports then. For tests only.
 
-For tests only. mpirun starts `python forked_ranks.py SOCKET PROGRAM...`, which imports next to nothing. It gives its
-variables and its outputs to a process of the group's session that has imported everything, and that one forks the rank.
+The other program starts `python fork_requests.py SOCKET WORD...`, which imports next to nothing. It gives these words,
+its variables and its files to a process that has imported everything, and that one forks.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 _LARGEST = 1 << 20  # bytes of a message
 
 
 class Asked(NamedTuple):
-    """A rank: its program, its variables and working directory, and its standard output and error."""
+    """What a fork is to be: the words, the variables and the directory, and standard input, output and error."""
 
-    program: list[str]
+    words: list[str]
     variables: dict[str, str]
     directory: str
-    outputs: list[int]
+    files: list[int]
 
 
 class Forks:
-    """Forks a rank for each process that connects. The one ends with the other, and with the same exit code."""
+    """Forks for each process that connects. The one ends with the other, and with the same exit code."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, prepare: Callable[[dict[str, str]], None] = lambda _: None) -> None:
+        """Call `prepare` with the variables of each process that connects, before the fork."""
         self._listener = listener
+        self._prepare = prepare
         self._events = selectors.DefaultSelector()
         self._events.register(listener, selectors.EVENT_READ)
 
-    def next_rank(self) -> Asked:
+    def next_fork(self) -> Asked:
         """Return in each fork, and never in this process."""
         while True:
             for key, _ in self._events.select():
@@ -46,20 +49,22 @@ class Forks:
 
     def _fork(self) -> Asked | None:
         connection, _ = self._listener.accept()
-        data, outputs, *_ = socket.recv_fds(connection, _LARGEST, 2)
+        data, files, *_ = socket.recv_fds(connection, _LARGEST, 3)
+        asked = Asked(**json.loads(data), files=files)
+        self._prepare(asked.variables)
         pid = os.fork()
         if pid == 0:
             self._events.close()  # a collection of garbage would close its file, or what has the number by then
-            return Asked(**json.loads(data), outputs=outputs)
-        for output in outputs:
-            os.close(output)
-        rank = pid, os.pidfd_open(pid), connection
-        for source in rank[1:]:
-            self._events.register(source, selectors.EVENT_READ, rank)
+            return asked
+        for file in files:
+            os.close(file)
+        fork = pid, os.pidfd_open(pid), connection
+        for source in fork[1:]:
+            self._events.register(source, selectors.EVENT_READ, fork)
         return None
 
     def _end(self, pid: int, handle: int, connection: socket.socket) -> None:
-        """Kill a rank, which may have ended by itself, and tell the process that stands for it, which may be gone."""
+        """Kill a fork, which may have ended by itself, and tell the process that stands for it, which may be gone."""
         if handle not in self._events.get_map():
             return  # both have ended at once
         for source in (handle, connection):
@@ -73,12 +78,12 @@ class Forks:
         os.close(handle)
 
 
-def stand_for_rank(path: str, program: list[str]) -> int:
-    """Have a rank forked, and return its exit code when it has ended."""
+def stand_for_fork(path: str, words: list[str]) -> int:
+    """Have another process fork, and return the exit code of the fork when it has ended."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(path)
-    asked = {"program": program, "variables": dict(os.environ), "directory": os.getcwd()}
-    socket.send_fds(connection, [json.dumps(asked).encode()], [1, 2])
+    asked = {"words": words, "variables": dict(os.environ), "directory": os.getcwd()}
+    socket.send_fds(connection, [json.dumps(asked).encode()], [0, 1, 2])
     code = int(connection.recv(_LARGEST) or b"1")
     if code < 0:
         os.kill(os.getpid(), -code)
@@ -86,4 +91,4 @@ def stand_for_rank(path: str, program: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(stand_for_rank(sys.argv[1], sys.argv[2:]))
+    sys.exit(stand_for_fork(sys.argv[1], sys.argv[2:]))
