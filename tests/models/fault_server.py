@@ -3,9 +3,10 @@
 A model names its handler in its serving.properties: option.test_handler=module:Class. Models that cannot be loaded
 leave the others be, unless SERVING_WAIT_MODEL_LOADING says otherwise. For tests only.
 
-`python fault_server.py --template FD [LIBRARIES]` is the process that tests/support/forked_servers.py talks to over a
-socket: it imports everything once, and forks for every server and every run of `lmi-server` that is asked for. With
-LIBRARIES, a name of forked_workers.py, the workers of these servers are forks as well, and it forks for workers.
+`python fault_server.py --template FD` is the process that tests/support/forked_servers.py talks to over a socket: it
+imports everything once, and forks for every server and every run of `lmi-server` that is asked for. A fork of it can be
+a template, too, with libraries by a name of forked_workers.py: the workers of its servers are forks as well, and it
+forks for workers.
 """
 
 from __future__ import annotations
@@ -59,14 +60,18 @@ def serve(command_line: Sequence[str]) -> int:
     return run(sources, settings, of_models, inspect)
 
 
-def fork(connection: socket.socket) -> None:
-    """Fork, or wait for the end of a fork and tell its exit code, for each request until the connection is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _prepare() -> None:
+    """Import and build what every server does."""
     for feature in FEATURES:
         if feature.server:
             load(feature.server)
     resolve_server({}, {})  # builds the validator of the settings
     ServingOptions.model_rebuild()
+
+
+def fork(connection: socket.socket) -> None:
+    """Fork, or wait for the end of a fork and tell its exit code, for each request until the connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
     while True:
         data, descriptors, *_ = socket.recv_fds(connection, 1 << 20, 4)
@@ -83,6 +88,8 @@ def _fork(asked: dict[str, Any], connection: socket.socket, descriptors: Sequenc
         connection.close()
         if asked["what"] == "worker":
             _be_worker(asked, descriptors)
+        if asked["what"] == "template":
+            _be_template(asked, socket.socket(fileno=descriptors[0]))
         for number, file in zip((2, 1, 0), reversed(descriptors), strict=False):
             os.dup2(file, number)
         os._exit(_run(asked))
@@ -121,6 +128,15 @@ def _be_worker(asked: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
     raise AssertionError("the program ends its process")
 
 
+def _be_template(asked: dict[str, Any], connection: socket.socket) -> NoReturn:
+    """Import the libraries that are asked for, and fork until the connection is closed."""
+    os.environ.clear()
+    os.environ.update(asked["variables"])
+    importlib.import_module("forked_workers").install(*asked["arguments"])
+    fork(connection)
+    os._exit(0)
+
+
 def command(arguments: Sequence[str]) -> int:
     """Run `lmi-server`."""
     app(arguments)
@@ -145,8 +161,7 @@ def _exit_code(pid: int) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--template"]:
-        for libraries in sys.argv[3:]:
-            importlib.import_module("forked_workers").install(libraries)
+        _prepare()
         fork(socket.socket(fileno=int(sys.argv[2])))
     else:
         sys.exit(serve(sys.argv[1:]))

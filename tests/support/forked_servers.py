@@ -107,8 +107,8 @@ class ForkedPython(_Forked):
 def run_command(*arguments: str, env: Mapping[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `lmi-server` with these arguments and variables, and return what it has printed."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        pid = _template().fork("command", arguments, env, str(cwd), [output.fileno(), errors.fileno()])
-        code = _template().exit_code(pid)
+        pid = _template("").fork("command", arguments, env, str(cwd), [output.fileno(), errors.fileno()])
+        code = _template("").exit_code(pid)
         printed = []
         for file in (output, errors):
             file.seek(0)
@@ -145,20 +145,21 @@ async def fork_worker(command: Sequence[str], variables: Mapping[str, str], inhe
 
 
 class _Template:
-    """The process that forks; it ends with this one."""
+    """The process that forks; it ends with this one. With `libraries` it is a fork itself of the one without."""
 
     def __init__(self, libraries: str) -> None:
         self._connection, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        paths = {"PYTHONPATH": os.pathsep.join([HANDLERS, str(TESTS / "support"), str(TESTS.parent)])}
         with others:
-            command = [sys.executable, str(SCRIPT), "--template", str(others.fileno())]
-            command += [libraries] if libraries else []
-            paths = {"PYTHONPATH": os.pathsep.join([HANDLERS, str(TESTS / "support"), str(TESTS.parent)])}
-            self._process = subprocess.Popen(command, env=os.environ | paths, pass_fds=[others.fileno()])
+            if libraries:
+                self.pid = _template("").fork(
+                    "template", [libraries], os.environ | paths, os.getcwd(), [others.fileno()]
+                )
+            else:
+                command = [sys.executable, str(SCRIPT), "--template", str(others.fileno())]
+                self._process = subprocess.Popen(command, env=os.environ | paths, pass_fds=[others.fileno()])
+                self.pid = self._process.pid
         self._lock = threading.Lock()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def fork(
         self,
@@ -189,5 +190,5 @@ class _Template:
 
 
 @functools.cache
-def _template(libraries: str = "") -> _Template:
+def _template(libraries: str) -> _Template:
     return _Template(libraries)
