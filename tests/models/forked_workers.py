@@ -49,6 +49,10 @@ LIBRARIES = {
         *("handlers.tasks.text_tasks", "handlers.tasks.transformers_pipeline"),
         *("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"),
     ),
+    "diffusers": (
+        *("handlers.stable_diffusion.handler", "handlers.stable_diffusion.pipelines", "peft"),
+        *("diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion", "transformers.models.clip.modeling_clip"),
+    ),
     "vllm": ("handlers.vllm.engine.loading", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"),
 }
 """What the workers of a template have imported, by the name that the template is asked for with."""

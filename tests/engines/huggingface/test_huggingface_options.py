@@ -198,7 +198,11 @@ def test_trust_remote_code_runs_the_code_that_a_checkpoint_brings(weights: Path,
         directory = make_model(
             tmp_path / trusted / "model", HUGGING_FACE, model_id=checkpoint, trust_remote_code=trusted, **KEYS
         )
-        with running(directory, variables={"HF_MODULES_CACHE": str(tmp_path / "modules")}, workers=1) as server:
+        # The library reads the variable when it is imported, and needs it for the code that it runs.
+        variables, libraries = {"HF_MODULES_CACHE": str(tmp_path / "modules")}, "worker"
+        if trusted == "false":
+            variables, libraries = {}, "transformers"
+        with running(directory, variables=variables, libraries=libraries, workers=1) as server:
             tokens[trusted] = first_token(server.http)
     plain = expected_token()
     assert tokens == {"true": plain + 1, "false": plain}

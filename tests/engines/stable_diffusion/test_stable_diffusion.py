@@ -64,7 +64,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     chosen = ["engine=Python", "option.entryPoint=djl_python.stable_diffusion", f"option.model_id={pipeline}"]
     lines = [*chosen, *(f"option.{key}" for key in keys), "batch_size=4", "max_batch_delay=10"]
     (directory / "serving.properties").write_text("\n".join(lines))
-    with running(directory, workers=1) as server:
+    with running(directory, libraries="diffusers", workers=1) as server:
         yield server
 
 
