@@ -11,7 +11,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
-from forked_servers import run_command
+from forked_servers import ForkedCommand, run_command
 from paths import ROOT
 from processes import children, is_running
 from waiting import wait_until
@@ -57,7 +56,7 @@ def model(tmp_path: Path) -> Path:
 
 def tune(model: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **variables, "COLUMNS": "200"}
-    return run_command("tune", str(model), *TRAFFIC, *arguments, env=environment, cwd=model.parent)
+    return run_command("tune", str(model), *TRAFFIC, *arguments, env=environment, cwd=model.parent, libraries="tune")
 
 
 @pytest.mark.slow
@@ -118,17 +117,18 @@ def test_goodput_counts_the_requests_that_keep_the_limits(model: Path) -> None:
 
 @pytest.mark.slow
 def test_a_search_goes_on_after_it_was_killed(model: Path) -> None:
-    command = [sys.executable, "-m", "lmi_server", "tune", str(model), *TRAFFIC, "--option"]
     values = ",".join(map(str, range(1, 9)))
     arguments = [f"max_rolling_batch_size={values}", "--trials", "8", "--requests", "64"]
-    process = subprocess.Popen([*command, *arguments], cwd=model.parent, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    process = ForkedCommand(
+        ["tune", str(model), *TRAFFIC, "--option", *arguments], os.environ, model.parent, libraries="tune"
+    )
     before = [process.stdout.readline(), process.stdout.readline()]
     assert before[0].startswith("as it is: ")
     server = children(process.pid)[0]
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
+    process.stderr.close()
     wait_until(lambda: not is_running(server), "no server is left behind")
     done = tune(model, "--option", arguments[0], "--trials", "2", "--requests", "64", "--confirm", "0")
     assert done.returncode == 0

@@ -37,8 +37,10 @@ from lmi_server.processes.parents import end_with_parent
 from lmi_server.supervisor.launch import worker_launch as launch
 from lmi_server.worker import __main__ as worker_program
 
+_OF_EVERY_WORKER = ("handlers.own_code.handler", "handlers.echo.handler")  # and nothing but what every worker imports
 LIBRARIES = {
-    "worker": ("handlers.own_code.handler", "handlers.echo.handler"),  # and nothing but what every worker imports
+    "worker": _OF_EVERY_WORKER,
+    "tune": (*_OF_EVERY_WORKER, "lmi_server.tune.search", "frontend.server"),
     "transformers": (
         *("handlers.huggingface.model", "handlers.rolling_batch.engine_loading", "handlers.tasks.task_loading"),
         *("handlers.tasks.text_tasks", "handlers.tasks.transformers_pipeline", "handlers.tasks.encoders.embedding"),
@@ -71,7 +73,9 @@ def install(libraries: str) -> None:
     for spec in HANDLERS:  # a thread of the server that imports one would keep its lock in a fork for ever
         load_class(spec.options)
     model_imports.freeze_libraries()
-    launch._execute = _execute if libraries == "worker" else _execute_or_group
+    launch._execute = _execute if libraries in ("worker", "tune") else _execute_or_group
+    if libraries == "tune":
+        import_module("forked_trial_server").install()
 
 
 def _variables(libraries: str) -> Mapping[str, str]:
@@ -128,6 +132,19 @@ def _work(
     sys.argv = list(command[command.index("-m") + 1 :])
     sys.modules["__main__"] = worker_program  # processes that an engine spawns import it
     sys.exit(worker_program.main())
+
+
+def be_command(arguments: Sequence[str], output: int) -> NoReturn:
+    """Be `lmi-server` with these arguments, in a group of its own, which ends with its parent."""
+    from lmi_server.commands.cli import app
+
+    with _as_another_process():
+        os.setpgid(0, 0)
+        end_with_parent()
+        _keep_files((output, output), ())
+        _forget_the_server()
+        app(arguments)
+    raise AssertionError("the process has ended")
 
 
 def _run_group(

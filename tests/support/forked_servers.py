@@ -104,11 +104,17 @@ class ForkedPython(_Forked):
         super().__init__("python", arguments, variables, os.getcwd(), files, libraries)
 
 
-def run_command(*arguments: str, env: Mapping[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run `lmi-server` with these arguments and variables, and return what it has printed."""
+def run_command(
+    *arguments: str, env: Mapping[str, str], cwd: Path, libraries: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run `lmi-server` with these arguments and variables, and return what it has printed.
+
+    `libraries` as in ForkedServer; with "tune" the servers that the command starts are forks, too.
+    """
+    template = _template(libraries)
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        pid = _template("").fork("command", arguments, env, str(cwd), [output.fileno(), errors.fileno()])
-        code = _template("").exit_code(pid)
+        pid = template.fork("command", arguments, env, str(cwd), [output.fileno(), errors.fileno()])
+        code = template.exit_code(pid)
         printed = []
         for file in (output, errors):
             file.seek(0)
