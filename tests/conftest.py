@@ -91,6 +91,7 @@ _NEEDED_PACKAGES = {
     "http/test_client_libraries.py": ("vllm",),
     "http/test_clients.py": ("vllm",),
     "http/test_djl_serving_recordings.py": ("numpy", "PIL"),
+    "unit/test_gguf_package.py": ("gguf", "numpy"),
     "worker/test_mpi_group.py": ("mpi4py",),
 }
 

@@ -12,6 +12,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from lmi_server.configuration.model_directory.gguf import GgufHeader, read_gguf
 from lmi_server.contract.errors import ConfigurationError, ModelLoadError
+from lmi_server.processes import gguf_package
 
 # A model may have so many weights for each of the file, and some more, which transformers makes of others.
 _MAX_PER_WEIGHT, _ALLOWED_WEIGHTS = 2, 2**20
@@ -31,6 +32,7 @@ def gguf_arguments(path: str) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that name the file. Raises ModelLoadError without the package gguf."""
     if find_spec("gguf") is None:
         raise ModelLoadError(f"{path}: a model in GGUF needs the package gguf; install lmi-server[gguf]")
+    gguf_package.prepare()
     return {"path": str(Path(path).parent), "gguf_file": Path(path).name}
 
 

