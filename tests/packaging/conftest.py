@@ -1,4 +1,4 @@
-"""The distributions of this project, built once for all tests that install them."""
+"""The distributions of this project, built once for all tests that install them, and an environment for those."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from fresh_environments import build
+from fresh_environments import SharedEnvironment, build
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +19,12 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return find_distributions(directory) or build(directory)
+
+
+@pytest.fixture(scope="session")
+def shared_environment(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> SharedEnvironment:
+    """Return the environment out of which each test takes what it does not need."""
+    return SharedEnvironment(tmp_path_factory.mktemp("shared"), distributions[1])
 
 
 def find_distributions(directory: Path) -> tuple[Path, Path] | None:

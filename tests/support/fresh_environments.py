@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -26,12 +27,19 @@ def setup_script() -> ModuleType:
 def uv(*arguments: str | Path, **variables: str) -> str:
     """Run uv with the indexes that pip is configured with; return what it printed."""
     command = [str(Path(sys.executable).with_name("uv")), *map(str, arguments)]
-    script = setup_script()
-    environment = {**script.uv_environment(script.PIP_TO_UV), **variables}
-    del environment["VIRTUAL_ENV"]
+    environment = {**os.environ, **settings_of_pip(), **variables}
+    environment.pop("VIRTUAL_ENV", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@functools.cache
+def settings_of_pip() -> dict[str, str]:
+    """Return uv's variables for what pip is configured with; to ask pip takes a third of a second of a processor."""
+    script = setup_script()
+    found: dict[str, str] = script.uv_environment(script.PIP_TO_UV)
+    return {name: value for name, value in found.items() if value != os.environ.get(name)}
 
 
 def build(directory: Path) -> tuple[Path, Path]:
@@ -53,6 +61,35 @@ def make_environment(directory: Path, wheel: Path, *extras: str) -> Path:
     pins = ("--constraint", script.CONSTRAINTS, "--overrides", script.OVERRIDES)
     uv("pip", "install", "--quiet", "--exact", "--python", directory / "bin" / "python", *pins, wanted)
     return directory / "bin"
+
+
+class SharedEnvironment:
+    """A virtual environment that tests use one after the other, each with its extras and nothing else.
+
+    `variables` are those of its programs: they find no checkout, and the bytecode of what is installed.
+    """
+
+    def __init__(self, directory: Path, wheel: Path) -> None:
+        self._directory = directory / "venv"
+        self.commands = self._directory / "bin"
+        self._wheel = wheel
+        self._extras: tuple[str, ...] | None = None
+        bytecode = directory / "bytecode"
+        link_bytecode(bytecode, self._directory)
+        others = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        self.variables = {**others, "PYTHONPYCACHEPREFIX": str(bytecode)}
+
+    def with_extras(self, *extras: str) -> Path:
+        """Install these extras, remove all others, and return the directory of the commands."""
+        if extras != self._extras:
+            self._extras = None  # should the installation fail
+            make_environment(self._directory, self._wheel, *extras)
+            self._extras = extras
+        return self.commands
+
+    def add(self, package: str) -> None:
+        """Install a package without what it needs; the next other extras remove it."""
+        uv("pip", "install", "--quiet", "--no-deps", "--python", self.commands / "python", package)
 
 
 def link_bytecode(prefix: Path, environment: Path) -> None:

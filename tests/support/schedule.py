@@ -39,6 +39,7 @@ _FORKS_WITH_TRANSFORMERS = (
 _IMPORTING_VLLM = ("adapters", "drivers", "library", "media", "ranks", "requests", "versions")
 AS_ONE_FILE = {
     "tests/commands/test_partition.py": "tests/engines/deepspeed/test_deepspeed.py",
+    "tests/packaging/test_installed.py": "tests/packaging/test_one_extra.py",
     **{f"tests/engines/vllm/test_{name}.py": "tests/engines/vllm/test_library.py" for name in _IMPORTING_VLLM},
     **{f"tests/{name}.py": "tests/engines/vllm/test_vllm.py" for name in _LIKE_TEST_VLLM},
     **{f"tests/{name}.py": "tests/engines/rolling_batch/test_lmi_requests.py" for name in _FORKS_WITH_TRANSFORMERS},
