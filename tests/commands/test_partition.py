@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_servers import ForkedCommand
+from forked_servers import ForkedCommand, forked_workers
 from mpi_helpers import answered, body, clean, generated
 from process_log import LIMIT_S
 
@@ -160,7 +160,8 @@ def test_a_directory_with_blocks_is_complete(tmp_path: Path) -> None:
     packed_llama(tmp_path / "weights", act_order=True)
     text = "option.model_id={weights}\noption.dtype=fp32\noption.quantize=gptq\n"
     directory, target = write(tmp_path / "model", text, tmp_path / "weights"), tmp_path / "target"
-    partition(named_source(str(directory)), target, {})
+    with forked_workers("deepspeed"):
+        partition(named_source(str(directory)), target, {})
     assert (target / "serving.properties").read_text() == "option.dtype=fp32\n"
     options = HuggingFaceOptions(dtype="fp32")
     kept, packed = (load_model(AutoModelForCausalLM, str(path), options) for path in (target, tmp_path / "weights"))

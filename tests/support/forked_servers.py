@@ -20,6 +20,7 @@ from typing import IO
 
 from forked_process import as_process
 from paths import TESTS
+from process_log import LIMIT_S
 from relay_helpers import HANDLERS
 
 from lmi_server.supervisor.launch import worker_launch as launch
@@ -122,10 +123,27 @@ def run_command(
     return subprocess.CompletedProcess(arguments, code, *printed)
 
 
+def run_python(
+    arguments: Sequence[str], env: Mapping[str, str], libraries: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run `python` with these arguments as subprocess.run does, as a fork; `libraries` as in ForkedServer."""
+    printed, writing = os.pipe()
+    with os.fdopen(printed) as errors:
+        process = ForkedPython(arguments, env, libraries, errors=writing)
+        os.close(writing)
+        process.stdin.close()
+        with process.stdout as output:
+            texts = output.read(), errors.read()
+    return subprocess.CompletedProcess(arguments, process.wait(LIMIT_S), *texts)
+
+
 @contextlib.contextmanager
-def forked_workers() -> Iterator[None]:
-    """Have the pools of this process start their workers as forks: for tests of what comes after the start."""
-    spawn, launch._execute = launch._execute, fork_worker
+def forked_workers(libraries: str = "worker") -> Iterator[None]:
+    """Have the pools of this process start their workers as forks: for tests of what comes after the start.
+
+    `libraries` as in ForkedServer.
+    """
+    spawn, launch._execute = launch._execute, functools.partial(fork_worker, libraries=libraries)
     try:
         yield
     finally:
@@ -137,9 +155,11 @@ def parent_of_workers() -> int:
     return _template("worker").pid
 
 
-async def fork_worker(command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int] = ()) -> Process:
+async def fork_worker(
+    command: Sequence[str], variables: Mapping[str, str], inherited: Sequence[int] = (), libraries: str = "worker"
+) -> Process:
     """Start the worker that `command` starts, as a fork; it has `variables` beside those of this process."""
-    template = _template("worker")
+    template = _template(libraries)
     (stdout, of_stdout), (stderr, of_stderr) = os.pipe(), os.pipe()
     outputs = [of_stdout, of_stderr]
     try:
