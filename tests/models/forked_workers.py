@@ -138,7 +138,7 @@ def be_command(arguments: Sequence[str], output: int) -> NoReturn:
     """Be `lmi-server` with these arguments, in a group of its own, which ends with its parent."""
     from lmi_server.commands.cli import app
 
-    with _as_another_process():
+    with as_another_process():
         os.setpgid(0, 0)
         end_with_parent()
         _keep_files((output, output), ())
