@@ -27,9 +27,7 @@ os.environ |= {
     # A node that answers late on a busy machine is not dead; one that refuses connections is, after a few seconds.
     "RAY_health_check_timeout_ms": "120000",
     "RAY_health_check_period_ms": "1000",
-    # Nor has a process failed that takes its time to start: Ray's limits are half a minute and a minute.
-    "RAY_agent_register_timeout_ms": "600000",
-    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_worker_register_timeout_seconds": "600",  # by itself a minute, in which a busy machine starts none
     "RAY_worker_niceness": "0",  # with Ray's 15, replicas hardly run beside anything else that computes
     "RAY_prestart_worker_first_driver": "0",  # processes that wait for work, which never comes
     # What Ray's processes do all the time, whether something happens or not.
