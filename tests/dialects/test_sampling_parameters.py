@@ -1,26 +1,23 @@
-"""No parameter of vLLM's SamplingParams or of transformers' generate() is taken and left out without a word."""
+"""No parameter of vLLM's SamplingParams is taken and left out without a word.
+
+tests/engines/generation/test_generate_arguments.py checks those of transformers' generate().
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dialect_helpers import SERVED, request
+from parameter_checks import CAPABLE, check_parameter, refusal
 
-from lmi_server.contract.errors import RequestError
-from lmi_server.contract.generation import Feature, SamplingParameters
-from lmi_server.dialects import ServedModel, parse
-from lmi_server.dialects.lmi import NO_EFFECT, PARAMETERS
+from lmi_server.contract.generation import SamplingParameters
+from lmi_server.dialects import parse
+from lmi_server.dialects.lmi import NO_EFFECT
 from lmi_server.dialects.openai import CHAT_FIELDS, COMPLETION_FIELDS
-
-FEATURES: frozenset[Feature] = frozenset(
-    {"structured_outputs", "min_tokens", "bad_words", "allowed_token_ids", "engine_extras"}
-)
-CAPABLE = ServedModel(name="model", features=FEATURES)
 
 
 def fields_of_vllm() -> list[str]:
@@ -36,56 +33,15 @@ def fields_of_vllm() -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-def arguments_of_generate() -> list[str]:
-    from transformers import GenerationConfig
-
-    names = [*GenerationConfig().to_dict(), "num_beam_groups", "diversity_penalty", "constraints", "force_words_ids"]
-    return [name for name in dict.fromkeys(names) if not name.startswith("_")]
-
-
-def refusal(name: str, value: Any, served: ServedModel = CAPABLE) -> str | None:
-    """Return how an LMI request with this parameter is refused; None if it is taken."""
-    try:
-        parse(request("invocations", {"inputs": "a", "parameters": {name: value}}), served)
-    except RequestError as error:
-        return error.message
-    return None
-
-
-def samples(name: str) -> Iterator[Any]:
-    """Yield values that mean something to some parameter; a reader takes or refuses each of them by name."""
-    yield from (2, 0.5, True, False, "x", ["x"], [3], {"3": 1.0}, {"type": "json_object"}, {"regex": "a"})
-
-
 def test_every_parameter_changes_the_request_or_is_refused_by_name() -> None:
-    for name in dict.fromkeys([*fields_of_vllm(), *arguments_of_generate()]):
+    for name in fields_of_vllm():
         if name not in NO_EFFECT:
             check_parameter(name)
-
-
-def check_parameter(name: str) -> None:
-    assert name in PARAMETERS, f"declare {name}: honoured, refused by name, or in NO_EFFECT with the reason"
-    refused = [message for value in samples(name) if (message := refusal(name, value))]
-    assert refused, f"{name} takes anything"
-    assert all(f"parameters.{name}" in message for message in refused)
-    if PARAMETERS[name].target is None:
-        assert any("is not supported" in message or "is not allowed" in message for message in refused)
 
 
 @pytest.mark.parametrize("known", [COMPLETION_FIELDS, CHAT_FIELDS], ids=["completions", "chats"])
 def test_requests_of_openai_know_every_field_of_sampling_params(known: dict[str, Any]) -> None:
     assert not set(fields_of_vllm()) - known.keys()
-
-
-def test_a_static_batch_takes_an_argument_of_generate_or_refuses_it_by_name() -> None:
-    pytest.importorskip("torch")
-    from handlers.tasks.task import read_parameters
-    from handlers.tasks.text_tasks import TextGeneration
-
-    for name in arguments_of_generate():
-        if name not in TextGeneration.parameters:
-            with pytest.raises(RequestError, match=f"parameters.{name} is not known"):
-                read_parameters({name: 1}, TextGeneration.parameters)
 
 
 @pytest.mark.parametrize(
