@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -196,6 +197,11 @@ class TransformersOptions(ModelOptions):
         return QUANTIZATION.get(self.quantize or "")
 
 
+def _is_plain(config: Mapping[str, Any]) -> bool:
+    parts = (config, config.get("text_config"))
+    return bool(config) and not any(isinstance(part, Mapping) and "quantization_config" in part for part in parts)
+
+
 class TransformersEngine(EngineDescription[TransformersOptions]):
     """transformers."""
 
@@ -210,6 +216,18 @@ class TransformersEngine(EngineDescription[TransformersOptions]):
             f"accelerate places whole layers on the {gpus} GPUs of a worker (device_map={device_map or 'auto'}),"
             " which compute one after the other; the KV cache of a layer is on its GPU"
         )
+
+    def checkpoint_problem(self, location: Path, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        if not _is_plain(config):
+            return None
+        quantize = self.options.quantize
+        if quantize in ("gptq", "awq"):
+            reason = f"config.json has no quantization_config; name a checkpoint in {quantize} in option.model_id"
+            return "option.quantize", f"{reason}, or set option.quantize=q8_0 or q4_0"
+        if self.options.activation_dtype == "int8" and quantize is None:
+            remedy = f"remove the key, or on a CPU set option.quantize to one of {', '.join(BLOCK_FORMATS)}"
+            return "option.activation_dtype", f"it is for weights in blocks; {remedy}"
+        return None
 
     def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
         declared = config.get("quantization_config")

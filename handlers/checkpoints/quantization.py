@@ -76,8 +76,7 @@ def check_quantization(wanted: str | None, config: Any) -> None:
     if checkpoint is None and wanted in ("gptq", "awq"):
         raise ModelLoadError(
             f"option.quantize={wanted} needs a checkpoint that is quantised with {wanted}, and config.json has no"
-            " quantization_config; use such a checkpoint, or option.quantize=bitsandbytes4 or bitsandbytes8, which"
-            " quantise while loading"
+            " quantization_config; use such a checkpoint, or option.quantize=q8_0 or q4_0, which quantise while loading"
         )
     if checkpoint is not None and wanted is not None and wanted not in _names_of(checkpoint, config):
         raise ModelLoadError(

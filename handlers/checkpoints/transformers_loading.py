@@ -143,7 +143,11 @@ def quantize_blocks(model: Any, options: TransformersOptions) -> dict[str, Any]:
     if on_gpu:
         _refuse_gpu_blocks(model, options)
     if not on_gpu and model.dtype not in (torch.bfloat16, torch.float32):
-        raise ModelLoadError(f"option.quantize={options.quantize}: set option.dtype=bf16 or fp32, not {options.dtype}")
+        kind = str(model.dtype).removeprefix("torch.")
+        raise ModelLoadError(
+            f"option.quantize={options.quantize} on a CPU is for models in bf16 or fp32, and this one is in {kind}"
+            f" (option.dtype={options.dtype}); set option.dtype=bf16 or fp32"
+        )
     directory = options.save_mp_checkpoint_path
     kept: dict[str, KeptLayer] | None = None if directory is None else {}
     details = quantize_to_blocks(model, options.quantize, kept, on_gpu)

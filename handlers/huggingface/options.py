@@ -70,6 +70,11 @@ class HuggingFaceOptions(TransformersOptions, RollingBatchOptions, ImageOptions)
 
     def conflicts(self, given: Collection[str]) -> Iterator[Conflict]:
         yield from super().conflicts(given)
+        if self.packed_kv_dtype is not None and self.dtype == "fp16":
+            keys = ("option.kv_cache_dtype", "option.dtype")
+            yield Conflict(
+                keys, "int8 and fp8 only with option.dtype=bf16 or fp32; set one of these, or remove the key"
+            )
         yield from self.reasoning_conflicts()
         yield from self.image_conflicts()
 

@@ -128,8 +128,11 @@ class EngineDescription(Generic[_AnyOptions]):
         """Yield what the configuration or `machine` lacks, and the keys, without "option.", that are useless then."""
         yield from ()
 
-    def checkpoint_problem(self, location: Path) -> tuple[str, str] | None:
-        """Return a key in full whose value does not fit the files at `location`, and why; None if there is none."""
+    def checkpoint_problem(self, location: Path, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Return a key in full whose value does not fit the files at `location`, and why; None if there is none.
+
+        `config` is the model's config.json, or empty.
+        """
         return None
 
     def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:

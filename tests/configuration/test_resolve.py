@@ -817,7 +817,7 @@ def test_the_old_name_of_model_id(write: Write) -> None:
         ("engine=MPI\noption.rolling_batch=lmi-dist\noption.seed=x", "allowed: a number"),
         ("engine=MPI\noption.rolling_batch=lmi-dist\noption.load_format=foo", "allowed: auto,"),
         (
-            "engine=MPI\noption.rolling_batch=lmi-dist\noption.dtype=int8\noption.quantize=gptq",
+            "engine=MPI\noption.rolling_batch=lmi-dist\noption.dtype=int8\noption.quantize=bitsandbytes4",
             'option.dtype = "int8" is not allowed; allowed: int8 only without option.quantize',
         ),
         ("option.entryPoint=transformers_neuronx\noption.unroll=x", "allowed: an integer of 1 or more"),
@@ -884,6 +884,40 @@ def test_8_bits_for_lmi_dist_are_those_of_the_rolling_batch(write: Write, line: 
 def test_int8_beside_another_quantisation_is_refused(write: Write) -> None:
     directory = write("option.rolling_batch=scheduler\noption.dtype=int8\noption.quantize=gptq")
     assert any("int8 only without option.quantize" in line for line in refusal(directory))
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        ("option.kv_cache_dtype=int8\noption.dtype=fp16", "int8 and fp8 only with option.dtype=bf16 or fp32"),
+        ("option.activation_dtype=int8", "on a CPU set option.quantize to one of q8_0, "),
+        (
+            "option.quantize=gptq",
+            "config.json has no quantization_config; name a checkpoint in gptq in option.model_id",
+        ),
+    ],
+)
+def test_what_a_plain_checkpoint_on_a_cpu_cannot_have_is_refused_before_it_loads(
+    write: Write, lines: str, text: str
+) -> None:
+    (line,) = refusal(write(f"option.rolling_batch=scheduler\n{lines}"))
+    assert line.split("serving.properties:2: ")[1].startswith(lines.split("=", maxsplit=1)[0])
+    assert text in line
+
+
+@pytest.mark.parametrize(
+    ("lines", "declared"),
+    [
+        ("option.kv_cache_dtype=int8\noption.dtype=fp32", {}),
+        ("option.activation_dtype=int8\noption.quantize=q4_0", {}),
+        ("option.activation_dtype=int8", {"quantization_config": {"quant_method": "awq"}}),
+        ("option.activation_dtype=int8", {"text_config": {"quantization_config": {"quant_method": "awq"}}}),
+        ("option.quantize=gptq", {"quantization_config": {"quant_method": "gptq"}}),
+    ],
+)
+def test_what_a_checkpoint_may_have_is_left_to_the_load(write: Write, lines: str, declared: dict[str, object]) -> None:
+    directory = write(f"option.rolling_batch=scheduler\n{lines}", {**LLAMA, **declared})
+    assert inspect_model(directory, {}, machine=NO_GPU).problems == ()
 
 
 def test_8_bits_of_a_split_model_are_refused_with_the_remedy(write: Write) -> None:

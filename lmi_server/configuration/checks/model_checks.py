@@ -118,7 +118,7 @@ class ModelChecks:
     def _wrong_for_files(self) -> Iterator[str]:
         location = Path(self.checkpoint.location)
         if location.is_dir():
-            found = describe_engine(self.spec, self.options).checkpoint_problem(location)
+            found = describe_engine(self.spec, self.options).checkpoint_problem(location, self.checkpoint.config)
             if found is not None and found[0] in self.merged.known:
                 yield f"{self.merged.known[found[0]].describe(found[0])} is not allowed; {found[1]}"
 

@@ -287,6 +287,13 @@ def test_a_plain_checkpoint_is_not_taken_for_a_quantised_one(plain: Path, method
         load(plain, quantize=method)
 
 
+def test_blocks_of_a_model_in_fp16_are_refused_with_its_type(plain: Path) -> None:
+    text = r"option\.quantize=q8_0 on a CPU .* in float16 \(option\.dtype=fp16\); set option\.dtype=bf16 or fp32"
+    options = HuggingFaceOptions(dtype="fp16", quantize="q8_0")
+    with pytest.raises(ModelLoadError, match=text):
+        load_model(AutoModelForCausalLM, str(plain), options)
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_a_missing_package_is_named(plain: Path, tmp_path: Path, method: str) -> None:
     declared = {"quant_method": method, "bits": 4, "group_size": 32}
