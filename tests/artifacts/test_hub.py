@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fake_hub import fake_hub
-from paths import ROOT
+from forked_servers import run_python
 
 MODEL = "team/tiny"
 FILES = {"config.json": b"{}", "model.safetensors": b"weights" * 1000, "sub/tokenizer.json": b"[]"}
-# The library reads its variables when it is imported, so each fetch has a process of its own.
+# The library reads its variables when it is imported, so each fetch has a process of its own: a fork, in which all else
+# is imported.
 FETCH = """
 import sys
 from lmi_server.artifacts.hub import fetch_hub_model
@@ -36,17 +35,11 @@ def fetch(home: Path, endpoint: str, model: str = MODEL, revision: str = "", **v
         "HF_HOME": str(home),
         "PATH": os.environ["PATH"],
         "HF_HUB_ETAG_TIMEOUT": "5",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    command = [sys.executable, "-c", FETCH, model, revision]
-    path = str(ROOT)
-    done = subprocess.run(
-        command,
-        env=environment | {"PYTHONPATH": path, "HF_HUB_DISABLE_TELEMETRY": "1"} | variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    script = home.parent / "fetch.py"
+    script.write_text(FETCH)
+    done = run_python([str(script), model, revision], environment | variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
 

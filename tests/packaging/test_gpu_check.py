@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_servers import ForkedPython
-from process_log import LIMIT_S
+from forked_servers import run_python
 
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check.__main__ import Section, run
@@ -22,14 +20,7 @@ from scripts.gpu_check.timeline import busy_and_gaps
 
 def run_fork(command: Sequence[str], env: Mapping[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
     """Run a command of Python as subprocess.run does, as a fork that has imported transformers."""
-    printed, writing = os.pipe()
-    with os.fdopen(printed) as errors:
-        process = ForkedPython(command[1:], env, "transformers", errors=writing)
-        os.close(writing)
-        process.stdin.close()
-        with process.stdout as output:
-            texts = output.read(), errors.read()
-    return subprocess.CompletedProcess(command, process.wait(LIMIT_S), *texts)
+    return run_python(command[1:], env, "transformers")
 
 
 @pytest.mark.slow
