@@ -80,6 +80,7 @@ _NEEDED_PACKAGES = {
     "commands/test_partition.py": ("bitsandbytes", "deepspeed", "mpi4py"),
     "configuration/test_gguf.py": ("gguf",),
     "engines/deepspeed": ("deepspeed", "mpi4py"),
+    "engines/huggingface/test_gguf_package.py": ("gguf", "numpy"),
     "engines/rolling_batch/test_quantization.py": ("bitsandbytes", "compressed_tensors"),
     "engines/rolling_batch/test_shm_allreduce.py": ("mpi4py",),
     "engines/rolling_batch/test_tensor_parallel.py": ("mpi4py",),
@@ -91,7 +92,6 @@ _NEEDED_PACKAGES = {
     "http/test_client_libraries.py": ("vllm",),
     "http/test_clients.py": ("vllm",),
     "http/test_djl_serving_recordings.py": ("numpy", "PIL"),
-    "unit/test_gguf_package.py": ("gguf", "numpy"),
     "worker/test_mpi_group.py": ("mpi4py",),
 }
 
