@@ -23,12 +23,11 @@ _PROC = Path("/proc")
 _RESOURCE_TRACKER = "from multiprocessing.resource_tracker import main"
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PASSES = 3  # a process may start a child between the listing and its end
-_ZOMBIE, _DEAD, _STOPPED = b"Z", b"X", b"T"
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _GONE = (psutil.Error, ProcessLookupError)  # or hidden from this user
 
 
 class _Process(NamedTuple):
-    state: bytes
     parent: int
     session: int
 
@@ -80,16 +79,20 @@ def adopted_zombies() -> set[int]:
     # Each thread has a list of the children that it started.
     lists = [file.read_bytes() for file in (_PROC / str(os.getpid()) / "task").glob("*/children")]
     children = [int(child) for listed in lists for child in listed.split()]
-    processes = {pid: process for pid in children if (process := _process(pid)) is not None}
-    return {pid for pid, process in processes.items() if process.state == _ZOMBIE and process.session != own}
+    return {pid for pid in children if _status(pid) == psutil.STATUS_ZOMBIE and os.getsid(pid) != own}
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a signal (SIGSTOP) has stopped the process; only SIGCONT lets it continue."""
     with contextlib.suppress(OSError):  # no file descriptor is free
-        process = _process(pid)
-        return process is not None and process.state == _STOPPED
+        return bool(_status(pid) == psutil.STATUS_STOPPED)
     return False
+
+
+def _status(pid: int) -> str | None:
+    with contextlib.suppress(*_GONE):
+        return str(psutil.Process(pid).status())
+    return None
 
 
 def _family(leader: int, mark: str) -> set[int]:
@@ -130,19 +133,9 @@ def _running() -> dict[int, _Process]:
 
     Raises OSError if they cannot be listed, for example because no file descriptor is free.
     """
-    pids = [int(name) for name in os.listdir(_PROC) if name.isdecimal()]
-    processes = {pid: process for pid in pids if (process := _process(pid)) is not None}
-    return {pid: process for pid, process in processes.items() if process.state not in (_ZOMBIE, _DEAD)}
-
-
-def _process(pid: int) -> _Process | None:
-    """Return what the system says of a process; None if it is gone, or hidden from this user.
-
-    For all processes of a machine, psutil takes three times as long: it reads more files of each.
-    """
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        # The name, field 2, is in parentheses and may have any bytes. Fields 3 to 6: state, parent, group, session.
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return _Process(fields[0], int(fields[1]), int(fields[3]))
-    return None
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(*_GONE), process.oneshot():
+            if process.status() not in _ENDED:
+                found[process.pid] = _Process(process.ppid(), os.getsid(process.pid))
+    return found
