@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _OWN_FILES = 200  # for workers, logs and downloads
 _LOG_PAUSE_S = 10.0
-_WORTH_GIVING_BACK = 32 << 20
+_WORTH_GIVING_BACK = 8 << 20  # bytes of bodies: with their pieces and copies they have taken several times as many
 _LARGE_BLOCK = 1 << 20  # bytes
 _M_MMAP_THRESHOLD = -3  # its number in malloc.h
 

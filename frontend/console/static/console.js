@@ -25,6 +25,7 @@ function useFragment() {
   useEffect(() => {
     const listener = () => setFragment(location.hash.slice(1));
     addEventListener("hashchange", listener);
+    listener();  // it may have changed before this effect ran
     return () => removeEventListener("hashchange", listener);
   }, []);
   return fragment;
