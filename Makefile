@@ -92,7 +92,7 @@ check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (three minutes
 	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & linting=$$!; \
 	GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -m "not slow" $(IMPORTING_TORCH) > $(VENV)/engines.log 2>&1 & engines=$$!; \
 	$(BESIDE) $(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
-	$(BESIDE) $(PYTEST) -n 2 -m "not slow" $(HTTP) > $(VENV)/http.log 2>&1 & http=$$!; \
+	$(BESIDE) $(PYTEST) -n 4 -m "not slow" $(HTTP) > $(VENV)/http.log 2>&1 & http=$$!; \
 	$(BESIDE) $(PYTEST) -n 2 -m "not slow" $(addprefix --ignore=,$(IMPORTING_TORCH) $(UNITS) $(HTTP)); failed=$$?; \
 	for process in $$engines $$units $$http $$linting; do wait $$process || failed=1; done; \
 	cat $(addprefix $(VENV)/,engines.log units.log http.log lint.log); exit $$failed
