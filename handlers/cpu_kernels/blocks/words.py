@@ -17,8 +17,9 @@ from handlers.cpu_kernels.blocks.vectors import PAIRS, WORDS
 
 IS_USABLE = byte_products.HAS_VNNI
 """Whether the processor multiplies pairs of words."""
-ROWS, _FEW = 4, 2
+ROWS = 4
 """How many rows are a group, which is multiplied at once."""
+_FEW = 2  # groups, at most, that are multiplied by blocks as they are stored
 _SECTION = 8  # blocks, at most, that are laid
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from handlers.checkpoints.blocks.free_cores import only_free_cores
-from handlers.checkpoints.blocks.int8_activations import Int8BlockLinear
 from handlers.checkpoints.placement import main_device
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.schedule.page_table import PageTable
@@ -45,7 +44,6 @@ class LoadCheck:
         difference grows from layer to layer, and equal logits cannot be asked for; see `_judge_rounded`.
         """
         self._rounds_activations = rounds_activations
-        self._rounds_in_blocks = any(isinstance(module, Int8BlockLinear) for module in model.modules())
         window = max((window for window in _windows(model.config) if window + self._MIN <= max_len), default=0)
         lengths = sorted({self._MIN, window + self._MIN})
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
@@ -81,10 +79,8 @@ class LoadCheck:
         for slot in {0, other}:
             runner.cache.trim(slot, 0)
         judge = self._judge_rounded if self._rounds_activations else self._judge
-        # Keys and values in 8 bits add up to what bfloat16 does elsewhere. So do activations with a scale for each
-        # block: the loaded model rounded those of all rows, and the served one leaves out what is slower rounded.
-        keeps_bits = runner.kept_dtype == runner.dtype and not self._rounds_in_blocks
-        dtype = runner.dtype if keeps_bits else torch.bfloat16
+        # Keys and values in 8 bits add up to what bfloat16 does elsewhere.
+        dtype = runner.dtype if runner.kept_dtype == runner.dtype else torch.bfloat16
         judge(torch.cat(logits).float().cpu(), self._expected[length], dtype)
 
     def computes_together(self, runner: ModelRunner) -> bool:

@@ -11,11 +11,13 @@ import pytest
 from adapter_helpers import read_adapter, save_adapter
 from pipeline_helpers import LoadTask, ask
 from rolling_batch_helpers import EOS, Engine, GivenStepTimes, Received, prompts, round_any_rows
-from tiny_models import llama_of_whole_blocks, saved_model
+from tiny_models import CONTEXT, llama_of_whole_blocks, saved_model
 from transformers import AutoModelForCausalLM
 
+from handlers.checkpoints.quantization import rounds_activations
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface.options import HuggingFaceOptions
+from handlers.rolling_batch.runner.load_check import LoadCheck
 from handlers.rolling_batch.speculation.drafting import Speculation
 from handlers.structured_output.grammar_text import grammar_text
 from handlers.structured_output.token_grammars import GrammarMatch, TokenGrammars
@@ -35,7 +37,7 @@ class Rounding(Engine):
     """An engine that rounds activations to 8 bits in all batches, with one adapter."""
 
     def __init__(self, model: Any, adapter: Path) -> None:
-        super().__init__(copy.deepcopy(model), slots=32)
+        super().__init__(copy.deepcopy(model), slots=32, check=LoadCheck(model, CONTEXT, rounds_activations(model)))
         round_any_rows(self.model)
         self.adapter = self.engine.load_adapter(read_adapter(str(adapter)))
 

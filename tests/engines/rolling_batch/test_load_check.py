@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DogeConfig
 
 from benchmarks.tiny_checkpoints import random_model, tiny_config
 from handlers.checkpoints.blocks.int8_activations import Int8BlockLinear
+from handlers.checkpoints.quantization import rounds_activations
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
@@ -105,7 +106,7 @@ def test_a_border_of_rounded_rows_that_is_measured_after_the_comparison_began_is
     directory = saved_model(llama_of_whole_blocks(), tmp_path)
     model = load_model(AutoModelForCausalLM, str(directory), options)
     round_any_rows(model)
-    runner = ModelRunner(model, CONTEXT, check=LoadCheck(model, CONTEXT))
+    runner = ModelRunner(model, CONTEXT, check=LoadCheck(model, CONTEXT, rounds_activations(model)))
     for module in model.modules():
         if isinstance(module, Int8BlockLinear):
             module.limit_exact_rows(0)
