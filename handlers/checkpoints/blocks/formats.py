@@ -67,7 +67,9 @@ class Format:
 
 
 def _half(raw: torch.Tensor, first: int) -> torch.Tensor:
-    return raw[:, :, first : first + 2].contiguous().view(torch.float16)[:, :, 0]
+    # A copy in any case: of one block the slice counts as contiguous, and its stride of an odd length has no float16.
+    halves = raw[:, :, first : first + 2].clone(memory_format=torch.contiguous_format)
+    return halves.view(torch.float16)[:, :, 0]
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,14 @@ def test_a_format_is_read_as_ggml_does(name: str) -> None:
     torch.testing.assert_close(stored.rows(torch.tensor([3, 0])), reference(stored)[[3, 0]], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", [*FORMATS, "q4_zero"])
+def test_a_weight_of_one_output_and_one_block_is_read_as_in_a_larger_one(name: str) -> None:
+    larger = random_blocks(name, 3, 512)
+    alone = StoredWeight(larger.format, larger.raw[1:2, : larger.format.block_bytes])
+    expected = larger.numbers().weight()[1:2, : larger.format.block_inputs]
+    assert torch.equal(alone.numbers().weight(), expected)
+
+
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1"])
 def test_a_weight_is_quantised_as_ggml_does(name: str) -> None:
     weight = torch.randn((7, 128), generator=torch.Generator().manual_seed(0))
