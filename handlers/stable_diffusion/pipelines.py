@@ -179,7 +179,7 @@ def _load(model_dir: str, options: StableDiffusionOptions, device: str, dtype: t
         more["quantization_config"] = quantization
     with _enough_memory(model_dir, device):
         # Pickled weights can run code when they load: only safetensors are read.
-        pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(  # type: ignore[no-untyped-call]
+        pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(
             model_dir,
             dtype=dtype,
             use_safetensors=True,
@@ -239,9 +239,7 @@ def _quantization(index: Mapping[str, Any], options: StableDiffusionOptions, dty
         for name in _QUANTIZED
         if isinstance(index.get(name), list) and index[name][0] in libraries
     }
-    return diffusers.PipelineQuantizationConfig(  # type: ignore[attr-defined]
-        quant_mapping=mapping
-    )
+    return diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
 
 
 def _forms(base: Any, wanted: str) -> Iterator[tuple[str, Any]]:
