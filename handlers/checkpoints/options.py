@@ -49,12 +49,15 @@ GPU_BLOCK_FORMATS = ("q8_0", "q4_0", "int8")
 PACKED_METHODS = ("gptq", "awq", "compressed-tensors")
 """Methods in config.json whose packed layers `lmi-server partition` saves as such blocks on the CPU."""
 
+_CODEBOOKS = "the inputs of layers in 4 bits of bitsandbytes are not rounded"
+
 FP8 = "fp8"
 """The value of option.quantize that holds weights in 8-bit floats."""
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 """Values of option.device_map with which accelerate chooses the devices of the layers."""
 
+_DECLARED = "quantization_config"  # in config.json
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _PLACE = re.compile(r"cpu|disk|cuda:\d+|\d+")
 
@@ -142,6 +145,33 @@ class TransformersOptions(ModelOptions):
         """Whether weights of the model at a path stay in blocks of few bits on the CPU, or are quantised to such."""
         return self.quantize in BLOCK_FORMATS or (path.endswith(".gguf") and self.dtype == "auto")
 
+    def checkpoint_problem(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Return a key in full whose value does not fit a checkpoint with this config.json, and why; None if all fit.
+
+        `lmi-server check` and the load both ask, for config.json may be on another machine when the first one does.
+        """
+        declared = _declared_quantization(config)
+        if declared is None and self.quantize in ("gptq", "awq"):
+            reason = f"config.json has no {_DECLARED}; name a checkpoint in {self.quantize} in option.model_id"
+            return "option.quantize", f"{reason}, or set option.quantize=q8_0 or q4_0"
+        problem = self._unrounded(declared, config) if self.activation_dtype == "int8" else None
+        return None if problem is None else ("option.activation_dtype", problem)
+
+    def _unrounded(self, declared: Any, config: Mapping[str, Any]) -> str | None:
+        """Return why no layer of the checkpoint would round its activations; None if some do, or perhaps do."""
+        remedy = f"remove the key, or on a CPU set option.quantize to one of {', '.join(BLOCK_FORMATS)}"
+        if declared is not None:
+            is_4_bits = isinstance(declared, Mapping) and declared.get("load_in_4bit") is True
+            return f"{_CODEBOOKS}; remove the key" if is_4_bits else None
+        if self.quantize == "bitsandbytes4":
+            return f"{_CODEBOOKS}; {remedy}"
+        if self.quantize in QUANTIZATION:
+            dtype = config.get("dtype") or config.get("torch_dtype") if self.dtype == "auto" else self.dtype
+            if dtype not in ("fp16", "fp32", "float32"):  # a checkpoint in float16 is loaded as bfloat16 on a CPU
+                return None
+            return f"with {self.quantize} it is for models in bf16; set option.dtype=bf16, {remedy}"
+        return None if self.quantize in BLOCK_FORMATS else f"it is for weights in blocks; {remedy}"
+
     @property
     def placement(self) -> str | Mapping[str, str | int] | None:
         """Return option.device_map as transformers takes it."""
@@ -197,9 +227,11 @@ class TransformersOptions(ModelOptions):
         return QUANTIZATION.get(self.quantize or "")
 
 
-def _is_plain(config: Mapping[str, Any]) -> bool:
+def _declared_quantization(config: Mapping[str, Any]) -> Any:
+    """Return the quantization_config of a config.json or of its text_config; None if there is none."""
     parts = (config, config.get("text_config"))
-    return bool(config) and not any(isinstance(part, Mapping) and "quantization_config" in part for part in parts)
+    declared = (part[_DECLARED] for part in parts if isinstance(part, Mapping) and _DECLARED in part)
+    return next(declared, None)
 
 
 class TransformersEngine(EngineDescription[TransformersOptions]):
@@ -218,16 +250,7 @@ class TransformersEngine(EngineDescription[TransformersOptions]):
         )
 
     def checkpoint_problem(self, location: Path, config: Mapping[str, Any]) -> tuple[str, str] | None:
-        if not _is_plain(config):
-            return None
-        quantize = self.options.quantize
-        if quantize in ("gptq", "awq"):
-            reason = f"config.json has no quantization_config; name a checkpoint in {quantize} in option.model_id"
-            return "option.quantize", f"{reason}, or set option.quantize=q8_0 or q4_0"
-        if self.options.activation_dtype == "int8" and quantize is None:
-            remedy = f"remove the key, or on a CPU set option.quantize to one of {', '.join(BLOCK_FORMATS)}"
-            return "option.activation_dtype", f"it is for weights in blocks; {remedy}"
-        return None
+        return self.options.checkpoint_problem(config) if config else None
 
     def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
         declared = config.get("quantization_config")

@@ -73,11 +73,6 @@ def refuse_malformed_declaration(directory: Path) -> None:
 def check_quantization(wanted: str | None, config: Any) -> None:
     """Raise ModelLoadError if option.quantize contradicts the checkpoint."""
     checkpoint = checkpoint_method(config)
-    if checkpoint is None and wanted in ("gptq", "awq"):
-        raise ModelLoadError(
-            f"option.quantize={wanted} needs a checkpoint that is quantised with {wanted}, and config.json has no"
-            " quantization_config; use such a checkpoint, or option.quantize=q8_0 or q4_0, which quantise while loading"
-        )
     if checkpoint is not None and wanted is not None and wanted not in _names_of(checkpoint, config):
         raise ModelLoadError(
             f"option.quantize={wanted}, but the checkpoint is quantised with {checkpoint} already"

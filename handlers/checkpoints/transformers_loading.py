@@ -211,6 +211,7 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
         refuse_sizes(config, path)
         dtype = torch.bfloat16 if arguments["dtype"] == "auto" else arguments["dtype"]
         return {**arguments, **gguf_weights(path), "dtype": dtype}
+    _refuse_unfit(options, config)
     saves, in_blocks = options.save_mp_checkpoint_path is not None, checkpoint_method(config) == BLOCKS
     can_pack = not (saves and in_blocks) if arguments["dtype"] in _BLOCK_DTYPES else not (saves or in_blocks)
     if not gpus.count and own_rank().size == 1 and can_pack:
@@ -232,6 +233,15 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
     if not gpus.count:
         refuse_gpu_layouts(config)
     return arguments | quantization_arguments(options, config, arguments["dtype"])
+
+
+def _refuse_unfit(options: TransformersOptions, config: Any) -> None:
+    """Raise ModelLoadError if a key does not fit the checkpoint: before its weights are quantised, which takes long."""
+    problem = options.checkpoint_problem(config.to_dict())
+    if problem is not None:
+        key, reason = problem
+        value = getattr(options, key.removeprefix("option."))
+        raise ModelLoadError(f"{key}={value} is not allowed; {reason}")
 
 
 def _refuse_absent_device(options: TransformersOptions, gpus: int) -> None:

@@ -891,6 +891,13 @@ def test_int8_beside_another_quantisation_is_refused(write: Write) -> None:
     [
         ("option.kv_cache_dtype=int8\noption.dtype=fp16", "int8 and fp8 only with option.dtype=bf16 or fp32"),
         ("option.activation_dtype=int8", "on a CPU set option.quantize to one of q8_0, "),
+        ("option.activation_dtype=int8\noption.quantize=bitsandbytes4", "in 4 bits of bitsandbytes are not rounded"),
+        ("option.activation_dtype=int8\noption.load_in_4bit=true", "in 4 bits of bitsandbytes are not rounded"),
+        ("option.activation_dtype=int8\noption.quantize=fp8", "it is for weights in blocks; remove the key"),
+        (
+            "option.activation_dtype=int8\noption.quantize=bitsandbytes8\noption.dtype=fp32",
+            "with bitsandbytes8 it is for models in bf16; set option.dtype=bf16, remove the key",
+        ),
         (
             "option.quantize=gptq",
             "config.json has no quantization_config; name a checkpoint in gptq in option.model_id",
@@ -906,10 +913,28 @@ def test_what_a_plain_checkpoint_on_a_cpu_cannot_have_is_refused_before_it_loads
 
 
 @pytest.mark.parametrize(
+    ("lines", "declared", "text"),
+    [
+        ("", {"quantization_config": {"load_in_4bit": True}}, "are not rounded; remove the key"),
+        ("\noption.quantize=bitsandbytes8", {"torch_dtype": "float32"}, "is for models in bf16; set option.dtype=bf16"),
+    ],
+)
+def test_what_config_json_says_against_rounded_activations_is_found_before_the_load(
+    write: Write, lines: str, declared: dict[str, object], text: str
+) -> None:
+    directory = write(f"option.rolling_batch=scheduler\noption.activation_dtype=int8{lines}", {**LLAMA, **declared})
+    (line,) = inspect_model(directory, {}, machine=NO_GPU).problems
+    assert text in line
+
+
+@pytest.mark.parametrize(
     ("lines", "declared"),
     [
         ("option.kv_cache_dtype=int8\noption.dtype=fp32", {}),
         ("option.activation_dtype=int8\noption.quantize=q4_0", {}),
+        ("option.activation_dtype=int8\noption.quantize=bitsandbytes8", {"dtype": "bfloat16"}),
+        ("option.activation_dtype=int8\noption.quantize=bitsandbytes8", {"torch_dtype": "float16"}),
+        ("option.activation_dtype=int8", {"quantization_config": {"load_in_8bit": True}}),
         ("option.activation_dtype=int8", {"quantization_config": {"quant_method": "awq"}}),
         ("option.activation_dtype=int8", {"text_config": {"quantization_config": {"quant_method": "awq"}}}),
         ("option.quantize=gptq", {"quantization_config": {"quant_method": "gptq"}}),

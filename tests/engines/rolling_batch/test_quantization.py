@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tiny_models import llama_of_whole_blocks, saved_model, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from handlers.checkpoints.blocks.int8_activations import Int8BlockLinear
 from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.blocks.packed_layers import keep_packed
 from handlers.checkpoints.quantization import (
@@ -283,8 +285,24 @@ def test_8_bit_weights_leave_activations_alone(plain: Path, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_a_plain_checkpoint_is_not_taken_for_a_quantised_one(plain: Path, method: str) -> None:
-    with pytest.raises(ModelLoadError, match=rf"option\.quantize={method} needs a checkpoint that is quantised with"):
+    """The words are those of `lmi-server check`, which may not have seen the checkpoint."""
+    with pytest.raises(ModelLoadError) as refused:
         load(plain, quantize=method)
+    problem = HuggingFaceOptions(quantize=method).checkpoint_problem(json.loads((plain / "config.json").read_text()))
+    assert problem is not None
+    assert str(refused.value) == f"option.quantize={method} is not allowed; {problem[1]}"
+
+
+def test_activations_of_4_bits_are_refused_before_weights_are_read(plain: Path, tmp_path: Path) -> None:
+    shutil.copy(plain / "config.json", tmp_path)
+    with pytest.raises(ModelLoadError, match=r"option\.activation_dtype=int8 is not allowed; .* are not rounded"):
+        load(tmp_path, quantize="bitsandbytes4", activation_dtype="int8")
+
+
+def test_activations_of_8_bits_are_rounded(plain: Path) -> None:
+    options = HuggingFaceOptions(dtype="bf16", quantize="bitsandbytes8", activation_dtype="int8")
+    layers = load_model(AutoModelForCausalLM, str(plain), options).model.layers.modules()
+    assert {type(layer) for layer in layers if hasattr(layer, "in_features")} == {Int8BlockLinear}
 
 
 def test_blocks_of_a_model_in_fp16_are_refused_with_its_type(plain: Path) -> None:
