@@ -18,9 +18,7 @@ from rich.console import Console
 from frontend.observability.server_log import formatter
 from lmi_server.artifacts.location import MODEL_FORMS, names_model_file
 from lmi_server.client.terminal import plain_configuration_errors
-from lmi_server.commands.live.chat import chat
-from lmi_server.commands.live.top import top
-from lmi_server.commands.reload import reload_model
+from lmi_server.commands.late_commands import WithLateCommands
 from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES
 from lmi_server.configuration.handlers import DESCRIBE_GPUS, HANDLERS
 from lmi_server.configuration.resolve import Inspection, inspect_model
@@ -37,7 +35,6 @@ from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.explain.explanation import Explanation, file_problems
 from lmi_server.explain.explanation import explain as explain_model
 from lmi_server.explain.findings import Finding, annotation, finding, findings
-from lmi_server.features import FEATURES
 from lmi_server.features import load as load_by_name
 from lmi_server.machine.device_tools import Gpu
 from lmi_server.machine.devices import nvidia_driver
@@ -47,7 +44,12 @@ from lmi_server.processes import model_imports
 from lmi_server.processes.descriptors import send_errors_to_output
 from lmi_server.serving.models.model_store import ModelSource, Startup, is_spec, startup_sources
 
-app = typer.Typer(name="lmi-server", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(
+    name="lmi-server",
+    cls=WithLateCommands,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 logger = logging.getLogger(__name__)
 _ONE_MODEL = f"Model: {MODEL_FORMS}. It is fetched first if it is not on this machine."
@@ -352,19 +354,6 @@ def demo_model(
 def version() -> None:
     """Print the version."""
     typer.echo(distribution_version("lmi-server"))
-
-
-# The help lists them in this order, those above first.
-app.command()(chat)
-app.command()(top)
-app.command("reload")(reload_model)
-for _feature in FEATURES:
-    for _name, _path in _feature.commands.items():
-        _command = load_by_name(_path)
-        if isinstance(_command, typer.Typer):
-            app.add_typer(_command, name=_name)
-        else:
-            app.command(_name)(cast("Callable[..., None]", _command))
 
 
 def _choose_stream(name: str) -> None:

@@ -16,6 +16,8 @@ from forked_servers import run_command
 from paths import ROOT
 from process_log import ProcessLog
 
+from lmi_server.features import FEATURES
+
 
 def lmi_server(*arguments: str, columns: str = "40") -> subprocess.CompletedProcess[str]:
     """Run the command in a narrow terminal with nothing of the tests' environment in it."""
@@ -33,11 +35,13 @@ def test_version_is_a_flag_too() -> None:
 
 
 @pytest.mark.slow
-def test_a_command_starts_without_the_front_end() -> None:
-    """Its import would be a quarter of the start of `version`, `check` or `explain`."""
+def test_a_command_starts_without_the_front_end_and_other_commands() -> None:
+    """Their imports would be a quarter and a fifth of the start of `version`, `check` or `explain`."""
+    commands = {path.partition(":")[0] for feature in FEATURES for path in feature.commands.values()}
+    late = {"frontend.app", "frontend.server", "starlette", "uvicorn", "lmi_server.commands.live.chat", *commands}
     program = (
-        "import sys; from lmi_server.commands.cli import app; "
-        "sys.exit(str({'frontend.app', 'frontend.server', 'starlette', 'uvicorn'} & set(sys.modules) or ''))"
+        "import sys; from lmi_server.commands.cli import app; import typer; typer.main.get_command(app); "
+        f"sys.exit(str({late} & set(sys.modules) or ''))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.stderr.strip() == ""

@@ -29,7 +29,7 @@ from typer.main import get_command
 from lmi_server.commands.cli import app
 from lmi_server.commands.container_command import COMMANDS
 from lmi_server.configuration.server_settings import ServerSettings
-assert get_command(app).commands.keys() == COMMANDS
+assert dict(get_command(app).commands).keys() == COMMANDS  # the dict has them all imported
 print(json.dumps([[option.key for option in ServerSettings.declared_options()], sorted(COMMANDS)]), flush=True)
 from lmi_server.commands.start import main
 main()

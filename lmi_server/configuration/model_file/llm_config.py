@@ -73,7 +73,7 @@ class LlmConfigFile(Section):
     placement_group_config: PlacementSection | None = Field(None, description="What the workers of a replica take.")
     lora_config: LoraSection | None = Field(None, description="LoRA adapters.")
     deployment_config: DeploymentSection = Field(
-        DeploymentSection.model_validate({}), description="Replicas of the model."
+        DeploymentSection.model_construct(), description="Replicas of the model."
     )
     runtime_env: Anything | None = Field(
         None, description="Ray's runtime environment. On one machine env_vars alone has an effect."

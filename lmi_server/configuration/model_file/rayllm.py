@@ -107,7 +107,7 @@ class EngineSection(Section):
         {}, description="Arguments of the engine by vLLM's names: max_num_seqs, quantization, max_model_len, ..."
     )
     max_total_tokens: PositiveInt | None = Field(None, description="Tokens of prompt and output together.")
-    generation: Generation = Field(Generation.model_validate({}), description="Defaults of requests.")
+    generation: Generation = Field(Generation.model_construct(), description="Defaults of requests.")
     runtime_env: Anything = Field(
         {}, description="Ray's runtime environment. On one machine env_vars alone has an effect."
     )
@@ -142,9 +142,9 @@ class RayLlmFile(Section):
     """A model file of RayLLM."""
 
     deployment_config: DeploymentSection = Field(
-        DeploymentSection.model_validate({}), description="Replicas of the model."
+        DeploymentSection.model_construct(), description="Replicas of the model."
     )
     engine_config: EngineSection = Field(description="The model, and how its engine runs it.")
-    scaling_config: ScalingSection = Field(ScalingSection.model_validate({}), description="The workers of one replica.")
+    scaling_config: ScalingSection = Field(ScalingSection.model_construct(), description="The workers of one replica.")
     multiplex_config: MultiplexSection | None = Field(None, description="LoRA adapters that are loaded on demand.")
     enabled: bool = Field(True, description="Whether a folder of files deploys the model; one by name it always does.")
