@@ -32,11 +32,27 @@ def test_a_prepared_reader_reads_the_same(file: Path, monkeypatch: pytest.Monkey
     assert prepared.fields.keys() == plain.fields.keys()
     contents = [{key: field.contents() for key, field in reader.fields.items()} for reader in (prepared, plain)]
     assert contents[0] == contents[1]
+    assert [field.types for field in prepared.fields.values()] == [field.types for field in plain.fields.values()]
+    assert contents[0]["tokenizer.ggml.scores"] == [0.5, -1.0, 2.0]
     assert contents[0]["tokenizer.ggml.tokens"] == ["a", "b\n", "é"]
     for one, other in zip(prepared.tensors, plain.tensors, strict=True):
         assert (one.name, one.tensor_type, one.data_offset) == (other.name, other.tensor_type, other.data_offset)
         assert type(one.data) is np.ndarray
         assert np.array_equal(one.data, other.data)
+
+
+@pytest.mark.parametrize("key", ["tokens", "scores"])
+def test_an_array_that_is_longer_than_its_file_is_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    prepare(monkeypatch)
+    data = bytearray(file.read_bytes())
+    length = data.index(f"tokenizer.ggml.{key}".encode()) + len(f"tokenizer.ggml.{key}") + 8  # two types of 4 bytes
+    assert data[length : length + 8] == (3).to_bytes(8, "little")
+    data[length : length + 8] = (2**40).to_bytes(8, "little")
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"ends within|its size must be a divisor"):
+        gguf.GGUFReader(file)
 
 
 def test_a_table_of_names_is_made_once_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
