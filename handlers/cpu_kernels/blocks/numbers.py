@@ -25,6 +25,8 @@ from handlers.cpu_kernels.intrinsics import LANES, host_has, host_name, prefetch
 
 HAS_TABLES = host_has("avx512f")
 """Whether one instruction looks 16 numbers up in a table of float32. Without it no codebook is read."""
+HAS_BIT_FIELDS = host_has("avx512vbmi")
+"""Whether one instruction takes eight bits from any place of a word of 64 bits for each of its bytes."""
 _VECTOR = 4 * LANES  # bytes
 AHEAD_BYTES = 8192
 """At what distance memory is asked for, a line with each that is read.
@@ -74,8 +76,7 @@ class Numbers:
         lows = builder.and_(found, lower), builder.and_(self._right(found, 4), lower)
         if self._kind.bits == 4:
             return lows
-        highs = self._highs(group, quarter)
-        even, odd = (_by_byte(builder, each) for each in (highs, self._right(highs, 2)))
+        even, odd = self._highs_by_byte(group, quarter)
         return builder.or_(lows[0], even), builder.or_(lows[1], odd)
 
     def words(self, group):
@@ -101,39 +102,49 @@ class Numbers:
 
     def pairs(self, group):
         """Return a function: a pair of a group, which is a number that is known at run time -> numbers of quarters."""
-        builder, kind, quarters = self._builder, self._kind, range(QUARTERS)
+        kind, quarters = self._kind, range(QUARTERS)
         address = self._of_group(group, kind.low_bits)
         if kind.has_quads:
             return lambda pair: [self._of_quads(address, pair, quarter) for quarter in quarters]
         if kind.low_bits == 8:
             return lambda pair: [self._widened(address, _VECTOR * pair + LANES * quarter) for quarter in quarters]
-        lows = [self._line(address, _VECTOR * quarter) for quarter in quarters]
         if kind.bits == 4:
+            lows = [self._line(address, _VECTOR * quarter) for quarter in quarters]
             table = self._table()
             return lambda pair: [self._number(self._right(word, 4 * pair), table) for word in lows]
-        highs = [self._highs(group, quarter) for quarter in quarters]
-        return lambda pair: [
-            self._number(builder.or_(self._low(low, pair), self._high(high, pair)))
-            for low, high in zip(lows, highs, strict=True)
-        ]
+        of_bytes = [self._signed_bytes(group, quarter) for quarter in quarters]
+        return lambda pair: [self._byte_as_float(even_and_odd[pair % 2], pair // 2) for even_and_odd in of_bytes]
 
     def _of_group(self, group, bits: int):
         """Return the address of a group whose numbers have so many bits beside each other."""
         return self._builder.add(self._address, self._builder.mul(group, INT(GROUP * OUTPUTS * bits // 8)))
 
-    def _highs(self, group, quarter: int):
-        """Return words whose bits 2 * p and 2 * p + 1 are the upper ones of pair p of a group, of 6 bits."""
-        behind = self._builder.add(self._address, INT(GROUP * OUTPUTS))  # the lowest 4 bits of both groups
-        shift = spread(self._builder, self._builder.trunc(self._builder.mul(group, INT(16)), WORD), WORDS)
-        return self._builder.lshr(self._line(behind, _VECTOR * quarter), shift)
+    def _highs_by_byte(self, group, quarter: int):
+        """Return the upper bits of `nibbles_of`, of 6 bits, where they are in its bytes, and zeros around them.
 
-    def _low(self, word, pair: int):
-        return self._builder.and_(self._right(word, 4 * pair), in_all_lanes(15))
+        They are bits 2 * p and 2 * p + 1 of a word for pair p, 16 bits above in the second group.
+        """
+        builder = self._builder
+        behind = builder.add(self._address, INT(GROUP * OUTPUTS))  # the lowest 4 bits of both groups
+        words, shift = self._line(behind, _VECTOR * quarter), builder.mul(group, INT(16))
+        if HAS_BIT_FIELDS:
+            fields = [_bit_fields(builder, words, first, shift) for first in (0, 2)]
+            return [builder.and_(found, in_all_lanes(0x30303030)) for found in fields]
+        highs = builder.lshr(words, spread(builder, builder.trunc(shift, WORD), WORDS))
+        return [_by_byte(builder, each) for each in (highs, self._right(highs, 2))]
 
-    def _high(self, word, pair: int):
-        left = 4 - 2 * pair
-        moved = self._builder.shl(word, in_all_lanes(left)) if left > 0 else self._right(word, -left)
-        return self._builder.and_(moved, in_all_lanes(0x30))
+    def _signed_bytes(self, group, quarter: int):
+        """Return what `nibbles_of` does, less zero: as bytes with a sign."""
+        builder, of_bytes = self._builder, ir.VectorType(BYTE, _VECTOR)
+        zeros = ir.Constant(of_bytes, [self._kind.zero] * _VECTOR)
+        found = [builder.bitcast(each, of_bytes) for each in self.nibbles_of(group, quarter)]
+        return [builder.bitcast(builder.sub(each, zeros), WORDS) for each in found]
+
+    def _byte_as_float(self, words, place: int):
+        """Return the bytes at a place of words, which have a sign."""
+        left = in_all_lanes(24 - 8 * place)
+        moved = self._builder.shl(words, left) if place < 3 else words
+        return self._builder.sitofp(self._builder.ashr(moved, in_all_lanes(24)), FLOATS)
 
     def _table(self):
         """Return the numbers that 4 bits stand for, or nothing if numbers are computed."""
@@ -143,13 +154,13 @@ class Numbers:
         return ir.Constant(FLOATS, numbers) if HAS_TABLES else None
 
     def _number(self, bits, table=None):
-        """Return the numbers in the lowest bits of words, less zero: of 4 bits with anything above, or of 6 bits."""
+        """Return the numbers in the lowest 4 bits of words, less zero."""
         builder, kind = self._builder, self._kind
         if table is not None:
             function = ir.FunctionType(FLOATS, (FLOATS, WORDS))
             look_up = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512.permvar.sf.512")
             return builder.call(look_up, (table, bits))
-        number = builder.and_(bits, in_all_lanes(15)) if kind.bits == 4 else bits
+        number = builder.and_(bits, in_all_lanes(15))
         return builder.sitofp(builder.sub(number, in_all_lanes(kind.zero)) if kind.zero else number, FLOATS)
 
     def _right(self, vector, shift: int):
@@ -179,6 +190,16 @@ class Numbers:
     def _prefetch(self, address, offset: int) -> None:
         if self._distance:
             prefetch_line(self._builder, self._builder.add(address, INT(self._distance + offset)))
+
+
+def _bit_fields(builder, words, first: int, shift):
+    """Return in byte n of each word the bits from 4 * n + `first` - 4 on, and some further to the left."""
+    of_bytes, count = ir.VectorType(BYTE, _VECTOR), _VECTOR // 8
+    places = [(32 * word + 4 * place + first - 4) % 64 for word in range(2) for place in range(4)]
+    begins = builder.add(ir.Constant(of_bytes, places * count), spread(builder, builder.trunc(shift, BYTE), of_bytes))
+    function = ir.FunctionType(of_bytes, (of_bytes, of_bytes))
+    select = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx512.pmultishift.qb.512")
+    return builder.bitcast(builder.call(select, (begins, builder.bitcast(words, of_bytes))), WORDS)
 
 
 def _by_byte(builder, highs):

@@ -48,8 +48,10 @@ def _unpack(builder, block: Block, out, line, write, words: int) -> None:
     """Write the weights of a block to an address; `words`: of a group."""
     quarters = range(QUARTERS)
     minima = [block.scales.minima_of_quarter(quarter) for quarter in quarters] if block.kind.has_minimum else None
+    # LLVM would read what the groups share once for each of them: it takes the stores for such as might change it.
+    shared = [block.scales.of_quarter(quarter, INT(0)) for quarter in quarters] if block.kind.scales == 1 else None
     with cgutils.for_range(builder, INT(2)) as loop:
-        scales = [block.scales.of_quarter(quarter, loop.index) for quarter in quarters]
+        scales = shared or [block.scales.of_quarter(quarter, loop.index) for quarter in quarters]
         numbers_of = block.numbers.pairs(loop.index)
         begin = builder.add(out, builder.mul(line, builder.mul(loop.index, INT(words))))
         for pair in range(PAIRS):
