@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from handlers.chats.options import TOOL_PARSER_NOTE
 from handlers.chats.templates import AUTO
 from handlers.checkpoints.chat_template import CHAT_TEMPLATE_DESCRIPTION
+from handlers.checkpoints.options import BLOCK_FORMATS, QUANTIZATION
 from handlers.generation.media_options import MediaOptions
 from handlers.structured_output.options import WhiteSpaceLimit
 from handlers.vllm import engine_fields
@@ -285,8 +286,10 @@ class VllmEngineOptions(MediaOptions):
             return
         methods = engine_fields.literal(*QUANTIZATIONS)
         if self.vllm_quantization is not None and methods and self.vllm_quantization not in methods:
-            key = "option.quantize" if self.quantize is not None else "option.dtype"
-            yield Conflict((key,), f"what the installed vLLM has: {', '.join(sorted(methods))} in option.quantize")
+            key, asked = ("option.dtype", self.dtype) if self.quantize is None else ("option.quantize", self.quantize)
+            found = f"what the installed vLLM has: {', '.join(sorted(methods))} in option.quantize"
+            remedy = f"{asked} with option.rolling_batch=scheduler, or " if asked in _OF_SCHEDULER else ""
+            yield Conflict((key,), f"{remedy}{found}")
         formats = engine_fields.literal(*_LOAD_FORMATS)
         if formats and self.load_format not in formats:
             yield Conflict(("option.load_format",), ", ".join(sorted(formats)))
@@ -379,4 +382,5 @@ _JSON_TEXTS = ("limit_mm_per_prompt", "kv_transfer_config", "speculative_config"
 
 # Where vLLM's source lists the values of an option: the file, and the name of a Literal in it.
 QUANTIZATIONS = ("model_executor/layers/quantization/__init__.py", "QuantizationMethods")
+_OF_SCHEDULER = (*QUANTIZATION, *BLOCK_FORMATS)  # int8 may also be that of option.dtype
 _LOAD_FORMATS = ("model_executor/model_loader/__init__.py", "LoadFormats")

@@ -235,7 +235,8 @@ def _check_one(model: str, github: bool) -> int:
     if not explained.can_be_served:
         return 2
     if not github:  # a model's name may begin like a command of a workflow
-        typer.echo(f"{model}: {len(explained.warnings)} warnings, no problem")
+        count = len(explained.warnings)
+        typer.echo(f"{model}: {count} {'warning' if count == 1 else 'warnings'}, no problem")
     return 0
 
 

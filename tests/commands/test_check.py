@@ -44,6 +44,12 @@ def test_a_file_stands_for_its_directory(right: str) -> None:
     assert run(right) == (0, f"{right}: 0 warnings, no problem\n")
 
 
+def test_one_warning_is_no_plural(tmp_path: Path) -> None:
+    path = model(tmp_path / "warned", "option.entryPoint=djl_python.echo\noption.nokey=1\n")
+    code, printed = run(path)
+    assert (code, printed.splitlines()[-1]) == (0, f"{path}: 1 warning, no problem")
+
+
 def test_one_wrong_model_of_several_fails(right: str, wrong: str, elsewhere: str) -> None:
     code, printed = run(elsewhere, right, wrong)
     assert code == 1

@@ -801,6 +801,10 @@ def test_the_old_name_of_model_id(write: Write) -> None:
             'option.quantize = "awqq" is not allowed; allowed: what the installed vLLM has: auto_awq',
         ),
         (
+            "option.rolling_batch=vllm\noption.quantize=q8_0",
+            "allowed: q8_0 with option.rolling_batch=scheduler, or what the installed vLLM has: auto_awq",
+        ),
+        (
             "option.rolling_batch=vllm\noption.load_format=foo",
             'option.load_format = "foo" is not allowed; allowed: auto,',
         ),

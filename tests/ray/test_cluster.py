@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray_helpers
 from paths import ROOT
-from ray_helpers import LIMIT_S, RayCluster, echo_model, loaded, tiny_models_of_a_cluster
+from ray_helpers import LIMIT_S, RayCluster, echo_model, loaded, started_cluster, tiny_models_of_a_cluster
 from waiting import wait_until
 
 from lmi_server.contract.errors import ConfigurationError
@@ -35,7 +36,7 @@ until = partial(wait_until, limit_s=LIMIT_S)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    cluster = RayCluster()
+    cluster = started_cluster()
     try:
         yield cluster
     finally:
@@ -113,6 +114,25 @@ def test_a_node_that_does_not_start_in_time_is_an_error_of_one_line(monkeypatch:
     assert refused.value.message.startswith("no cluster of Ray can be started on this machine; The current node timed")
     assert "run ray start --head first and set RAY_ADDRESS=auto" in refused.value.message
     assert "\n" not in refused.value.message
+
+
+def test_a_cluster_of_tests_has_a_second_try_at_the_limit_of_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = ["The current node timed out during startup. This could", "Head node temp_dir not found"]
+
+    class FakeCluster:
+        def __init__(self) -> None:
+            if tries:
+                raise Exception(tries.pop(0))
+
+    monkeypatch.setattr(ray_helpers, "RayCluster", FakeCluster)
+    with pytest.raises(Exception, match="temp_dir not found"):
+        started_cluster()
+    tries[:] = ["The current node timed out during startup. This could"]
+    assert isinstance(started_cluster(), FakeCluster)
+    tries[:] = ["Head node temp_dir not found", "unreached"]
+    with pytest.raises(Exception, match="temp_dir not found"):
+        started_cluster()
+    assert tries == ["unreached"]
 
 
 def test_a_replica_that_cannot_start_is_told_in_one_line() -> None:

@@ -112,29 +112,41 @@ def run_command(
 
     `libraries` as in ForkedServer; with "tune" the servers that the command starts are forks, too.
     """
-    template = _template(libraries)
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        pid = template.fork("command", arguments, env, str(cwd), [output.fileno(), errors.fileno()])
-        code = template.exit_code(pid)
-        printed = []
-        for file in (output, errors):
-            file.seek(0)
-            printed.append(file.read().decode())
-    return subprocess.CompletedProcess(arguments, code, *printed)
+    return _run("command", arguments, env, str(cwd), [], libraries)
 
 
 def run_python(
-    arguments: Sequence[str], env: Mapping[str, str], libraries: str = ""
+    arguments: Sequence[str], env: Mapping[str, str], libraries: str = "", limit_s: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
     """Run `python` with these arguments as subprocess.run does, as a fork; `libraries` as in ForkedServer."""
-    printed, writing = os.pipe()
-    with os.fdopen(printed) as errors:
-        process = ForkedPython(arguments, env, libraries, errors=writing)
-        os.close(writing)
-        process.stdin.close()
-        with process.stdout as output:
-            texts = output.read(), errors.read()
-    return subprocess.CompletedProcess(arguments, process.wait(LIMIT_S), *texts)
+    return _run("python", arguments, env, os.getcwd(), [os.open(os.devnull, os.O_RDONLY)], libraries, limit_s)
+
+
+def _run(
+    what: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    directory: str,
+    inputs: Sequence[int],
+    libraries: str,
+    limit_s: float = LIMIT_S,
+) -> subprocess.CompletedProcess[str]:
+    """Run a fork to its end. After `limit_s` it is killed, and TimeoutExpired has what it has printed."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+
+        def printed() -> list[str]:
+            files = (output, errors)
+            return [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode() for file in files]
+
+        files = [*inputs, os.dup(output.fileno()), os.dup(errors.fileno())]
+        process = _Forked(what, arguments, env, directory, files, libraries)
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired as late:
+            process.kill()
+            process.wait(LIMIT_S)
+            raise subprocess.TimeoutExpired(list(arguments), limit_s, *printed()) from late
+        return subprocess.CompletedProcess(arguments, code, *printed())
 
 
 @contextlib.contextmanager

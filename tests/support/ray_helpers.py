@@ -53,8 +53,13 @@ class RayCluster:
         node = {"num_cpus": 8, "include_log_monitor": False, "setup_worker_path": _Forks.script}
         head, *others = ({**node, "worker_path": forks.path} for forks in self._forks)
         head |= {**devices, "include_dashboard": False, "no_monitor": True}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self._others = [self._cluster.add_node(**other, wait=False) for other in others]
+        self._cluster = Cluster()
+        try:
+            self._cluster.add_node(**head)
+            self._others = [self._cluster.add_node(**other, wait=False) for other in others]
+        except Exception:  # of the class that Ray has for all errors of a start
+            self._end_nodes()
+            raise
         self._cluster.wait_for_nodes(LIMIT_S)
         ray.init(address=self._cluster.address, namespace="lmi-server", log_to_driver=False)
         serve.start(proxy_location="Disabled")
@@ -148,9 +153,22 @@ class RayCluster:
         self.http.close()
         self._serve.shutdown()
         self._ray.shutdown()
+        self._end_nodes()
+
+    def _end_nodes(self) -> None:
         self._cluster.shutdown()
         for forks in self._forks:
             forks.end()
+
+
+def started_cluster() -> RayCluster:
+    """Start a cluster. Ray gives a node up after half a minute, which no setting changes: then start it once more."""
+    try:
+        return RayCluster()
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+    return RayCluster()
 
 
 class _Forks:
