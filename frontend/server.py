@@ -266,7 +266,8 @@ class _Server:
         while not self._ending.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), _FAILURE_CHECK_S if self._settings.fail_fast else None)
-            failed = [model.label for model in starting if model.failure is not None]
+            # One that its rolling batch refuses may still be served in static batches: it is not settled.
+            failed = [model.label for model in starting if model.settled.is_set() and model.failure is not None]
             if self._settings.fail_fast and failed:
                 logger.error("model %s has failed, and fail_fast is set: ending the server", failed[0])
                 return True

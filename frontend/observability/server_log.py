@@ -13,7 +13,6 @@ import logging
 import os
 import queue
 import select
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -31,6 +30,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _CAPACITY = 16 << 20  # bytes: a hundred thousand lines of the usual length
 _RECORD_BYTES = 512  # of a record beside its text, roughly
 _CLOSE_LIMIT_S = 1.0
+_LOOKS = 10  # at a log that is being closed, in this time
 _KEPT_LINES = 500
 _LONGEST_KEPT = 4096  # characters
 _MAX_WRITTEN_TOGETHER = 1024  # texts: writev(2) takes no more
@@ -175,7 +175,7 @@ class BackgroundLog:
         self._listener.start()
 
     def close(self, limit_s: float = _CLOSE_LIMIT_S) -> None:
-        """Write what waits, for at most `limit_s` seconds, and put the logger's handlers back."""
+        """Write what waits, while a reader takes some of it in `limit_s` seconds; put the logger's handlers back."""
         if self._logger.handlers == [self._handler]:
             self._logger.handlers = self._replaced
             self._listener.end(limit_s)
@@ -258,23 +258,31 @@ class _Listener(QueueListener):
         super().__init__(source.queue, target)
         self._records = source.queue
         self._source = source
+        self._handled = 0
 
     def handle(self, record: logging.LogRecord) -> None:
         super().handle(record)
+        self._handled += 1
         if self._records.empty():  # the next record, which would bring the report, may come much later
             report = self._source.take_report()
             if report is not None:
                 super().handle(report)
 
     def end(self, limit_s: float) -> None:
-        """Write what waits, for at most `limit_s` seconds."""
-        deadline = time.monotonic() + limit_s
+        """Write what waits, while a record is written every `limit_s` seconds, and for at most ten times as long.
+
+        The limit is counted in looks, so that records are not lost where this process itself was stopped for a time.
+        """
         thread = self._thread
         if thread is None:
             return
         with contextlib.suppress(queue.Full):
             self._records.put(None, timeout=limit_s)
-            thread.join(max(0.0, deadline - time.monotonic()))
+            looks = idle = 0
+            while thread.is_alive() and idle < _LOOKS and looks < 10 * _LOOKS:
+                handled = self._handled
+                thread.join(limit_s / _LOOKS)
+                looks, idle = looks + 1, idle + 1 if handled == self._handled else 0
 
 
 class _DescriptorHandler(logging.Handler):

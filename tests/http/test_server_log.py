@@ -151,6 +151,25 @@ def test_the_end_waits_for_nobody() -> None:
         assert time.monotonic() - before < 5
 
 
+def test_the_end_waits_for_a_reader_that_is_slow() -> None:
+    with background_log(8 << 20) as (log, logger, reading):
+        for number in range(40):
+            logger.warning("line %d %s", number, "x" * 60_000)
+        texts: list[str] = []
+
+        def read() -> None:
+            while not texts or "line 39" not in texts[-1]:
+                texts.append(os.read(reading, 1 << 16).decode())
+                time.sleep(0.05)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        log.close(0.5)  # of the two seconds that it takes at least
+        assert "line 37" in "".join(texts)  # the pipe holds one more
+        reader.join()
+        assert re.findall(r"line (\d+)", "".join(texts)) == [str(number) for number in range(40)]
+
+
 def test_a_reader_that_is_gone_is_no_error() -> None:
     with background_log(1 << 20) as (log, logger, reading):
         os.close(reading)
