@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -74,16 +75,16 @@ class SharedEnvironment:
         self.commands = self._directory / "bin"
         self._wheel = wheel
         self._extras: tuple[str, ...] | None = None
-        bytecode = directory / "bytecode"
-        link_bytecode(bytecode, self._directory)
+        self._bytecode = Bytecode(directory / "bytecode", self._directory)
         others = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        self.variables = {**others, "PYTHONPYCACHEPREFIX": str(bytecode)}
+        self.variables = {**others, "PYTHONPYCACHEPREFIX": str(directory / "bytecode")}
 
     def with_extras(self, *extras: str) -> Path:
         """Install these extras, remove all others, and return the directory of the commands."""
         if extras != self._extras:
             self._extras = None  # should the installation fail
             make_environment(self._directory, self._wheel, *extras)
+            self._bytecode.link()
             self._extras = extras
         return self.commands
 
@@ -92,18 +93,34 @@ class SharedEnvironment:
         uv("pip", "install", "--quiet", "--no-deps", "--python", self.commands / "python", package)
 
 
-def link_bytecode(prefix: Path, environment: Path) -> None:
-    """Fill a PYTHONPYCACHEPREFIX with links to the bytecode of this environment, for the packages of another one.
+class Bytecode:
+    """A PYTHONPYCACHEPREFIX for another environment, of links to the bytecode of this one.
 
     To compile torch and transformers again would take most of the time of a test. Python reads bytecode only if its
     source has the same size and time, as the files have that uv installs from its cache. It replaces a link to any
     other bytecode, and leaves the file alone.
     """
-    ours = Path(sysconfig.get_path("purelib"))
-    theirs = environment / ours.relative_to(sys.prefix)
-    for folder, _, names in os.walk(ours):
-        if folder.endswith("__pycache__"):
-            links = prefix / theirs.relative_to("/") / Path(folder).parent.relative_to(ours)
-            links.mkdir(parents=True, exist_ok=True)
-            for name in names:
-                (links / name).symlink_to(Path(folder, name))
+
+    def __init__(self, prefix: Path, environment: Path) -> None:
+        self._prefix = str(prefix)
+        self._ours = sysconfig.get_path("purelib")
+        self._theirs = str(environment / Path(self._ours).relative_to(sys.prefix))
+        self._linked: set[str] = set()
+        library = sysconfig.get_path("stdlib")
+        self._link_below(library, library, left_out=("site-packages", "test"))
+
+    def link(self) -> None:
+        """Link the bytecode of the packages that have been installed since the last call."""
+        for name in {*os.listdir(self._theirs), "__pycache__"} - self._linked:
+            self._linked.add(name)
+            self._link_below(os.path.join(self._ours, name), os.path.join(self._theirs, name))
+
+    def _link_below(self, ours: str, theirs: str, left_out: tuple[str, ...] = ()) -> None:
+        for folder, folders, names in os.walk(ours):
+            folders[:] = [name for name in folders if name not in left_out]
+            if folder.endswith("__pycache__"):
+                source = os.path.dirname(theirs + folder.removeprefix(ours))
+                os.makedirs(self._prefix + source, exist_ok=True)
+                for name in names:
+                    with contextlib.suppress(FileExistsError):  # a program has written it meanwhile
+                        os.symlink(os.path.join(folder, name), os.path.join(self._prefix + source, name))
