@@ -154,12 +154,17 @@ def is_generated(model: Any, prompt: list[int], tokens: list[int], max_new_token
 
     `generate` takes a pass for each token, which is most of what a test takes.
     """
-    is_whole = len(tokens) == max_new_tokens or (0 < len(tokens) < max_new_tokens and tokens[-1] == EOS)
-    if not is_whole or EOS in tokens[:-1] or not model.generation_config.to_diff_dict().keys() <= _NEUTRAL:
+    if not may_be_generated(model, tokens, max_new_tokens):
         return False
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False).logits[0, len(prompt) - 1 :]
     return bool(logits.argmax(-1).tolist() == tokens)
+
+
+def may_be_generated(model: Any, tokens: list[int], max_new_tokens: int) -> bool:
+    """Return whether the tokens end where `generate` ends, and each is the likeliest one if `generate` returns them."""
+    is_whole = len(tokens) == max_new_tokens or (0 < len(tokens) < max_new_tokens and tokens[-1] == EOS)
+    return is_whole and EOS not in tokens[:-1] and model.generation_config.to_diff_dict().keys() <= _NEUTRAL
 
 
 def generated_like(model: Any, prompt: list[int], tokens: list[int], max_new_tokens: int) -> list[int]:

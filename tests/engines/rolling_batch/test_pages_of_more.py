@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_helpers import read_adapter, save_adapter, with_adapter
-from image_helpers import Part, Reference, ServedImages, noise
+from image_helpers import Part, Reference, ServedImages, all_generated_like, noise
 from relay_helpers import on_loop
 from rolling_batch_helpers import Engine, generated, generated_like
 from tiny_image_models import save_image_model
@@ -74,7 +74,6 @@ async def test_answers_to_images_are_those_of_transformers(family: str, tmp_path
     """In chunks that divide what may be divided, from shared pages, after retractions, and in recorded steps."""
     directory = save_image_model(family, tmp_path)
     reference = Reference(directory)
-    expected = [reference.generate(parts, 30) for parts in _MIXED]
 
     served = await ServedImages.start(
         directory,
@@ -89,7 +88,7 @@ async def test_answers_to_images_are_those_of_transformers(family: str, tmp_path
     rows = counted(record(runner, 4))
     for _ in range(2):
         answers = await asyncio.gather(*(served.ask(parts, max_new_tokens=30) for parts in _MIXED))
-        assert [answer.tokens for answer in answers] == expected
+        assert [answer.tokens for answer in answers] == all_generated_like(reference, _MIXED, answers, 30)
     assert any(answer.cached > 0 for answer in answers)
     assert rows
     await served.handler.stop()
