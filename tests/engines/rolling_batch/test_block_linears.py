@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ from handlers.checkpoints.transformers_loading import load_model
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
 from handlers.huggingface.options import HuggingFaceOptions
+
+
+@functools.cache
+def known(name: str, outputs: int, inputs: int) -> tuple[StoredWeight, torch.Tensor]:
+    """Return random blocks, and the weight that they hold in float64."""
+    stored = random_blocks(name, outputs, inputs)
+    return stored, reference(stored).double()
 
 
 def reference(stored: StoredWeight) -> torch.Tensor:
@@ -78,13 +86,13 @@ def test_a_quantised_weight_is_off_by_half_a_step(kind: str) -> None:
 def test_a_layer_multiplies_by_what_is_stored(
     rows: int, inputs: int, outputs: int, name: str, dtype: torch.dtype
 ) -> None:
-    stored = random_blocks(name, outputs, inputs)
+    stored, weight = known(name, outputs, inputs)
     bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2)).to(dtype) if outputs == 100 else None
     hidden = torch.randn((1, rows, inputs), generator=torch.Generator().manual_seed(1)).to(dtype)
     added = 0.0 if bias is None else bias.double()
-    expected = hidden.double() @ reference(stored).double().T + added
+    expected = hidden.double() @ weight.T + added
     layer = BlockLinear.from_stored(stored, bias, dtype)
-    size = hidden.double().abs() @ reference(stored).double().abs().T  # of what is added up
+    size = hidden.double().abs() @ weight.abs().T  # of what is added up
     rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0.0
     # Inputs in bfloat16 may be multiplied as integers of 16 bits, and what is unpacked may be rounded to bfloat16.
     errors = (1e-5, 2**-8) if dtype == torch.bfloat16 else (1e-6, 1e-6)

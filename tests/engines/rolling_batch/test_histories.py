@@ -48,12 +48,12 @@ class Request:
 
     def expected(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply the penalties by their definition, token by token."""
-        own, row = self.state.parameters, logits.clone()
+        own, row = self.state.parameters, logits.tolist()
         for token in {*self.prompt, *self.output}:
             row[token] = row[token] * own.repetition_penalty if row[token] < 0 else row[token] / own.repetition_penalty
         for token, count in Counter(self.output).items():
             row[token] -= own.presence_penalty + count * own.frequency_penalty
-        return row
+        return torch.tensor(row)
 
 
 def step(requests: list[Request], histories: DeviceHistories, chance: random.Random, before: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.attention.decode_passes import close_row_counts, run_once
 from handlers.rolling_batch.attention.kv_cache import LayerShape
 from handlers.rolling_batch.engine_loading import LoadedModel, load_engine
+from handlers.rolling_batch.pages import mixed_passes
 from handlers.rolling_batch.pages.cache import PagedCache
 from handlers.rolling_batch.pages.choice import page_size
 from handlers.rolling_batch.runner.step_messages import Pass, decode, encode
@@ -78,8 +79,9 @@ def test_drafts_over_pages_change_no_token() -> None:
 
 
 @pytest.mark.slow
-def test_recorded_passes_take_no_columns_and_fill_up_with_the_idle_slot() -> None:
+def test_recorded_passes_take_no_columns_and_fill_up_with_the_idle_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """`run_once` records nothing, so that each pass reads its buffers anew, as a graph does."""
+    monkeypatch.setattr(mixed_passes, "MAX_ROWS", 64)  # a step has up to 23
     engine = Engine(tiny_model("llama"), page=PAGE)
     engine.runner.uncapturable = lambda: None  # type: ignore[method-assign]  # it would say that this is no GPU
     assert engine.runner.capture(8, lambda: run_once) == len(close_row_counts(8)) == 4

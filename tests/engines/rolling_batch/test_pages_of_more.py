@@ -23,6 +23,7 @@ from handlers.huggingface.handler import HuggingFaceHandler
 from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.attention.decode_passes import DecodePasses, run_once
 from handlers.rolling_batch.images.loading import LoadedImages
+from handlers.rolling_batch.pages import mixed_passes
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.schedule.page_table import PageTable
 
@@ -43,6 +44,12 @@ _MIXED: list[list[Part]] = [
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record no passes of more rows than the longest prompt here has."""
+    monkeypatch.setattr(mixed_passes, "MAX_ROWS", 256)
 
 
 def record(runner: ModelRunner, rows: int) -> DecodePasses:
