@@ -30,12 +30,13 @@ Work = Callable[[], object]
 Seconds = Callable[[Work], float]  # runs the work; returns how long it took
 
 ROWS = (1, 4, 16, 64, 256, 1024)  # numbers of rows that are measured, until the second way is faster
+MIN_GAIN = 1.15
+"""How much the second way has to gain, because the first one gives a row the same bits in any batch."""
 ALL = sys.maxsize  # the crossover if the first way is at least as fast with any number of rows
 # Both ways have as many turns, and the fastest of each counts: the first one may compile code, and others are disturbed
 # by other programs. The turns end when the difference is clear, or after some time of this thread.
 _MIN_TURNS, _CLEAR_TURNS, _MAX_TURNS, _SECONDS = 3, 10, 60, 0.04
-# The second way has to gain this much, because the first one gives a row the same bits in any batch.
-_MIN_GAIN, _CLEAR_GAIN = 1.15, 1.5
+_CLEAR_GAIN = 1.5
 # If the work took much longer than this thread computed, other programs had the cores. Then the threads wait for each
 # other in all turns, which says nothing about the kernels.
 _BUSY, _DELAY = 1.5, 0.003
@@ -87,11 +88,13 @@ class Crossovers:
         least: int = 0,
         most: int = ALL,
         unmeasured: int = ALL,
+        min_gain: float = MIN_GAIN,
     ) -> int:
         """Return the number of rows up to which `few(rows)` is the faster work, 0 if never, ALL if always.
 
         Up to `least` rows it is known to be the faster one, and there are never more than `most`: neither is measured.
-        Equal names mean equal times. It is `unmeasured` if it could not be measured, because the machine is busy.
+        Equal names mean equal times. `many` is faster if it gains `min_gain`. The crossover is `unmeasured` if it
+        could not be measured, because the machine is busy.
         """
         name += "" if most >= ROWS[-1] else f" for up to {most} rows"
         crossover = self._known.get(name)
@@ -100,7 +103,7 @@ class Crossovers:
         if crossover is None:
             began = time.perf_counter()
             end = began + self._max_seconds - self._spent
-            crossover = self._measure(few, many, least, most, end)
+            crossover = self._measure(few, many, least, most, end, min_gain)
             self._spent += time.perf_counter() - began
             if crossover is not None:
                 self._known[name] = crossover
@@ -111,20 +114,26 @@ class Crossovers:
         return unmeasured if crossover is None else crossover
 
     def _measure(
-        self, few: Callable[[int], Work], many: Callable[[int], Work], least: int, most: int, end: float
+        self,
+        few: Callable[[int], Work],
+        many: Callable[[int], Work],
+        least: int,
+        most: int,
+        end: float,
+        min_gain: float,
     ) -> int | None:
         crossover, took = least, 0.0
         for rows in sorted({min(rows, most) for rows in ROWS if rows > least}):
             began = time.perf_counter()
             if rows == ROWS[-1] and (not took or rows / crossover * took > min(end - began, _LAST_SECONDS)):
                 return ALL
-            is_faster = _is_faster(few(rows), many(rows), self._seconds, end)
+            is_faster = _is_faster(few(rows), many(rows), self._seconds, end, min_gain)
             took = time.perf_counter() - began
             if is_faster is None:
                 return None
             if not is_faster:
                 between = math.isqrt(crossover * rows)
-                if between > crossover and _is_faster(few(between), many(between), self._seconds, end):
+                if between > crossover and _is_faster(few(between), many(between), self._seconds, end, min_gain):
                     return between
                 return crossover
             crossover = rows
@@ -171,7 +180,7 @@ class Crossovers:
         return crossover if is_one and data == self._content(name, crossover) else None
 
 
-def _is_faster(few: Work, many: Work, seconds: Seconds, end: float) -> bool | None:
+def _is_faster(few: Work, many: Work, seconds: Seconds, end: float, min_gain: float) -> bool | None:
     """Return whether `few` is the faster work; None if other programs have the cores, or `end` is reached."""
     fewest = most = math.inf
     computed, began = 0.0, time.perf_counter()
@@ -180,12 +189,12 @@ def _is_faster(few: Work, many: Work, seconds: Seconds, end: float) -> bool | No
         fewest, most, computed = min(fewest, times[0]), min(most, times[1]), computed + sum(times)
         if time.perf_counter() >= end:
             return None
-        is_clear = not most / _CLEAR_GAIN < fewest / _MIN_GAIN < most * _CLEAR_GAIN
+        is_clear = not most / _CLEAR_GAIN < fewest / min_gain < most * _CLEAR_GAIN
         if (turn >= _MIN_TURNS and computed > _SECONDS) or (turn >= _CLEAR_TURNS and is_clear):
             break
     if time.perf_counter() - began > _BUSY * computed + _DELAY:
         return None
-    return fewest <= _MIN_GAIN * most
+    return fewest <= min_gain * most
 
 
 def _in_words(crossover: int | None) -> str:
