@@ -149,22 +149,24 @@ _NEUTRAL = {
 }
 
 
-def is_generated(model: Any, prompt: list[int], tokens: list[int], max_new_tokens: int) -> bool:
+def is_generated(
+    model: Any, prompt: list[int], tokens: list[int], max_new_tokens: int, eos: int = EOS, **arguments: Any
+) -> bool:
     """Return whether `generated` would return these tokens, by one pass over all of them; False if that is not known.
 
-    `generate` takes a pass for each token, which is most of what a test takes.
+    `generate` takes a pass for each token, which is most of what a test takes. `arguments` are more of the pass.
     """
-    if not may_be_generated(model, tokens, max_new_tokens):
+    if not may_be_generated(model, tokens, max_new_tokens, eos):
         return False
     with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False).logits[0, len(prompt) - 1 :]
+        logits = model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False, **arguments).logits[0, -len(tokens) :]
     return bool(logits.argmax(-1).tolist() == tokens)
 
 
-def may_be_generated(model: Any, tokens: list[int], max_new_tokens: int) -> bool:
+def may_be_generated(model: Any, tokens: list[int], max_new_tokens: int, eos: int = EOS) -> bool:
     """Return whether the tokens end where `generate` ends, and each is the likeliest one if `generate` returns them."""
-    is_whole = len(tokens) == max_new_tokens or (0 < len(tokens) < max_new_tokens and tokens[-1] == EOS)
-    return is_whole and EOS not in tokens[:-1] and model.generation_config.to_diff_dict().keys() <= _NEUTRAL
+    is_whole = len(tokens) == max_new_tokens or (0 < len(tokens) < max_new_tokens and tokens[-1] == eos)
+    return is_whole and eos not in tokens[:-1] and model.generation_config.to_diff_dict().keys() <= _NEUTRAL
 
 
 def generated_like(model: Any, prompt: list[int], tokens: list[int], max_new_tokens: int) -> list[int]:
