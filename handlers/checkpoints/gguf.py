@@ -12,6 +12,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from lmi_server.configuration.model_directory.gguf import GgufHeader, read_gguf
 from lmi_server.contract.errors import ConfigurationError, ModelLoadError
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.processes import gguf_package
 
 # A model may have so many weights for each of the file, and some more, which transformers makes of others.
@@ -44,15 +45,21 @@ def gguf_weights(path: str) -> dict[str, Any]:
     return {**source, "quantization_config": GgufConfig(dequantize=True, gguf_file=source["gguf_file"])}
 
 
-def refuse_other_layers(path: str) -> None:
-    """Raise ModelLoadError if the header counts other layers than the file has: transformers would draw the others."""
+def refuse_damaged(path: str) -> None:
+    """Raise ModelLoadError if the header names more bytes than the file has, or other layers.
+
+    transformers would draw layers that are missing at random.
+    """
     header = _header(path)
+    fault = header.size_fault(Path(path).stat().st_size)
+    if fault is not None:
+        raise ModelLoadError(f"{path}: {fault}")
     count = header.values.get(f"{header.architecture}.block_count")
     layers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     if count != len(layers):
         raise ModelLoadError(
-            f"{path}: block_count = {count}, but the file has tensors of {len(layers)} layers; the file is damaged,"
-            " fetch it again"
+            f"{path}: block_count = {excerpt(str(count))}, but the file has tensors of {len(layers)} layers; the file"
+            " is damaged, fetch it again"
         )
 
 
@@ -113,8 +120,8 @@ def load_gguf_tokenizer(path: str, load: Callable[..., Any]) -> Any:
     if model == "gpt2":
         if split not in _SPLITS:
             raise ModelLoadError(
-                f"{path}: tokenizer.ggml.pre = {split} is not known; put the tokenizer.json of the original model"
-                " beside the file"
+                f"{path}: tokenizer.ggml.pre = {excerpt(split)} is not known; put the tokenizer.json of the original"
+                " model beside the file"
             )
         tokenizer.backend_tokenizer.pre_tokenizer = _SPLITS[split]
     return tokenizer
@@ -122,14 +129,8 @@ def load_gguf_tokenizer(path: str, load: Callable[..., Any]) -> Any:
 
 def _splitting(path: str) -> tuple[str, str]:
     """Return the kind of the tokenizer, and the name of its first step."""
-    from gguf import GGUFReader
-
-    fields = GGUFReader(path).fields
-
-    def text(key: str) -> str:
-        return str(fields[key].contents()) if key in fields else ""
-
-    return text("tokenizer.ggml.model"), text("tokenizer.ggml.pre")
+    values = _header(path).values
+    return str(values.get("tokenizer.ggml.model", "")), str(values.get("tokenizer.ggml.pre", ""))
 
 
 def _regex(pattern: str) -> Any:

@@ -27,7 +27,7 @@ from handlers.checkpoints.gguf import (
     gguf_weights,
     is_gguf,
     load_gguf_tokenizer,
-    refuse_other_layers,
+    refuse_damaged,
     refuse_other_shapes,
     refuse_sizes,
 )
@@ -87,7 +87,7 @@ def load_tokenizer(path: str, options: TransformersOptions) -> Any:
 def load_config(path: str, options: TransformersOptions) -> Any:
     """Return the checkpoint's configuration. Raises ModelLoadError."""
     if is_gguf(path):
-        refuse_other_layers(path)
+        refuse_damaged(path)
         return from_pretrained(AutoConfig, **gguf_arguments(path))
     refuse_malformed_declaration(Path(path))
     return from_pretrained(AutoConfig, path, **_origin(options))

@@ -138,14 +138,9 @@ def _fault(path: Path) -> str | None:
 def gguf_fault(path: Path) -> str | None:
     """Compare the size of a file in GGUF with the end of the last tensor that its header names."""
     try:
-        size, end = path.stat().st_size, read_gguf(path).end
+        return read_gguf(path).size_fault(path.stat().st_size)
     except ConfigurationError as error:
         return error.message.removeprefix(f"{path}: ")
-    return (
-        None
-        if end is None or size >= end
-        else f"has {size} bytes, and by its header it should have {end}; copy it again"
-    )
 
 
 def _safetensors_fault(path: Path) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
 import pytest
-from gguf_helpers import write_gguf
+from gguf_helpers import hostile_gguf, key_of, tensor_of, write_gguf
 
 from lmi_server.configuration.model_directory.gguf import read_gguf
 from lmi_server.configuration.resolve import Inspection, inspect_model
@@ -105,8 +106,64 @@ def test_values_that_no_writer_would_write(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     key = b"general.alignment"
     path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<II", 4, 0))
-    with pytest.raises(ConfigurationError, match="is no file in GGUF"):
+    with pytest.raises(ConfigurationError, match=r"general\.alignment = 0 is no power of two; the file is damaged"):
         read_gguf(path)
+
+
+U32, U64, F32 = struct.Struct("<I").pack, struct.Struct("<Q").pack, struct.Struct("<f").pack
+STRINGS = U32(8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "counts", "problem"),
+    [
+        ([], [], (0, 2**63), "has 9223372036854775808 keys in its header, and 4096 are the most that is read"),
+        ([], [], (2**40, 0), "has 1099511627776 tensors in its header, and 16384 are the most"),
+        ([key_of("a", 9, STRINGS + U64(2**36))], [], None, "has 68719476736 elements of arrays in its header"),
+        ([key_of("a", 9, U32(12) + U64(2**61))], [], None, "elements of arrays in its header, and 4194304 are"),
+        ([key_of(name, 9, U32(0) + U64(2**21) + bytes(2**21)) for name in "abc"], [], None, "has 6291456 elements"),
+        ([U64(2**60)], [], None, "has 1152921504606846976 bytes in a name in its header"),
+        ([key_of("a", 8, U64(2**63))], [], None, "is no file in GGUF, or is cut within its header"),
+        ([key_of("a", 9, U32(9) + U64(1) + U32(4) + U64(0))], [], None, "is no file in GGUF"),
+        ([key_of("a", 13, b"")], [], None, "is no file in GGUF"),
+        ([key_of("\n", 4, U32(1))] * 2, [], None, r"has the key \\n twice"),
+        (
+            [key_of("llama.rope.freq_base", 6, F32(float("nan")))],
+            [],
+            None,
+            "freq_base = nan is no number",
+        ),
+        ([key_of("general.alignment", 4, U32(24))], [], None, r"general\.alignment = 24 is no power of two"),
+        ([key_of("general.alignment", 6, F32(32.0))], [], None, r"general\.alignment = 32\.0 is no power"),
+        ([], [tensor_of("a", 0), tensor_of("a", 32)], None, "has the tensor a twice"),
+        ([], [tensor_of("a", 1)], None, "tensor a begins at 1, which is no multiple of 32"),
+        ([], [tensor_of("b", 32), tensor_of("a", 0, (9,))], None, "tensor b begins inside of tensor a"),
+        ([], [tensor_of("a", 0, (2**63,) * 4), tensor_of("b", 32)], None, "tensor b begins inside of tensor a"),
+    ],
+)
+def test_a_hostile_header_is_refused_with_the_reason(
+    tmp_path: Path, keys: list[bytes], tensors: list[bytes], counts: tuple[int, int] | None, problem: str
+) -> None:
+    path = hostile_gguf(tmp_path / "m.gguf", keys, tensors, counts)
+    with pytest.raises(ConfigurationError, match=f"{re.escape(str(path))}: .*{problem}"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize("tensor", [tensor_of("a", 2**64 - 32), tensor_of("a", 0, (2**33, 2**31)), tensor_of("a", 160)])
+def test_a_tensor_outside_of_the_file_is_a_fault_of_the_file(tmp_path: Path, tensor: bytes) -> None:
+    path = hostile_gguf(tmp_path / "m.gguf", tensors=[tensor])
+    fault = read_gguf(path).size_fault(path.stat().st_size)
+    assert fault is not None
+    assert fault.startswith(f"has {path.stat().st_size} bytes, and by its header it should have ")
+
+
+def test_a_name_of_an_architecture_is_quoted_in_short(tmp_path: Path) -> None:
+    name = "\x1b[2J" + "a" * 100_000
+    path = hostile_gguf(tmp_path / "m.gguf", [key_of("general.architecture", 8, U64(len(name)) + name.encode())])
+    problem = read_gguf(path).problem()
+    assert problem is not None
+    assert problem.isprintable()
+    assert len(problem) < 1000
 
 
 def test_a_tensor_has_four_dimensions_at_most(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 SIZES = {"context_length": 64, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48}
@@ -29,4 +31,25 @@ def write_gguf(path: Path, architecture: str = "llama", layers: int = 0, **strin
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path
+
+
+def key_of(name: str, kind: int, value: bytes) -> bytes:
+    """Return a key of a header, whose type is the number `kind` of ggml."""
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+def tensor_of(name: str, offset: int, shape: Sequence[int] = (8,), kind: int = 0) -> bytes:
+    """Return what a header says of a tensor, of float32 by itself."""
+    sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return struct.pack("<Q", len(name)) + name.encode() + sizes + struct.pack("<IQ", kind, offset)
+
+
+def hostile_gguf(
+    path: Path, keys: Sequence[bytes] = (), tensors: Sequence[bytes] = (), counts: tuple[int, int] | None = None
+) -> Path:
+    """Write a file with a header that no writer makes, and 128 bytes behind it; `counts` are of tensors and keys."""
+    of_tensors, of_keys = counts or (len(tensors), len(keys))
+    header = b"GGUF" + struct.pack("<IQQ", 3, of_tensors, of_keys) + b"".join([*keys, *tensors])
+    path.write_bytes(header + bytes(-len(header) % 32 + 128))
     return path

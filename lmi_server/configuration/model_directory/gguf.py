@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.texts.quoting import excerpt
 
 # By `general.architecture`: the class of transformers that decodes such a file under the rolling batch.
 ARCHITECTURES: Mapping[str, str] = {
@@ -44,6 +45,10 @@ _CONFIG_KEYS = {
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _DIMENSIONS = 4  # of a tensor, at most
+# Many times what the largest models have. The package gguf, which reads the header again when the model loads, makes
+# objects of Python of all keys, tensors and elements of arrays.
+_MAX_KEYS, _MAX_TENSORS, _MAX_ELEMENTS = 2**12, 2**14, 2**22
+_MAX_NAME = 2**16 - 1  # bytes
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 # By ggml's number of a tensor type: weights in a block, and bytes of a block.
 # fmt: off
@@ -55,6 +60,19 @@ _BLOCKS = {
     35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18),
 }
 # fmt: on
+
+
+class _WrongHeaderError(ValueError):
+    """The header has what no writer of such files writes."""
+
+
+class _Tensor(NamedTuple):
+    """A tensor: where it begins and ends behind the header. `end` is None if its type is not known here."""
+
+    name: str
+    parameters: int
+    offset: int
+    end: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +95,19 @@ class GgufHeader:
         """Return why transformers would not read the file as it is meant; None if it does."""
         if self.architecture not in ARCHITECTURES:
             allowed = ", ".join(sorted(ARCHITECTURES))
-            return f"general.architecture = {self.architecture} is not served from GGUF; allowed: {allowed}"
+            return f"general.architecture = {excerpt(self.architecture)} is not served from GGUF; allowed: {allowed}"
         if self.values.get("split.count", 1) not in (0, 1):
             return "is one part of several; merge them with llama-gguf-split --merge"
         scaling = self.values.get(f"{self.architecture}.rope.scaling.type", "none")
         if scaling != "none" or any(name.startswith("rope_f") for name in self.tensors):
             return "scales its rotary positions, which transformers does not read from GGUF"
         return None
+
+    def size_fault(self, size: int) -> str | None:
+        """Return what is wrong with a file of so many bytes; None if it has all that the header names."""
+        if self.end is None or size >= self.end:
+            return None
+        return f"has {size} bytes, and by its header it should have {self.end}; copy it again"
 
     def config(self) -> Mapping[str, Any]:
         """Return the keys of config.json that follow from the header. The weights are loaded as bfloat16."""
@@ -115,6 +139,8 @@ def read_gguf(path: Path) -> GgufHeader:
         return _read(path, state.st_size, state.st_mtime_ns)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+    except _WrongHeaderError as error:
+        raise ConfigurationError(f"{path}: {error}; the file is damaged, copy it again") from error
     except (ValueError, ArithmeticError, struct.error, IndexError, KeyError) as error:
         raise ConfigurationError(f"{path}: is no file in GGUF, or is cut within its header; copy it again") from error
 
@@ -131,6 +157,7 @@ class _HeaderReader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._at = 0
+        self._elements = 0  # of arrays, so far
 
     def header(self) -> GgufHeader:
         if self._data[:4] != _MAGIC:
@@ -138,27 +165,40 @@ class _HeaderReader:
         self._at = 4
         if self._scalar("I") not in (2, 3):
             raise ValueError("unknown version")
-        tensor_count, value_count = self._scalar("Q"), self._scalar("Q")
-        values = {self._text(): self._value(self._scalar("I")) for _ in range(value_count)}
+        tensor_count, key_count = self._scalar("Q"), self._scalar("Q")
+        _refuse_more_than(_MAX_KEYS, key_count, "keys")
+        _refuse_more_than(_MAX_TENSORS, tensor_count, "tensors")
+        values = self._values(key_count)
+        alignment = _alignment(values.get("general.alignment", 32))
         tensors = [self._tensor() for _ in range(tensor_count)]
-        alignment = int(values.get("general.alignment", 32))
+        _refuse_shared_bytes(tensors, alignment)
         start = -(-self._at // alignment) * alignment
-        ends = [_end_of(shape, kind, offset) for _, shape, kind, offset in tensors]
-        known = [end for end in ends if end is not None]
+        known = [tensor.end for tensor in tensors if tensor.end is not None]
         return GgufHeader(
             values=values,
-            tensors=frozenset(name for name, *_ in tensors),
-            parameters=sum(math.prod(shape) for _, shape, _, _ in tensors),
-            end=start + max(known, default=0) if len(known) == len(ends) else None,
+            tensors=frozenset(tensor.name for tensor in tensors),
+            parameters=sum(tensor.parameters for tensor in tensors),
+            end=start + max(known, default=0) if len(known) == len(tensors) else None,
         )
 
-    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._text()
-        dimensions = self._scalar("I")
+    def _values(self, count: int) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for _ in range(count):
+            key = self._name()
+            if key in values:
+                raise _WrongHeaderError(f"has the key {excerpt(key)} twice")
+            value = values[key] = self._value(self._scalar("I"))
+            if isinstance(value, float) and not math.isfinite(value):
+                raise _WrongHeaderError(f"{excerpt(key)} = {value} is no number")
+        return values
+
+    def _tensor(self) -> _Tensor:
+        name, dimensions = self._name(), self._scalar("I")
         if dimensions > _DIMENSIONS:
             raise ValueError("more dimensions than ggml has")  # whose product would take ever longer
-        shape = tuple(self._scalar("Q") for _ in range(dimensions))
-        return name, shape, self._scalar("I"), self._scalar("Q")
+        shape = [self._scalar("Q") for _ in range(dimensions)]
+        kind, offset = self._scalar("I"), self._scalar("Q")
+        return _Tensor(name, math.prod(shape), offset, _end_of(shape, kind, offset))
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -168,6 +208,8 @@ class _HeaderReader:
     def _skip_array(self) -> int:
         """Move behind an array, and return its length."""
         kind, count = self._scalar("I"), self._scalar("Q")
+        self._elements += count
+        _refuse_more_than(_MAX_ELEMENTS, self._elements, "elements of arrays")
         if kind != _STRING:
             self._at += count * struct.calcsize(_SCALARS[kind])
             return int(count)
@@ -177,8 +219,13 @@ class _HeaderReader:
         self._at = at
         return int(count)
 
-    def _text(self) -> str:
+    def _name(self) -> str:
+        return self._text(_MAX_NAME)
+
+    def _text(self, longest: int | None = None) -> str:
         length = self._scalar("Q")
+        if longest is not None:
+            _refuse_more_than(longest, length, "bytes in a name")
         text = self._data[self._at : self._at + length]
         if len(text) < length:
             raise ValueError("cut")
@@ -191,7 +238,35 @@ class _HeaderReader:
         return value
 
 
-def _end_of(shape: tuple[int, ...], kind: int, offset: int) -> int | None:
+def _refuse_more_than(most: int, count: int, what: str) -> None:
+    if count > most:
+        raise _WrongHeaderError(f"has {count} {what} in its header, and {most} are the most that is read")
+
+
+def _alignment(value: Any) -> int:
+    """Return the number of bytes that divides where tensors begin."""
+    if type(value) is not int or value < 1 or value & (value - 1):
+        raise _WrongHeaderError(f"general.alignment = {excerpt(str(value))} is no power of two")
+    return value
+
+
+def _refuse_shared_bytes(tensors: Sequence[_Tensor], alignment: int) -> None:
+    """Refuse names that occur twice, and tensors that begin elsewhere than a writer puts them, or inside of others."""
+    names: set[str] = set()
+    end, before = 0, ""
+    for tensor in sorted(tensors, key=lambda each: each.offset):
+        name = excerpt(tensor.name)
+        if tensor.name in names:
+            raise _WrongHeaderError(f"has the tensor {name} twice")
+        if tensor.offset % alignment:
+            raise _WrongHeaderError(f"tensor {name} begins at {tensor.offset}, which is no multiple of {alignment}")
+        if tensor.offset < end:
+            raise _WrongHeaderError(f"tensor {name} begins inside of tensor {before}")
+        names.add(tensor.name)
+        end, before = tensor.end or tensor.offset, name
+
+
+def _end_of(shape: Sequence[int], kind: int, offset: int) -> int | None:
     if kind not in _BLOCKS:
         return None
     weights, size = _BLOCKS[kind]
