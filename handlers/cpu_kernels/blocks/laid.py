@@ -221,10 +221,10 @@ def multiplying_laid(form: Form, rows: int) -> Any:
     return multiply_laid
 
 
-def multiplying_stored(form: Form, rows: int, distance: int, lays: bool = False) -> Any:
+def multiplying_stored(form: Form, rows: int, distance_of: Callable[[Kind], int], lays: bool = False) -> Any:
     """Return the intrinsic that multiplies a group of so many rows by blocks as they are stored.
 
-    It lays these if it `lays`. `distance`: see Numbers.
+    It lays these if it `lays`. `distance_of`: a kind -> the distance, see Numbers.
     """
 
     @intrinsic
@@ -236,7 +236,7 @@ def multiplying_stored(form: Form, rows: int, distance: int, lays: bool = False)
 
             def of_kind(kind):
                 def weights_at(index):
-                    block = block_at(builder, kind, panel, builder.add(first, index), distance)
+                    block = block_at(builder, kind, panel, builder.add(first, index), distance_of(kind))
                     stored = _Stored(form, builder, block)
                     address = builder.add(laid, builder.mul(index, INT(form.laid_bytes)))
                     return _Laying(stored, address) if lays else stored
@@ -346,8 +346,8 @@ def in_sections(form: Form, rows: int, few: int, section: int) -> tuple[Any, int
 
     Up to `few` groups are multiplied as blocks are stored, more groups by sections of at most so many blocks.
     """
-    multiply_stored, multiply_laid = multiplying_stored(form, rows, AHEAD_BYTES), multiplying_laid(form, rows)
-    multiply_and_lay = multiplying_stored(form, rows, 0, lays=True)
+    multiply_stored, multiply_laid = multiplying_stored(form, rows, lambda _: AHEAD_BYTES), multiplying_laid(form, rows)
+    multiply_and_lay = multiplying_stored(form, rows, lambda _: 0, lays=True)
     of_group, few_groups, most = (np.int64(number) for number in (rows, few, section))
 
     @kernel_part(is_separate=True)

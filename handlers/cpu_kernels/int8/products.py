@@ -15,7 +15,7 @@ from llvmlite import ir
 from handlers.cpu_kernels import byte_products
 from handlers.cpu_kernels.blocks.laid import HALVES, Form, in_sections, multiplying_stored
 from handlers.cpu_kernels.blocks.layout import GROUP, KINDS, OUTPUTS, QUADS, Kind
-from handlers.cpu_kernels.blocks.numbers import AHEAD_OF_ONE_ROW
+from handlers.cpu_kernels.blocks.numbers import AHEAD_BYTES, AHEAD_OF_ONE_ROW
 from handlers.cpu_kernels.blocks.reading import Block
 from handlers.cpu_kernels.blocks.vectors import HALF, WORDS, shuffled
 from handlers.cpu_kernels.byte_products import add_byte_products
@@ -70,9 +70,14 @@ def _add_in_words(builder, total, numbers, factors):
     return total
 
 
+def _ahead_of_one_row(kind: Kind) -> int:
+    """Blocks of 6 bits are not read in the order of their bytes: an AMD EPYC took 1.5 times as long without asking."""
+    return AHEAD_BYTES if kind.bits == 6 else AHEAD_OF_ONE_ROW
+
+
 _KINDS = [kind for kind in KINDS if multiplies(kind)]
 _FORM = Form(_KINDS, QUADS, _numbers, _add, QUANTISED_BYTES, SCALE_AT, SUM_AT, begin_at)
-multiply_stored = multiplying_stored(_FORM, 1, AHEAD_OF_ONE_ROW)
+multiply_stored = multiplying_stored(_FORM, 1, _ahead_of_one_row)
 add_products, LAID_BYTES = in_sections(_FORM, ROWS, 1, _SECTION)
 assert QUADS == GROUP // 4
 assert 2 * LANES == OUTPUTS
